@@ -1,0 +1,37 @@
+"""What a training script imports: synchronised batch-norm layers, and the connection they use.
+
+import client
+
+model = client.convert_model(model)
+with client.connect("tcp://127.0.0.1:5555"):
+train(model)
+"""
+
+from client.batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
+from client.connection import Connection, connect, current_connection, disconnect
+from client.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.pipe import SlavePipe
+from client.replicate import (
+    CallbackContext,
+    DataParallelWithCallback,
+    execute_replication_callbacks,
+    patch_replication_callback,
+)
+
+__all__ = [
+    "CallbackContext",
+    "Connection",
+    "DataParallelWithCallback",
+    "SlavePipe",
+    "SynchronizedBatchNorm1d",
+    "SynchronizedBatchNorm2d",
+    "SynchronizedBatchNorm3d",
+    "connect",
+    "convert_model",
+    "current_connection",
+    "disconnect",
+    "execute_replication_callbacks",
+    "patch_replication_callback",
+    "patch_sync_batchnorm",
+    "revert_model",
+]

@@ -1,0 +1,147 @@
+"""SynchronizedBatchNorm1d, 2d and 3d: torch's batch norm, over all replicas of the job.
+
+A layer is an `nn.BatchNorm*d` in every respect (parameters, buffers, state_dict, eval), and in training, when there
+is anybody to synchronise with, it normalises with the statistics of the whole batch. It holds no connection: it
+asks for the process's current one each time, so copies, pickles and forks of it are harmless.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from client.connection import current_connection
+from client.functional import Exchange, Slice, batch_norm
+from client.pipe import LocalPipe, Pipe, SlavePipe
+from client.rendezvous import Rendezvous
+from statsd_bn.moments import Moments
+
+EPS_MODES = ("plus", "clamp")
+
+_unnamed = itertools.count()
+
+
+class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - torch's own subclasses do so
+    """What the three layers share. Use `SynchronizedBatchNorm1d`, `2d` or `3d`.
+
+    Args:
+        num_features: C, the channels.
+        eps: keeps the inverse standard deviation finite.
+        momentum: weight of the newest batch in the running statistics; None for a cumulative average.
+        affine: learn `weight` and `bias`, each of shape (C,).
+        track_running_stats: keep running statistics for eval.
+        eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers.
+
+    Attributes:
+        layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the place in the
+            model; a layer made by hand is called after its class and how many were made before it.
+
+    Shape:
+        Input (N, C, *) as the torch layer of the same dimension takes it, output the same. N may differ between
+        replicas.
+
+    Raises:
+        ValueError: in `forward`, the input has other dimensions or channels, or the whole batch has one value
+            per channel.
+        TypeError: in `forward`, the input is not floating-point.
+        RoundFailed: in `forward` and `backward`, the exchange with the other members failed.
+    """
+
+    eps_mode: str
+    layer_name: str
+    _seat: tuple[Rendezvous, int] | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        eps_mode: str = "plus",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if eps_mode not in EPS_MODES:
+            raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.eps_mode = eps_mode
+        self.layer_name = f"{type(self).__name__}-{next(_unnamed)}"
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Normalises `input`, in training with the statistics of the whole batch."""
+        self._check_input_dim(input)
+        self._check_input(input)
+        if not self.training or not self._has_company():
+            return super().forward(input)
+        mine = Slice(input, self.weight, self.bias)
+        if self._seat is None:
+            output, moments = self._normalise([mine])[0]
+        else:
+            rendezvous, replica = self._seat
+            output, moments = rendezvous.meet(replica, f"layer {self.layer_name!r}", mine, self._normalise)
+        self._update_running_statistics(moments)
+        return output
+
+    def extra_repr(self) -> str:
+        """Torch's, and what is not its default."""
+        return str(super().extra_repr()) + ("" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}")
+
+    def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
+        """Takes this copy's seat among the replicas of its process."""
+        self._seat = (context.rendezvous, copy_id)
+
+    def _check_input(self, x: Tensor) -> None:
+        if not x.is_floating_point():
+            raise TypeError(f"layer {self.layer_name!r}: expected a floating-point input, got {x.dtype}")
+        if x.shape[1] != self.num_features:
+            raise ValueError(
+                f"layer {self.layer_name!r}: expected {self.num_features} channels, got {x.shape[1]} "
+                f"(input of shape {tuple(x.shape)})"
+            )
+
+    def _has_company(self) -> bool:
+        connection = current_connection()
+        if connection is not None and connection.member.world_size > 1:
+            return True
+        return self._seat is not None and self._seat[0].nr_replicas > 1
+
+    def _pipe(self) -> Pipe:
+        connection = current_connection()
+        return LocalPipe(self.layer_name) if connection is None else SlavePipe(connection, self.layer_name)
+
+    def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Moments]]:
+        exchange = Exchange(self._pipe(), self.layer_name, self.eps, self.eps_mode)
+        outputs, moments = batch_norm(slices, exchange)
+        return [(output, moments) for output in outputs]
+
+    def _update_running_statistics(self, moments: Moments) -> None:
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.running_mean is None or self.running_var is None or moments.count == 0:
+            return
+        factor = self.momentum
+        if factor is None:
+            factor = 1.0 / int(self.num_batches_tracked or 1)
+        for running, batch in (
+            (self.running_mean, moments.mean),
+            (self.running_var, moments.variance(unbiased=True)),
+        ):
+            newest = torch.from_numpy(batch).to(running.dtype).to(running.device)
+            running.mul_(1.0 - factor).add_(newest, alpha=factor)
+
+
+class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
+    """Synchronised batch norm over (N, C) or (N, C, L) input; see `SynchronizedBatchNorm`."""
+
+
+class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
+    """Synchronised batch norm over (N, C, H, W) input; see `SynchronizedBatchNorm`."""
+
+
+class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
+    """Synchronised batch norm over (N, C, D, H, W) input; see `SynchronizedBatchNorm`."""

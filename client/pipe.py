@@ -1,0 +1,59 @@
+"""SlavePipe: a replica layer's handle on its rounds.
+
+Each lane looks like this: rows go in, the aggregate of everybody's rows comes out. `SlavePipe` leads to the
+master, `LocalPipe` ends in this process and adds its replicas' rows as the master would, to the same bits.
+"""
+
+from typing import Protocol
+
+from client.connection import Connection
+from statsd_bn.messages import FORWARD, Aggregate, RoundKey, Rows
+from statsd_bn.reduction import sum_in_order
+
+
+class Pipe(Protocol):
+    """A lane on which a contribution travels."""
+
+    def run_slave(self, contribution: Rows, *, after: RoundKey | None = None) -> Aggregate:
+        """Exchanges a contribution for the aggregate of its round."""
+
+
+class SlavePipe:
+    """The lane to the master.
+
+    Args:
+        connection: this process's connection.
+        layer: the layer's name, the same on every member.
+    """
+
+    def __init__(self, connection: Connection, layer: str) -> None:
+        self._connection = connection
+        self._layer = layer
+
+    def run_slave(self, contribution: Rows, *, after: RoundKey | None = None) -> Aggregate:
+        """Sends this process's rows and waits for the sum over all members.
+
+        Args:
+            contribution: counts, and float64 values of shape (replicas, vectors, channels): Σx and Σx² forward,
+                Σdy and Σdy·(x-mean) backward.
+            after: None for a forward round; for a backward round the `key` of its forward aggregate.
+
+        Returns:
+            The aggregate; its values have shape (vectors, channels).
+
+        Raises:
+            RoundFailed: the round failed, with the reason.
+        """
+        return self._connection.exchange(self._layer, contribution, after)
+
+
+class LocalPipe:
+    """The lane of a process without a master: its replicas are all there is."""
+
+    def __init__(self, layer: str) -> None:
+        self._key = RoundKey("in-process", "world", 0, 0, layer, 0, FORWARD)
+
+    def run_slave(self, contribution: Rows, *, after: RoundKey | None = None) -> Aggregate:
+        """Adds the rows in replica order."""
+        total = sum_in_order(contribution.values)
+        return Aggregate(after or self._key, len(contribution.counts), sum(contribution.counts), total)

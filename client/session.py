@@ -1,0 +1,146 @@
+"""Session: the client half of the protocol, pure.
+
+It turns a layer's rows into a frame and the answer's frame back into an aggregate or an error, and it gives
+every round its key. All members run the same program, so each counts for itself and all arrive at the same
+keys: a step begins with the first forward round after a backward round, and `call` counts a layer's
+forward rounds within the step. A backward round takes the key of the forward round it belongs to.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from statsd_bn import limits
+from statsd_bn.errors import ProtocolError, StatsdBNError, from_wire
+from statsd_bn.messages import (
+    BACKWARD,
+    FORWARD,
+    Aggregate,
+    Contribution,
+    Failure,
+    Leave,
+    Message,
+    Register,
+    Registered,
+    RoundKey,
+    Rows,
+)
+from statsd_bn.wire import decode, encode
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Who this process is among the replicas.
+
+    Attributes:
+        job: the training run.
+        group: the members that synchronise together.
+        epoch: one life of the group's membership.
+        member: this process's number, in [0, world_size).
+        world_size: how many members the group has.
+        deadline: how long one of its rounds may take, in seconds.
+        place: host and process, for people.
+    """
+
+    job: str
+    group: str
+    epoch: int
+    member: int
+    world_size: int
+    deadline: float
+    place: str
+
+
+class Session:
+    """One member's conversation with one master.
+
+    Args:
+        token: random bytes that name this life of the member.
+        member: who it is.
+    """
+
+    def __init__(self, token: bytes, member: Member) -> None:
+        self.token = token
+        self.member = member
+        self._step = 0
+        self._calls: Counter[str] = Counter()
+        self._repeats: Counter[RoundKey] = Counter()
+        self._backward_seen = False
+
+    def register(self) -> bytes:
+        """Returns the frame that asks to belong to the group, and whether it is open."""
+        who = self.member
+        return encode(
+            Register(
+                self.token,
+                who.job,
+                who.group,
+                who.epoch,
+                who.member,
+                who.world_size,
+                who.deadline,
+                who.place,
+            )
+        )
+
+    def leave(self, cause: str) -> bytes:
+        """Returns the frame that says goodbye."""
+        text = cause.encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
+        return encode(Leave(self.token, text))
+
+    def forward_key(self, layer: str) -> RoundKey:
+        """Returns the key of the next forward round of `layer`."""
+        if self._backward_seen:
+            self._step += 1
+            self._calls.clear()
+            self._repeats.clear()
+            self._backward_seen = False
+        call = self._calls[layer]
+        self._calls[layer] += 1
+        who = self.member
+        return RoundKey(who.job, who.group, who.epoch, self._step, layer, call, FORWARD)
+
+    def backward_key(self, forward: RoundKey) -> RoundKey:
+        """Returns the key of the next backward round of a forward round.
+
+        A graph that is kept may be walked twice; the second walk is another round, `backward 2`.
+        """
+        self._backward_seen = True
+        walk = self._repeats[forward] = self._repeats[forward] + 1
+        return replace(forward, phase=BACKWARD if walk == 1 else f"{BACKWARD} {walk}")
+
+    def contribution(self, key: RoundKey, rows: Rows) -> bytes:
+        """Returns the frame that brings `rows` to the round `key`."""
+        return encode(Contribution(self.token, key, 0, rows))
+
+    def registered(self, frame: bytes) -> Registered | None:
+        """Returns the answer to `register`; None if `frame` is about something else.
+
+        Raises:
+            StatsdBNError: the master refused.
+        """
+        message = self._read(frame, None)
+        return message if isinstance(message, Registered) else None
+
+    def aggregate(self, key: RoundKey, frame: bytes) -> Aggregate | None:
+        """Returns the aggregate of the round `key`; None if `frame` is about something else.
+
+        Raises:
+            StatsdBNError: the round failed; the error is the master's.
+        """
+        message = self._read(frame, key)
+        return message if isinstance(message, Aggregate) and message.key == key else None
+
+    def _read(self, frame: bytes, key: RoundKey | None) -> Message | None:
+        message = decode(frame)
+        if not isinstance(message, Failure):
+            return message
+        if message.key is not None and message.key != key:
+            return None
+        raise _error(message)
+
+
+def _error(failure: Failure) -> StatsdBNError:
+    try:
+        return from_wire(failure.code, failure.message, failure.fields)
+    except TypeError as error:
+        raise ProtocolError(f"failure fields: expected text keys, got {failure.fields!r:.80}") from error

@@ -1,0 +1,187 @@
+"""Transport: how frames travel between a member and its master.
+
+The interface is small: a transport lends out *channels*, and a channel sends a frame and waits for one. A channel
+belongs to one thread while it is lent, which is all that ZeroMQ asks for, so threads that exchange at the same
+time hold a channel each and never wait for one another. `ZmqTransport` goes over a socket, `MemoryTransport` calls a
+function; tests and demos use it to run several members in one process.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import zmq
+
+from statsd_bn import limits
+from statsd_bn.errors import ConfigurationError, ConnectionClosed
+
+# How long a goodbye may take to leave when the connection closes.
+LINGER_MILLISECONDS = 1000
+
+
+class Channel(Protocol):
+    """A way to the master for one thread at a time."""
+
+    def send(self, frame: bytes) -> None:
+        """Sends a frame."""
+
+    def receive(self, seconds: float) -> bytes | None:
+        """Returns the next frame, or None if none came in time."""
+
+    def close(self) -> None:
+        """Closes the channel; frames sent before still leave."""
+
+
+class Transport:
+    """A pool of channels to one master.
+
+    A channel that saw an error is closed rather than lent again: a late answer may still come through it.
+
+    Args:
+        endpoint: where the master is, for people.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self._idle: list[Channel] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def channel(self) -> Iterator[Channel]:
+        """Lends a channel to the calling thread."""
+        with self._lock:
+            channel = self._idle.pop() if self._idle else self._open()
+        try:
+            yield channel
+        except BaseException:
+            channel.close()
+            raise
+        with self._lock:
+            self._idle.append(channel)
+
+    def close(self) -> None:
+        """Closes all idle channels."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+
+    def _open(self) -> Channel:
+        raise NotImplementedError
+
+
+class ZmqTransport(Transport):
+    """Channels over ZeroMQ DEALER sockets.
+
+    Args:
+        endpoint: any ZeroMQ endpoint, `tcp://host:port` or `ipc://path`.
+
+    Raises:
+        ConfigurationError: the endpoint is none.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        self._context = zmq.Context()
+        try:
+            with self.channel():
+                pass
+        except ConfigurationError:
+            self._context.term()
+            raise
+
+    def close(self) -> None:
+        """Closes all sockets; the last frames have a moment to leave."""
+        super().close()
+        self._context.term()
+
+    def _open(self) -> Channel:
+        return _ZmqChannel(self._context, self.endpoint)
+
+
+class _ZmqChannel:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise ConfigurationError(
+                f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({zmq.strerror(error.errno or 0)})"
+            ) from error
+
+    def send(self, frame: bytes) -> None:
+        with _closed_connection():
+            self._socket.send(frame)
+
+    def receive(self, seconds: float) -> bytes | None:
+        with _closed_connection():
+            self._socket.setsockopt(zmq.RCVTIMEO, max(0, int(seconds * 1000)))
+            try:
+                return self._socket.recv()
+            except zmq.Again:
+                return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def _closed_connection() -> Iterator[None]:
+    """Another thread closed the connection: ZeroMQ wakes whoever waits on a socket of a terminated context."""
+    try:
+        yield
+    except zmq.ContextTerminated as error:
+        raise ConnectionClosed("the connection was closed by another thread while this one waited") from error
+
+
+class MemoryTransport(Transport):
+    """Channels that call a master in the same process; many members may share one.
+
+    Args:
+        receive: takes a peer and a frame, returns the frames to send as (peer, frame) pairs; called under a lock.
+    """
+
+    def __init__(self, receive: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]]) -> None:
+        super().__init__("memory://")
+        self._receive = receive
+        self._master = threading.Lock()
+        self._inboxes: dict[bytes, queue.SimpleQueue[bytes]] = {}
+
+    def deliver(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
+        """Puts frames into their peers' inboxes."""
+        for peer, frame in replies:
+            if peer in self._inboxes:
+                self._inboxes[peer].put(frame)
+
+    def _open(self) -> Channel:
+        peer = len(self._inboxes).to_bytes(4, "big")
+        self._inboxes[peer] = queue.SimpleQueue()
+        return _MemoryChannel(self, peer, self._inboxes[peer])
+
+    def _call(self, peer: bytes, frame: bytes) -> None:
+        with self._master:
+            self.deliver(self._receive(peer, frame))
+
+
+class _MemoryChannel:
+    def __init__(self, transport: MemoryTransport, peer: bytes, inbox: queue.SimpleQueue[bytes]) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._inbox = inbox
+
+    def send(self, frame: bytes) -> None:
+        self._transport._call(self._peer, frame)  # noqa: SLF001 - the two halves of one class
+
+    def receive(self, seconds: float) -> bytes | None:
+        try:
+            return self._inbox.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        pass

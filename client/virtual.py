@@ -1,0 +1,166 @@
+"""Replicas that may share a device: what torch's DataParallel does around its modules, for any devices.
+
+Torch's own scatter, replicate, parallel_apply and gather need distinct accelerators. These take any list of devices, so
+that `["cpu"] * 4` makes four replicas on a laptop; they follow torch's rules (chunks of the batch, replica 0 shares
+its buffers with the module, gradients flow back into the module's parameters).
+"""
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Device = torch.device
+
+
+def scatter(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device], dim: int
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+    """Splits every tensor in `inputs` and `kwargs` along `dim`; everything else goes to all replicas.
+
+    Returns:
+        Positional and keyword arguments per replica; fewer than devices if the batch is smaller.
+    """
+    leaves, structure = pytree.tree_flatten((inputs, kwargs))
+    if not leaves:
+        return (), ()
+    parts = [_split(leaf, devices, dim) for leaf in leaves]
+    replicas = min(len(part) for part in parts)
+    arguments = [pytree.tree_unflatten([part[replica] for part in parts], structure) for replica in range(replicas)]
+    return tuple(args for args, _ in arguments), tuple(keywords for _, keywords in arguments)
+
+
+def _split(leaf: Any, devices: Sequence[Device], dim: int) -> list[Any]:
+    if not isinstance(leaf, Tensor):
+        return [leaf] * len(devices)
+    chunks = leaf.chunk(len(devices), dim)
+    return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
+
+
+def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
+    """Returns a copy of `module` per device; gradients of all copies flow into `module`'s parameters.
+
+    Copy 0 shares its buffers with `module`; the others' buffers are their own and are forgotten.
+    """
+    return [_replica(module, device, number, {}) for number, device in enumerate(devices)]
+
+
+def _replica(module: nn.Module, device: Device, number: int, made: dict[nn.Module, Any]) -> Any:
+    if module in made:
+        return made[module]
+    replica: Any = module._replicate_for_data_parallel()
+    made[module] = replica
+    replica._former_parameters = OrderedDict()  # where torch's replicas keep them
+    for name, child in module._modules.items():
+        replica._modules[name] = None if child is None else _replica(child, device, number, made)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            replica._parameters[name] = None
+        else:
+            # A view, so that the copy is no Parameter: as in torch, replicas have none of their own.
+            copy = parameter.to(device) if parameter.device != device else parameter.view_as(parameter)
+            setattr(replica, name, copy)
+            replica._former_parameters[name] = copy
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            setattr(replica, name, buffer.to(device, copy=number > 0))
+    return replica
+
+
+def parallel_apply(
+    replicas: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs: Sequence[dict[str, Any]],
+    devices: Sequence[Device],
+    finish: Callable[[int], None],
+    fail: Callable[[int, BaseException], None],
+) -> list[Any]:
+    """Runs every replica in a thread of its own, in the caller's grad and autocast modes.
+
+    Args:
+        replicas: the modules.
+        inputs: positional arguments per replica.
+        kwargs: keyword arguments per replica.
+        devices: where each runs.
+        finish: told which replica is through.
+        fail: told which replica raised what.
+
+    Raises:
+        BaseException: the first that a replica raised, with a note that says which replica it was.
+    """
+    outputs: dict[int, Any] = {}
+    failures: list[BaseException] = []
+    modes = [_modes(device) for device in devices]
+
+    def work(number: int) -> None:
+        try:
+            with ExitStack() as stack:
+                for mode in modes[number]():
+                    stack.enter_context(mode)
+                outputs[number] = replicas[number](*inputs[number], **kwargs[number])
+            finish(number)
+        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+            error.add_note(f"in replica {number} on {devices[number]}")
+            failures.append(error)
+            fail(number, error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(replicas))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return [outputs[number] for number in range(len(replicas))]
+
+
+def _modes(device: Device) -> Callable[[], list[AbstractContextManager[Any]]]:
+    """Reads the calling thread's modes; the result enters them in another thread."""
+    kind = device.type
+    grad = torch.is_grad_enabled()
+    autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    cache = torch.is_autocast_cache_enabled()
+    stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+
+    def enter() -> list[AbstractContextManager[Any]]:
+        modes: list[AbstractContextManager[Any]] = [
+            torch.set_grad_enabled(grad),
+            torch.autocast(kind, dtype=dtype, enabled=autocast, cache_enabled=cache),
+        ]
+        if stream is not None:
+            modes += [torch.cuda.device(device), torch.cuda.stream(stream)]
+        return modes
+
+    return enter
+
+
+def gather(outputs: Sequence[Any], device: Device, dim: int) -> Any:
+    """Joins the replicas' outputs along `dim` on `device`; scalars become a vector.
+
+    Raises:
+        TypeError: an output is neither tensor nor None nor a container of these.
+        ValueError: the replicas' outputs differ in structure.
+    """
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    structures = [structure for _, structure in flat]
+    if any(structure != structures[0] for structure in structures):
+        raise ValueError(f"outputs: expected the same structure from all replicas, got {structures}")
+    joined = [_join(list(parts), device, dim) for parts in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return pytree.tree_unflatten(joined, structures[0])
+
+
+def _join(parts: list[Any], device: Device, dim: int) -> Any:
+    if all(part is None for part in parts):
+        return None
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise TypeError(f"outputs: expected tensors, got {sorted({type(part).__name__ for part in parts})}")
+    if dim == 0 and all(part.dim() == 0 for part in parts):
+        warnings.warn("the replicas returned scalars; they are gathered into a vector", stacklevel=2)
+        return torch.stack([part.to(device) for part in parts])
+    return torch.cat([part.to(device) for part in parts], dim)

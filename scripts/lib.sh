@@ -1,0 +1,28 @@
+# Sourced by the other scripts: `use_venv EXTRA` makes .venv with an extra of pyproject.toml and puts it on the PATH.
+# Quick the second time: a stamp holds the hash of what was installed.
+
+use_venv() {
+  cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+  local stamp=".venv/installed-$1" wanted
+  wanted=$(cat pyproject.toml constraints.txt | cksum)
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    echo "Installing statsd-bn[$1] into .venv (once; torch is large, so this takes a minute or two)..."
+    [ -x .venv/bin/python ] || "$(find_python)" -m venv .venv || exit 2
+    PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --constraint constraints.txt \
+      --editable ".[$1]" || exit 2
+    echo "$wanted" >"$stamp"
+  fi
+  PATH="$PWD/.venv/bin:$PATH"
+}
+
+find_python() {
+  local name
+  for name in python3.11 python3.12 python3.13 python3 python; do
+    if "$name" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$name"
+      return
+    fi
+  done
+  echo "statsd_bn needs Python 3.11 or later (with venv), and found none." >&2
+  exit 2
+}

@@ -1,0 +1,95 @@
+"""Configuration: flags and their STATSD_BN_* twins, resolved once into one frozen value."""
+
+import argparse
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from statsd_bn.errors import ConfigurationError
+
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the server needs to know.
+
+    Attributes:
+        bind: ZeroMQ endpoints to listen on.
+        log_level: one of `LOG_LEVELS`.
+        insecure: allow endpoints that other machines can reach, without authentication.
+
+    Raises:
+        ConfigurationError: a value is unusable.
+    """
+
+    bind: tuple[str, ...] = (DEFAULT_ENDPOINT,)
+    log_level: str = "info"
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigurationError(f"log level: expected one of {LOG_LEVELS}, got {self.log_level!r}")
+        if not self.bind:
+            raise ConfigurationError("bind: expected at least one endpoint, got none")
+        for endpoint in self.bind:
+            if not endpoint.startswith(("tcp://", "ipc://")):
+                raise ConfigurationError(f"bind: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
+            if not (self.insecure or is_local(endpoint)):
+                raise ConfigurationError(
+                    f"bind: {endpoint} can be reached from other machines, and whoever reaches it can join any job. "
+                    "Bind to 127.0.0.1, or say --insecure if the network is closed to strangers"
+                )
+
+    @property
+    def logging_level(self) -> int:
+        """The log level as `logging` counts it."""
+        return logging.getLevelNamesMapping()[self.log_level.upper()]
+
+
+def is_local(endpoint: str) -> bool:
+    """Returns whether only this machine can reach `endpoint`."""
+    scheme, _, address = endpoint.partition("://")
+    host = address.rpartition(":")[0]
+    return scheme == "ipc" or host in {"localhost", "[::1]"} or host.startswith("127.")
+
+
+def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    """Returns the parser of `python -m server`; an environment twin is the flag's default."""
+    result = argparse.ArgumentParser(
+        prog="python -m server",
+        description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
+        epilog="`python -m server status ENDPOINT` says what a running server is doing.",
+    )
+    result.add_argument(
+        "--bind",
+        action="append",
+        metavar="ENDPOINT",
+        help="ZeroMQ endpoint to listen on, repeatable; port * picks a free one and prints it "
+        f"(STATSD_BN_BIND, separated by commas; default {DEFAULT_ENDPOINT})",
+    )
+    result.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default=environ.get("STATSD_BN_LOG_LEVEL", "info"),
+        help="(STATSD_BN_LOG_LEVEL; default info)",
+    )
+    result.add_argument(
+        "--insecure",
+        action="store_true",
+        default=environ.get("STATSD_BN_INSECURE", "") == "1",
+        help="listen where other machines can reach it, without authentication (STATSD_BN_INSECURE=1)",
+    )
+    return result
+
+
+def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """Returns the configuration that a command line and an environment ask for.
+
+    Raises:
+        ConfigurationError: a value is unusable.
+    """
+    found = parser(environ).parse_args(arguments)
+    twin = tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))
+    return Config(tuple(found.bind or twin), found.log_level, found.insecure)

@@ -1,0 +1,165 @@
+"""Dispatcher: from a frame to the group it is for, and back to frames.
+
+The whole server minus its socket. It is pure like the masters it holds: `receive` takes a time, a peer and a
+frame and returns the frames to send. Nothing that comes from a peer raises out of it: a bad frame costs its sender an
+error and nobody else anything.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from server.master import Reply, SyncMaster, failure
+from server.membership import Slave
+from statsd_bn import limits
+from statsd_bn.errors import (
+    LimitExceeded,
+    ProtocolError,
+    RegistrationRefused,
+    StaleEpoch,
+    StatsdBNError,
+    UnknownSession,
+)
+from statsd_bn.messages import Contribution, Leave, Register, Status, StatusRequest
+from statsd_bn.wire import decode, encode
+
+logger = logging.getLogger("statsd_bn.server")
+
+
+@dataclass(slots=True)
+class Seat:
+    """Where a session sits: its master and its slave there."""
+
+    master: SyncMaster
+    slave: Slave
+
+
+class Dispatcher:
+    """All groups of all jobs.
+
+    Args:
+        server: a random id of this life of the server.
+        started: the time it began, on the clock that `receive` is given.
+    """
+
+    def __init__(self, server: bytes, started: float) -> None:
+        self._server = server
+        self._started = started
+        self._masters: dict[tuple[str, str], SyncMaster] = {}
+        self._seats: dict[bytes, Seat] = {}
+        self.received = 0
+        self.bad_frames = 0
+
+    def receive(self, now: float, peer: bytes, frame: bytes) -> list[Reply]:
+        """Takes one frame from a peer and returns the frames to send."""
+        self.received += 1
+        try:
+            message = decode(frame)
+            match message:
+                case Contribution():
+                    return self._contribute(now, message, peer)
+                case Register():
+                    return self._register(message, peer)
+                case Leave():
+                    return self._leave(message)
+                case StatusRequest():
+                    return [(peer, encode(Status(self.report(now))))]
+                case _:
+                    raise ProtocolError(f"expected a request, got {type(message).__name__}")
+        except StatsdBNError as error:
+            return [(peer, self._refuse(error))]
+
+    def tick(self, now: float) -> list[Reply]:
+        """Ends what is over its time; to be called every now and then."""
+        return [reply for master in self._masters.values() for reply in master.expire(now)]
+
+    def stop(self) -> list[Reply]:
+        """Ends all open rounds because the server stops."""
+        return [reply for master in self._masters.values() for reply in master.stop()]
+
+    def report(self, now: float) -> dict[str, Any]:
+        """Returns the status report."""
+        return {
+            "server": self._server.hex(),
+            "seconds": now - self._started,
+            "received": self.received,
+            "bad_frames": self.bad_frames,
+            "groups": [master.report(now) for master in self._masters.values()],
+        }
+
+    def _refuse(self, error: StatsdBNError) -> bytes:
+        if isinstance(error, ProtocolError):
+            self.bad_frames += 1
+        logger.warning("refused: %s", error)
+        return failure(error)
+
+    def _contribute(self, now: float, contribution: Contribution, peer: bytes) -> list[Reply]:
+        seat = self._seats.get(contribution.session)
+        if seat is None:
+            error = UnknownSession(
+                f"{contribution.key}: session {contribution.session.hex()} is not registered here; the server was "
+                "restarted, or another run of this job has replaced it"
+            )
+            return [(peer, failure(error, contribution.key))]
+        return seat.master.contribute(now, seat.slave, contribution, peer)
+
+    def _register(self, register: Register, peer: bytes) -> list[Reply]:
+        name = (register.job, register.group)
+        replies: list[Reply] = []
+        master = self._masters.get(name)
+        if master and self._is_replaced(master, register):
+            replies = self._close(name, master, register)
+            master = None
+        if master is None:
+            if len(self._masters) >= limits.MAX_GROUPS:
+                raise LimitExceeded(
+                    f"the server has {len(self._masters)} groups already",
+                    limit=limits.MAX_GROUPS,
+                    what="groups",
+                )
+            master = self._masters[name] = SyncMaster(self._server, register)
+            logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
+        was_open = master.membership.is_open
+        slave, told = master.register_slave(register, peer)
+        self._seats[register.session] = Seat(master, slave)
+        if master.membership.is_open and not was_open:
+            logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
+        return replies + told
+
+    def _is_replaced(self, master: SyncMaster, register: Register) -> bool:
+        """A later epoch replaces a life; so does any newcomer once a life is broken."""
+        if register.epoch < master.epoch:
+            raise StaleEpoch(
+                f"job {register.job!r}, group {register.group!r}: expected epoch {master.epoch} or later, got "
+                f"{register.epoch} from member {register.member} ({register.place})",
+                job=register.job,
+                group=register.group,
+                expected=master.epoch,
+                got=register.epoch,
+            )
+        newcomer = register.session not in self._seats
+        return register.epoch > master.epoch or (newcomer and master.membership.lost is not None)
+
+    def _close(self, name: tuple[str, str], master: SyncMaster, register: Register) -> list[Reply]:
+        reason = f"a new run of the group was begun by member {register.member} ({register.place})"
+        lost = RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}")
+        self._seats = {session: seat for session, seat in self._seats.items() if seat.master is not master}
+        del self._masters[name]
+        return master.break_all(lambda _: lost)
+
+    def _leave(self, leave: Leave) -> list[Reply]:
+        seat = self._seats.pop(leave.session, None)
+        if seat is None:
+            return []
+        membership = seat.master.membership
+        logger.info(
+            "job %r, group %r: %s leaves%s",
+            membership.job,
+            membership.group,
+            seat.slave,
+            f": {leave.cause}" if leave.cause else "",
+        )
+        replies = seat.master.remove_slave(seat.slave, leave.cause)
+        if not seat.master.nr_slaves:
+            del self._masters[membership.job, membership.group]
+        return replies

@@ -1,0 +1,198 @@
+"""SyncMaster: collects the slaves' contributions of one group and reduces them.
+
+It is pure: messages, peers and times go in, replies come out. It opens no socket, starts no thread and reads no
+clock, so a test can put it through years of faults in seconds.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from server.membership import Membership, Slave
+from server.rounds import Event, Round, State, failed
+from statsd_bn import limits
+from statsd_bn.errors import (
+    ContributionConflict,
+    LimitExceeded,
+    MasterStopped,
+    ProtocolError,
+    RoundMismatch,
+    StatsdBNError,
+)
+from statsd_bn.messages import Aggregate, Contribution, Failure, Register, Registered, RoundKey, Rows
+from statsd_bn.reduction import sum_in_order
+from statsd_bn.wire import encode
+
+Reply = tuple[bytes, bytes]
+"""(peer, frame): what to send to whom."""
+
+
+def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
+    """Returns the frame that carries an error to a member."""
+    text = str(error).encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
+    return encode(Failure(error.code, text, error.fields, key))
+
+
+class SyncMaster:
+    """One life (epoch) of one group: its slaves, its open rounds, its latest results.
+
+    Args:
+        server: the id of this master's life.
+        register: the registration that begins the group; it sets job, group, epoch and world_size.
+    """
+
+    def __init__(self, server: bytes, register: Register) -> None:
+        self.epoch = register.epoch
+        self.membership = Membership(register.job, register.group, register.world_size)
+        self.rounds_done = 0
+        self.rounds_failed = 0
+        self._server = server
+        self._open: dict[RoundKey, Round] = {}
+        self._kept: dict[RoundKey, Round] = {}
+
+    @property
+    def nr_slaves(self) -> int:
+        """How many slaves are registered."""
+        return len(self.membership.slaves)
+
+    def register_slave(self, register: Register, peer: bytes) -> tuple[Slave, list[Reply]]:
+        """Takes a slave in and tells it whom the group still waits for; tells everybody when it opens.
+
+        Raises:
+            RegistrationRefused: with the reason.
+            ReplicaLost: the group is broken.
+        """
+        was_open = self.membership.is_open
+        slave = self.membership.admit(register, peer)
+        opens = self.membership.is_open and not was_open
+        told = self.membership.slaves.values() if opens else [slave]
+        return slave, [(slave.peer, self._registered(slave)) for slave in told]
+
+    def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
+        """Takes a slave's rows for one round.
+
+        Returns:
+            Nothing while others are missing; the aggregate for everyone once it is complete; the kept answer if
+            the round is over; an error for whom it concerns. Of two different contributions of one slave
+            the first counts, and both senders are told.
+        """
+        key, rows = contribution.key, contribution.rows
+        slave.replicas = len(rows.counts)
+        try:
+            if key in self._kept:
+                return self._answer_again(self._kept[key], slave, rows, peer)
+            round_ = self._open.get(key) or self._begin(now, slave, key)
+            earlier = round_.futures[slave.member].peer
+            round_.put(slave.member, rows, peer)
+        except ContributionConflict as conflict:
+            return [(told, failure(conflict, key)) for told in dict.fromkeys((earlier, peer))]
+        except RoundMismatch as mismatch:
+            return self._break(round_, mismatch, also=[peer])
+        except StatsdBNError as error:
+            return [(peer, failure(error, key))]
+        return [] if round_.state is State.WAITING else self._finish(round_)
+
+    def run_master(self, round_: Round) -> Aggregate:
+        """Reduces one complete round: adds all rows in replica order.
+
+        Raises:
+            LookupError: a contribution is missing.
+            ProtocolError: the counts add up to more than can be exact.
+        """
+        contributions = [future.get() for future in round_.futures.values()]
+        counts = [count for rows in contributions for count in rows.counts]
+        total = sum_in_order(row for rows in contributions for row in rows.values)
+        return Aggregate(round_.key, len(counts), sum(counts), total)
+
+    def remove_slave(self, slave: Slave, cause: str) -> list[Reply]:
+        """Takes a slave out; the rounds of an open group fail for everyone, with the cause."""
+        self.membership.remove(slave, cause)
+        lost = self.membership.lost
+        return self.break_all(lambda _: lost) if lost else []
+
+    def expire(self, now: float) -> list[Reply]:
+        """Ends the rounds whose deadline has passed."""
+        late = [round_ for round_ in self._open.values() if now >= round_.opened + round_.seconds]
+        return [reply for round_ in late for reply in self._break(round_, round_.timeout())]
+
+    def stop(self) -> list[Reply]:
+        """Ends all open rounds because the master stops."""
+        return self.break_all(lambda round_: MasterStopped(f"the master stopped during {round_.key}"))
+
+    def break_all(self, reason: Callable[[Round], StatsdBNError]) -> list[Reply]:
+        """Ends all open rounds, each for its own reason."""
+        return [reply for round_ in list(self._open.values()) for reply in self._break(round_, reason(round_))]
+
+    def report(self, now: float) -> dict[str, Any]:
+        """Returns what a status report says of this group."""
+        membership = self.membership
+        return {
+            "job": membership.job,
+            "group": membership.group,
+            "epoch": self.epoch,
+            "world_size": membership.world_size,
+            "members": [
+                {"member": slave.member, "place": slave.place, "replicas": slave.replicas}
+                for slave in sorted(membership.slaves.values(), key=lambda slave: slave.member)
+            ],
+            "missing": [] if membership.is_open else list(membership.missing),
+            "lost": str(membership.lost or ""),
+            "rounds_done": self.rounds_done,
+            "rounds_failed": self.rounds_failed,
+            "waiting": [
+                {"round": str(round_.key), "seconds": now - round_.opened, "missing": round_.missing}
+                for round_ in self._open.values()
+            ],
+        }
+
+    def _registered(self, slave: Slave) -> bytes:
+        missing = () if self.membership.is_open else self.membership.missing
+        return encode(Registered(slave.session, self._server, self.epoch, 0, missing))
+
+    def _begin(self, now: float, slave: Slave, key: RoundKey) -> Round:
+        membership = self.membership
+        if membership.lost:
+            raise membership.lost
+        if (key.job, key.group, key.epoch) != (membership.job, membership.group, self.epoch):
+            raise ProtocolError(
+                f"round key: expected job {membership.job!r}, group {membership.group!r}, epoch {self.epoch}, "
+                f"as {slave} registered, got {key}"
+            )
+        if not membership.is_open:
+            raise failed(key, f"the group is not open, it waits for members {list(membership.missing)}")
+        if len(self._open) >= limits.MAX_OPEN_ROUNDS:
+            raise LimitExceeded(
+                f"group {key.group!r} of job {key.job!r} has {len(self._open)} open rounds already",
+                limit=limits.MAX_OPEN_ROUNDS,
+                what="open rounds",
+            )
+        round_ = Round(key, membership.slaves, now, slave.deadline)
+        self._open[key] = round_
+        return round_
+
+    def _answer_again(self, round_: Round, slave: Slave, rows: Rows, peer: bytes) -> list[Reply]:
+        future = round_.futures[slave.member]
+        if future.done and not future.put(rows, peer):
+            return [(peer, failure(round_.conflict(slave.member), round_.key))]
+        return [(peer, round_.answer)]
+
+    def _finish(self, round_: Round) -> list[Reply]:
+        try:
+            answer = encode(self.run_master(round_))
+        except ProtocolError as error:
+            self.rounds_failed += 1
+            return self._close(round_, failure(failed(round_.key, str(error)), round_.key))
+        self.rounds_done += 1
+        return self._close(round_, answer)
+
+    def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
+        round_.advance(Event.BROKEN)
+        self.rounds_failed += 1
+        return self._close(round_, failure(error, round_.key), also)
+
+    def _close(self, round_: Round, answer: bytes, also: Iterable[bytes] = ()) -> list[Reply]:
+        round_.answer = answer
+        del self._open[round_.key]
+        self._kept[round_.key] = round_
+        if len(self._kept) > limits.KEPT_ROUNDS:
+            del self._kept[next(iter(self._kept))]
+        return [(peer, answer) for peer in dict.fromkeys((*round_.peers, *also))]

@@ -1,0 +1,112 @@
+"""Who belongs to a group, since when, until when.
+
+A group is strict: it opens when `world_size` members have registered and is broken as soon as one leaves it
+after that. A broken group answers everything with the reason; the first member of a new run replaces it.
+"""
+
+from dataclasses import dataclass
+
+from statsd_bn.errors import DuplicateMember, ReplicaLost, WorldSizeMismatch
+from statsd_bn.messages import Register
+
+
+@dataclass(slots=True)
+class Slave:
+    """A registered contributor, seen from the master.
+
+    Attributes:
+        session: the life of the process that registered.
+        member: its number in the group.
+        deadline: how long its rounds may stay open, in seconds.
+        place: where it runs, for people.
+        peer: whom to answer.
+        replicas: rows in its latest contribution; 0 before the first.
+    """
+
+    session: bytes
+    member: int
+    deadline: float
+    place: str
+    peer: bytes
+    replicas: int = 0
+
+    def __str__(self) -> str:
+        return f"member {self.member} ({self.place})"
+
+
+class Membership:
+    """The slaves of one life of a group.
+
+    Args:
+        job: the job's name.
+        group: the group's name.
+        world_size: how many members make it complete.
+    """
+
+    def __init__(self, job: str, group: str, world_size: int) -> None:
+        self.job = job
+        self.group = group
+        self.world_size = world_size
+        self.slaves: dict[int, Slave] = {}
+        self.is_open = False
+        self.lost: ReplicaLost | None = None
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The members that the group still waits for before it opens."""
+        return tuple(member for member in range(self.world_size) if member not in self.slaves)
+
+    def admit(self, register: Register, peer: bytes) -> Slave:
+        """Takes a member in, or finds it again.
+
+        Raises:
+            ReplicaLost: the group is broken.
+            WorldSizeMismatch: the member expects another number of members.
+            DuplicateMember: another process is this member already.
+        """
+        if self.lost:
+            raise self.lost
+        self._check_world_size(register)
+        slave = self.slaves.get(register.member)
+        if slave is None:
+            slave = Slave(register.session, register.member, register.deadline, register.place, peer)
+            self.slaves[register.member] = slave
+        elif slave.session != register.session:
+            raise DuplicateMember(
+                f"job {self.job!r}, group {self.group!r} already has a member {register.member}: "
+                f"{slave.place} is registered, {register.place} was refused. Give every process its own RANK, "
+                "or every run its own job name",
+                job=self.job,
+                group=self.group,
+                member=register.member,
+                place=slave.place,
+            )
+        slave.peer = peer
+        self.is_open = self.is_open or not self.missing
+        return slave
+
+    def remove(self, slave: Slave, cause: str) -> None:
+        """Takes a member out; an open group is broken by it."""
+        del self.slaves[slave.member]
+        if self.is_open and not self.lost:
+            reason = f"failed with {cause}" if cause else "left while others went on"
+            self.lost = ReplicaLost(
+                f"job {self.job!r}, group {self.group!r}: {slave} {reason}",
+                job=self.job,
+                group=self.group,
+                member=slave.member,
+                cause=cause,
+            )
+
+    def _check_world_size(self, register: Register) -> None:
+        if register.world_size != self.world_size:
+            raise WorldSizeMismatch(
+                f"job {self.job!r}, group {self.group!r}: expected world_size {self.world_size}, as members "
+                f"{sorted(self.slaves)} have it, got {register.world_size} from member {register.member} "
+                f"({register.place})",
+                job=self.job,
+                group=self.group,
+                member=register.member,
+                expected=self.world_size,
+                got=register.world_size,
+            )

@@ -1,0 +1,185 @@
+"""The life of one round.
+
+A round is opened by the first contribution that names its key, with one `FutureResult` for every slave of the
+group. It ends once, in one of two ways, and the frame that ended it answers everybody, late or repeated:
+
+- the last missing contribution arrives: REDUCED, and the answer is the aggregate;
+- something makes that impossible: FAILED, and the answer is the failure, with its cause.
+
+Whatever the table below does not name cannot happen, and raises if it does.
+"""
+
+from collections.abc import Iterable
+from enum import Enum
+
+from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout
+from statsd_bn.messages import RoundKey, Rows
+
+
+class State(Enum):
+    """Where a round is in its life."""
+
+    WAITING = "waiting"
+    REDUCED = "reduced"
+    FAILED = "failed"
+
+
+class Event(Enum):
+    """What happens to a round."""
+
+    CONTRIBUTED = "contributed"
+    COMPLETED = "completed"
+    BROKEN = "broken"
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.WAITING, Event.CONTRIBUTED): State.WAITING,
+    (State.WAITING, Event.COMPLETED): State.REDUCED,
+    (State.WAITING, Event.BROKEN): State.FAILED,
+}
+
+
+class FutureResult:
+    """The master's placeholder for one slave's contribution to one round. The first write wins."""
+
+    __slots__ = ("_rows", "peer")
+
+    def __init__(self) -> None:
+        self._rows: Rows | None = None
+        self.peer = b""
+
+    @property
+    def done(self) -> bool:
+        """Whether the contribution has come."""
+        return self._rows is not None
+
+    def put(self, rows: Rows, peer: bytes) -> bool:
+        """Takes a contribution; `peer` is whom to answer from now on.
+
+        Returns:
+            True if these are the rows kept: the first, or the same bytes again. False if they differ.
+        """
+        if self._rows is not None and not _same(self._rows, rows):
+            return False
+        self._rows = self._rows or rows
+        self.peer = peer
+        return True
+
+    def get(self) -> Rows:
+        """Returns the contribution.
+
+        Raises:
+            LookupError: it has not come yet.
+        """
+        if self._rows is None:
+            raise LookupError("this slave has not contributed yet")
+        return self._rows
+
+
+def _same(one: Rows, other: Rows) -> bool:
+    return (
+        one.counts == other.counts
+        and one.values.shape == other.values.shape
+        and one.values.tobytes() == other.values.tobytes()
+    )
+
+
+class Round:
+    """One exchange: a future per slave, in replica order.
+
+    Args:
+        key: what identifies it.
+        members: the slaves of the group.
+        opened: when its first contribution came, in seconds.
+        seconds: how long it may stay open.
+    """
+
+    __slots__ = ("answer", "futures", "key", "opened", "seconds", "shape", "state")
+
+    def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
+        self.key = key
+        self.state = State.WAITING
+        self.futures = {member: FutureResult() for member in sorted(members)}
+        self.opened = opened
+        self.seconds = seconds
+        self.shape: tuple[int, ...] = ()
+        self.answer = b""
+
+    def advance(self, event: Event) -> None:
+        """Moves along the table."""
+        self.state = TRANSITIONS[self.state, event]
+
+    def put(self, member: int, rows: Rows, peer: bytes) -> None:
+        """Takes a member's rows; once all have come the round is REDUCED.
+
+        Raises:
+            RoundMismatch: their shape is not that of the rows that came first.
+            ContributionConflict: this member has contributed other bytes already.
+        """
+        future = self.futures[member]
+        fresh = not future.done
+        if fresh:
+            self._check_shape(member, rows)
+        if not future.put(rows, peer):
+            raise self.conflict(member)
+        if fresh:
+            self.advance(Event.CONTRIBUTED if self.missing else Event.COMPLETED)
+
+    @property
+    def missing(self) -> list[int]:
+        """The members that have not contributed."""
+        return [member for member, future in self.futures.items() if not future.done]
+
+    @property
+    def waiting(self) -> list[int]:
+        """The members that have contributed."""
+        return [member for member, future in self.futures.items() if future.done]
+
+    @property
+    def peers(self) -> list[bytes]:
+        """Whom to answer."""
+        return [future.peer for future in self.futures.values() if future.done]
+
+    def conflict(self, member: int) -> ContributionConflict:
+        """Returns the error of a member that speaks twice in different words."""
+        return ContributionConflict(
+            f"member {member} sent two different contributions for {self.key}; the first one counts",
+            **self.key.fields,
+            member=member,
+        )
+
+    def timeout(self) -> RoundTimeout:
+        """Returns the error that names who is missing."""
+        return RoundTimeout(
+            f"{self.key}: members {self.missing} did not arrive within {self.seconds:g} s; "
+            f"members {self.waiting} are waiting. Look at the missing members' logs, or raise "
+            "connect(deadline=...) if a step may take longer",
+            **self.key.fields,
+            missing=self.missing,
+            waiting=self.waiting,
+            seconds=self.seconds,
+        )
+
+    def _check_shape(self, member: int, rows: Rows) -> None:
+        shape = rows.values.shape[1:]
+        self.shape = self.shape or shape
+        if shape == self.shape:
+            return
+        (vectors, channels), (got_vectors, got_channels) = self.shape, shape
+        what = (
+            f"expected {channels} channels, got {got_channels}"
+            if channels != got_channels
+            else f"expected {vectors} vectors, got {got_vectors}"
+        )
+        raise RoundMismatch(
+            f"{self.key}: {what} from member {member}; members {self.waiting} came first",
+            **self.key.fields,
+            expected=list(self.shape),
+            got=list(shape),
+            member=member,
+        )
+
+
+def failed(key: RoundKey, reason: str) -> RoundFailed:
+    """Returns the error of a round that no finer error describes."""
+    return RoundFailed(f"{key}: {reason}", **key.fields)

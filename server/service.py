@@ -1,0 +1,174 @@
+"""run_master: the server process. The only file with a ROUTER socket.
+
+A synchronous poll loop: asyncio doubles the round trip, and there is nothing here to do meanwhile. Each turn of
+the loop drains what has come, so that the last contribution of a round and its answers meet in one turn.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from server.config import Config
+from server.dispatcher import Dispatcher
+from server.master import Reply
+from statsd_bn import limits
+from statsd_bn.errors import BindError
+
+logger = logging.getLogger("statsd_bn.server")
+
+# How long the loop sleeps at most: a deadline is noticed this much late.
+TICK_SECONDS = 0.25
+
+# How long answers may take to leave when the server stops.
+LINGER_MILLISECONDS = 1000
+
+# Frames that a slow reader may leave unread before its answers are dropped: a member has one or two in flight.
+SEND_HIGH_WATER_MARK = 64
+
+# Frames taken in one turn, so that a flood cannot put off deadlines and signals.
+DRAIN_AT_MOST = 1024
+
+# A peer's routing id and its one frame.
+_PARTS = 2
+
+
+class Service:
+    """A bound server; a context manager, since it holds sockets.
+
+    Args:
+        config: where to listen.
+
+    Raises:
+        BindError: an endpoint is taken or does not exist.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_writer.settimeout(0)
+        self._stopping = False
+        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic())
+        self._configure_socket()
+        try:
+            self.endpoints = tuple(self._bind(endpoint) for endpoint in config.bind)
+        except BindError:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all sockets; answers under way have a moment to leave."""
+        self._socket.close(linger=LINGER_MILLISECONDS)
+        self._context.term()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def stop(self) -> None:
+        """Asks `run` to drain and return; safe from any thread and from a signal handler."""
+        self._stopping = True
+        self._wake_writer.send(b"\0")
+
+    def run(self) -> None:
+        """Serves until `stop`, then drains: takes what has come, and tells who still waits."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
+        next_tick = time.monotonic() + TICK_SECONDS
+        while not self._stopping:
+            poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
+            self._drain()
+            if time.monotonic() >= next_tick:
+                self._send(self._dispatcher.tick(time.monotonic()))
+                next_tick = time.monotonic() + TICK_SECONDS
+        self._drain()
+        self._send(self._dispatcher.stop())
+
+    def _configure_socket(self) -> None:
+        # Without MANDATORY a ROUTER drops answers to unknown peers silently; without HANDOVER the routing
+        # id of a frozen connection is never released.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+
+    def _bind(self, endpoint: str) -> str:
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise BindError(
+                f"cannot listen on {endpoint}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint
+            ) from error
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _drain(self) -> None:
+        for _ in range(DRAIN_AT_MOST):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            # A frame too many is no frame of ours; an empty one is refused as any garbage is.
+            frame = parts[1] if len(parts) == _PARTS else b""
+            self._send(self._dispatcher.receive(time.monotonic(), parts[0], frame))
+
+    def _send(self, replies: Iterable[Reply]) -> None:
+        for peer, frame in replies:
+            try:
+                self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                # EHOSTUNREACH: the peer has gone. EAGAIN: it does not read. Either way nobody else may wait for it.
+                logger.warning("an answer to peer %s was dropped: %s", peer.hex(), error.strerror)
+
+
+@contextmanager
+def _signals(service: Service) -> Iterator[None]:
+    """SIGTERM and SIGINT stop the service; the former handlers come back afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {
+        number: signal.signal(number, lambda _number, _frame: service.stop())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def run_master(config: Config | None = None) -> None:
+    """Runs the aggregation server until SIGTERM or SIGINT, then drains and returns.
+
+    Prints one line, `listening on ENDPOINT`, for each endpoint once it is bound.
+
+    Args:
+        config: what `python -m server` would read from its flags; default: loopback, port 5555.
+
+    Raises:
+        BindError: an endpoint is taken or does not exist.
+    """
+    with Service(config or Config()) as service, _signals(service):
+        for endpoint in service.endpoints:
+            print(f"listening on {endpoint}", flush=True)  # noqa: T201 - a script reads the port from here
+            if "*" in endpoint or "0.0.0.0" in endpoint:  # noqa: S104 - a text to recognise, nothing is bound
+                logger.warning("%s is open to the network, without authentication", endpoint)
+        service.run()
+        logger.info("stopped")

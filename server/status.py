@@ -1,0 +1,74 @@
+"""`python -m server status ENDPOINT`: asks a running server what it is doing."""
+
+from typing import Any
+
+import zmq
+
+from statsd_bn.errors import ServerUnreachable
+from statsd_bn.messages import Failure, Status, StatusRequest
+from statsd_bn.wire import decode, encode
+
+ANSWER_SECONDS = 5.0
+
+
+def ask(endpoint: str, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+    """Returns the report of the server at `endpoint`.
+
+    Raises:
+        ServerUnreachable: no answer within `seconds`.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ServerUnreachable(f"{endpoint}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint) from error
+        dealer.send(encode(StatusRequest()))
+        if not dealer.poll(int(seconds * 1000)):
+            raise ServerUnreachable(
+                f"no answer from {endpoint} within {seconds:g} s; is `python -m server` running there?",
+                endpoint=endpoint,
+                seconds=seconds,
+            )
+        answer = decode(dealer.recv())
+    if not isinstance(answer, Status):
+        text = answer.message if isinstance(answer, Failure) else type(answer).__name__
+        raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
+    return answer.report
+
+
+def describe(report: dict[str, Any]) -> str:
+    """Returns a report as text for people."""
+    head = (
+        f"server {report['server']}, up {report['seconds']:.0f} s, "
+        f"{report['received']} messages, {report['bad_frames']} bad frames"
+    )
+    lines = [head]
+    for group in report["groups"]:
+        lines += _describe_group(group)
+    if not report["groups"]:
+        lines.append("no jobs")
+    return "\n".join(lines)
+
+
+def _describe_group(group: dict[str, Any]) -> list[str]:
+    state = "open"
+    if group["lost"]:
+        state = f"broken: {group['lost']}"
+    elif group["missing"]:
+        state = f"waiting for members {group['missing']}"
+    head = (
+        f"job {group['job']!r}, group {group['group']!r}, epoch {group['epoch']}: "
+        f"{len(group['members'])} of {group['world_size']} members, {state}; "
+        f"{group['rounds_done']} rounds done, {group['rounds_failed']} failed"
+    )
+    lines = [head]
+    lines += [
+        f"  member {slave['member']} ({slave['place']}), {slave['replicas']} replicas" for slave in group["members"]
+    ]
+    lines += [
+        f"  waiting {round_['seconds']:.1f} s for members {round_['missing']}: {round_['round']}"
+        for round_ in group["waiting"]
+    ]
+    return lines

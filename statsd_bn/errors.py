@@ -1,0 +1,171 @@
+"""Every error of the project, as one small tree.
+
+An error carries what a person needs to act: a message that says what was expected and what came, and the
+same facts as `fields` for a program. Errors that travel have a `code`; `from_wire` turns the code back
+into the class, so that the error a master raises about a member is the error that member sees.
+
+    StatsdBNError
+    ├── ConfigurationError      what you gave is wrong: an argument, a flag, a variable
+    ├── BindError               the server cannot listen on an endpoint
+    ├── ConnectionClosed        the connection was closed, or belongs to another process
+    ├── ServerUnreachable       no answer from the endpoint
+    ├── ProtocolError           a frame that breaks docs/protocol.md
+    │   └── VersionMismatch     a frame of another protocol version
+    ├── RegistrationRefused     the master does not take this member
+    │   ├── DuplicateMember     another live process already is this member
+    │   ├── WorldSizeMismatch   the members disagree on how many they are
+    │   ├── StaleEpoch          a newer life of the group has begun
+    │   └── GroupIncomplete     the group did not fill in time
+    ├── UnknownSession          the master does not know who is speaking
+    ├── MasterStopped           the master was told to stop while a round was open
+    ├── LimitExceeded           more than the master agrees to keep
+    └── RoundFailed             one exchange failed, for everyone in it
+        ├── RoundMismatch       the contributions do not fit together
+        ├── ContributionConflict  other bytes under an identity that was already used
+        ├── RoundTimeout        somebody did not arrive before the deadline
+        └── ReplicaLost         a member left, or one of its replicas raised
+"""
+
+from typing import ClassVar
+
+
+class StatsdBNError(Exception):
+    """Base of all errors of the project.
+
+    Args:
+        message: what was expected and what came, for a person.
+        fields: the same facts for a program (ints, strings, lists of these).
+    """
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, **fields: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+
+class ConfigurationError(StatsdBNError, ValueError):
+    """What the caller gave is wrong: an argument, a flag or an environment variable."""
+
+    code = "configuration"
+
+
+class BindError(StatsdBNError):
+    """The server cannot listen on an endpoint. Fields: endpoint."""
+
+    code = "bind"
+
+
+class ConnectionClosed(StatsdBNError):
+    """The connection was closed, or was opened by another process (before a fork)."""
+
+    code = "connection_closed"
+
+
+class ServerUnreachable(StatsdBNError):
+    """No answer came from the endpoint. Fields: endpoint, seconds."""
+
+    code = "unreachable"
+
+
+class ProtocolError(StatsdBNError):
+    """A frame, or one of its fields, breaks docs/protocol.md."""
+
+    code = "protocol"
+
+
+class VersionMismatch(ProtocolError):
+    """The frame is of another protocol version. Fields: expected, got."""
+
+    code = "version"
+
+
+class RegistrationRefused(StatsdBNError):
+    """The master does not take this member."""
+
+    code = "refused"
+
+
+class DuplicateMember(RegistrationRefused):
+    """Another live process is registered as this member. Fields: job, group, member, place."""
+
+    code = "duplicate_member"
+
+
+class WorldSizeMismatch(RegistrationRefused):
+    """The members disagree on how many they are. Fields: job, group, member, expected, got."""
+
+    code = "world_size"
+
+
+class StaleEpoch(RegistrationRefused):
+    """A newer life of the group has begun. Fields: job, group, expected, got."""
+
+    code = "stale_epoch"
+
+
+class GroupIncomplete(RegistrationRefused):
+    """The group did not fill in time. Fields: job, group, missing."""
+
+    code = "group_incomplete"
+
+
+class UnknownSession(StatsdBNError):
+    """The master does not know who is speaking: it was restarted, or the member has left."""
+
+    code = "unknown_session"
+
+
+class MasterStopped(StatsdBNError):
+    """The master was told to stop while a round was open."""
+
+    code = "master_stopped"
+
+
+class LimitExceeded(StatsdBNError):
+    """More than the master agrees to keep. Fields: limit, what."""
+
+    code = "limit"
+
+
+class RoundFailed(StatsdBNError):
+    """One exchange failed for everyone in it. Fields: the parts of its key."""
+
+    code = "round_failed"
+
+
+class RoundMismatch(RoundFailed):
+    """The contributions to one round do not fit together. Fields: the key's, expected, got, member."""
+
+    code = "mismatch"
+
+
+class ContributionConflict(RoundFailed):
+    """Other bytes came under an identity that was already used. Fields: the key's, member."""
+
+    code = "conflict"
+
+
+class RoundTimeout(RoundFailed):
+    """Somebody did not arrive before the deadline. Fields: the key's, missing, waiting, seconds."""
+
+    code = "timeout"
+
+
+class ReplicaLost(RoundFailed):
+    """A member left the group, or one of its replicas raised. Fields: job, group, member, cause."""
+
+    code = "replica_lost"
+
+
+def _tree(root: type[StatsdBNError]) -> list[type[StatsdBNError]]:
+    return [root, *(leaf for branch in root.__subclasses__() for leaf in _tree(branch))]
+
+
+BY_CODE = {error.code: error for error in _tree(StatsdBNError)}
+
+
+def from_wire(code: str, message: str, fields: dict[str, object]) -> StatsdBNError:
+    """Returns the error that `code` names; an unknown code (a newer master's) gives the base class."""
+    return BY_CODE.get(code, StatsdBNError)(message, **fields)

@@ -1,0 +1,54 @@
+"""Every limit of the protocol, with its reason.
+
+Both sides check against these before they use what came; a client checks before it sends, because a master
+drops the connection of whoever sends a frame that is too large, without a word.
+"""
+
+# A session or server id: 8 random bytes make a clash among a million lives of members a 1 in 30 million event.
+TOKEN_BYTES = 8
+
+# Room for the longest module path people write (some reach 120), small enough to keep in every error.
+MAX_NAME_BYTES = 256
+
+# "forward", "backward" and their numbered repetitions.
+MAX_PHASE_BYTES = 32
+
+# An error's message or a cause with the heart of a traceback.
+MAX_TEXT_BYTES = 4096
+
+# Steps, calls, epochs and attempts: a round a millisecond fills 32 bits in 50 days, so 48.
+MAX_COUNTER = 2**48 - 1
+
+# float64 holds integers exactly up to here; a count beyond it could not divide a sum exactly.
+MAX_COUNT = 2**53
+
+# The widest batch-norm in use has 2-8 thousand channels; ZeroMQ moves 64 thousand in under a millisecond.
+MAX_CHANNELS = 65_536
+
+# Forward and backward need 2; gradients of gradients need a few more.
+MAX_VECTORS = 8
+
+# Replicas in one process: the devices of one box (16) with room for virtual ones.
+MAX_REPLICAS = 64
+
+# Members of one group.
+MAX_MEMBERS = 16_384
+
+# One day: longer is not a deadline.
+MAX_DEADLINE = 86_400.0
+
+# The msgpack header of a frame. A status report of a busy master is the largest.
+MAX_HEADER_BYTES = 1_048_576
+
+# A whole frame: a member of 64 replicas at 16,384 channels and two vectors.
+MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384
+
+# Groups on one master. One of four members at 256 channels holds about 0.2 MB, so all of them stay under 200 MB.
+MAX_GROUPS = 1024
+
+# Open rounds of one group. A member with one thread has one; overlapping models have a few.
+MAX_OPEN_ROUNDS = 256
+
+# Finished rounds of one group whose result is kept for a repeated question. Members in step can be one round
+# apart, and each thread of a member adds one.
+KEPT_ROUNDS = 8

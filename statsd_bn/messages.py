@@ -1,0 +1,265 @@
+"""The messages of the protocol, as values that cannot be wrong.
+
+Each message checks itself when it is built, so one that exists is sound, whether the caller built it or
+`wire.decode` did. docs/protocol.md describes every field; the order of fields here is their order on the wire.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+import numpy as np
+
+from statsd_bn import limits
+from statsd_bn.errors import ProtocolError
+from statsd_bn.reduction import FloatArray
+
+FORWARD = "forward"
+BACKWARD = "backward"
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    """Raises ProtocolError unless `value` is an int in [low, high]."""
+    if type(value) is not int or not low <= value <= high:
+        raise ProtocolError(f"{name}: expected an integer in [{low}, {high}], got {value!r:.80}")
+
+
+def check_text(name: str, value: object, longest: int, shortest: int = 1) -> None:
+    """Raises ProtocolError unless `value` is a str whose UTF-8 form has a length in [shortest, longest]."""
+    if type(value) is not str or not shortest <= len(value.encode(errors="replace")) <= longest:
+        raise ProtocolError(f"{name}: expected text of {shortest} to {longest} bytes, got {value!r:.80}")
+
+
+def check_token(name: str, value: object) -> None:
+    """Raises ProtocolError unless `value` is a token: bytes of the one fixed length."""
+    if type(value) is not bytes or len(value) != limits.TOKEN_BYTES:
+        raise ProtocolError(f"{name}: expected {limits.TOKEN_BYTES} bytes, got {value!r:.80}")
+
+
+def _check_values(values: object, dimensions: int) -> None:
+    if not (isinstance(values, np.ndarray) and values.dtype == np.float64 and values.ndim == dimensions):
+        found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise ProtocolError(f"values: expected float64 of {dimensions} dimensions, got {found}")
+    check_integer("vectors", values.shape[-2], 1, limits.MAX_VECTORS)
+    check_integer("channels", values.shape[-1], 1, limits.MAX_CHANNELS)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundKey:
+    """What identifies one round, on every member alike.
+
+    Attributes:
+        job: the training run.
+        group: the members of the job that synchronise together.
+        epoch: one life of the group's membership.
+        step: counts the training steps of an epoch from 0.
+        layer: the layer's name, its place in the model.
+        call: counts the layer's forward calls within the step from 0.
+        phase: `FORWARD`, `BACKWARD`, or a longer name for a further exchange of the same call.
+    """
+
+    job: str
+    group: str
+    epoch: int
+    step: int
+    layer: str
+    call: int
+    phase: str
+
+    def __post_init__(self) -> None:
+        check_text("job", self.job, limits.MAX_NAME_BYTES)
+        check_text("group", self.group, limits.MAX_NAME_BYTES)
+        check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
+        check_integer("step", self.step, 0, limits.MAX_COUNTER)
+        check_text("layer", self.layer, limits.MAX_NAME_BYTES)
+        check_integer("call", self.call, 0, limits.MAX_COUNTER)
+        check_text("phase", self.phase, limits.MAX_PHASE_BYTES)
+
+    def __str__(self) -> str:
+        return (
+            f"job {self.job!r}, group {self.group!r}, epoch {self.epoch}, step {self.step}, "
+            f"layer {self.layer!r}, call {self.call}, {self.phase}"
+        )
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The parts by name, for an error's fields."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """What the replicas of one member bring to a round: a row each.
+
+    Attributes:
+        counts: values per channel of each replica, exact integers >= 0.
+        values: shape (replicas, vectors, channels), float64. Two vectors: Σx and Σx² forward, Σdy and Σdy·(x-mean)
+            backward.
+    """
+
+    counts: tuple[int, ...]
+    values: FloatArray
+
+    def __post_init__(self) -> None:
+        check_integer("replicas", len(self.counts), 1, limits.MAX_REPLICAS)
+        for count in self.counts:
+            check_integer("count", count, 0, limits.MAX_COUNT)
+        _check_values(self.values, 3)
+        if self.values.shape[0] != len(self.counts):
+            raise ProtocolError(f"values: expected {len(self.counts)} rows, one per count, got {self.values.shape[0]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A member asks to belong to a group. Sent again, it asks again whether the group is open."""
+
+    type: ClassVar[int] = 1
+
+    session: bytes
+    job: str
+    group: str
+    epoch: int
+    member: int
+    world_size: int
+    deadline: float
+    place: str
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_text("job", self.job, limits.MAX_NAME_BYTES)
+        check_text("group", self.group, limits.MAX_NAME_BYTES)
+        check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
+        check_integer("world_size", self.world_size, 1, limits.MAX_MEMBERS)
+        check_integer("member", self.member, 0, self.world_size - 1)
+        if type(self.deadline) is not float or not 0 < self.deadline <= limits.MAX_DEADLINE:
+            raise ProtocolError(
+                f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {self.deadline!r:.80}"
+            )
+        check_text("place", self.place, limits.MAX_NAME_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The master knows the member. `missing` names the members the group still waits for; empty: it is open."""
+
+    type: ClassVar[int] = 2
+
+    session: bytes
+    server: bytes
+    epoch: int
+    first_step: int
+    missing: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_token("server", self.server)
+        check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
+        check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)
+        for member in self.missing:
+            check_integer("missing", member, 0, limits.MAX_MEMBERS - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contribution:
+    """One member's rows for one round. `attempt` counts how often it was sent before."""
+
+    type: ClassVar[int] = 3
+
+    session: bytes
+    key: RoundKey
+    attempt: int
+    rows: Rows
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_integer("attempt", self.attempt, 0, limits.MAX_COUNTER)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aggregate:
+    """The sum of all rows of one round, the same bytes for every member.
+
+    Attributes:
+        key: the round.
+        replicas: how many rows were added.
+        count: the sum of their counts.
+        values: shape (vectors, channels), float64: the sum of the rows in replica order.
+    """
+
+    type: ClassVar[int] = 4
+
+    key: RoundKey
+    replicas: int
+    count: int
+    values: FloatArray
+
+    def __post_init__(self) -> None:
+        check_integer("replicas", self.replicas, 1, limits.MAX_REPLICAS * limits.MAX_MEMBERS)
+        check_integer("count", self.count, 0, limits.MAX_COUNT)
+        _check_values(self.values, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A member leaves its group. `cause` is empty for an orderly end, else what went wrong."""
+
+    type: ClassVar[int] = 5
+
+    session: bytes
+    cause: str
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_text("cause", self.cause, limits.MAX_TEXT_BYTES, shortest=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The master's answer when it cannot give what was asked. `key` names the round it is about, if any."""
+
+    type: ClassVar[int] = 6
+
+    code: str
+    message: str
+    fields: dict[str, Any]
+    key: RoundKey | None = None
+
+    def __post_init__(self) -> None:
+        check_text("code", self.code, limits.MAX_NAME_BYTES)
+        check_text("message", self.message, limits.MAX_TEXT_BYTES, shortest=0)
+        if type(self.fields) is not dict:
+            raise ProtocolError(f"fields: expected a map, got {type(self.fields).__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Asks the master what it is doing. Anybody may ask."""
+
+    type: ClassVar[int] = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the master is doing: a report as docs/protocol.md describes it."""
+
+    type: ClassVar[int] = 8
+
+    report: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if type(self.report) is not dict:
+            raise ProtocolError(f"report: expected a map, got {type(self.report).__name__}")
+
+
+Message = (
+    Register | Registered | Contribution | Aggregate | Leave | Failure | StatusRequest | Status
+)  # fmt: skip
+
+BY_TYPE: dict[int, type[Message]] = {
+    message.type: message
+    for message in (Register, Registered, Contribution, Aggregate, Leave, Failure, StatusRequest, Status)
+}
+
+
+def values_of(message: Any) -> list[Any]:
+    """Returns a message's field values in wire order."""
+    return [getattr(message, field.name) for field in fields(message)]
