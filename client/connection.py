@@ -114,7 +114,7 @@ class Connection:
         Args:
             layer: the layer's name.
             rows: what this process's replicas contribute.
-            after: the forward round that this backward round belongs to; None for a forward round.
+            after: the round that this backward round follows; None for a forward round.
 
         Raises:
             RoundFailed: the round failed, with the reason.
@@ -251,7 +251,6 @@ def connect(
     who = member_from(os.environ, job=job, member=member, world_size=world_size, deadline=deadline)
     connection = Connection(ZmqTransport(endpoint), who)
     _current = connection
-    atexit.register(_goodbye)
     return connection
 
 
@@ -318,3 +317,6 @@ def _goodbye() -> None:
     """At the interpreter's end: tells the others, with the exception that ended it if there was one."""
     if connection := current_connection():
         connection.close(cause=_cause_of(getattr(sys, "last_value", None)))
+
+
+atexit.register(_goodbye)

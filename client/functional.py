@@ -31,7 +31,7 @@ class Slice:
 
 @dataclass(slots=True)
 class Exchange:
-    """One layer's call: how it reaches the others and, after the forward round, what they know together."""
+    """One layer's call: how it reaches the others, what they know together, and the key of its latest round."""
 
     pipe: Pipe
     layer: str
@@ -115,6 +115,7 @@ def _input_gradients(
         return [None] * len(inputs)
     counts = tuple(x.numel() // x.shape[1] for x in inputs)
     aggregate = ctx.exchange.pipe.run_slave(Rows(counts, local), after=ctx.exchange.round)
+    ctx.exchange.round = aggregate.key
     return [
         kernels.input_gradient(grad, x, ctx.statistics, aggregate.values, weight)
         for grad, x, weight in zip(grads, inputs, weights, strict=True)

@@ -36,7 +36,8 @@ class SlavePipe:
         Args:
             contribution: counts, and float64 values of shape (replicas, vectors, channels): Σx and Σx² forward,
                 Σdy and Σdy·(x-mean) backward.
-            after: None for a forward round; for a backward round the `key` of its forward aggregate.
+            after: None for a forward round; for a backward round the `key` of the aggregate before it, which is
+                the forward one's, or the last backward one's where a kept graph is walked again.
 
         Returns:
             The aggregate; its values have shape (vectors, channels).

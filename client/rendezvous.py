@@ -99,9 +99,9 @@ class Rendezvous:
         everyone = [self._waiting[replica] for replica in sorted(self._waiting)]
         try:
             results = combine([waiting.offer for waiting in everyone])
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - every replica raises it, this one too
             self._failure = error
-            raise
+            return
         for waiting, result in zip(everyone, results, strict=True):
             waiting.result = result
             waiting.served = True

@@ -3,14 +3,14 @@
 It turns a layer's rows into a frame and the answer's frame back into an aggregate or an error, and it gives
 every round its key. All members run the same program, so each counts for itself and all arrive at the same
 keys: a step begins with the first forward round after a backward round, and `call` counts a layer's
-forward rounds within the step. A backward round takes the key of the forward round it belongs to.
+forward rounds within the step. A backward round takes over the key of the round before it, whatever step has come.
 """
 
 from collections import Counter
 from dataclasses import dataclass, replace
 
 from statsd_bn import limits
-from statsd_bn.errors import ProtocolError, StatsdBNError, from_wire
+from statsd_bn.errors import from_wire
 from statsd_bn.messages import (
     BACKWARD,
     FORWARD,
@@ -63,7 +63,6 @@ class Session:
         self.member = member
         self._step = 0
         self._calls: Counter[str] = Counter()
-        self._repeats: Counter[RoundKey] = Counter()
         self._backward_seen = False
 
     def register(self) -> bytes:
@@ -92,21 +91,23 @@ class Session:
         if self._backward_seen:
             self._step += 1
             self._calls.clear()
-            self._repeats.clear()
             self._backward_seen = False
         call = self._calls[layer]
         self._calls[layer] += 1
         who = self.member
         return RoundKey(who.job, who.group, who.epoch, self._step, layer, call, FORWARD)
 
-    def backward_key(self, forward: RoundKey) -> RoundKey:
-        """Returns the key of the next backward round of a forward round.
+    def backward_key(self, previous: RoundKey) -> RoundKey:
+        """Returns the key of the backward round that follows `previous`, the latest round of the same call.
 
-        A graph that is kept may be walked twice; the second walk is another round, `backward 2`.
+        After the forward round that is `backward`. A graph that is kept may be walked again, and each walk is a
+        round of its own: `backward 2`, `backward 3`, ...
         """
         self._backward_seen = True
-        walk = self._repeats[forward] = self._repeats[forward] + 1
-        return replace(forward, phase=BACKWARD if walk == 1 else f"{BACKWARD} {walk}")
+        if previous.phase == FORWARD:
+            return replace(previous, phase=BACKWARD)
+        walk = int(previous.phase.removeprefix(BACKWARD) or 1) + 1
+        return replace(previous, phase=f"{BACKWARD} {walk}")
 
     def contribution(self, key: RoundKey, rows: Rows) -> bytes:
         """Returns the frame that brings `rows` to the round `key`."""
@@ -136,11 +137,4 @@ class Session:
             return message
         if message.key is not None and message.key != key:
             return None
-        raise _error(message)
-
-
-def _error(failure: Failure) -> StatsdBNError:
-    try:
-        return from_wire(failure.code, failure.message, failure.fields)
-    except TypeError as error:
-        raise ProtocolError(f"failure fields: expected text keys, got {failure.fields!r:.80}") from error
+        raise from_wire(message.code, message.message, message.fields)

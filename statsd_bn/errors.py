@@ -39,7 +39,7 @@ class StatsdBNError(Exception):
 
     code: ClassVar[str] = "error"
 
-    def __init__(self, message: str, **fields: object) -> None:
+    def __init__(self, message: str, /, **fields: object) -> None:
         super().__init__(message)
         self.message = message
         self.fields = fields

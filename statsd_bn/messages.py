@@ -226,8 +226,8 @@ class Failure:
     def __post_init__(self) -> None:
         check_text("code", self.code, limits.MAX_NAME_BYTES)
         check_text("message", self.message, limits.MAX_TEXT_BYTES, shortest=0)
-        if type(self.fields) is not dict:
-            raise ProtocolError(f"fields: expected a map, got {type(self.fields).__name__}")
+        if type(self.fields) is not dict or not all(type(name) is str for name in self.fields):
+            raise ProtocolError(f"fields: expected a map from names, got {self.fields!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)

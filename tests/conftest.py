@@ -1,0 +1,95 @@
+"""Fixtures own every process, socket and thread of the tests."""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+# Small tensors in many processes: more threads than cores only get in each other's way.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import client
+
+MEMBERS = 4
+WAIT_SECONDS = 60.0
+
+
+@dataclass
+class Server:
+    """A running `python -m server`."""
+
+    endpoint: str
+    process: subprocess.Popen[str]
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """One real server process for all tests; each test has jobs of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server", "--bind", "tcp://127.0.0.1:*", "--log-level", "error"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("listening on "), line
+            yield Server(line.split()[-1], process)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                code = process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        assert code == 0
+
+
+_jobs = itertools.count()
+
+
+@pytest.fixture
+def job() -> str:
+    """A job name that no other test uses."""
+    return f"job-{next(_jobs)}"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """Worker processes that play the members; kept, because importing torch takes seconds."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(MEMBERS, mp_context=context) as executor:
+        yield executor
+
+
+@pytest.fixture
+def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[..., list[Any]]:
+    """Runs `program(connection, *arguments)` in n processes of one job; returns their results by member."""
+
+    def run(n: int, program: Callable[..., Any], *arguments: Any, job: str = job) -> list[Any]:
+        futures = [pool.submit(_member, program, server.endpoint, job, member, n, arguments) for member in range(n)]
+        return [future.result(timeout=WAIT_SECONDS) for future in futures]
+
+    return run
+
+
+def _member(program: Callable[..., Any], endpoint: str, job: str, member: int, n: int, arguments: Any) -> Any:
+    with client.connect(endpoint, job=job, member=member, world_size=n, deadline=30.0) as connection:
+        return program(connection, *arguments)
+
+
+@pytest.fixture(autouse=True)
+def _disconnected() -> Iterator[None]:
+    """A test that leaves a connection behind would lend it to the next."""
+    yield
+    left = client.current_connection()
+    client.disconnect()
+    assert left is None, f"the test left {left} open"

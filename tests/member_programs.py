@@ -1,0 +1,193 @@
+"""What member processes do in the tests: functions a process can be sent by name."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+import client
+import whole_batch
+from statsd_bn import Rows, StatsdBNError
+
+Buffers = dict[str, np.ndarray]
+
+
+def train(connection: client.Connection, steps: int) -> Buffers:
+    """Different images on every member, `steps` times forward and backward; returns the buffers."""
+    model = nn.Module()
+    model.bn = nn.BatchNorm2d(5)
+    client.convert_model(model)
+    generator = torch.Generator().manual_seed(connection.member.member)
+    for _ in range(steps):
+        x = torch.randn(4, 5, 3, 3, generator=generator, requires_grad=True)
+        (model.bn(x) * torch.randn(4, 5, 3, 3, generator=generator)).sum().backward()
+    return {name: buffer.numpy() for name, buffer in model.named_buffers()}
+
+
+def connected(endpoint: str, job: str, member: int, n: int, case: whole_batch.Case, times: int) -> whole_batch.Result:
+    """Connects by itself and runs the same case several times; returns the first."""
+    with client.connect(endpoint, job=job, member=member, world_size=n, deadline=30.0) as connection:
+        results = [whole_batch.as_member(connection, case) for _ in range(times)]
+    return results[0]
+
+
+def evaluate_on_one_member_only(connection: client.Connection) -> tuple[np.ndarray, np.ndarray]:
+    """Only member 0 evaluates, and needs nobody for it."""
+    layer = client.SynchronizedBatchNorm2d(5).eval()
+    x = torch.randn(4, 5, 3, 3, generator=torch.Generator().manual_seed(0))
+    expected = nn.BatchNorm2d(5).eval()(x)
+    found = layer(x) if connection.member.member == 0 else expected
+    return found.detach().numpy(), expected.detach().numpy()
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3)
+    ).double()
+
+
+def data_parallel(model: nn.Module, replicas: int) -> nn.Module:
+    return client.DataParallelWithCallback(client.convert_model(model), ["cpu"] * replicas)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(12, 1, 6, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randn(12, 3, 2, 2, generator=generator, dtype=torch.float64)
+
+
+def run_sgd(model: nn.Module, steps: int, forward: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Buffers:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        x, factors = batch(step)
+        optimizer.zero_grad()
+        (forward(model, x) * factors).sum().backward()
+        optimizer.step()
+    return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+
+
+def train_small_model_on_whole_batch(_members: int, steps: int) -> Buffers:
+    return run_sgd(small_model(), steps, lambda model, x: model(x))
+
+
+def train_small_model(connection: client.Connection, steps: int) -> Buffers:
+    """SGD on one shard; gradients are summed over the members through a pipe of the same service."""
+    who = connection.member
+    model = client.convert_model(small_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        x, factors = (whole.chunk(who.world_size)[who.member] for whole in batch(step))
+        optimizer.zero_grad()
+        (model(x) * factors).sum().backward()
+        _sum_gradients(connection, model)
+        optimizer.step()
+    return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+
+
+def _sum_gradients(connection: client.Connection, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        rows = Rows((1,), parameter.grad.reshape(1, 1, -1).numpy())
+        total = client.SlavePipe(connection, f"gradient of {name}").run_slave(rows).values
+        parameter.grad.copy_(torch.from_numpy(total.copy()).view_as(parameter))
+
+
+def fail_on_member_1(connection: client.Connection) -> Exception | str:
+    """Member 1's training code raises inside `with connection`; the others are in a round."""
+    layer = client.SynchronizedBatchNorm1d(3)
+    layer.layer_name = "bn"
+    try:
+        with connection:
+            if connection.member.member == 1:
+                _raise(ValueError("out of memory, say"))
+            layer(torch.ones(2, 3))
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    except StatsdBNError as error:
+        return error
+    return "nothing was raised"
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+CRASHING_SCRIPT = """
+import sys, client
+client.connect(sys.argv[1], job=sys.argv[2], member=1, world_size=2)
+raise RuntimeError("the script crashed")
+"""
+
+
+def wait_for_a_crashing_script(_: client.Connection, endpoint: str, job: str) -> Exception | None:
+    """Member 0 of another job, whose member 1 is a script that crashes after it has connected."""
+    client.disconnect()
+    arguments = [sys.executable, "-c", CRASHING_SCRIPT, endpoint, job]
+    with (
+        subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as script,
+        client.connect(endpoint, job=job, member=0, world_size=2, deadline=30.0) as connection,
+    ):
+        try:
+            connection.exchange("bn", Rows((1,), np.ones((1, 2, 3))))
+        except StatsdBNError as error:
+            return error
+        finally:
+            script.wait(timeout=30)
+    return None
+
+
+def _layer(channels: int) -> nn.Module:
+    layer = client.SynchronizedBatchNorm1d(channels)
+    layer.layer_name = "bn"
+    return layer
+
+
+def _told(program: Callable[[], object]) -> str:
+    try:
+        program()
+    except (ValueError, TypeError, StatsdBNError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def one_value_per_channel(connection: client.Connection) -> str:
+    """One member has one sample, the other none."""
+    return _told(lambda: _layer(3)(torch.ones(1 - connection.member.member, 3)))
+
+
+def other_channels(connection: client.Connection) -> str:
+    """The members' models differ."""
+    channels = 64 if connection.member.member == 0 else 32
+    return _told(lambda: _layer(channels)(torch.ones(4, channels)))
+
+
+def bad_input_then_good(_: client.Connection) -> tuple[list[str], float]:
+    """Local errors, caught, then a step that all take together."""
+    layer = _layer(3)
+    bad = [torch.ones(3), torch.ones(2, 4), torch.ones(2, 3, dtype=torch.int32)]
+    told = [_told(lambda x=x: layer(x)).split(":")[0] for x in bad]
+    return told, float(layer(torch.eye(3)).sum())
+
+
+def _nan_batch() -> torch.Tensor:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    x[1, 2] = float("nan")
+    return x
+
+
+def nan_in_one_channel(connection: client.Connection) -> np.ndarray:
+    """Which outputs and running statistics are NaN; the NaN is in member 0's shard."""
+    layer = _layer(3)
+    output = layer(_nan_batch().chunk(2)[connection.member.member])
+    return torch.cat([output, layer.running_mean[None], layer.running_var[None]]).isnan().numpy()
+
+
+def nan_on_whole_batch() -> list[np.ndarray]:
+    layer = nn.BatchNorm1d(3)
+    outputs = layer(_nan_batch()).chunk(2)
+    return [
+        torch.cat([output, layer.running_mean[None], layer.running_var[None]]).isnan().numpy() for output in outputs
+    ]

@@ -1,0 +1,134 @@
+"""Messages for tests: plain ones whose defaults leave only the point of a test to write, and hypothesis strategies."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from statsd_bn import limits
+from statsd_bn.messages import (
+    BACKWARD,
+    FORWARD,
+    Aggregate,
+    Contribution,
+    Failure,
+    Leave,
+    Message,
+    Register,
+    Registered,
+    RoundKey,
+    Rows,
+    Status,
+    StatusRequest,
+)
+
+
+def session_of(member: int, job: str = "job") -> bytes:
+    """The session of a job's member, the same in every test."""
+    return f"{job[-5:]:>5}{member:03d}".encode()
+
+
+def register(member: int = 0, world_size: int = 2, **given: Any) -> Register:
+    """A member that registers."""
+    job = given.setdefault("job", "job")
+    sound = {
+        "session": session_of(member, job),
+        "group": "world",
+        "epoch": 0,
+        "deadline": 600.0,
+        "place": f"place {member}",
+    }
+    return Register(member=member, world_size=world_size, **{**sound, **given})
+
+
+def key(layer: str = "bn", **given: Any) -> RoundKey:
+    """The key of a round."""
+    sound = {"job": "job", "group": "world", "epoch": 0, "step": 0, "call": 0, "phase": FORWARD}
+    return RoundKey(layer=layer, **{**sound, **given})
+
+
+def rows(*values: float, channels: int = 1, vectors: int = 1, count: int = 1) -> Rows:
+    """A row for each of `values`, filled with it."""
+    filled = np.empty((len(values), vectors, channels))
+    filled[:] = np.reshape(values, (-1, 1, 1))
+    return Rows((count,) * len(values), filled)
+
+
+KEY = key()
+
+
+def contribution(
+    member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, session: bytes | None = None
+) -> Contribution:
+    """What a member brings to a round: `Rows`, or one row of one number."""
+    if not isinstance(brought, Rows):
+        brought = rows(brought)
+    return Contribution(session or session_of(member, key.job), key, 0, brought)
+
+
+counters = st.integers(0, limits.MAX_COUNTER)
+counts = st.integers(0, limits.MAX_COUNT)
+tokens = st.binary(min_size=limits.TOKEN_BYTES, max_size=limits.TOKEN_BYTES)
+names = st.text(min_size=1, max_size=limits.MAX_NAME_BYTES // 4)
+texts = st.text(max_size=200)
+phases = st.sampled_from([FORWARD, BACKWARD, "backward 2"])
+keys = st.builds(RoundKey, names, names, counters, counters, names, counters, phases)
+facts = st.dictionaries(
+    names,
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | texts | st.binary(max_size=20),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+def values(*shape: st.SearchStrategy[int]) -> st.SearchStrategy[np.ndarray]:
+    """Any float64 of these extents: NaN with its payload, inf and -0.0 as well."""
+    return st.tuples(*shape).flatmap(lambda extents: hnp.arrays(np.dtype("<f8"), extents))
+
+
+vectors_and_channels = st.integers(1, limits.MAX_VECTORS), st.integers(1, 9)
+
+
+@st.composite
+def any_rows(draw: st.DrawFn) -> Rows:
+    """Any rows of few replicas and channels."""
+    filled = draw(values(st.integers(1, 4), *vectors_and_channels))
+    return Rows(tuple(draw(counts) for _ in filled), filled)
+
+
+@st.composite
+def registers(draw: st.DrawFn) -> Register:
+    """Any registration."""
+    world_size = draw(st.integers(1, limits.MAX_MEMBERS))
+    return Register(
+        session=draw(tokens),
+        job=draw(names),
+        group=draw(names),
+        epoch=draw(counters),
+        member=draw(st.integers(0, world_size - 1)),
+        world_size=world_size,
+        deadline=draw(st.floats(0.0, limits.MAX_DEADLINE, exclude_min=True)),
+        place=draw(names),
+    )
+
+
+missing = st.lists(st.integers(0, limits.MAX_MEMBERS - 1), max_size=20).map(tuple)
+
+MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
+    Register: registers(),
+    Registered: st.builds(Registered, tokens, tokens, counters, counters, missing),
+    Contribution: st.builds(Contribution, tokens, keys, counters, any_rows()),
+    Aggregate: st.builds(
+        Aggregate, keys, st.integers(1, limits.MAX_REPLICAS * limits.MAX_MEMBERS), counts, values(*vectors_and_channels)
+    ),
+    Leave: st.builds(Leave, tokens, texts),
+    Failure: st.builds(Failure, names, texts, facts, st.none() | keys),
+    StatusRequest: st.builds(StatusRequest),
+    Status: st.builds(Status, facts),
+}
+
+messages = st.one_of(*MESSAGES.values())

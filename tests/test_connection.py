@@ -1,0 +1,276 @@
+"""connect(): who this process is, and clear words when it cannot join."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import zmq
+
+import client
+import member_programs
+from client import connection as connection_module
+from client.connection import Connection, member_from
+from client.session import Member
+from client.transport import ZmqTransport
+from memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
+from statsd_bn import Rows
+from statsd_bn.errors import (
+    ConfigurationError,
+    ConnectionClosed,
+    DuplicateMember,
+    GroupIncomplete,
+    MasterStopped,
+    ReplicaLost,
+    RoundTimeout,
+    ServerUnreachable,
+    VersionMismatch,
+    WorldSizeMismatch,
+)
+
+ROW = Rows((1,), np.ones((1, 2, 3)))
+
+
+def test_arguments_win_over_the_environment():
+    environ = {"STATSD_BN_JOB": "env", "RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}
+    given = member_from(environ, job="mine", member=2, world_size=3, deadline=5)
+    assert (given.job, given.member, given.world_size, given.deadline, given.epoch) == ("mine", 2, 3, 5.0, 2)
+    found = member_from(environ)
+    assert (found.job, found.member, found.world_size, found.deadline) == ("env", 1, 4, 600.0)
+
+
+def test_the_job_falls_back_to_torchruns_id_and_then_to_default():
+    assert member_from({"TORCHELASTIC_RUN_ID": "run-7"}).job == "run-7"
+    assert member_from({"STATSD_BN_JOB": "mine", "TORCHELASTIC_RUN_ID": "run-7"}).job == "mine"
+    assert member_from({}).job == "default"
+
+
+def test_alone_it_is_member_0_of_1():
+    assert (member_from({}).member, member_from({}).world_size) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "message"),
+    [
+        ({"RANK": "four"}, {}, "RANK: expected an integer, got 'four'"),
+        ({}, {"member": 3, "world_size": 3}, r"member: expected a number in \[0, world_size\), here \[0, 3\), got 3"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, {}, "got -1"),
+        ({}, {"world_size": 0}, "world_size: expected 1 to"),
+        ({}, {"deadline": 0.0}, "deadline: expected seconds in"),
+        ({}, {"deadline": float("nan")}, "deadline: expected seconds in"),
+        ({}, {"job": ""}, "job: expected a name"),
+        ({}, {"job": "x" * 300}, "job: expected a name"),
+    ],
+)
+def test_a_wrong_value_is_named(environ, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        member_from(environ, **arguments)
+
+
+def test_without_an_endpoint_it_says_where_to_get_one(monkeypatch):
+    monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
+    with pytest.raises(ConfigurationError, match="start `python -m server`"):
+        client.connect()
+
+
+def test_the_endpoint_comes_from_the_environment(monkeypatch, server, job):
+    monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
+    with client.connect(job=job) as connection:
+        assert client.current_connection() is connection
+        assert server.endpoint in repr(connection)
+    assert client.current_connection() is None
+
+
+def test_a_process_connects_once(server, job):
+    with client.connect(server.endpoint, job=job), pytest.raises(ConfigurationError, match="already connected"):
+        client.connect(server.endpoint, job=job)
+
+
+def test_disconnecting_twice_or_without_a_connection_is_harmless(server, job):
+    client.connect(server.endpoint, job=job)
+    client.disconnect()
+    client.disconnect()
+
+
+def test_no_server_at_the_endpoint_is_an_error_that_names_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(connection_module, "ANSWER_SECONDS", 0.2)
+    endpoint = f"ipc://{tmp_path}/nobody"
+    with pytest.raises(ServerUnreachable, match=f"no answer from {endpoint} within 0.2 s"):
+        client.connect(endpoint)
+
+
+def test_it_does_not_wait_longer_than_seconds_for_a_server():
+    assert connection_module.ANSWER_SECONDS <= 10
+
+
+def test_a_second_process_with_the_same_number_is_refused_and_the_first_goes_on():
+    master = MemoryMaster()
+    with master.connect(0, 1) as first:
+        with pytest.raises(DuplicateMember, match="already has a member 0: thread 0 is registered") as caught:
+            master.connect(0, 1)
+        assert caught.value.fields["member"] == 0
+        assert first.exchange("bn", ROW).count == 1
+
+
+def test_a_member_that_expects_another_world_is_refused_and_the_others_go_on():
+    master = MemoryMaster()
+
+    def member_0():
+        with master.connect(0, 2) as connection:
+            return connection.exchange("bn", ROW).count
+
+    def member_1():
+        wait_until(lambda: bool(master.dispatcher.report(0.0)["groups"]))
+        refused = outcome(lambda: master.connect(1, 3))
+        with master.connect(1, 2) as connection:
+            return refused, connection.exchange("bn", ROW).count
+
+    count, (refused, same_count) = in_threads([member_0, member_1])
+    assert count == same_count == 2
+    assert isinstance(refused, WorldSizeMismatch)
+    assert "expected world_size 2" in str(refused)
+    assert "got 3 from member 1" in str(refused)
+
+
+def test_connect_waits_until_all_members_are_there_and_names_who_is_missing():
+    master = MemoryMaster()
+    with pytest.raises(GroupIncomplete, match=r"members \[1, 2\] of 3 did not connect within 0.1 s"):
+        master.connect(0, 3, deadline=0.1)
+    assert master.dispatcher.report(0.0)["groups"] == []
+
+
+def test_a_server_of_another_version_is_named(tmp_path):
+    """The prelude keeps its form in all versions, so that this can always be said."""
+    endpoint = f"ipc://{tmp_path}/old"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(endpoint)
+        router.setsockopt(zmq.RCVTIMEO, 20_000)
+        who = Member("job", "world", 0, 0, 1, 5.0, "here")
+        results = []
+        thread = threading.Thread(
+            target=lambda: results.append(outcome(lambda: Connection(ZmqTransport(endpoint), who)))
+        )
+        thread.start()
+        peer, frame = router.recv_multipart()
+        router.send_multipart([peer, frame[:3] + b"\x63" + frame[4:]])
+        thread.join(timeout=20)
+    assert isinstance(results[0], VersionMismatch)
+    assert results[0].fields == {"expected": 1, "got": 99}
+
+
+def test_an_exception_in_one_member_reaches_the_others_with_its_cause(members):
+    results = members(3, member_programs.fail_on_member_1)
+    assert results[1] == "ValueError: out of memory, say"
+    for survivor in (results[0], results[2]):
+        assert isinstance(survivor, ReplicaLost)
+        assert "failed with ValueError: out of memory, say" in str(survivor)
+        assert survivor.fields["member"] == 1
+
+
+def test_a_member_that_leaves_early_is_named_to_those_who_wait():
+    master = MemoryMaster()
+
+    def leave(connection):
+        return None if connection.member.member else outcome(lambda: connection.exchange("bn", ROW))
+
+    lost, _ = run_members(2, leave, master)
+    assert isinstance(lost, ReplicaLost)
+    assert "member 1 (thread 1) left while others went on" in str(lost)
+
+
+def test_a_member_that_does_not_arrive_is_named_at_the_deadline():
+    master = MemoryMaster()
+    arrived = threading.Event()
+
+    def first(connection):
+        if connection.member.member == 1:
+            arrived.wait(20)
+            return None
+        result = outcome(lambda: connection.exchange("layer1.0.bn2", ROW))
+        arrived.set()
+        return result
+
+    def clock():
+        wait_until(lambda: any(group["waiting"] for group in master.dispatcher.report(0.0)["groups"]))
+        master.pass_time(21.0)
+
+    (late, _), _ = in_threads([lambda: run_members(2, first, master), clock])
+    assert isinstance(late, RoundTimeout)
+    assert "members [1] did not arrive within 20 s; members [0] are waiting" in str(late)
+    assert (late.fields["layer"], late.fields["missing"], late.fields["waiting"]) == ("layer1.0.bn2", [1], [0])
+
+
+def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
+    monkeypatch.setattr(connection_module, "GRACE_SECONDS", 0.1)
+    master = MemoryMaster()
+    connection = master.connect(0, 1, deadline=0.1)
+    monkeypatch.setattr(master.dispatcher, "receive", lambda *_: [])
+    with pytest.raises(RoundTimeout, match=r"no answer from the master at memory:// within 0.2 s"):
+        connection.exchange("bn", ROW)
+    connection.close()
+
+
+def test_a_stopping_master_tells_those_who_wait():
+    master = MemoryMaster()
+
+    def stop():
+        wait_until(lambda: any(group["waiting"] for group in master.dispatcher.report(0.0)["groups"]))
+        master.transport.deliver(master.dispatcher.stop())
+
+    stopped = threading.Event()
+
+    def wait(connection):
+        if connection.member.member == 1:
+            stopped.wait(20)
+            return None
+        result = outcome(lambda: connection.exchange("bn", ROW))
+        stopped.set()
+        return result
+
+    (error, _), _ = in_threads([lambda: run_members(2, wait, master), stop])
+    assert isinstance(error, MasterStopped)
+
+
+def test_a_closed_connection_says_so():
+    connection = MemoryMaster().connect(0, 1)
+    connection.close()
+    with pytest.raises(ConnectionClosed, match="expected an open connection"):
+        connection.exchange("bn", ROW)
+
+
+def test_a_forked_child_must_not_use_its_parents_connection(server, job):
+    """DataLoader workers inherit sockets; a child that used them would corrupt the parent's."""
+    with client.connect(server.endpoint, job=job) as connection:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writer, str(outcome(lambda: connection.exchange("bn", ROW))).encode())
+                connection.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        told = os.read(reader, 10_000).decode()
+        os.close(reader)
+        os.close(writer)
+        assert "cannot be used by its forked child" in told
+        assert connection.exchange("bn", ROW).count == 1
+
+
+def test_it_counts_rounds_and_times_them():
+    def exchange(connection):
+        assert connection.median_round_trip == 0.0
+        for _ in range(5):
+            connection.exchange("bn", ROW)
+        return connection.rounds, connection.median_round_trip
+
+    for rounds, median in run_members(2, exchange):
+        assert rounds == 5
+        assert 0.0 < median < 20.0
+
+
+def test_an_uncaught_exception_at_the_end_of_a_script_is_the_cause_the_others_see(members, server, job):
+    """Without `with`: the interpreter's end says goodbye."""
+    (told,) = members(1, member_programs.wait_for_a_crashing_script, server.endpoint, f"{job}-crash", job=f"{job}-a")
+    assert isinstance(told, ReplicaLost)
+    assert "failed with RuntimeError: the script crashed" in str(told)

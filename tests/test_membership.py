@@ -1,0 +1,100 @@
+import pytest
+
+from server.membership import Membership
+from statsd_bn.errors import DuplicateMember, ReplicaLost, WorldSizeMismatch
+from strategies import register
+
+
+@pytest.fixture
+def group() -> Membership:
+    return Membership("job", "world", 3)
+
+
+def admit_all(group: Membership) -> None:
+    for member in range(group.world_size):
+        group.admit(register(member, group.world_size), b"peer %d" % member)
+
+
+def test_a_group_opens_when_all_members_have_registered(group):
+    seen = []
+    for member in (2, 0, 1):
+        group.admit(register(member, 3), b"")
+        seen.append((group.is_open, group.missing))
+    assert seen == [(False, (0, 1)), (False, (1,)), (True, ())]
+
+
+def test_a_slave_is_what_its_member_said(group):
+    slave = group.admit(register(1, 3, deadline=12.0, place="host 7"), b"peer")
+    assert (slave.member, slave.deadline, slave.place, slave.peer, slave.replicas) == (1, 12.0, "host 7", b"peer", 0)
+    assert str(slave) == "member 1 (host 7)"
+
+
+def test_the_same_session_is_found_again_at_its_new_peer(group):
+    slave = group.admit(register(1, 3), b"old")
+    assert group.admit(register(1, 3), b"new") is slave
+    assert slave.peer == b"new"
+    assert group.missing == (0, 2)
+
+
+def test_another_process_cannot_take_a_members_place(group):
+    slave = group.admit(register(1, 3, place="host 1"), b"first")
+    with pytest.raises(DuplicateMember) as caught:
+        group.admit(register(1, 3, session=b"stranger", place="host 2"), b"second")
+    assert "already has a member 1: host 1 is registered, host 2 was refused" in str(caught.value)
+    assert "RANK" in str(caught.value)
+    assert caught.value.fields == {"job": "job", "group": "world", "member": 1, "place": "host 1"}
+    assert group.slaves == {1: slave}
+    assert slave.peer == b"first"
+
+
+def test_a_member_that_expects_another_number_of_members_is_refused(group):
+    group.admit(register(1, 3), b"")
+    with pytest.raises(WorldSizeMismatch) as caught:
+        group.admit(register(0, 4, place="host 2"), b"")
+    assert "expected world_size 3, as members [1] have it, got 4 from member 0 (host 2)" in str(caught.value)
+    assert caught.value.fields == {"job": "job", "group": "world", "member": 0, "expected": 3, "got": 4}
+    assert group.missing == (0, 2)
+
+
+def test_leaving_before_the_group_is_open_frees_the_place(group):
+    slave = group.admit(register(1, 3), b"")
+    group.remove(slave, "")
+    assert group.lost is None
+    assert group.missing == (0, 1, 2)
+    group.admit(register(1, 3, session=b"stranger"), b"")
+    assert group.missing == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [("", "member 1 (place 1) left while others went on"), ("MemoryError: full", "failed with MemoryError: full")],
+)
+def test_leaving_an_open_group_breaks_it_with_the_cause(group, cause, reason):
+    admit_all(group)
+    group.remove(group.slaves[1], cause)
+    assert isinstance(group.lost, ReplicaLost)
+    assert reason in str(group.lost)
+    assert group.lost.fields == {"job": "job", "group": "world", "member": 1, "cause": cause}
+
+
+def test_the_first_loss_is_the_one_that_is_told(group):
+    admit_all(group)
+    group.remove(group.slaves[1], "boom")
+    first = group.lost
+    group.remove(group.slaves[2], "because of that")
+    assert group.lost is first
+
+
+def test_a_broken_group_takes_nobody_in_not_even_again(group):
+    admit_all(group)
+    group.remove(group.slaves[1], "boom")
+    for newcomer in (register(1, 3), register(0, 3), register(1, 3, session=b"stranger")):
+        with pytest.raises(ReplicaLost, match="boom"):
+            group.admit(newcomer, b"")
+
+
+def test_an_open_group_stays_open_for_members_that_register_again(group):
+    admit_all(group)
+    group.admit(register(2, 3), b"new")
+    assert group.is_open
+    assert group.missing == ()

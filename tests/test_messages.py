@@ -1,0 +1,250 @@
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from statsd_bn import limits
+from statsd_bn.errors import ProtocolError
+from statsd_bn.messages import (
+    BY_TYPE,
+    FORWARD,
+    Aggregate,
+    Contribution,
+    Failure,
+    Leave,
+    Register,
+    Registered,
+    RoundKey,
+    Rows,
+    Status,
+    StatusRequest,
+    values_of,
+)
+
+KEY = RoundKey("job", "world", 0, 1, "layer1.bn", 2, FORWARD)
+
+SOUND: dict[type, dict[str, Any]] = {
+    RoundKey: {"job": "j", "group": "g", "epoch": 0, "step": 0, "layer": "l", "call": 0, "phase": FORWARD},
+    Rows: {"counts": (1, 2), "values": np.zeros((2, 2, 3))},
+    Register: {
+        "session": b"session0",
+        "job": "j",
+        "group": "g",
+        "epoch": 0,
+        "member": 1,
+        "world_size": 2,
+        "deadline": 600.0,
+        "place": "here",
+    },
+    Registered: {"session": b"session0", "server": b"server00", "epoch": 0, "first_step": 0, "missing": (0, 1)},
+    Contribution: {"session": b"session0", "key": KEY, "attempt": 0, "rows": Rows((1,), np.zeros((1, 2, 3)))},
+    Aggregate: {"key": KEY, "replicas": 2, "count": 3, "values": np.zeros((2, 3))},
+    Leave: {"session": b"session0", "cause": ""},
+    Failure: {"code": "mismatch", "message": "no", "fields": {"member": 1}, "key": KEY},
+    StatusRequest: {},
+    Status: {"report": {"groups": []}},
+}
+
+TOKENS = ([b"12345678", bytes(8)], [b"", bytes(7), bytes(9), "12345678", bytearray(8), 8, None])
+NAMES = (
+    ["a", "é" * (limits.MAX_NAME_BYTES // 2), "a" * limits.MAX_NAME_BYTES],
+    ["", "a" * (limits.MAX_NAME_BYTES + 1), "é" * (limits.MAX_NAME_BYTES // 2) + "a", b"a", 1, None],
+)
+NOT_INTEGERS = [True, False, 1.0, "1", None, np.int64(1)]
+COUNTERS = ([0, limits.MAX_COUNTER], [-1, limits.MAX_COUNTER + 1, *NOT_INTEGERS])
+FLOATS_3 = np.zeros((2, 2, 3))
+NOT_VALUES = [
+    [[[1.0]]],
+    None,
+    np.float64(1),
+    np.zeros((2, 2, 3), np.float32),
+    np.zeros((2, 2, 3), ">f8"),
+    np.zeros((2, 2, 3), np.int64),
+    np.zeros((1, 2, 2, 3)),
+    np.zeros(3),
+    np.zeros((2, 2, 0)),
+    np.zeros((2, 0, 3)),
+    np.zeros((2, limits.MAX_VECTORS + 1, 3)),
+    np.zeros((2, 1, limits.MAX_CHANNELS + 1)),
+]
+
+FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
+    (RoundKey, "job", *NAMES),
+    (RoundKey, "group", *NAMES),
+    (RoundKey, "epoch", *COUNTERS),
+    (RoundKey, "step", *COUNTERS),
+    (RoundKey, "layer", *NAMES),
+    (RoundKey, "call", *COUNTERS),
+    (
+        RoundKey,
+        "phase",
+        ["forward", "p" * limits.MAX_PHASE_BYTES],
+        ["", "p" * (limits.MAX_PHASE_BYTES + 1), b"forward", 1],
+    ),
+    (
+        Rows,
+        "counts",
+        [(0, 0), (limits.MAX_COUNT, limits.MAX_COUNT)],
+        [(), (1,), (1, 2, 3), (-1, 1), (limits.MAX_COUNT + 1, 1), *[(value, 1) for value in NOT_INTEGERS]],
+    ),
+    (
+        Rows,
+        "values",
+        [FLOATS_3, np.full((2, limits.MAX_VECTORS, 1), np.nan), np.full((2, 1, limits.MAX_CHANNELS), np.inf)],
+        [*NOT_VALUES, np.zeros((1, 2, 3)), np.zeros((3, 2, 3)), np.zeros((0, 2, 3))],
+    ),
+    (Register, "session", *TOKENS),
+    (Register, "job", *NAMES),
+    (Register, "group", *NAMES),
+    (Register, "epoch", *COUNTERS),
+    (Register, "member", [0, 1], [-1, 2, *NOT_INTEGERS]),
+    (Register, "world_size", [2, limits.MAX_MEMBERS], [-1, 0, 1, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
+    (
+        Register,
+        "deadline",
+        [5e-324, 0.5, limits.MAX_DEADLINE],
+        [0.0, -1.0, limits.MAX_DEADLINE + 1, float("nan"), float("inf"), 600, True, "600", None, np.float64(1)],
+    ),
+    (Register, "place", *NAMES),
+    (Registered, "session", *TOKENS),
+    (Registered, "epoch", *COUNTERS),
+    (Registered, "first_step", *COUNTERS),
+    (
+        Registered,
+        "missing",
+        [(), (0,), (limits.MAX_MEMBERS - 1,)],
+        [(-1,), (limits.MAX_MEMBERS,), *[(value,) for value in NOT_INTEGERS]],
+    ),
+    (Contribution, "session", *TOKENS),
+    (Contribution, "attempt", *COUNTERS),
+    (
+        Aggregate,
+        "replicas",
+        [1, limits.MAX_REPLICAS * limits.MAX_MEMBERS],
+        [0, -1, limits.MAX_REPLICAS * limits.MAX_MEMBERS + 1, *NOT_INTEGERS],
+    ),
+    (Aggregate, "count", [0, limits.MAX_COUNT], [-1, limits.MAX_COUNT + 1, *NOT_INTEGERS]),
+    (
+        Aggregate,
+        "values",
+        [np.zeros((1, 1)), np.zeros((limits.MAX_VECTORS, 1)), np.zeros((1, limits.MAX_CHANNELS))],
+        [*NOT_VALUES, FLOATS_3],
+    ),
+    (Leave, "session", *TOKENS),
+    (Leave, "cause", ["", "x" * limits.MAX_TEXT_BYTES], ["x" * (limits.MAX_TEXT_BYTES + 1), b"boom", 1, None]),
+    (Failure, "code", *NAMES),
+    (Failure, "message", ["", "x" * limits.MAX_TEXT_BYTES], ["x" * (limits.MAX_TEXT_BYTES + 1), b"boom", 1, None]),
+    (Failure, "fields", [{}, {"a": [1]}], [[], None, "a", 1, {1: 2}, {b"a": 1}, {None: 1}]),
+    (Status, "report", [{}, {"a": [1]}], [[], None, "a", 1]),
+]
+
+
+def build(kind: type, **changed: Any) -> Any:
+    return kind(**{**SOUND[kind], **changed})
+
+
+def name_of(value: object) -> str | None:
+    """A readable test id; the values' own are too long."""
+    return value.__name__ if isinstance(value, type) else value if isinstance(value, str) else ""
+
+
+@pytest.mark.parametrize(("kind", "field", "good", "bad"), FIELDS, ids=name_of)
+def test_a_field_takes_what_is_within_its_limits_and_nothing_else(kind, field, good, bad):
+    for value in good:
+        assert getattr(build(kind, **{field: value}), field) is value
+    for value in bad:
+        with pytest.raises(ProtocolError):
+            build(kind, **{field: value})
+
+
+def test_the_server_of_registered_is_a_token():
+    for bad in TOKENS[1]:
+        with pytest.raises(ProtocolError, match="expected 8 bytes"):
+            build(Registered, server=bad)
+
+
+@pytest.mark.parametrize("replicas", [1, limits.MAX_REPLICAS])
+def test_rows_hold_one_row_for_each_replica(replicas):
+    assert Rows((1,) * replicas, np.zeros((replicas, 1, 1))).values.shape == (replicas, 1, 1)
+
+
+def test_a_member_brings_no_more_replicas_than_the_limit():
+    n = limits.MAX_REPLICAS + 1
+    with pytest.raises(
+        ProtocolError, match=f"replicas: expected an integer in \\[1, {limits.MAX_REPLICAS}\\], got {n}"
+    ):
+        Rows((1,) * n, np.zeros((n, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        (RoundKey, {"step": True}, "step: expected an integer in [0, 281474976710655], got True"),
+        (RoundKey, {"layer": "x" * 257}, "layer: expected text of 1 to 256 bytes, got 'xxxx"),
+        (Register, {"session": b"123"}, "session: expected 8 bytes, got b'123'"),
+        (Register, {"member": 2}, "member: expected an integer in [0, 1], got 2"),
+        (Register, {"deadline": 0.0}, "deadline: expected seconds in (0, 86400], got 0.0"),
+        (Rows, {"counts": (1, -5)}, "count: expected an integer in [0, 9007199254740992], got -5"),
+        (Rows, {"counts": (1,)}, "values: expected 1 rows, one per count, got 2"),
+        (Rows, {"values": np.zeros((2, 3), np.float32)}, "expected float64 of 3 dimensions, got float32 (2, 3)"),
+        (Rows, {"values": [1.0]}, "expected float64 of 3 dimensions, got list"),
+        (Rows, {"values": np.zeros((2, 9, 3))}, "vectors: expected an integer in [1, 8], got 9"),
+        (Aggregate, {"values": np.zeros((2, 65_537))}, "channels: expected an integer in [1, 65536], got 65537"),
+        (Failure, {"fields": [1]}, "fields: expected a map"),
+        (Status, {"report": "x"}, "report: expected a map, got str"),
+    ],
+    ids=name_of,
+)
+def test_the_error_says_what_was_expected_and_what_came(kind, changed, message):
+    with pytest.raises(ProtocolError) as caught:
+        build(kind, **changed)
+    assert message in str(caught.value)
+
+
+def test_an_error_shows_only_the_beginning_of_a_long_value():
+    with pytest.raises(ProtocolError) as caught:
+        build(Leave, cause="x" * 100_000)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["job", "group", "layer", "phase"])
+def test_text_that_utf8_cannot_carry_is_refused(name):
+    """What an environment variable that is not UTF-8 looks like in Python."""
+    with pytest.raises(ProtocolError, match=name):
+        build(RoundKey, **{name: "caf\udce9"})
+
+
+@pytest.mark.parametrize("kind", SOUND, ids=name_of)
+def test_messages_are_frozen(kind):
+    message = build(kind)
+    for field in dataclasses.fields(kind):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(message, field.name, None)
+
+
+def test_every_message_has_a_type_of_its_own():
+    kinds = [kind for kind in SOUND if kind not in {RoundKey, Rows}]
+    assert len(BY_TYPE) == len(kinds)
+    assert {BY_TYPE[kind.type] for kind in kinds} == set(kinds)
+
+
+def test_values_of_gives_the_fields_in_their_order():
+    assert values_of(KEY) == ["job", "world", 0, 1, "layer1.bn", 2, FORWARD]
+
+
+def test_a_key_tells_a_person_which_round_it_is():
+    assert str(KEY) == "job 'job', group 'world', epoch 0, step 1, layer 'layer1.bn', call 2, forward"
+
+
+def test_a_key_tells_a_program_which_round_it_is():
+    assert KEY.fields == dataclasses.asdict(KEY)
+    assert KEY.fields["layer"] == "layer1.bn"
+
+
+def test_keys_are_equal_by_value_and_differ_in_every_field():
+    assert RoundKey(**KEY.fields) == KEY
+    assert hash(RoundKey(**KEY.fields)) == hash(KEY)
+    for name, value in KEY.fields.items():
+        other = value + 1 if isinstance(value, int) else f"{value}x"
+        assert dataclasses.replace(KEY, **{name: other}) != KEY

@@ -1,0 +1,154 @@
+"""The replication layer: the seed's callback protocol, and virtual replicas that behave as torch's."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import client
+from client import CallbackContext, DataParallelWithCallback
+from statsd_bn.errors import RoundMismatch
+
+
+class Recorder(nn.Module):
+    """Writes down how it was called back."""
+
+    calls = []
+
+    def __data_parallel_replicate__(self, context, copy_id):
+        self.calls.append((context, copy_id))
+
+    def forward(self, x):
+        return x
+
+
+@pytest.fixture
+def calls():
+    Recorder.calls.clear()
+    return Recorder.calls
+
+
+def test_callbacks_come_copy_by_copy_and_copies_of_a_submodule_share_a_context(calls):
+    replicas = [nn.Sequential(Recorder(), nn.ReLU(), Recorder()) for _ in range(3)]
+    client.execute_replication_callbacks(replicas)
+    assert [copy_id for _, copy_id in calls] == [0, 0, 1, 1, 2, 2]
+    first, second = (calls[0][0], calls[1][0])
+    assert isinstance(first, CallbackContext)
+    assert first is not second
+    assert [context for context, _ in calls] == [first, second] * 3
+
+
+def test_data_parallel_with_callback_calls_back(calls):
+    wrapped = DataParallelWithCallback(nn.Sequential(Recorder()), ["cpu"] * 4)
+    wrapped(torch.ones(8, 2))
+    assert [copy_id for _, copy_id in calls] == [0, 1, 2, 3]
+
+
+def test_only_as_many_replicas_as_the_batch_feeds(calls):
+    wrapped = DataParallelWithCallback(nn.Sequential(Recorder()), ["cpu"] * 4)
+    assert wrapped(torch.ones(2, 2)).shape == (2, 2)
+    assert [copy_id for _, copy_id in calls] == [0, 1]
+
+
+def test_patching_a_data_parallel_gives_it_callbacks(calls, monkeypatch):
+    wrapped = nn.DataParallel(nn.Sequential(Recorder(), nn.ReLU()))
+    monkeypatch.setattr(wrapped, "replicate", lambda module, devices: [module for _ in devices])
+    client.patch_replication_callback(wrapped)
+    wrapped.device_ids = ["cpu"] * 2
+    replicas = wrapped.replicate(wrapped.module, wrapped.device_ids)
+    assert [copy_id for _, copy_id in calls] == [0, 1]
+    outputs = wrapped.parallel_apply(replicas, [(torch.ones(1),)] * 2, [{}] * 2)
+    assert torch.cat(outputs).tolist() == [1.0, 1.0]
+
+
+def test_patching_anything_else_is_refused():
+    with pytest.raises(TypeError, match=r"expected an nn.DataParallel, got Linear"):
+        client.patch_replication_callback(nn.Linear(1, 1))
+
+
+class Raiser(nn.Module):
+    """Raises in one replica, while its siblings go on to a synchronised layer."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        if x[0, 0] == 2:
+            raise self.error
+        return x
+
+
+def test_an_exception_in_one_replica_is_the_one_raised_and_frees_its_siblings():
+    model = nn.Sequential(Raiser(MemoryError("too large")), client.SynchronizedBatchNorm1d(1))
+    wrapped = DataParallelWithCallback(model, ["cpu"] * 4)
+    with pytest.raises(MemoryError, match="too large") as caught:
+        wrapped(torch.arange(4.0).view(4, 1))
+    assert caught.value.__notes__ == ["in replica 2 on cpu"]
+    assert threading.active_count() < 10
+    assert wrapped(torch.arange(4.0, 8.0).view(4, 1)).shape == (4, 1)
+
+
+class Skipper(nn.Module):
+    """One replica leaves out its synchronised layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = client.SynchronizedBatchNorm1d(1)
+
+    def forward(self, x):
+        return x if x[0, 0] == 2 else self.bn(x)
+
+
+def test_a_layer_skipped_in_one_replica_is_reported_at_once():
+    wrapped = DataParallelWithCallback(client.convert_model(Skipper()), ["cpu"] * 3)
+    with pytest.raises(RoundMismatch, match="replica 2 has finished its forward pass"):
+        wrapped(torch.arange(3.0).view(3, 1))
+
+
+def test_replica_0_keeps_the_running_statistics_in_the_module():
+    layer = client.SynchronizedBatchNorm1d(2)
+    DataParallelWithCallback(layer, ["cpu"] * 3)(torch.randn(6, 2) + 4)
+    assert layer.num_batches_tracked == 1
+    assert (layer.running_mean > 0.2).all()
+
+
+def test_the_module_itself_never_takes_a_seat():
+    layer = client.SynchronizedBatchNorm1d(2)
+    DataParallelWithCallback(layer, ["cpu"] * 3)(torch.randn(6, 2))
+    assert "_seat" not in vars(layer)
+
+
+def test_one_device_runs_the_module_itself(calls):
+    wrapped = DataParallelWithCallback(nn.Sequential(Recorder()), ["cpu"])
+    assert wrapped(torch.ones(3, 2)).shape == (3, 2)
+    assert calls == []
+
+
+def test_without_devices_it_is_torchs_data_parallel():
+    wrapped = DataParallelWithCallback(nn.Linear(2, 2))
+    assert wrapped(torch.ones(3, 2)).shape == (3, 2)
+
+
+def test_a_module_on_another_device_is_refused_as_in_torch():
+    wrapped = DataParallelWithCallback(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device cpu"):
+        wrapped(torch.ones(3, 2))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_virtual_replicas_on_one_cuda_device_equal_the_whole_batch():
+    x = torch.randn(8, 3, 5, 5, device="cuda", dtype=torch.float64)
+    factors = torch.randn_like(x)
+    results = []
+    for replicas in (1, 4):
+        layer = (nn.BatchNorm2d if replicas == 1 else client.SynchronizedBatchNorm2d)(3).cuda().double()
+        wrapped = DataParallelWithCallback(layer, ["cuda:0"] * replicas)
+        leaf = x.clone().requires_grad_()
+        output = wrapped(leaf)
+        (output * factors).sum().backward()
+        results.append((output, leaf.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

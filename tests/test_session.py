@@ -1,0 +1,122 @@
+"""The client's pure half: keys that all members count alike, and answers told from what is not one."""
+
+import numpy as np
+import pytest
+
+from client.session import Member, Session
+from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch, StatsdBNError, VersionMismatch
+from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered, Rows
+from statsd_bn.wire import decode, encode
+
+TOKEN = b"session0"
+
+
+@pytest.fixture
+def session():
+    return Session(TOKEN, Member("job", "world", 2, 1, 3, 600.0, "here"))
+
+
+def test_it_registers_with_who_it_is(session):
+    assert decode(session.register()) == Register(TOKEN, "job", "world", 2, 1, 3, 600.0, "here")
+
+
+def test_it_leaves_with_the_cause_cut_to_the_limit(session):
+    assert decode(session.leave("boom")) == Leave(TOKEN, "boom")
+    cut = decode(session.leave("é" * 5000))
+    assert len(cut.cause.encode()) == 4096
+
+
+def test_forward_rounds_count_the_calls_of_each_layer(session):
+    keys = [session.forward_key(layer) for layer in ("a", "b", "a", "a")]
+    assert [(key.step, key.layer, key.call) for key in keys] == [(0, "a", 0), (0, "b", 0), (0, "a", 1), (0, "a", 2)]
+    assert {(key.job, key.group, key.epoch, key.phase) for key in keys} == {("job", "world", 2, "forward")}
+
+
+def test_a_step_begins_with_the_first_forward_after_a_backward(session):
+    first = session.forward_key("a")
+    assert session.forward_key("a").step == 0
+    session.backward_key(first)
+    assert session.forward_key("b").step == 1
+    assert session.forward_key("a").step == 1
+    assert session.forward_key("a").call == 1
+
+
+def test_a_backward_round_takes_the_key_of_its_forward_round(session):
+    first, second = session.forward_key("a"), session.forward_key("a")
+    for forward in (second, first):
+        backward = session.backward_key(forward)
+        assert (backward.step, backward.layer, backward.call, backward.phase) == (0, "a", forward.call, "backward")
+
+
+def test_backward_of_an_earlier_step_keeps_that_step(session):
+    early = session.forward_key("a")
+    session.backward_key(session.forward_key("b"))
+    session.forward_key("b")
+    assert session.backward_key(early).step == 0
+
+
+def test_walking_a_kept_graph_again_is_another_round(session):
+    first = session.backward_key(session.forward_key("a"))
+    session.forward_key("a")
+    second = session.backward_key(first)
+    assert (first.phase, second.phase, session.backward_key(second).phase) == ("backward", "backward 2", "backward 3")
+    assert second.step == first.step == 0
+
+
+def test_a_contribution_carries_its_session_and_rows(session):
+    rows = Rows((3,), np.arange(4.0).reshape(1, 2, 2))
+    key = session.forward_key("a")
+    sent = decode(session.contribution(key, rows))
+    assert isinstance(sent, Contribution)
+    assert (sent.session, sent.key, sent.attempt, sent.rows.counts) == (TOKEN, key, 0, (3,))
+    assert sent.rows.values.tobytes() == rows.values.tobytes()
+
+
+def test_it_takes_the_aggregate_of_its_round_and_no_other(session):
+    mine, other = session.forward_key("a"), session.forward_key("a")
+    frame = encode(Aggregate(mine, 2, 6, np.ones((2, 2))))
+    assert session.aggregate(mine, frame).count == 6
+    assert session.aggregate(other, frame) is None
+
+
+def test_it_takes_registered_and_nothing_else_as_the_answer_to_register(session):
+    answer = Registered(TOKEN, b"server-0", 2, 0, (0,))
+    assert session.registered(encode(answer)) == answer
+    key = session.forward_key("a")
+    assert session.registered(encode(Aggregate(key, 1, 1, np.ones((2, 2))))) is None
+
+
+def test_a_failure_of_its_round_is_raised_as_the_masters_error(session):
+    key = session.forward_key("a")
+    frame = encode(Failure("replica_lost", "member 2 failed", {"member": 2, "cause": "boom"}, key))
+    with pytest.raises(ReplicaLost, match="member 2 failed") as caught:
+        session.aggregate(key, frame)
+    assert caught.value.fields == {"member": 2, "cause": "boom"}
+
+
+def test_a_failure_of_another_round_is_not_its_answer(session):
+    key, other = session.forward_key("a"), session.forward_key("a")
+    assert session.aggregate(key, encode(Failure("mismatch", "no", {}, other))) is None
+
+
+def test_a_failure_of_no_round_concerns_whoever_waits(session):
+    with pytest.raises(RoundMismatch):
+        session.aggregate(session.forward_key("a"), encode(Failure("mismatch", "no", {})))
+
+
+def test_an_unknown_code_of_a_newer_master_is_still_an_error(session):
+    with pytest.raises(StatsdBNError, match="new trouble"):
+        session.registered(encode(Failure("of-the-future", "new trouble", {})))
+
+
+def test_failure_fields_that_are_no_names_are_refused(session):
+    frame = encode(Failure("mismatch", "no", {"name": 2})).replace(b"\xa4name", b"\xc4\x03num")
+    with pytest.raises(ProtocolError, match="expected a map from names"):
+        session.registered(frame)
+
+
+def test_an_answer_of_another_protocol_version_is_named(session):
+    frame = bytearray(session.register())
+    frame[3] = 99
+    with pytest.raises(VersionMismatch, match="expected 1, got 99"):
+        session.registered(bytes(frame))

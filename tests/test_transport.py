@@ -1,0 +1,119 @@
+"""Transports lend channels: one thread each, and never again after an error."""
+
+import threading
+
+import pytest
+import zmq
+
+from client.transport import MemoryTransport, Transport, ZmqTransport
+from memory_members import outcome, wait_until
+from statsd_bn.errors import ConfigurationError, ConnectionClosed
+
+
+class Recording(Transport):
+    """A transport whose channels remember whether they were closed."""
+
+    def __init__(self) -> None:
+        super().__init__("recording://")
+        self.opened = []
+
+    def _open(self):
+        channel = type("Channel", (), {"closed": False, "close": lambda self: setattr(self, "closed", True)})()
+        self.opened.append(channel)
+        return channel
+
+
+def test_a_channel_is_lent_again():
+    transport = Recording()
+    with transport.channel() as first:
+        pass
+    with transport.channel() as second:
+        assert second is first
+
+
+def test_channels_lent_at_the_same_time_are_different():
+    transport = Recording()
+    with transport.channel() as first, transport.channel() as second:
+        assert first is not second
+    assert len(transport.opened) == 2
+
+
+def test_a_channel_that_saw_an_error_is_closed_and_not_lent_again():
+    """A late answer may still come through it."""
+    transport = Recording()
+    with pytest.raises(ZeroDivisionError), transport.channel() as first:
+        raise ZeroDivisionError
+    assert first.closed
+    with transport.channel() as second:
+        assert second is not first
+
+
+def test_closing_closes_the_idle_channels():
+    transport = Recording()
+    with transport.channel() as channel:
+        pass
+    transport.close()
+    assert channel.closed
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "tcp://", "tcp://127.0.0.1", "udp-lite://1.2.3.4:5"])
+def test_an_endpoint_that_is_none_is_named(endpoint):
+    with pytest.raises(ConfigurationError, match=f"expected tcp://HOST:PORT or ipc://PATH, got '{endpoint}'"):
+        ZmqTransport(endpoint)
+
+
+@pytest.fixture
+def echo(tmp_path):
+    """An ipc endpoint that answers each frame with itself."""
+    endpoint = f"ipc://{tmp_path}/echo"
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(endpoint)
+
+    def serve():
+        try:
+            while True:
+                router.send_multipart(router.recv_multipart())
+        except zmq.ContextTerminated:
+            router.close(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield endpoint
+    context.term()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_frames_travel_over_zeromq(echo):
+    transport = ZmqTransport(echo)
+    with transport.channel() as channel:
+        channel.send(b"there and back")
+        assert channel.receive(10.0) == b"there and back"
+        assert channel.receive(0.01) is None
+    transport.close()
+
+
+def test_closing_wakes_a_thread_that_waits(echo):
+    transport = ZmqTransport(echo)
+    results = []
+
+    def wait():
+        with transport.channel() as channel:
+            results.append("waiting")
+            channel.receive(60.0)
+
+    thread = threading.Thread(target=lambda: results.append(outcome(wait)))
+    thread.start()
+    wait_until(lambda: bool(results))
+    transport.close()
+    thread.join(timeout=10)
+    assert isinstance(results[1], ConnectionClosed)
+
+
+def test_frames_travel_in_memory_to_whom_they_are_for():
+    transport = MemoryTransport(lambda peer, frame: [(peer, frame + b"!"), (b"nobody", b"lost")])
+    with transport.channel() as one, transport.channel() as other:
+        one.send(b"one")
+        assert one.receive(1.0) == b"one!"
+        assert other.receive(0.0) is None
