@@ -63,7 +63,7 @@ class Dispatcher:
                 case Leave():
                     return self._leave(message)
                 case StatusRequest():
-                    return [(peer, encode(Status(self.report(now))))]
+                    return [(peer, self._status(now))]
                 case _:
                     raise ProtocolError(f"expected a request, got {type(message).__name__}")
         except StatsdBNError as error:
@@ -87,6 +87,17 @@ class Dispatcher:
             "groups": [master.report(now) for master in self._masters.values()],
         }
 
+    def _status(self, now: float) -> bytes:
+        """Returns as many groups as a frame holds, and says how many it leaves out."""
+        report = self.report(now)
+        everything = report["groups"]
+        while True:
+            try:
+                return encode(Status(report))
+            except ProtocolError:
+                report["groups"] = report["groups"][: len(report["groups"]) // 2]
+                report["left_out"] = len(everything) - len(report["groups"])
+
     def _refuse(self, error: StatsdBNError) -> bytes:
         if isinstance(error, ProtocolError):
             self.bad_frames += 1
@@ -105,6 +116,7 @@ class Dispatcher:
 
     def _register(self, register: Register, peer: bytes) -> list[Reply]:
         name = (register.job, register.group)
+        self._check_session(register)
         replies: list[Reply] = []
         master = self._masters.get(name)
         if master and self._is_replaced(master, register):
@@ -125,6 +137,19 @@ class Dispatcher:
         if master.membership.is_open and not was_open:
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
         return replies + told
+
+    def _check_session(self, register: Register) -> None:
+        """One session is one member of one group, or leaving could not end what registering began."""
+        seat = self._seats.get(register.session)
+        if seat is None:
+            return
+        membership = seat.master.membership
+        now, before = (
+            (register.job, register.group, register.member),
+            (membership.job, membership.group, seat.slave.member),
+        )
+        if now != before:
+            raise ProtocolError(f"session {register.session.hex()}: registered as {before}, cannot also be {now}")
 
     def _is_replaced(self, master: SyncMaster, register: Register) -> bool:
         """A later epoch replaces a life; so does any newcomer once a life is broken."""

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -83,7 +83,9 @@ class Service:
     def stop(self) -> None:
         """Asks `run` to drain and return; safe from any thread and from a signal handler."""
         self._stopping = True
-        self._wake_writer.send(b"\0")
+        # A full buffer wakes the loop as well as one byte more; a closed socket belongs to a loop that has ended.
+        with suppress(OSError):
+            self._wake_writer.send(b"\0")
 
     def run(self) -> None:
         """Serves until `stop`, then drains: takes what has come, and tells who still waits."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import zmq
 
-from statsd_bn.errors import ServerUnreachable
+from statsd_bn.errors import ProtocolError, ServerUnreachable
 from statsd_bn.messages import Failure, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 
@@ -31,7 +31,11 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
                 endpoint=endpoint,
                 seconds=seconds,
             )
-        answer = decode(dealer.recv())
+        frame = dealer.recv()
+    try:
+        answer = decode(frame)
+    except ProtocolError as error:
+        raise ServerUnreachable(f"{endpoint} gave no status: {error}", endpoint=endpoint) from error
     if not isinstance(answer, Status):
         text = answer.message if isinstance(answer, Failure) else type(answer).__name__
         raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
@@ -47,7 +51,9 @@ def describe(report: dict[str, Any]) -> str:
     lines = [head]
     for group in report["groups"]:
         lines += _describe_group(group)
-    if not report["groups"]:
+    if report.get("left_out"):
+        lines.append(f"and {report['left_out']} groups more than a report can hold")
+    elif not report["groups"]:
         lines.append("no jobs")
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ Each message checks itself when it is built, so one that exists is sound, whethe
 `wire.decode` did. docs/protocol.md describes every field; the order of fields here is their order on the wire.
 """
 
+import reprlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -17,22 +18,35 @@ FORWARD = "forward"
 BACKWARD = "backward"
 
 
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+def shown(value: object) -> str:
+    """Returns what came, short enough for an error, however long or deeply nested it is."""
+    return _short.repr(value)
+
+
 def check_integer(name: str, value: object, low: int, high: int) -> None:
     """Raises ProtocolError unless `value` is an int in [low, high]."""
     if type(value) is not int or not low <= value <= high:
-        raise ProtocolError(f"{name}: expected an integer in [{low}, {high}], got {value!r:.80}")
+        raise ProtocolError(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
 
 
 def check_text(name: str, value: object, longest: int, shortest: int = 1) -> None:
     """Raises ProtocolError unless `value` is a str whose UTF-8 form has a length in [shortest, longest]."""
-    if type(value) is not str or not shortest <= len(value.encode(errors="replace")) <= longest:
-        raise ProtocolError(f"{name}: expected text of {shortest} to {longest} bytes, got {value!r:.80}")
+    try:
+        sound = type(value) is str and shortest <= len(value.encode()) <= longest
+    except UnicodeEncodeError:
+        sound = False
+    if not sound:
+        raise ProtocolError(f"{name}: expected text of {shortest} to {longest} bytes, got {shown(value)}")
 
 
 def check_token(name: str, value: object) -> None:
     """Raises ProtocolError unless `value` is a token: bytes of the one fixed length."""
     if type(value) is not bytes or len(value) != limits.TOKEN_BYTES:
-        raise ProtocolError(f"{name}: expected {limits.TOKEN_BYTES} bytes, got {value!r:.80}")
+        raise ProtocolError(f"{name}: expected {limits.TOKEN_BYTES} bytes, got {shown(value)}")
 
 
 def _check_values(values: object, dimensions: int) -> None:
@@ -132,7 +146,7 @@ class Register:
         check_integer("member", self.member, 0, self.world_size - 1)
         if type(self.deadline) is not float or not 0 < self.deadline <= limits.MAX_DEADLINE:
             raise ProtocolError(
-                f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {self.deadline!r:.80}"
+                f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {shown(self.deadline)}"
             )
         check_text("place", self.place, limits.MAX_NAME_BYTES)
 
@@ -227,7 +241,7 @@ class Failure:
         check_text("code", self.code, limits.MAX_NAME_BYTES)
         check_text("message", self.message, limits.MAX_TEXT_BYTES, shortest=0)
         if type(self.fields) is not dict or not all(type(name) is str for name in self.fields):
-            raise ProtocolError(f"fields: expected a map from names, got {self.fields!r:.80}")
+            raise ProtocolError(f"fields: expected a map from names, got {shown(self.fields)}")
 
 
 @dataclass(frozen=True, slots=True)

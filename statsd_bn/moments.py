@@ -72,5 +72,6 @@ class Moments:
         Returns:
             Shape (C,). NaN where the input held NaN.
         """
-        centred = self.squares - self.sums * self.sums / self.count
+        with np.errstate(all="ignore"):  # NaN and infinity pass through, as in torch
+            centred = self.squares - self.sums * self.sums / self.count
         return np.maximum(centred, 0.0) / (self.count - unbiased)

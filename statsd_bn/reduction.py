@@ -25,6 +25,7 @@ def sum_in_order(rows: Iterable[FloatArray]) -> FloatArray:
     """
     iterator = iter(rows)
     total = np.array(next(iterator), dtype=np.float64)
-    for row in iterator:
-        total += row
+    with np.errstate(all="ignore"):  # NaN and infinity pass through, as in torch
+        for row in iterator:
+            total += row
     return total

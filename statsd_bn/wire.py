@@ -30,6 +30,7 @@ from statsd_bn.messages import (
     RoundKey,
     Rows,
     check_integer,
+    shown,
     values_of,
 )
 from statsd_bn.reduction import FloatArray
@@ -69,9 +70,9 @@ def decode(frame: bytes) -> Message:
     """
     header, body_offset = _unpack_header(frame)
     if type(header) is not list or not header:
-        raise ProtocolError(f"header: expected [type, ...], got {header!r:.80}")
+        raise ProtocolError(f"header: expected [type, ...], got {shown(header)}")
     if type(header[0]) is not int or header[0] not in BY_TYPE:
-        raise ProtocolError(f"type: expected one of {sorted(BY_TYPE)}, got {header[0]!r:.80}")
+        raise ProtocolError(f"type: expected one of {sorted(BY_TYPE)}, got {shown(header[0])}")
     try:
         return _build(BY_TYPE[header[0]], header[1:], frame, body_offset)
     except (TypeError, ValueError) as error:
@@ -121,7 +122,7 @@ def _flatten(message: Message) -> tuple[list[Any], FloatArray | None]:
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
     if kind is Contribution:
         session, *key, attempt, counts, vectors, channels = fields
-        values = _values(frame, end, (len(counts), vectors, channels))
+        values = _values(frame, end, (len(_array("counts", counts)), vectors, channels))
         return Contribution(session, _key(key), attempt, Rows(tuple(counts), values))
     if kind is Aggregate:
         *key, replicas, count, vectors, channels = fields
@@ -133,8 +134,14 @@ def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Me
         return Failure(code, text, facts, None if key is None else _key(key))
     if kind is Registered:
         session, server, epoch, first_step, missing = fields
-        return Registered(session, server, epoch, first_step, tuple(missing))
+        return Registered(session, server, epoch, first_step, tuple(_array("missing", missing)))
     return kind(*fields)
+
+
+def _array(name: str, value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ProtocolError(f"{name}: expected an array, got {shown(value)}")
+    return value
 
 
 def _key(fields: list[Any]) -> RoundKey:

@@ -240,7 +240,7 @@ def test_a_closed_connection_says_so():
 
 def test_a_forked_child_must_not_use_its_parents_connection(server, job):
     """DataLoader workers inherit sockets; a child that used them would corrupt the parent's."""
-    with client.connect(server.endpoint, job=job) as connection:
+    with client.connect(server.endpoint, job=job, deadline=5.0) as connection:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:

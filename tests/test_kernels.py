@@ -99,7 +99,7 @@ def test_nan_and_infinity_pass_through_their_channel_and_no_other(bad):
 @pytest.mark.parametrize("ratio", [1e3, 1e4])
 def test_a_large_mean_costs_neither_output_nor_gradient(ratio):
     """Centred first: `a*x + b` in float32 would be off by ratio * 2^-24 of a standard deviation."""
-    x, grad = (random((64, 3, 8, 8)) + ratio).float(), random((64, 3, 8, 8), torch.float32, 1)
+    x, grad = (random((64, 3, 8, 8)) + ratio).float(), random((64, 3, 8, 8), torch.float32, 1) + 1
     reference = x.double().requires_grad_()
     expected = functional.batch_norm(reference, None, None, training=True)
     expected.backward(grad.double())

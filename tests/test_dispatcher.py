@@ -1,0 +1,476 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.dispatcher import Dispatcher
+from statsd_bn import limits
+from statsd_bn.messages import (
+    Aggregate,
+    Failure,
+    Leave,
+    Message,
+    Registered,
+    RoundKey,
+    Rows,
+    Status,
+    StatusRequest,
+)
+from statsd_bn.wire import decode, encode
+from strategies import KEY, contribution, key, messages, register, rows, session_of
+
+SERVER = b"server-0"
+STRANGER = b"stranger"
+
+Answers = dict[bytes, Message]
+
+
+class Play:
+    """A dispatcher and its members; every member of every job speaks from a peer of its own."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.dispatcher = Dispatcher(SERVER, self.now)
+
+    def say(self, message: Message, at: bytes) -> Answers:
+        return read(self.dispatcher.receive(self.now, at, encode(message)))
+
+    def join(self, member: int, world_size: int = 2, at: bytes = b"", **given: Any) -> Answers:
+        registration = register(member, world_size, **given)
+        return self.say(registration, at or peer(member, registration.job))
+
+    def open(self, world_size: int = 2, **given: Any) -> None:
+        for member in range(world_size):
+            self.join(member, world_size, **given)
+
+    def bring(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, **given: Any) -> Answers:
+        return self.say(contribution(member, brought, key, **given), peer(member, key.job))
+
+    def leave(self, member: int, cause: str = "", job: str = "job") -> Answers:
+        return self.say(Leave(session_of(member, job), cause), peer(member, job))
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return self.dispatcher.report(self.now)
+
+    @property
+    def groups(self) -> list[tuple[str, str, int]]:
+        return [(group["job"], group["group"], group["epoch"]) for group in self.report["groups"]]
+
+
+def read(replies: list[tuple[bytes, bytes]]) -> Answers:
+    """The messages by peer; nobody got two."""
+    answers = {whom: decode(frame) for whom, frame in replies}
+    assert len(answers) == len(replies)
+    return answers
+
+
+def peer(member: int, job: str = "job") -> bytes:
+    return f"{job} {member}".encode()
+
+
+def codes(answers: Answers) -> dict[bytes, str]:
+    """What went wrong for whom; everybody got a failure."""
+    assert all(isinstance(answer, Failure) for answer in answers.values())
+    return {whom: answer.code for whom, answer in answers.items()}
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+def test_a_group_opens_when_all_have_registered_and_everybody_is_told(play):
+    assert {whom: answer.missing for whom, answer in play.join(1, 3).items()} == {peer(1): (0, 2)}
+    assert {whom: answer.missing for whom, answer in play.join(0, 3).items()} == {peer(0): (2,)}
+    answers = play.join(2, 3)
+    assert set(answers) == {peer(0), peer(1), peer(2)}
+    assert {(answer.missing, answer.server, answer.epoch) for answer in answers.values()} == {((), SERVER, 0)}
+    assert {answer.session for answer in answers.values()} == {session_of(member) for member in range(3)}
+
+
+def test_registering_again_asks_again(play):
+    play.join(0)
+    assert play.join(0, at=b"new peer")[b"new peer"].missing == (1,)
+    answers = play.join(1)
+    assert set(answers) == {b"new peer", peer(1)}
+
+
+def test_everybody_gets_the_same_bytes_whatever_the_order_of_arrival(play):
+    play.open(4)
+    frames = set()
+    for step, order in enumerate([(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)]):
+        for member in order:
+            brought = rows((1e16, 1.0, -1e16, 1.0)[member])
+            sent = encode(contribution(member, brought, key(step=step)))
+            replies = play.dispatcher.receive(play.now, peer(member), sent)
+        assert {whom for whom, _ in replies} == {peer(member) for member in range(4)}
+        (frame,) = {frame for _, frame in replies}
+        frames.add(decode(frame).values.tobytes())
+    assert frames == {np.array([((1e16 + 1.0) - 1e16) + 1.0]).tobytes()}
+
+
+def test_two_jobs_with_the_same_layer_names_do_not_touch_each_other(play):
+    for job in ("left", "right"):
+        play.open(job=job)
+    assert play.bring(0, 1.0, key(job="left")) == {}
+    assert play.bring(0, 10.0, key(job="right")) == {}
+    right = play.bring(1, 20.0, key(job="right"))
+    assert {whom: answer.values.item() for whom, answer in right.items()} == {b"right 0": 30.0, b"right 1": 30.0}
+    left = play.bring(1, 2.0, key(job="left"))
+    assert {whom: answer.values.item() for whom, answer in left.items()} == {b"left 0": 3.0, b"left 1": 3.0}
+
+
+def test_what_happens_to_one_job_is_nothing_to_another(play):
+    for job in ("left", "right"):
+        play.open(job=job)
+        play.bring(0, 1.0, key(job=job))
+    assert set(play.leave(1, "boom", job="left")) == {b"left 0"}
+    assert set(play.bring(1, 2.0, key(job="right"))) == {b"right 0", b"right 1"}
+
+
+def test_two_groups_of_one_job_do_not_touch_each_other(play):
+    sessions = {"a": [b"a-000000", b"a-000001"], "b": [b"b-000000", b"b-000001"]}
+    for group, tokens in sessions.items():
+        for member, token in enumerate(tokens):
+            play.say(register(member, group=group, session=token), token)
+    for group, value in (("a", 1.0), ("b", 10.0)):
+        play.say(contribution(0, value, key(group=group), sessions[group][0]), sessions[group][0])
+    answers = play.say(contribution(1, 2.0, key(group="a"), sessions["a"][1]), sessions["a"][1])
+    assert {whom: answer.values.item() for whom, answer in answers.items()} == dict.fromkeys(sessions["a"], 3.0)
+
+
+def test_a_duplicate_member_is_refused_and_named(play):
+    play.join(0, place="host 1")
+    answers = play.join(0, at=b"second", session=STRANGER, place="host 2")
+    assert codes(answers) == {b"second": "duplicate_member"}
+    assert "host 1 is registered, host 2 was refused" in answers[b"second"].message
+    assert codes(play.say(contribution(0, session=STRANGER), b"second")) == {b"second": "unknown_session"}
+    assert play.join(1)[peer(0)].missing == ()
+
+
+def test_a_session_cannot_be_two_members_of_a_group(play):
+    """Or its leaving would leave the other one behind, and the group could never end."""
+    play.join(0)
+    play.join(1, session=session_of(0))
+    play.leave(0)
+    assert play.groups == []
+
+
+def test_a_session_cannot_be_in_two_groups(play):
+    play.join(0, 1)
+    play.join(0, 1, session=session_of(0), job="other")
+    play.leave(0)
+    assert play.groups == []
+
+
+def test_members_that_disagree_on_how_many_they_are_are_told(play):
+    play.join(0, 2)
+    answers = play.join(1, 3)
+    assert codes(answers) == {peer(1): "world_size"}
+    assert answers[peer(1)].fields == {"job": "job", "group": "world", "member": 1, "expected": 2, "got": 3}
+    assert play.join(1, 2)[peer(1)].missing == ()
+
+
+def test_an_earlier_epoch_is_stale(play):
+    play.open(epoch=4)
+    answers = play.join(0, at=b"late", epoch=3, session=STRANGER, place="host 2")
+    assert codes(answers) == {b"late": "stale_epoch"}
+    assert "expected epoch 4 or later, got 3 from member 0 (host 2)" in answers[b"late"].message
+    assert answers[b"late"].fields == {"job": "job", "group": "world", "expected": 4, "got": 3}
+    assert play.groups == [("job", "world", 4)]
+
+
+def test_a_later_epoch_replaces_the_group_and_tells_who_waits(play):
+    play.open(epoch=1)
+    play.bring(0, 1.0, key(epoch=1))
+    answers = play.join(1, at=b"new", epoch=2, session=STRANGER, place="host 2")
+    failed = answers.pop(peer(0))
+    assert (failed.code, failed.key) == ("refused", key(epoch=1))
+    assert "a new run of the group was begun by member 1 (host 2)" in failed.message
+    assert {whom: (answer.epoch, answer.missing) for whom, answer in answers.items()} == {b"new": (2, (0,))}
+    assert play.groups == [("job", "world", 2)]
+    assert codes(play.bring(0, 1.0, key(epoch=1))) == {peer(0): "unknown_session"}
+
+
+def test_the_same_sessions_may_begin_the_later_epoch(play):
+    play.open(epoch=1)
+    play.join(0, epoch=2)
+    assert set(play.join(1, epoch=2)) == {peer(0), peer(1)}
+    play.bring(0, 1.0, key(epoch=2))
+    assert play.bring(1, 2.0, key(epoch=2))[peer(0)].values.item() == 3.0
+
+
+def test_leaving_an_open_group_tells_everybody_why(play):
+    play.open(3)
+    play.bring(0)
+    answers = play.leave(2, "RuntimeError: out of memory")
+    assert codes(answers) == {peer(0): "replica_lost"}
+    assert "member 2 (place 2) failed with RuntimeError: out of memory" in answers[peer(0)].message
+    assert answers[peer(0)].key == KEY
+    late = play.bring(1)
+    assert (late[peer(1)].code, late[peer(1)].message) == ("replica_lost", answers[peer(0)].message)
+    again = play.join(1, 3)
+    assert (again[peer(1)].code, again[peer(1)].message) == ("replica_lost", answers[peer(0)].message)
+
+
+def test_a_new_run_can_begin_under_the_name_of_a_broken_one(play):
+    play.open()
+    play.leave(1, "boom")
+    new = [b"new-run0", b"new-run1"]
+    assert play.join(1, session=new[1], at=new[1])[new[1]].missing == (0,)
+    assert set(play.join(0, session=new[0], at=new[0])) == set(new)
+    play.say(contribution(0, 1.0, session=new[0]), new[0])
+    answers = play.say(contribution(1, 2.0, session=new[1]), new[1])
+    assert {whom: answer.values.item() for whom, answer in answers.items()} == dict.fromkeys(new, 3.0)
+    # The survivor of the broken run is not taken for the new run's member.
+    assert codes(play.bring(0)) == {peer(0): "unknown_session"}
+
+
+def test_a_new_run_may_have_another_number_of_members(play):
+    play.open(2)
+    play.leave(1, "boom")
+    assert play.join(0, 1, session=STRANGER, at=b"new")[b"new"].missing == ()
+
+
+def test_leaving_before_the_group_is_open_just_frees_the_place(play):
+    play.join(0)
+    assert play.leave(0) == {}
+    play.join(1, session=STRANGER, at=b"one")
+    assert play.join(0)[b"one"].missing == ()
+
+
+def test_who_has_left_is_unknown(play):
+    play.open()
+    play.leave(0)
+    assert codes(play.bring(0)) == {peer(0): "unknown_session"}
+    assert play.leave(0) == {}
+
+
+def test_the_last_one_out_removes_the_group(play):
+    play.open()
+    play.leave(0)
+    assert play.groups == [("job", "world", 0)]
+    play.leave(1)
+    assert play.groups == []
+    assert play.join(0)[peer(0)].missing == (1,)
+
+
+def test_an_unknown_session_is_told_for_its_round(play):
+    play.open()
+    answers = play.say(contribution(0, session=STRANGER), b"who")
+    assert codes(answers) == {b"who": "unknown_session"}
+    assert answers[b"who"].key == KEY
+    assert STRANGER.hex() in answers[b"who"].message
+    assert play.bring(0) == {}
+
+
+@pytest.mark.parametrize("wrong", [{"job": "other"}, {"group": "other"}, {"epoch": 7}], ids=str)
+def test_a_key_of_another_group_than_the_session_registered_for_is_refused(play, wrong):
+    play.open()
+    play.open(job="other")
+    strange = key(**wrong)
+    answers = play.say(contribution(0, 1.0, strange, session_of(0)), peer(0))
+    assert codes(answers) == {peer(0): "protocol"}
+    assert answers[peer(0)].key == strange
+    assert all(group["waiting"] == [] for group in play.report["groups"])
+
+
+def test_a_contribution_before_the_group_is_open_is_refused(play):
+    play.join(1, 3)
+    answers = play.bring(1)
+    assert codes(answers) == {peer(1): "round_failed"}
+    assert "waits for members [0, 2]" in answers[peer(1)].message
+
+
+def test_a_tick_ends_what_is_over_its_time(play):
+    play.open(deadline=10.0)
+    play.bring(1)
+    assert play.dispatcher.tick(109.9) == []
+    answers = read(play.dispatcher.tick(110.0))
+    assert codes(answers) == {peer(1): "timeout"}
+    assert (answers[peer(1)].fields["missing"], answers[peer(1)].fields["waiting"]) == ([0], [1])
+
+
+def test_there_are_no_more_groups_than_the_limit(play):
+    for number in range(limits.MAX_GROUPS):
+        assert isinstance(play.join(0, job=f"{number:05d}")[peer(0, f"{number:05d}")], Registered)
+    answers = play.join(0, at=b"one more")
+    assert codes(answers) == {b"one more": "limit"}
+    assert answers[b"one more"].fields == {"limit": limits.MAX_GROUPS, "what": "groups"}
+    assert play.join(1, job="00007")[peer(1, "00007")].missing == ()
+    play.leave(0, job="00003")
+    assert isinstance(play.join(0)[peer(0)], Registered)
+
+
+def test_a_later_epoch_of_a_group_is_no_group_more(play):
+    for number in range(limits.MAX_GROUPS):
+        play.join(0, job=f"{number:05d}")
+    assert isinstance(play.join(0, job="00007", epoch=1)[peer(0, "00007")], Registered)
+
+
+def test_stop_tells_who_waits_in_every_job(play):
+    for job in ("left", "right"):
+        play.open(job=job)
+        play.bring(1, 1.0, key(job=job))
+    answers = read(play.dispatcher.stop())
+    assert codes(answers) == dict.fromkeys([b"left 1", b"right 1"], "master_stopped")
+    assert play.dispatcher.stop() == []
+
+
+def test_a_status_report_says_what_the_server_is_doing(play):
+    play.open(place="host 1")
+    play.bring(0, rows(1.0, 2.0))
+    play.dispatcher.receive(play.now, b"", b"garbage")
+    play.now += 2.5
+    status = play.say(StatusRequest(), b"anybody")[b"anybody"]
+    assert isinstance(status, Status)
+    assert status.report == {
+        "server": SERVER.hex(),
+        "seconds": 2.5,
+        "received": 5,
+        "bad_frames": 1,
+        "groups": [
+            {
+                "job": "job",
+                "group": "world",
+                "epoch": 0,
+                "world_size": 2,
+                "members": [
+                    {"member": 0, "place": "host 1", "replicas": 2},
+                    {"member": 1, "place": "host 1", "replicas": 0},
+                ],
+                "missing": [],
+                "lost": "",
+                "rounds_done": 0,
+                "rounds_failed": 0,
+                "waiting": [{"round": str(KEY), "seconds": 2.5, "missing": [1]}],
+            }
+        ],
+    }
+
+
+def test_a_server_that_is_full_still_says_what_it_is_doing(play):
+    """As many groups of four as limits.py speaks of; their places are host names as long as DNS has them."""
+    for number in range(limits.MAX_GROUPS):
+        for member in range(4):
+            play.join(member, 4, job=f"{number:05d}", place="h" * 253)
+    answer = play.say(StatusRequest(), b"anybody")[b"anybody"]
+    assert isinstance(answer, Status)
+    assert play.dispatcher.bad_frames == 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Registered(b"session0", SERVER, 0, 0, ()),
+        Aggregate(KEY, 1, 1, np.zeros((1, 1))),
+        Failure("mismatch", "no", {}),
+        Status({}),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_that_only_a_server_sends_is_refused(play, answer):
+    answers = play.say(answer, b"odd")
+    assert codes(answers) == {b"odd": "protocol"}
+    assert f"expected a request, got {type(answer).__name__}" in answers[b"odd"].message
+    assert play.dispatcher.bad_frames == 1
+
+
+def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
+    play.open()
+    play.bring(0)
+    for garbage in (b"", b"GET / HTTP/1.1", encode(StatusRequest())[:-1], b"SBN\x01" + bytes(4)):
+        answers = read(play.dispatcher.receive(play.now, b"stranger", garbage))
+        assert codes(answers) == {b"stranger": "protocol"}
+    assert (play.dispatcher.received, play.dispatcher.bad_frames) == (7, 4)
+    assert set(play.bring(1)) == {peer(0), peer(1)}
+
+
+def test_another_protocol_version_is_answered_by_name(play):
+    frame = bytearray(encode(register()))
+    frame[3] = 2
+    (answer,) = read(play.dispatcher.receive(play.now, b"new", bytes(frame))).values()
+    assert (answer.code, answer.fields) == ("version", {"expected": 1, "got": 2})
+    assert play.dispatcher.bad_frames == 1
+
+
+def test_a_deeply_nested_frame_costs_its_sender_an_error_and_nobody_else_anything(play):
+    """1 kB that msgpack unpacks and Python cannot print."""
+    play.open()
+    header = b"\x91" * 1000 + b"\xc0"
+    frame = b"SBN\x01" + len(header).to_bytes(4, "little") + header
+    assert codes(read(play.dispatcher.receive(play.now, b"stranger", frame))) == {b"stranger": "protocol"}
+    assert play.bring(0) == {}
+
+
+SOUND = [
+    encode(message)
+    for message in (
+        register(0),
+        register(1),
+        register(0, epoch=1),
+        contribution(0),
+        contribution(1),
+        contribution(1, rows(1.0, 2.0, channels=2)),
+        Leave(session_of(1), "boom"),
+        StatusRequest(),
+    )
+]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A frame that the dispatcher knows, with some bytes changed, cut or doubled."""
+    frame = bytearray(draw(st.sampled_from(SOUND)))
+    for place, value in draw(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 255)), max_size=4)):
+        frame[place % len(frame)] = value
+    end = draw(st.integers(0, 2 * len(frame)))
+    return bytes(frame if draw(st.booleans()) else (frame + frame)[:end])
+
+
+frames = st.one_of(mutated(), st.binary(max_size=100), st.sampled_from(SOUND), messages.map(encode))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), frames), max_size=12))
+def test_whatever_comes_in_never_raises_and_every_answer_is_sound(received):
+    play = Play()
+    play.open(3, job="fuzz")
+    play.bring(0, 1.0, key(job="fuzz"))
+    for at, frame in received:
+        for whom, answer in play.dispatcher.receive(play.now, at, frame):
+            assert isinstance(whom, bytes)
+            assert isinstance(decode(answer), (Registered, Aggregate, Failure, Status))
+        play.now += 200.0
+        for _, answer in play.dispatcher.tick(play.now):
+            decode(answer)
+    # Whatever that was: the server still reports, and takes a new job and reduces a round of it.
+    assert isinstance(play.say(StatusRequest(), b"x")[b"x"], Status)
+    play.open(job="fine")
+    play.bring(0, 1.0, key(job="fine"))
+    assert play.bring(1, 2.0, key(job="fine"))[b"fine 0"].values.item() == 3.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 11), max_size=40))
+def test_members_in_any_disorder_get_each_round_once_and_alike(events):
+    """Registrations, contributions, repetitions and departures, interleaved in any way."""
+    play = Play()
+    results: dict[RoundKey, set[bytes]] = {}
+    for event in events:
+        member, what = event % 3, event // 3
+        message = {
+            0: register(member, 3),
+            1: contribution(member, float(member)),
+            2: contribution(member, float(member), key(call=1)),
+            3: Leave(session_of(member), "boom"),
+        }[what]
+        for _, frame in play.dispatcher.receive(play.now, peer(member), encode(message)):
+            answer = decode(frame)
+            if isinstance(answer, Aggregate):
+                assert (answer.replicas, answer.values) == (3, 3.0)
+                results.setdefault(answer.key, set()).add(frame)
+    assert all(len(frames) == 1 for frames in results.values())
