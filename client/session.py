@@ -14,6 +14,7 @@ from statsd_bn.errors import from_wire
 from statsd_bn.messages import (
     BACKWARD,
     FORWARD,
+    NO_SERVER,
     Aggregate,
     Contribution,
     Failure,
@@ -61,6 +62,7 @@ class Session:
     def __init__(self, token: bytes, member: Member) -> None:
         self.token = token
         self.member = member
+        self._server = NO_SERVER
         self._step = 0
         self._calls: Counter[str] = Counter()
         self._backward_seen = False
@@ -78,6 +80,8 @@ class Session:
                 who.world_size,
                 who.deadline,
                 who.place,
+                self._server,
+                self._step,
             )
         )
 
@@ -120,7 +124,10 @@ class Session:
             StatsdBNError: the master refused.
         """
         message = self._read(frame, None)
-        return message if isinstance(message, Registered) else None
+        if not isinstance(message, Registered):
+            return None
+        self._server = message.server
+        return message
 
     def aggregate(self, key: RoundKey, frame: bytes) -> Aggregate | None:
         """Returns the aggregate of the round `key`; None if `frame` is about something else.

@@ -20,7 +20,7 @@ from statsd_bn.errors import (
     StatsdBNError,
     UnknownSession,
 )
-from statsd_bn.messages import Contribution, Leave, Register, Status, StatusRequest
+from statsd_bn.messages import NO_SERVER, Contribution, Leave, Register, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.server")
@@ -134,6 +134,8 @@ class Dispatcher:
         was_open = master.membership.is_open
         slave, told = master.register_slave(register, peer)
         self._seats[register.session] = Seat(master, slave)
+        if register.server not in {NO_SERVER, self._server}:
+            logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
         if master.membership.is_open and not was_open:
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
         return replies + told

@@ -76,7 +76,7 @@ class SyncMaster:
             the first counts, and both senders are told.
         """
         key, rows = contribution.key, contribution.rows
-        slave.replicas = len(rows.counts)
+        slave.step, slave.replicas = key.step, len(rows.counts)
         try:
             if key in self._kept:
                 return self._answer_again(self._kept[key], slave, rows, peer)
@@ -131,7 +131,7 @@ class SyncMaster:
             "epoch": self.epoch,
             "world_size": membership.world_size,
             "members": [
-                {"member": slave.member, "place": slave.place, "replicas": slave.replicas}
+                {"member": slave.member, "place": slave.place, "step": slave.step, "replicas": slave.replicas}
                 for slave in sorted(membership.slaves.values(), key=lambda slave: slave.member)
             ],
             "missing": [] if membership.is_open else list(membership.missing),

@@ -20,6 +20,7 @@ class Slave:
         deadline: how long its rounds may stay open, in seconds.
         place: where it runs, for people.
         peer: whom to answer.
+        step: the step it is in.
         replicas: rows in its latest contribution; 0 before the first.
     """
 
@@ -28,6 +29,7 @@ class Slave:
     deadline: float
     place: str
     peer: bytes
+    step: int
     replicas: int = 0
 
     def __str__(self) -> str:
@@ -69,7 +71,7 @@ class Membership:
         self._check_world_size(register)
         slave = self.slaves.get(register.member)
         if slave is None:
-            slave = Slave(register.session, register.member, register.deadline, register.place, peer)
+            slave = Slave(register.session, register.member, register.deadline, register.place, peer, register.step)
             self.slaves[register.member] = slave
         elif slave.session != register.session:
             raise DuplicateMember(

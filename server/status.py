@@ -71,7 +71,8 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     )
     lines = [head]
     lines += [
-        f"  member {slave['member']} ({slave['place']}), {slave['replicas']} replicas" for slave in group["members"]
+        f"  member {slave['member']} ({slave['place']}), step {slave['step']}, {slave['replicas']} replicas"
+        for slave in group["members"]
     ]
     lines += [
         f"  waiting {round_['seconds']:.1f} s for members {round_['missing']}: {round_['round']}"

@@ -17,6 +17,9 @@ from statsd_bn.reduction import FloatArray
 FORWARD = "forward"
 BACKWARD = "backward"
 
+# What a member says that has not met a server yet.
+NO_SERVER = bytes(limits.TOKEN_BYTES)
+
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
@@ -124,7 +127,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A member asks to belong to a group. Sent again, it asks again whether the group is open."""
+    """A member asks to belong to a group. Sent again, it asks again whether the group is open.
+
+    `server` and `step` say what the member knows: the life of the server it last spoke with, and the step it is in.
+    """
 
     type: ClassVar[int] = 1
 
@@ -136,9 +142,13 @@ class Register:
     world_size: int
     deadline: float
     place: str
+    server: bytes = NO_SERVER
+    step: int = 0
 
     def __post_init__(self) -> None:
         check_token("session", self.session)
+        check_token("server", self.server)
+        check_integer("step", self.step, 0, limits.MAX_COUNTER)
         check_text("job", self.job, limits.MAX_NAME_BYTES)
         check_text("group", self.group, limits.MAX_NAME_BYTES)
         check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)

@@ -12,6 +12,7 @@ One frame rather than three, because each ZeroMQ frame costs a system call's wor
 rather than msgpack floats, because they need neither a loop nor a copy to become an array.
 """
 
+import dataclasses
 import struct
 from typing import Any
 
@@ -135,6 +136,8 @@ def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Me
     if kind is Registered:
         session, server, epoch, first_step, missing = fields
         return Registered(session, server, epoch, first_step, tuple(_array("missing", missing)))
+    if len(fields) != len(dataclasses.fields(kind)):
+        raise ProtocolError(f"{kind.__name__}: expected {len(dataclasses.fields(kind))} fields, got {len(fields)}")
     return kind(*fields)
 
 

@@ -339,8 +339,8 @@ def test_a_status_report_says_what_the_server_is_doing(play):
                 "epoch": 0,
                 "world_size": 2,
                 "members": [
-                    {"member": 0, "place": "host 1", "replicas": 2},
-                    {"member": 1, "place": "host 1", "replicas": 0},
+                    {"member": 0, "place": "host 1", "step": 0, "replicas": 2},
+                    {"member": 1, "place": "host 1", "step": 0, "replicas": 0},
                 ],
                 "missing": [],
                 "lost": "",

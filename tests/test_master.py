@@ -451,7 +451,7 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
         "group": "world",
         "epoch": 0,
         "world_size": 2,
-        "members": [{"member": 1, "place": "place 1", "replicas": 0}],
+        "members": [{"member": 1, "place": "place 1", "step": 0, "replicas": 0}],
         "missing": [0],
         "lost": "",
         "rounds_done": 0,

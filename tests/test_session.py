@@ -20,6 +20,15 @@ def test_it_registers_with_who_it_is(session):
     assert decode(session.register()) == Register(TOKEN, "job", "world", 2, 1, 3, 600.0, "here")
 
 
+def test_it_registers_again_with_what_it_knows(session):
+    """So that a master that has forgotten everything can learn it from its members."""
+    session.registered(encode(Registered(TOKEN, b"server-0", 2, 0, ())))
+    session.backward_key(session.forward_key("a"))
+    session.forward_key("a")
+    again = decode(session.register())
+    assert (again.session, again.server, again.step) == (TOKEN, b"server-0", 1)
+
+
 def test_it_leaves_with_the_cause_cut_to_the_limit(session):
     assert decode(session.leave("boom")) == Leave(TOKEN, "boom")
     cut = decode(session.leave("é" * 5000))

@@ -20,8 +20,8 @@ GROUP = {
     "epoch": 3,
     "world_size": 2,
     "members": [
-        {"member": 0, "place": "host 1", "replicas": 4},
-        {"member": 1, "place": "host 2", "replicas": 0},
+        {"member": 0, "place": "host 1", "step": 0, "replicas": 4},
+        {"member": 1, "place": "host 2", "step": 0, "replicas": 0},
     ],
     "missing": [],
     "lost": "",
@@ -36,8 +36,8 @@ def test_a_report_reads_as_text():
     assert describe(REPORT) == (
         "server abcd, up 62 s, 40 messages, 2 bad frames\n"
         "job 'resnet', group 'world', epoch 3: 2 of 2 members, open; 17 rounds done, 1 failed\n"
-        "  member 0 (host 1), 4 replicas\n"
-        "  member 1 (host 2), 0 replicas\n"
+        "  member 0 (host 1), step 0, 4 replicas\n"
+        "  member 1 (host 2), step 0, 0 replicas\n"
         "  waiting 12.3 s for members [1]: layer 'bn1'"
     )
 
@@ -77,7 +77,7 @@ def test_a_running_server_tells_of_a_job_that_waits(server, job, capsys):
         dealer.send(b"")
         assert dealer.poll(WAIT_MILLISECONDS)
     assert f"job '{job}', group 'world', epoch 0: 1 of 2 members, waiting for members [0];" in said
-    assert "  member 1 (host 7), 0 replicas" in said
+    assert "  member 1 (host 7), step 0, 0 replicas" in said
     assert command.main(["status", server.endpoint]) == 0
     assert f"'{job}'" not in capsys.readouterr().out
 

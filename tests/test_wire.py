@@ -125,7 +125,9 @@ def test_the_golden_frame_of_an_aggregate():
 
 def test_the_golden_frames_of_messages_without_values():
     golden = {
-        Register(b"session0", "j", "g", 1, 2, 3, 4.5, "here"): [1, b"session0", "j", "g", 1, 2, 3, 4.5, "here"],
+        Register(b"session0", "j", "g", 1, 2, 3, 4.5, "here", b"server00", 6): (
+            [1, b"session0", "j", "g", 1, 2, 3, 4.5, "here", b"server00", 6]
+        ),
         Registered(b"session0", b"server00", 1, 2, (3, 4)): [2, b"session0", b"server00", 1, 2, [3, 4]],
         Leave(b"session0", "boom"): [5, b"session0", "boom"],
         StatusRequest(): [7],
