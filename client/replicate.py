@@ -63,12 +63,12 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
     ) -> None:
-        devices = [_device(device) for device in device_ids or ()]
-        self._virtual = _share_or_lack_accelerators(devices)
+        self._virtual = _needs_virtual_replicas(device_ids or ())
         if not self._virtual:
             super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
             return
         nn.Module.__init__(self)
+        devices = [_device(device) for device in device_ids or ()]
         self.module = module
         self.dim = dim
         self.device_ids: list[Any] = devices
@@ -141,5 +141,9 @@ def _device(device: int | str | torch.device) -> torch.device:
     return torch.device(found.type, index)
 
 
-def _share_or_lack_accelerators(devices: list[torch.device]) -> bool:
+def _needs_virtual_replicas(device_ids: Sequence[int | str | torch.device]) -> bool:
+    """Torch's own way needs distinct accelerators; where there are none, it ignores their numbers."""
+    if all(isinstance(device, int) for device in device_ids) and not torch.accelerator.is_available():
+        return False
+    devices = [_device(device) for device in device_ids]
     return len(set(devices)) < len(devices) or any(device.type in {"cpu", "mps"} for device in devices)
