@@ -113,6 +113,8 @@ def registers(draw: st.DrawFn) -> Register:
         world_size=world_size,
         deadline=draw(st.floats(0.0, limits.MAX_DEADLINE, exclude_min=True)),
         place=draw(names),
+        server=draw(tokens),
+        step=draw(counters),
     )
 
 

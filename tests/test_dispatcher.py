@@ -154,14 +154,17 @@ def test_a_duplicate_member_is_refused_and_named(play):
 def test_a_session_cannot_be_two_members_of_a_group(play):
     """Or its leaving would leave the other one behind, and the group could never end."""
     play.join(0)
-    play.join(1, session=session_of(0))
+    assert codes(play.join(1, session=session_of(0), at=b"odd")) == {b"odd": "protocol"}
+    assert play.report["groups"][0]["missing"] == [1]
     play.leave(0)
     assert play.groups == []
 
 
-def test_a_session_cannot_be_in_two_groups(play):
+@pytest.mark.parametrize("other", [{"job": "other"}, {"group": "other"}], ids=str)
+def test_a_session_cannot_be_in_two_groups(play, other):
     play.join(0, 1)
-    play.join(0, 1, session=session_of(0), job="other")
+    assert codes(play.join(0, 1, session=session_of(0), at=b"odd", **other)) == {b"odd": "protocol"}
+    assert play.groups == [("job", "world", 0)]
     play.leave(0)
     assert play.groups == []
 
@@ -352,6 +355,21 @@ def test_a_status_report_says_what_the_server_is_doing(play):
     }
 
 
+def test_the_step_of_a_member_is_the_one_it_last_spoke_of(play):
+    play.join(0, step=7)
+    play.join(1, step=8)
+    assert [member["step"] for member in play.report["groups"][0]["members"]] == [7, 8]
+    play.bring(1, key=key(step=12))
+    assert [member["step"] for member in play.report["groups"][0]["members"]] == [7, 12]
+
+
+def test_one_group_that_is_too_large_to_tell_of_is_left_out(play, monkeypatch):
+    play.open(4, place="h" * 200)
+    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 500)
+    report = play.say(StatusRequest(), b"anybody")[b"anybody"].report
+    assert (report["groups"], report["left_out"]) == ([], 1)
+
+
 def test_a_server_that_is_full_still_says_what_it_is_doing(play):
     """As many groups of four as limits.py speaks of; their places are host names as long as DNS has them."""
     for number in range(limits.MAX_GROUPS):
@@ -360,6 +378,9 @@ def test_a_server_that_is_full_still_says_what_it_is_doing(play):
     answer = play.say(StatusRequest(), b"anybody")[b"anybody"]
     assert isinstance(answer, Status)
     assert play.dispatcher.bad_frames == 0
+    told = answer.report["groups"]
+    assert len(told) + answer.report["left_out"] == limits.MAX_GROUPS
+    assert told == play.report["groups"][: len(told)] != []
 
 
 @pytest.mark.parametrize(

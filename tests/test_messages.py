@@ -9,6 +9,7 @@ from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import (
     BY_TYPE,
     FORWARD,
+    NO_SERVER,
     Aggregate,
     Contribution,
     Failure,
@@ -107,6 +108,7 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
         [0.0, -1.0, limits.MAX_DEADLINE + 1, float("nan"), float("inf"), 600, True, "600", None, np.float64(1)],
     ),
     (Register, "place", *NAMES),
+    (Register, "step", *COUNTERS),
     (Registered, "session", *TOKENS),
     (Registered, "epoch", *COUNTERS),
     (Registered, "first_step", *COUNTERS),
@@ -158,10 +160,15 @@ def test_a_field_takes_what_is_within_its_limits_and_nothing_else(kind, field, g
             build(kind, **{field: value})
 
 
-def test_the_server_of_registered_is_a_token():
+@pytest.mark.parametrize("kind", [Register, Registered], ids=name_of)
+def test_a_server_is_a_token(kind):
     for bad in TOKENS[1]:
-        with pytest.raises(ProtocolError, match="expected 8 bytes"):
-            build(Registered, server=bad)
+        with pytest.raises(ProtocolError, match="server: expected 8 bytes"):
+            build(kind, server=bad)
+
+
+def test_a_member_that_has_met_no_server_says_so():
+    assert (build(Register).server, build(Register).step) == (NO_SERVER, 0)
 
 
 @pytest.mark.parametrize("replicas", [1, limits.MAX_REPLICAS])

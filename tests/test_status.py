@@ -21,7 +21,7 @@ GROUP = {
     "world_size": 2,
     "members": [
         {"member": 0, "place": "host 1", "step": 0, "replicas": 4},
-        {"member": 1, "place": "host 2", "step": 0, "replicas": 0},
+        {"member": 1, "place": "host 2", "step": 5, "replicas": 0},
     ],
     "missing": [],
     "lost": "",
@@ -37,7 +37,7 @@ def test_a_report_reads_as_text():
         "server abcd, up 62 s, 40 messages, 2 bad frames\n"
         "job 'resnet', group 'world', epoch 3: 2 of 2 members, open; 17 rounds done, 1 failed\n"
         "  member 0 (host 1), step 0, 4 replicas\n"
-        "  member 1 (host 2), step 0, 0 replicas\n"
+        "  member 1 (host 2), step 5, 0 replicas\n"
         "  waiting 12.3 s for members [1]: layer 'bn1'"
     )
 
@@ -51,6 +51,11 @@ def test_a_report_reads_as_text():
 )
 def test_a_group_that_is_not_well_says_so(changed, words):
     assert words in describe({**REPORT, "groups": [{**GROUP, **changed}]})
+
+
+def test_a_report_that_is_cut_says_how_many_groups_it_leaves_out():
+    assert describe({**REPORT, "left_out": 3}).splitlines()[-1] == "and 3 groups more than a report can hold"
+    assert "no jobs" not in describe({**REPORT, "groups": [], "left_out": 1})
 
 
 def test_an_idle_server_has_no_jobs():

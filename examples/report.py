@@ -1,0 +1,131 @@
+"""What came of the trainings: as a table for people, as JSON for programs, and as a verdict."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import digits
+from ways import REPLICAS, Length, Trained
+
+# Float32 rounding makes differences of about 1e-6 in the first hundred steps, unsynchronised statistics of about 1.
+TOLERANCE = 1e-4
+
+WHOLE_BATCH, SYNCHRONISED, UNSYNCHRONISED, DATA_PARALLEL = WAYS = (
+    "whole batch",
+    "synchronised",
+    "unsynchronised",
+    "data parallel",
+)
+
+TITLES = {
+    WHOLE_BATCH: f"1 process, batch of {digits.BATCH}",
+    SYNCHRONISED: f"{REPLICAS} processes, synchronised",
+    UNSYNCHRONISED: f"{REPLICAS} processes, unsynchronised",
+    DATA_PARALLEL: f"DataParallelWithCallback x {REPLICAS}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A row of the table.
+
+    Attributes:
+        accuracy: share of the test images that are recognised at the end.
+        weights: largest absolute difference from the whole batch's weights at the step of comparison.
+        running_statistics: the same of the running means, variances and batch counts.
+        rounds: exchanges of statistics through the server, if there was one.
+        median_round_trip: seconds that such an exchange took.
+    """
+
+    accuracy: float
+    weights: float
+    running_statistics: float
+    rounds: int | None
+    median_round_trip: float | None
+
+    @property
+    def largest_difference(self) -> float:
+        """Of weights and running statistics."""
+        return max(self.weights, self.running_statistics)
+
+    @property
+    def equals_whole_batch(self) -> bool:
+        """Whether it differs by rounding at most; a NaN is a difference."""
+        return self.weights <= TOLERANCE and self.running_statistics <= TOLERANCE
+
+
+def results(trained: dict[str, Trained]) -> dict[str, Result]:
+    """Measures what came of each way against the whole batch."""
+    _, test = digits.load()
+    weights = {name for name, _ in digits.network().named_parameters()}
+    statistics = digits.network().state_dict().keys() - weights
+    whole = trained[WHOLE_BATCH].compared
+    return {
+        way: Result(
+            digits.accuracy(one.final, test),
+            _difference(one.compared, whole, weights),
+            _difference(one.compared, whole, statistics),
+            one.rounds,
+            one.median_round_trip,
+        )
+        for way, one in trained.items()
+    }
+
+
+def _difference(found: digits.State, whole: digits.State, names: set[str]) -> float:
+    # torch's max, unlike Python's, does not lose a NaN.
+    return float(torch.stack([(found[name].double() - whole[name].double()).abs().max() for name in names]).max())
+
+
+def as_json(rows: dict[str, Result], length: Length) -> dict[str, object]:
+    """Returns what a program may want to know."""
+    return {
+        "steps": length.steps,
+        "compared_after": length.compare,
+        "tolerance": TOLERANCE,
+        "ways": {way: asdict(row) | {"equals_whole_batch": row.equals_whole_batch} for way, row in rows.items()},
+    }
+
+
+def show(console: Console, rows: dict[str, Result], length: Length) -> None:
+    """Prints the table and what it means."""
+    title = f"Accuracy after {length.steps} steps; differences from the whole batch after {length.compare}"
+    # Without frame and column lines it fits into 80 columns.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("Training", vertical="bottom")
+    for heading in ("Test accuracy", "Weights differ", "Running stats differ", "Rounds", "Median round trip"):
+        table.add_column(heading.replace(" ", "\n"), justify="right", vertical="bottom")
+    for way, row in rows.items():
+        table.add_row(TITLES[way], *_cells(way, row), style="bold" if way == SYNCHRONISED else None)
+    console.print(table)
+    console.print(
+        "\nDifferences are the largest absolute ones. Unsynchronised, the model is rank 0's; its last batch norm had "
+        f"{digits.BATCH // REPLICAS} values per channel to go by. A round is one exchange for one layer through the "
+        f"server, forward or backward, and its time includes waiting for the slowest of {REPLICAS} processes. "
+        "DataParallelWithCallback's replicas meet in memory."
+    )
+
+
+def _cells(way: str, row: Result) -> list[str]:
+    differences = ("-", "-") if way == WHOLE_BATCH else (f"{row.weights:.1e}", f"{row.running_statistics:.1e}")
+    rounds = "-" if row.rounds is None else f"{row.rounds:,}"
+    trip = "-" if row.median_round_trip is None else f"{row.median_round_trip * 1000:.2f} ms"
+    return [f"{row.accuracy:.1%}", *differences, rounds, trip]
+
+
+def verdict(rows: dict[str, Result], length: Length) -> tuple[bool, str]:
+    """Returns whether synchronised training was the whole batch's but for rounding, and a sentence that says so."""
+    synchronised = [SYNCHRONISED, DATA_PARALLEL]
+    wrong = [way for way in synchronised if not rows[way].equals_whole_batch]
+    if wrong:
+        found = "; ".join(f"{TITLES[way]}: {rows[way].largest_difference:.1e}" for way in wrong)
+        return False, f"Not the whole batch: expected differences of at most {TOLERANCE:.0e}, got {found}."
+    largest = max(rows[way].largest_difference for way in synchronised)
+    return True, (
+        f"Synchronised training is training on the whole batch: after {length.compare} steps nothing differs by more "
+        f"than {largest:.1e}, which is float32 rounding (the demo fails above {TOLERANCE:.0e}). Unsynchronised, the "
+        f"difference is {rows[UNSYNCHRONISED].largest_difference:.1e}."
+    )

@@ -1,0 +1,80 @@
+"""Trains on the digits as one of several processes: a script to start from.
+
+python -m server --bind tcp://127.0.0.1:5555 &
+STATSD_BN_ENDPOINT=tcp://127.0.0.1:5555 torchrun --nproc-per-node 4 examples/train_digits.py
+
+Two lines make its batch norm synchronised: `client.convert_model`, and `client.connect`, which takes RANK, WORLD_SIZE
+and STATSD_BN_ENDPOINT from the environment. Gradients are the business of DistributedDataParallel, as ever.
+"""
+
+import argparse
+import os
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+import client
+import digits
+from training import snapshot, train
+
+# Seconds until a process that does not come is an error; by default torch waits half an hour.
+DEADLINE = 60.0
+
+TELL_EVERY = 10
+
+
+def main() -> None:
+    """Trains, and on rank 0 says how it goes and saves what came of it."""
+    options = arguments()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    distributed.init_process_group(
+        "gloo",
+        init_method=options.init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=DEADLINE),
+    )
+    network = digits.network()
+    states = {}
+    if options.synchronise:
+        client.convert_model(network)
+    with client.connect(deadline=DEADLINE) if options.synchronise else nullcontext() as connection:
+        model = DistributedDataParallel(network)
+        for step, loss in train(model, options.steps, rank, world_size):
+            if rank == 0 and step % TELL_EVERY == 0:
+                print(f"step {step} of {options.steps}: loss {loss:.3f}", flush=True)
+            if step in {*options.keep, options.steps}:
+                states[step] = snapshot(network)
+    if rank == 0 and options.save:
+        torch.save({"states": states, **exchanges(connection)}, options.save)
+    distributed.destroy_process_group()
+
+
+def exchanges(connection: client.Connection | None) -> dict[str, float]:
+    """Returns how often and how quickly the synchronised layers exchanged their statistics, if they did."""
+    if connection is None:
+        return {}
+    return {"rounds": connection.rounds, "median_round_trip": connection.median_round_trip}
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Trains on the digits as process RANK of WORLD_SIZE.")
+    parser.add_argument("--steps", type=int, default=900, help="batches to train with (default: 900)")
+    parser.add_argument("--init-method", default="env://", help="where the processes meet (default: as torchrun says)")
+    parser.add_argument(
+        "--no-synchronise", dest="synchronise", action="store_false", help="leave torch's batch norm in place"
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="save weights, running statistics and timings here")
+    parser.add_argument(
+        "--keep", type=int, nargs="*", default=[], metavar="STEP", help="also save the state after these steps"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The training loop: the same for a whole batch, for a member of a group, and for replicas in one process."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import digits
+
+LEARNING_RATE = 0.05
+
+
+def train(model: nn.Module, steps: int, member: int = 0, members: int = 1) -> Iterator[tuple[int, float]]:
+    """Trains `model` with SGD, and yields the step and the loss after each step.
+
+    Args:
+        model: takes (N, 1, 8, 8) to (N, 10); if others take part, it averages its gradients with theirs.
+        steps: batches to train with.
+        member: which part of each batch is this process's own.
+        members: into how many parts each batch is split.
+    """
+    # Small tensors, and maybe more processes than cores: threads would only get in each other's way.
+    torch.set_num_threads(1)
+    images, _ = digits.load()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step, batch in enumerate(digits.batches(steps), start=1):
+        mine = batch.chunk(members)[member]
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(images.pixels[mine]), images.labels[mine])
+        loss.backward()
+        optimizer.step()
+        yield step, loss.item()
+
+
+def snapshot(network: nn.Module) -> digits.State:
+    """Returns a copy of the weights and running statistics, which further training leaves alone."""
+    return {name: value.detach().clone() for name, value in network.state_dict().items()}

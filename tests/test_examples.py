@@ -1,0 +1,57 @@
+"""The demo runs, measures what it shows, and would notice if synchronised training were not the whole batch's."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+STEPS = 20
+LAYERS = 3
+PHASES = 2
+
+
+def test_the_demo_shows_that_synchronised_training_is_training_on_the_whole_batch():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "demo.py", "--steps", str(STEPS), "--json"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TERM": "dumb"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stderr
+    _, _, table = done.stderr.partition(f"Accuracy after {STEPS} steps")
+    for title in ("1 process", "4 processes, synchronised", "4 processes, unsynchronised", "DataParallelWithCallback"):
+        assert title in table
+    ways = json.loads(done.stdout)["ways"]
+    for way in ("synchronised", "data parallel"):
+        assert max(ways[way]["weights"], ways[way]["running_statistics"]) < 1e-5
+        assert ways[way]["accuracy"] == pytest.approx(ways["whole batch"]["accuracy"], abs=0.01)
+    assert ways["unsynchronised"]["weights"] > 0.01
+    assert ways["unsynchronised"]["running_statistics"] > 0.01
+    assert ways["synchronised"]["rounds"] == STEPS * LAYERS * PHASES
+    assert 0 < ways["synchronised"]["median_round_trip"] < 1
+
+
+@pytest.mark.parametrize("way", ["synchronised", "data parallel"])
+@pytest.mark.parametrize("kind", ["weights", "running_statistics"])
+@pytest.mark.parametrize("difference", [0.01, float("nan")])
+def test_the_demo_says_so_if_it_is_not(monkeypatch, way, kind, difference):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import report  # noqa: PLC0415 - the examples are no package, and on the path only here
+    import ways  # noqa: PLC0415 - as above
+
+    same = report.Result(0.98, 1e-7, 1e-7, rounds=None, median_round_trip=None)
+    rows = dict.fromkeys(report.WAYS, same)
+    length = ways.Length(900, 100)
+    assert report.verdict(rows, length)[0]
+    good, sentence = report.verdict(rows | {way: dataclasses.replace(same, **{kind: difference})}, length)
+    assert not good
+    assert report.TITLES[way] in sentence
