@@ -1,10 +1,7 @@
 """What a training script imports: synchronised batch-norm layers, and the connection they use.
 
-import client
-
-model = client.convert_model(model)
-with client.connect("tcp://127.0.0.1:5555"):
-train(model)
+Two lines synchronise a model: `model = client.convert_model(model)`, and `with client.connect(endpoint):` around its
+training. A single process under `client.DataParallelWithCallback` needs only the first.
 """
 
 from client.batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d

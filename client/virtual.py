@@ -48,25 +48,72 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
 
     Copy 0 shares its buffers with `module`; the others' buffers are their own and are forgotten.
     """
-    return [_replica(module, device, number, {}) for number, device in enumerate(devices)]
+    parameters = list(module.parameters())
+    copies = _Copies.apply(devices, *parameters)
+    size = len(parameters)
+    return [
+        _replica(
+            module,
+            device,
+            number,
+            dict(zip(parameters, copies[number * size : (number + 1) * size], strict=True)),
+            {},
+        )
+        for number, device in enumerate(devices)
+    ]
 
 
-def _replica(module: nn.Module, device: Device, number: int, made: dict[nn.Module, Any]) -> Any:
+class _Copies(torch.autograd.Function):
+    """Every device's copies of all parameters; backward adds their gradients in replica order.
+
+    Left to autograd, the order would be that in which the replicas' threads happened to build their graphs, and
+    the same training would end in other bits each time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[Device], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.devices = [parameter.device for parameter in parameters]
+        copies = [parameter.detach().to(device) for device in devices for parameter in parameters]
+        frozen = [parameter.requires_grad is False for parameter in parameters] * len(devices)
+        ctx.mark_non_differentiable(*(copy for copy, still in zip(copies, frozen, strict=True) if still))
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        size = len(ctx.devices)
+        return None, *(_sum(gradients[place::size], device) for place, device in enumerate(ctx.devices))
+
+
+def _sum(gradients: Sequence[Tensor | None], device: Device) -> Tensor | None:
+    total = None
+    for gradient in gradients:
+        if gradient is not None:
+            total = gradient.to(device) if total is None else total + gradient.to(device)
+    return total
+
+
+def _replica(
+    module: nn.Module,
+    device: Device,
+    number: int,
+    copies: dict[Tensor, Tensor],
+    made: dict[nn.Module, Any],
+) -> Any:
     if module in made:
         return made[module]
     replica: Any = module._replicate_for_data_parallel()
     made[module] = replica
     replica._former_parameters = OrderedDict()  # where torch's replicas keep them
     for name, child in module._modules.items():
-        replica._modules[name] = None if child is None else _replica(child, device, number, made)
+        replica._modules[name] = None if child is None else _replica(child, device, number, copies, made)
     for name, parameter in module._parameters.items():
         if parameter is None:
             replica._parameters[name] = None
         else:
-            # A view, so that the copy is no Parameter: as in torch, replicas have none of their own.
-            copy = parameter.to(device) if parameter.device != device else parameter.view_as(parameter)
-            setattr(replica, name, copy)
-            replica._former_parameters[name] = copy
+            # The copy is no Parameter: as in torch, replicas have none of their own.
+            setattr(replica, name, copies[parameter])
+            replica._former_parameters[name] = copies[parameter]
     for name, buffer in module._buffers.items():
         if buffer is not None:
             setattr(replica, name, buffer.to(device, copy=number > 0))

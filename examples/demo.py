@@ -84,8 +84,9 @@ def progress(title: str, steps: int, console: Console) -> Iterator[ways.Tell]:
     width = max(map(len, report.TITLES.values()))
     columns = TextColumn(f"{{task.description:{width}}}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(title, total=steps)
-        yield lambda step: bar.update(task, completed=step)
+        # Without a total the bar pulses: processes take seconds to start.
+        task = bar.add_task(title, total=None)
+        yield lambda step: bar.update(task, completed=step, total=steps)
 
 
 def leave(number: int, _frame: object) -> NoReturn:

@@ -48,6 +48,26 @@ def test_replicas_have_no_parameters_of_their_own_and_gradients_add_up_in_the_mo
     assert module.weight.grad.tolist() == [[3.0, 3.0]]
 
 
+def test_gradients_add_up_in_replica_order_whatever_the_order_of_use():
+    """In float32 these sums differ in the last bit from those of any other order."""
+    module = nn.Linear(1, 1, bias=False)
+    factors = [1e8, 1.0, -1e8, 1.0]
+    gradients = set()
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 0, 3, 1)):
+        replicas = virtual.replicate(module, [CPU] * 4)
+        sum(replicas[number].weight.sum() * factors[number] for number in order).backward()
+        gradients.add(module.weight.grad.item())
+        module.weight.grad = None
+    assert gradients == {1.0}
+
+
+def test_a_frozen_parameter_stays_frozen_in_the_replicas():
+    module = nn.Linear(2, 1)
+    module.weight.requires_grad_(requires_grad=False)
+    replicas = virtual.replicate(module, [CPU] * 2)
+    assert [(replica.weight.requires_grad, replica.bias.requires_grad) for replica in replicas] == [(False, True)] * 2
+
+
 def test_replica_0_shares_its_buffers_and_the_others_have_copies():
     module = nn.BatchNorm1d(2)
     first, second = virtual.replicate(module, [CPU] * 2)
