@@ -9,6 +9,7 @@ and STATSD_BN_ENDPOINT from the environment. Gradients are the business of Distr
 
 import argparse
 import os
+import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +52,8 @@ def main() -> None:
                 states[step] = snapshot(network)
     if rank == 0 and options.save:
         torch.save({"states": states, **exchanges(connection)}, options.save)
+    # Nobody tears the group down while another is still in its last exchange.
+    distributed.barrier()
     distributed.destroy_process_group()
 
 
@@ -78,3 +81,7 @@ def arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     main()
+    # Once DistributedDataParallel was used, gloo's threads outlive destroy_process_group, and one that is late may
+    # abort an interpreter that is being torn down (pytorch#190489). So this one is not torn down.
+    sys.stdout.flush()
+    os._exit(0)
