@@ -471,7 +471,7 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
     group.leave(1, "boom")
     report = group.master.report(6.0)
     assert "member 1 (place 1) failed with boom" in report["lost"]
-    assert (report["waiting"], report["rounds_failed"]) == ([], 1)
+    assert (report["missing"], report["waiting"], report["rounds_failed"]) == ([], [], 1)
 
 
 def test_a_failure_that_is_too_long_for_the_wire_is_cut_between_characters():

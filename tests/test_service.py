@@ -40,7 +40,7 @@ class Command:
                 [sys.executable, "-m", "server", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, **environment},
+                env={**os.environ, "PYTHONUNBUFFERED": "", **environment},
             )
 
     def lines(self, n: int) -> list[str]:
@@ -421,7 +421,7 @@ def test_answers_to_a_peer_that_has_gone_are_dropped_and_nobody_waits(start, dia
 def service() -> Iterator[Service]:
     """A server in a thread."""
     with Service(Config((ANY_PORT,))) as service:
-        thread = threading.Thread(target=service.run)
+        thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
         yield service
         service.stop()
@@ -436,6 +436,18 @@ def test_a_service_runs_in_a_thread_until_it_is_stopped(service, dial):
     assert ask(service.endpoints[0])["groups"][0]["waiting"]
     service.stop()
     assert dealers[0].receive().code == "master_stopped"
+
+
+def test_stopping_wakes_a_server_that_sleeps(monkeypatch):
+    monkeypatch.setattr("server.service.TICK_SECONDS", 3600.0)
+    with Service(Config((ANY_PORT,))) as service:
+        thread = threading.Thread(target=service.run, daemon=True)
+        thread.start()
+        # It has answered, so it is in its loop and has nothing to do for an hour.
+        assert ask(service.endpoints[0])["groups"] == []
+        service.stop()
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()
 
 
 def test_stopping_twice_is_fine(service):
@@ -475,7 +487,7 @@ def test_ipv6_loopback_works():
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
     with Service(Config(("tcp://[::1]:*",))) as service:
-        thread = threading.Thread(target=service.run)
+        thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
         assert ask(service.endpoints[0])["groups"] == []
         service.stop()

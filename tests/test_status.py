@@ -136,7 +136,7 @@ def somebody() -> Iterator[Callable[[bytes], str]]:
                     if router.poll(WAIT_MILLISECONDS):
                         router.send_multipart([router.recv_multipart()[0], answer])
 
-            thread = threading.Thread(target=run)
+            thread = threading.Thread(target=run, daemon=True)
             threads.append(thread)
             thread.start()
             return endpoint
