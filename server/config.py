@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,8 +35,10 @@ class Config:
         if not self.bind:
             raise ConfigurationError("bind: expected at least one endpoint, got none")
         for endpoint in self.bind:
-            if not endpoint.startswith(("tcp://", "ipc://")):
-                raise ConfigurationError(f"bind: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
+            if not re.fullmatch(r"[a-z]+://.+", endpoint):
+                raise ConfigurationError(
+                    f"bind: expected a ZeroMQ endpoint such as tcp://HOST:PORT or ipc://PATH, got {endpoint!r}"
+                )
             if not (self.insecure or is_local(endpoint)):
                 raise ConfigurationError(
                     f"bind: {endpoint} can be reached from other machines, and whoever reaches it can join any job. "
@@ -52,7 +55,7 @@ def is_local(endpoint: str) -> bool:
     """Returns whether only this machine can reach `endpoint`."""
     scheme, _, address = endpoint.partition("://")
     host = address.rpartition(":")[0]
-    return scheme == "ipc" or host in {"localhost", "[::1]"} or host.startswith("127.")
+    return scheme in {"ipc", "inproc"} or host in {"localhost", "[::1]"} or host.startswith("127.")
 
 
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:

@@ -82,9 +82,9 @@ def test_an_endpoint_that_others_reach_is_refused_unless_insecure(endpoint):
     assert Config((endpoint,), insecure=True).bind == (endpoint,)
 
 
-@pytest.mark.parametrize("endpoint", ["5555", "127.0.0.1:5555", "udp://127.0.0.1:5555", "inproc://x", "", " tcp://x:1"])
-def test_an_endpoint_of_another_kind_is_refused(endpoint):
-    with pytest.raises(ConfigurationError, match="expected tcp://HOST:PORT or ipc://PATH") as caught:
+@pytest.mark.parametrize("endpoint", ["5555", "127.0.0.1:5555", "tcp://", "", " tcp://x:1"])
+def test_what_is_no_endpoint_is_refused(endpoint):
+    with pytest.raises(ConfigurationError, match="expected a ZeroMQ endpoint such as tcp://HOST:PORT") as caught:
         Config((endpoint,), insecure=True)
     assert repr(endpoint) in str(caught.value)
 

@@ -1,22 +1,62 @@
 """docs/protocol.md is the authority on the wire; the code is held against it."""
 
 import dataclasses
+import functools
+import math
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
+from client import connection, transport
+from server import service
+from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
 from statsd_bn import PROTOCOL_VERSION, errors, limits
-from statsd_bn.messages import BY_TYPE, FORWARD, Aggregate, Contribution, RoundKey, Rows
+from statsd_bn.errors import ProtocolError
+from statsd_bn.messages import (
+    BY_TYPE,
+    FORWARD,
+    Aggregate,
+    Contribution,
+    Failure,
+    Leave,
+    Message,
+    Registered,
+    RoundKey,
+    Rows,
+    Status,
+    StatusRequest,
+)
 from statsd_bn.wire import decode, encode
+from strategies import contribution, key, register, rows, session_of
 
-DOCUMENT = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
 
 # Errors that one side raises by itself; they never travel.
 LOCAL = {"error", "configuration", "bind", "connection_closed", "unreachable", "group_incomplete"}
+
+# One sound message of each type.
+SAMPLES: dict[type[Message], Message] = {
+    type(message): message
+    for message in (
+        register(),
+        Registered(b"session0", b"server00", 0, 0, (1,)),
+        Contribution(b"session0", key(), 0, Rows((1,), np.ones((1, 2, 3)))),
+        Aggregate(key(), 1, 1, np.ones((2, 3))),
+        Leave(b"session0", ""),
+        Failure("mismatch", "", {}, key()),
+        StatusRequest(),
+        Status({}),
+    )
+}
+
+
+# Reading the document.
 
 
 def section(title: str) -> str:
@@ -26,73 +66,295 @@ def section(title: str) -> str:
     return found[1]
 
 
-def table(text: str) -> list[list[str]]:
-    """The rows of the section's table, without its head."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    return rows[2:]
+def table(title: str) -> list[list[str]]:
+    """The rows of a section's one table, without its head."""
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def documented_fields(title: str) -> list[str]:
-    """Field names in wire order, with the round key spread out."""
-    names = []
-    for number, name, *_ in table(section(title)):
-        spread = [row[1] for row in table(section("Round key"))] if name == "round key" else [name]
-        first = int(number.split("-")[0])
-        assert first == len(names) + 1, f"{title}: field {name} is numbered {number}"
-        names += spread
-    return names
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field as documented; its place in the header is its number, since the type is number 0."""
+
+    number: int
+    name: str
+    type: str
+    limits: str
+
+
+def title_of(message: type[Message]) -> str:
+    return f"{message.type}. {message.__name__}"
+
+
+def documented(title: str) -> list[Field]:
+    """The fields in wire order, with the round key spread out; a number that is out of order fails."""
+    found: list[Field] = []
+    for number, name, kind, limited, _ in table(title):
+        inner = documented("Round key") if name == "round key" else [Field(0, name, kind, limited)]
+        first = len(found) + 1
+        last = first + len(inner) - 1
+        assert number == (str(first) if first == last else f"{first}-{last}"), f"{title}, {name}: numbered {number}"
+        found += [dataclasses.replace(field, number=first + place) for place, field in enumerate(inner)]
+    return found
+
+
+def number(text: str) -> int:
+    """The value of a name in capitals, of an integer, or of a difference or product of two."""
+    for sign, apply in ((" - ", int.__sub__), (" · ", int.__mul__)):
+        if sign in text:
+            left, right = text.split(sign)
+            return apply(number(left), number(right))
+    named = {**vars(limits), "world_size": register().world_size}
+    return int(named[text]) if text in named else int(text)
+
+
+# Making frames, sound and unsound ones, without the code under test.
+
+
+def header_of(frame: bytes) -> list[Any]:
+    return msgpack.unpackb(frame[8 : 8 + int.from_bytes(frame[4:8], "little")])
+
+
+def frame_of(header: list[Any]) -> bytes:
+    packed = msgpack.packb(header)
+    frame = b"SBN" + bytes([PROTOCOL_VERSION]) + len(packed).to_bytes(4, "little") + packed
+    if header[0] not in {Contribution.type, Aggregate.type}:
+        return frame
+    *_, counts, vectors, channels = header
+    replicas = len(counts) if isinstance(counts, list) else 1
+    return frame + bytes(-len(packed) % 8) + bytes(8 * max(0, replicas * vectors * channels))
+
+
+def changed(message: type[Message], field: Field, value: Any) -> bytes:
+    """A sound frame but for one field."""
+    header = header_of(encode(SAMPLES[message]))
+    header[field.number] = value
+    return frame_of(header)
+
+
+def is_refused(frame: bytes) -> bool:
+    try:
+        decode(frame)
+    except ProtocolError:
+        return True
+    return False
+
+
+# The version, the messages and their fields.
+
+EVERY_MESSAGE = pytest.mark.parametrize("message", BY_TYPE.values(), ids=lambda message: message.__name__)
 
 
 def test_the_version_is_the_codes():
-    assert f"\nProtocol version: {PROTOCOL_VERSION}\n" in DOCUMENT
+    assert re.findall(r"^Protocol version: (.*)$", DOCUMENT, re.MULTILINE) == [str(PROTOCOL_VERSION)]
+
+
+def test_every_message_is_documented_and_no_other():
+    titles = re.findall(r"^### (\d+\. .*)$", DOCUMENT, re.MULTILINE)
+    assert titles == [title_of(message) for message in BY_TYPE.values()]
 
 
 def test_the_round_key_has_its_fields_in_order():
-    assert documented_fields("Round key") == [field.name for field in dataclasses.fields(RoundKey)]
+    assert [field.name for field in documented("Round key")] == [field.name for field in dataclasses.fields(RoundKey)]
 
 
-@pytest.mark.parametrize("message", BY_TYPE.values(), ids=lambda message: message.__name__)
-def test_every_message_has_its_number_and_its_fields_in_order(message):
-    documented = documented_fields(f"{message.type}. {message.__name__}")
-    key = [field.name for field in dataclasses.fields(RoundKey)]
+@EVERY_MESSAGE
+def test_every_message_has_its_fields_in_order(message):
+    keys = [field.name for field in dataclasses.fields(RoundKey)]
     expected = {
-        "Contribution": ["session", *key, "attempt", "counts", "vectors", "channels"],
-        "Aggregate": [*key, "replicas", "count", "vectors", "channels"],
-    }.get(message.__name__, [field.name for field in dataclasses.fields(message)])
-    assert documented == expected
+        Contribution: ["session", *keys, "attempt", "counts", "vectors", "channels"],
+        Aggregate: [*keys, "replicas", "count", "vectors", "channels"],
+    }.get(message, [field.name for field in dataclasses.fields(message)])
+    assert [field.name for field in documented(title_of(message))] == expected
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        Contribution(b"session0", RoundKey("j", "g", 0, 0, "l", 0, FORWARD), 0, Rows((1,), np.ones((1, 2, 3)))),
-        Aggregate(RoundKey("j", "g", 0, 0, "l", 0, FORWARD), 1, 1, np.ones((2, 3))),
-    ],
-    ids=lambda message: type(message).__name__,
-)
-def test_frames_with_values_have_as_many_fields_as_documented(message):
-    frame = encode(message)
-    header = msgpack.unpackb(frame[8 : 8 + int.from_bytes(frame[4:8], "little")])
-    assert len(header) - 1 == len(documented_fields(f"{message.type}. {type(message).__name__}"))
+@EVERY_MESSAGE
+def test_a_real_frame_has_the_fields_that_are_documented(message):
+    header = header_of(encode(SAMPLES[message]))
+    assert header[0] == message.type
+    assert len(header) - 1 == len(documented(title_of(message)))
 
 
-def test_no_message_is_documented_that_does_not_exist():
-    numbers = [int(number) for number in re.findall(r"^### (\d+)\. ", DOCUMENT, re.MULTILINE)]
-    assert numbers == list(BY_TYPE)
+@EVERY_MESSAGE
+def test_the_master_takes_what_is_directed_to_it_and_nothing_else(message):
+    direction = re.search(r"^Direction: (.*?) to (.*?)\.", section(title_of(message)), re.MULTILINE)
+    (*_, answer) = play(SAMPLES[message]) or [None]
+    refused = isinstance(answer, Failure) and "expected a request" in answer.message
+    assert refused == (direction[2] != "master")
+
+
+# What a field may hold.
+
+TYPES = {"text": str, "token": bytes, "integer": int, "float": float, "integers": list, "map": dict, "key": list}
+FOREIGN = {"text": b"x", "token": "session0", "integer": True, "float": 5, "integers": 5, "map": [], "key": "job"}
+
+
+def test_every_type_is_explained():
+    assert [name for name, _ in table("Field types")] == list(TYPES)
+
+
+@EVERY_MESSAGE
+def test_every_field_is_of_its_type_and_no_other_is_taken(message):
+    header = header_of(encode(SAMPLES[message]))
+    for field in documented(title_of(message)):
+        assert type(header[field.number]) is TYPES[field.type], field
+        assert is_refused(changed(message, field, FOREIGN[field.type])), field
+
+
+def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
+    """What lies just inside and just outside of the documented limits."""
+    if field.type == "token":
+        size = limits.TOKEN_BYTES
+        yield from ((True, bytes(size)), (False, bytes(size - 1)), (False, bytes(size + 1)))
+    elif field.type == "float":
+        low, high = map(number, re.fullmatch(r"above (.+), at most (.+)", field.limits).groups())
+        yield from ((True, math.nextafter(low, high)), (True, float(high)), (False, math.nan))
+        yield from ((False, float(low)), (False, math.nextafter(high, math.inf)))
+    elif field.type == "text":
+        low, high = map(number, re.fullmatch(r"(.+) to (.+) bytes", field.limits).groups())
+        yield from ((True, "x" * low), (True, "é" * (high // 2)), (False, "x" * (high + 1)), (False, "é" * high))
+        if low:
+            yield False, "x" * (low - 1)
+    elif field.type == "integer":
+        low, high = map(number, re.fullmatch(r"(.+) to (.+)", field.limits).groups())
+        yield from ((True, low), (True, high), (False, low - 1), (False, high + 1))
+    elif field.type == "integers":
+        most, low, high = re.fullmatch(r"(?:1 to (.+) of them, )?each (.+) to (.+)", field.limits).groups()
+        low, high = number(low), number(high)
+        yield from ((True, [low]), (True, [high]), (False, [low - 1]), (False, [high + 1]))
+        if most:
+            yield from ((True, [low] * number(most)), (False, [low] * (number(most) + 1)), (False, []))
+        else:
+            yield True, []
+    else:
+        assert not field.limits
+
+
+@EVERY_MESSAGE
+def test_every_field_is_taken_up_to_its_limits_and_not_beyond(message):
+    for field in documented(title_of(message)):
+        for legal, value in legal_and_illegal(field):
+            assert is_refused(changed(message, field, value)) != legal, (field, legal, value)
 
 
 def test_every_limit_has_its_value():
-    documented = {name: float(value) for name, value, _ in table(section("Limits"))}
-    assert documented == {name: value for name, value in vars(limits).items() if name.isupper()}
+    found = {name: float(value) for name, value, _ in table("Limits")}
+    assert found == {name: value for name, value in vars(limits).items() if name.isupper()}
+
+
+# Errors: each is provoked, and the failure that comes is the documented one.
+
+OPEN = (register(0), register(1))
+FRESH = b"a fresh1"
+
+
+def play(*said: Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: None) -> list[Message]:
+    """Says all this to a new server, and returns what the last of it, or what comes then, is answered with."""
+    dispatcher = Dispatcher(b"server-0", 0.0)
+    replies: Any = []
+    for message in said:
+        replies = dispatcher.receive(0.0, b"peer", message if isinstance(message, bytes) else encode(message))
+    replies = then(dispatcher) or replies
+    return [decode(frame) for _, frame in replies]
+
+
+LEFT = Leave(session_of(1), "boom")
+MOST = rows(1.0, count=limits.MAX_COUNT)
+
+# The ways to a failure that the document names.
+WAYS: dict[str, Callable[[], list[Message]]] = {
+    "an unsound frame": lambda: play(b"garbage"),
+    "a session that registers as somebody else": lambda: play(register(0), register(1, session=session_of(0))),
+    "a foreign key": lambda: play(*OPEN, contribution(0, key=key(job="other"), session=session_of(0))),
+    "another version": lambda: play(b"SBN" + bytes([PROTOCOL_VERSION + 1]) + bytes(4)),
+    "a new run": lambda: play(*OPEN, contribution(0), register(0, epoch=1, session=FRESH)),
+    "a member twice": lambda: play(register(0), register(0, session=FRESH)),
+    "another world size": lambda: play(register(0), register(1, 3)),
+    "an earlier epoch": lambda: play(register(0, epoch=1), register(1)),
+    "an unknown session": lambda: play(contribution(0)),
+    "the end": lambda: play(*OPEN, contribution(0), then=Dispatcher.stop),
+    "too many groups": lambda: play(*(register(job=str(number)) for number in range(limits.MAX_GROUPS + 1))),
+    "too many rounds": lambda: play(
+        *OPEN, *(contribution(0, key=key(step=step)) for step in range(limits.MAX_OPEN_ROUNDS + 1))
+    ),
+    "too early": lambda: play(register(0), contribution(0)),
+    "too many values": lambda: play(*OPEN, contribution(0, MOST), contribution(1, MOST)),
+    "another shape": lambda: play(*OPEN, contribution(0), contribution(1, rows(1.0, channels=2))),
+    "other bytes": lambda: play(*OPEN, contribution(0), contribution(0, 2.0)),
+    "too late": lambda: play(*OPEN, contribution(0), then=lambda dispatcher: dispatcher.tick(600.0)),
+    "a member lost": lambda: play(*OPEN, LEFT, contribution(0)),
+    "a member lost, and registering": lambda: play(*OPEN, LEFT, register(0)),
+}
+
+
+@functools.cache
+def failure(way: str) -> Failure:
+    """The failure at the end of a way."""
+    return next(answer for answer in WAYS[way]() if isinstance(answer, Failure))
 
 
 def test_every_error_that_can_travel_is_documented():
-    assert {row[0] for row in table(section("Errors"))} == set(errors.BY_CODE) - LOCAL
+    assert {code for code, *_ in table("Errors")} == set(errors.BY_CODE) - LOCAL
+
+
+def test_every_documented_error_does_travel():
+    assert {failure(way).code for way in WAYS} == {code for code, *_ in table("Errors")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_has_the_documented_fields(way):
+    spread = ", ".join(field.name for field in documented("Round key"))
+    (names,) = [fields for code, _, _, fields, _ in table("Errors") if code == failure(way).code]
+    assert list(failure(way).fields) == [name for name in names.replace("the key's", spread).split(", ") if name]
+
+
+def test_an_error_has_a_key_where_the_document_says_so():
+    found: dict[str, set[bool]] = {}
+    for way in WAYS:
+        found.setdefault(failure(way).code, set()).add(failure(way).key is not None)
+    words = {"yes": {True}, "no": {False}, "both": {True, False}}
+    assert found == {code: words[has_key] for code, has_key, *_ in table("Errors")}
+
+
+# Rounds, deadlines, the report, the example.
 
 
 def test_the_life_of_a_round_is_the_codes_table():
-    documented = {tuple(row) for row in table(section("The life of a round"))}
-    assert documented == {(state.value, event.value, after.value) for (state, event), after in TRANSITIONS.items()}
+    found = {tuple(row) for row in table("The life of a round")}
+    assert found == {(state.value, event.value, after.value) for (state, event), after in TRANSITIONS.items()}
+
+
+def test_the_picture_of_a_round_shows_the_same_states_and_events():
+    (picture,) = re.findall(r"```\n(.*?)```", section("The life of a round"), re.DOTALL)
+    explained = re.sub(r"first|contribution\b|the answer is the \w+", "", picture)
+    real = {part.value for (state, event), after in TRANSITIONS.items() for part in (state, event, after)}
+    assert set(re.findall(r"[a-z]+", explained)) == real
+
+
+def test_deadlines_and_queues_have_the_codes_values():
+    whose = {"server": [service], "client": [connection, transport], "both": [service, transport]}
+    for name, value, side in table("Deadlines"):
+        found = [getattr(module, name) for module in whose[side] if hasattr(module, name)]
+        assert found == [float(value)] * (2 if side == "both" else 1), name
+
+
+def test_the_status_report_has_the_documented_entries(monkeypatch):
+    said = (*OPEN, contribution(0), StatusRequest())
+    (whole,) = play(*said)
+    (group,) = whole.report["groups"]
+    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 100)
+    (cut,) = play(*said)
+    kinds = {"text": str, "integer": int, "float": float, "array": list}
+    for title, real in (
+        ("Report", cut.report),
+        ("Group", group),
+        ("Group member", group["members"][0]),
+        ("Open round", group["waiting"][0]),
+    ):
+        assert {name: type(value) for name, value in real.items()} == {
+            name: kinds[kind] for name, kind, _ in table(title)
+        }
+    assert set(cut.report) - set(whole.report) == {"left_out"}
 
 
 def test_the_example_is_the_frame_it_says():
@@ -105,3 +367,5 @@ def test_the_example_is_the_frame_it_says():
     assert (message.attempt, message.rows.counts) == (0, (18,))
     assert message.rows.values.tolist() == [[[9.0, -4.5], [12.25, 3.0]]]
     assert encode(message) == frame
+    assert f"The frame has {len(frame)} bytes." in section("Example")
+    assert f"a header of {int.from_bytes(frame[4:8], 'little')} bytes" in block
