@@ -47,7 +47,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         ValueError: in `forward`, the input has other dimensions or channels, or the whole batch has one value
             per channel.
         TypeError: in `forward`, the input is not floating-point.
-        RoundFailed: in `forward` and `backward`, the exchange with the other members failed.
+        StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
+            RoundFailed.
     """
 
     eps_mode: str

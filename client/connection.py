@@ -23,6 +23,7 @@ from statsd_bn import limits
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
+    DuplicateMember,
     GroupIncomplete,
     ProtocolError,
     RoundTimeout,
@@ -39,6 +40,10 @@ WORLD = "world"
 
 # A server that is there answers a registration in milliseconds; a loaded network may take seconds.
 ANSWER_SECONDS = 5.0
+
+# A master notices that a killed process has left its place when a newcomer asks for it, so asking again helps.
+TAKEN_SECONDS = 1.0
+TAKEN_PAUSE_SECONDS = 0.05
 
 # The master ends a late round itself and says who is missing; only if nothing comes this long after that, the
 # member gives up on the master.
@@ -117,7 +122,7 @@ class Connection:
             after: the round that this backward round follows; None for a forward round.
 
         Raises:
-            RoundFailed: the round failed, with the reason.
+            StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
             ConnectionClosed: the connection was closed, or belongs to the parent process.
         """
         self._check_usable()
@@ -178,6 +183,17 @@ class Connection:
                 )
 
     def _ask(self, channel: Channel) -> Registered:
+        """Registers; while an earlier process may still hold its place, tries again for a moment."""
+        expiry = time.monotonic() + TAKEN_SECONDS
+        while True:
+            try:
+                return self._ask_once(channel)
+            except DuplicateMember:
+                if time.monotonic() >= expiry:
+                    raise
+                time.sleep(TAKEN_PAUSE_SECONDS)
+
+    def _ask_once(self, channel: Channel) -> Registered:
         channel.send(self._session.register())
         answer = self._next_registered(channel, ANSWER_SECONDS)
         if answer is None:

@@ -54,7 +54,7 @@ def batch_norm(slices: list[Slice], exchange: Exchange) -> tuple[list[Tensor], M
 
     Raises:
         ValueError: the whole batch has one value per channel.
-        RoundFailed: the exchange failed.
+        StatsdBNError: the exchange failed; most kinds are RoundFailed.
     """
     outputs = _SynchronizedBatchNorm.apply(
         exchange,

@@ -43,7 +43,7 @@ class SlavePipe:
             The aggregate; its values have shape (vectors, channels).
 
         Raises:
-            RoundFailed: the round failed, with the reason.
+            StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
         return self._connection.exchange(self._layer, contribution, after)
 

@@ -124,7 +124,7 @@ class Session:
             StatsdBNError: the master refused.
         """
         message = self._read(frame, None)
-        if not isinstance(message, Registered):
+        if not isinstance(message, Registered) or message.session != self.token:
             return None
         self._server = message.server
         return message

@@ -13,6 +13,7 @@ from server.master import Reply, SyncMaster, failure
 from server.membership import Slave
 from statsd_bn import limits
 from statsd_bn.errors import (
+    DuplicateMember,
     LimitExceeded,
     ProtocolError,
     RegistrationRefused,
@@ -132,7 +133,10 @@ class Dispatcher:
             master = self._masters[name] = SyncMaster(self._server, register)
             logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
         was_open = master.membership.is_open
-        slave, told = master.register_slave(register, peer)
+        try:
+            slave, told = master.register_slave(register, peer)
+        except DuplicateMember as error:
+            return [*replies, (peer, self._refuse(error)), master.remind(register.member)]
         self._seats[register.session] = Seat(master, slave)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
@@ -175,18 +179,25 @@ class Dispatcher:
         return master.break_all(lambda _: lost)
 
     def _leave(self, leave: Leave) -> list[Reply]:
-        seat = self._seats.pop(leave.session, None)
-        if seat is None:
-            return []
+        seat = self._seats.get(leave.session)
+        return self._dismiss(seat, leave.cause) if seat else []
+
+    def gone(self, peer: bytes) -> list[Reply]:
+        """Takes note that nothing can be delivered to a peer any more: a member that spoke from there has died."""
+        seats = [seat for seat in self._seats.values() if seat.slave.peer == peer]
+        return [reply for seat in seats for reply in self._dismiss(seat, "ConnectionLost: it ended without a goodbye")]
+
+    def _dismiss(self, seat: Seat, cause: str) -> list[Reply]:
+        del self._seats[seat.slave.session]
         membership = seat.master.membership
         logger.info(
             "job %r, group %r: %s leaves%s",
             membership.job,
             membership.group,
             seat.slave,
-            f": {leave.cause}" if leave.cause else "",
+            f": {cause}" if cause else "",
         )
-        replies = seat.master.remove_slave(seat.slave, leave.cause)
+        replies = seat.master.remove_slave(seat.slave, cause)
         if not seat.master.nr_slaves:
             del self._masters[membership.job, membership.group]
         return replies

@@ -15,7 +15,7 @@ from statsd_bn.errors import (
     LimitExceeded,
     MasterStopped,
     ProtocolError,
-    RoundMismatch,
+    RoundFailed,
     StatsdBNError,
 )
 from statsd_bn.messages import Aggregate, Contribution, Failure, Register, Registered, RoundKey, Rows
@@ -67,28 +67,35 @@ class SyncMaster:
         told = self.membership.slaves.values() if opens else [slave]
         return slave, [(slave.peer, self._registered(slave)) for slave in told]
 
+    def remind(self, member: int) -> Reply:
+        """Returns what tells a slave again that it is registered; if it cannot be delivered, the slave has gone."""
+        slave = self.membership.slaves[member]
+        return slave.peer, self._registered(slave)
+
     def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
         """Takes a slave's rows for one round.
 
         Returns:
             Nothing while others are missing; the aggregate for everyone once it is complete; the kept answer if
             the round is over; an error for whom it concerns. Of two different contributions of one slave
-            the first counts, and both senders are told.
+            the first counts, and whoever still waits for an answer is told.
         """
         key, rows = contribution.key, contribution.rows
         slave.step, slave.replicas = key.step, len(rows.counts)
+        slave.peer = peer
+        if key in self._kept:
+            return self._answer_again(self._kept[key], slave, rows, peer)
         try:
-            if key in self._kept:
-                return self._answer_again(self._kept[key], slave, rows, peer)
             round_ = self._open.get(key) or self._begin(now, slave, key)
-            earlier = round_.futures[slave.member].peer
+        except StatsdBNError as error:
+            return [(peer, failure(error, key))]
+        earlier = round_.futures[slave.member].peer
+        try:
             round_.put(slave.member, rows, peer)
         except ContributionConflict as conflict:
             return [(told, failure(conflict, key)) for told in dict.fromkeys((earlier, peer))]
-        except RoundMismatch as mismatch:
-            return self._break(round_, mismatch, also=[peer])
-        except StatsdBNError as error:
-            return [(peer, failure(error, key))]
+        except RoundFailed as error:
+            return self._break(round_, error, also=[peer])
         return [] if round_.state is State.WAITING else self._finish(round_)
 
     def run_master(self, round_: Round) -> Aggregate:
@@ -96,7 +103,6 @@ class SyncMaster:
 
         Raises:
             LookupError: a contribution is missing.
-            ProtocolError: the counts add up to more than can be exact.
         """
         contributions = [future.get() for future in round_.futures.values()]
         counts = [count for rows in contributions for count in rows.counts]
@@ -176,13 +182,8 @@ class SyncMaster:
         return [(peer, round_.answer)]
 
     def _finish(self, round_: Round) -> list[Reply]:
-        try:
-            answer = encode(self.run_master(round_))
-        except ProtocolError as error:
-            self.rounds_failed += 1
-            return self._close(round_, failure(failed(round_.key, str(error)), round_.key))
         self.rounds_done += 1
-        return self._close(round_, answer)
+        return self._close(round_, encode(self.run_master(round_)))
 
     def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
         round_.advance(Event.BROKEN)

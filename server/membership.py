@@ -84,7 +84,7 @@ class Membership:
                 place=slave.place,
             )
         slave.peer = peer
-        self.is_open = self.is_open or not self.missing
+        self.is_open = self.is_open or len(self.slaves) == self.world_size
         return slave
 
     def remove(self, slave: Slave, cause: str) -> None:

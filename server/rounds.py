@@ -12,6 +12,7 @@ Whatever the table below does not name cannot happen, and raises if it does.
 from collections.abc import Iterable
 from enum import Enum
 
+from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout
 from statsd_bn.messages import RoundKey, Rows
 
@@ -94,7 +95,7 @@ class Round:
         seconds: how long it may stay open.
     """
 
-    __slots__ = ("answer", "futures", "key", "opened", "seconds", "shape", "state")
+    __slots__ = ("_pending", "answer", "count", "futures", "key", "opened", "seconds", "shape", "state")
 
     def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
         self.key = key
@@ -103,6 +104,8 @@ class Round:
         self.opened = opened
         self.seconds = seconds
         self.shape: tuple[int, ...] = ()
+        self.count = 0
+        self._pending = len(self.futures)
         self.answer = b""
 
     def advance(self, event: Event) -> None:
@@ -114,16 +117,19 @@ class Round:
 
         Raises:
             RoundMismatch: their shape is not that of the rows that came first.
+            RoundFailed: the counts add up to more than can be exact.
             ContributionConflict: this member has contributed other bytes already.
         """
         future = self.futures[member]
         fresh = not future.done
         if fresh:
             self._check_shape(member, rows)
+            self._check_count(member, rows)
         if not future.put(rows, peer):
             raise self.conflict(member)
         if fresh:
-            self.advance(Event.CONTRIBUTED if self.missing else Event.COMPLETED)
+            self._pending -= 1
+            self.advance(Event.CONTRIBUTED if self._pending else Event.COMPLETED)
 
     @property
     def missing(self) -> list[int]:
@@ -178,6 +184,11 @@ class Round:
             got=list(shape),
             member=member,
         )
+
+    def _check_count(self, member: int, rows: Rows) -> None:
+        self.count += sum(rows.counts)
+        if self.count > limits.MAX_COUNT:
+            raise failed(self.key, f"counts: expected a sum of at most 2^53, got {self.count} with member {member}'s")
 
 
 def failed(key: RoundKey, reason: str) -> RoundFailed:

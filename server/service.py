@@ -17,7 +17,7 @@ from typing import Self
 
 import zmq
 
-from server.config import Config
+from server.config import Config, is_local
 from server.dispatcher import Dispatcher
 from server.master import Reply
 from statsd_bn import limits
@@ -135,8 +135,10 @@ class Service:
             try:
                 self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                # EHOSTUNREACH: the peer has gone. EAGAIN: it does not read. Either way nobody else may wait for it.
+                # Whether the peer has gone or does not read, nobody else may wait for it.
                 logger.warning("an answer to peer %s was dropped: %s", peer.hex(), error.strerror)
+                if error.errno == zmq.EHOSTUNREACH:
+                    self._send(self._dispatcher.gone(peer))
 
 
 @contextmanager
@@ -170,7 +172,7 @@ def run_master(config: Config | None = None) -> None:
     with Service(config or Config()) as service, _signals(service):
         for endpoint in service.endpoints:
             print(f"listening on {endpoint}", flush=True)  # noqa: T201 - a script reads the port from here
-            if "*" in endpoint or "0.0.0.0" in endpoint:  # noqa: S104 - a text to recognise, nothing is bound
+            if not is_local(endpoint):
                 logger.warning("%s is open to the network, without authentication", endpoint)
         service.run()
         logger.info("stopped")

@@ -101,10 +101,14 @@ def _unpack_header(frame: bytes) -> tuple[Any, int]:
     if length > limits.MAX_HEADER_BYTES or end > len(frame):
         raise ProtocolError(f"header: {length} bytes announced, {len(frame) - _PRELUDE.size} came")
     try:
-        header = msgpack.unpackb(frame[_PRELUDE.size : end], max_ext_len=0)
+        header = msgpack.unpackb(frame[_PRELUDE.size : end], max_ext_len=0, ext_hook=_refuse_extension)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"header: expected msgpack, got {error or type(error).__name__}") from error
     return header, end
+
+
+def _refuse_extension(code: int, _data: bytes) -> Any:
+    raise ProtocolError(f"header: expected plain msgpack, got extension type {code}")
 
 
 def _flatten(message: Message) -> tuple[list[Any], FloatArray | None]:

@@ -112,6 +112,12 @@ def test_a_second_process_with_the_same_number_is_refused_and_the_first_goes_on(
         assert first.exchange("bn", ROW).count == 1
 
 
+def test_a_killed_run_does_not_hold_its_places(members, server, job):
+    """kill -9 says no goodbye: the same job must be able to start again, and without waiting for any deadline."""
+    program = member_programs.kill_a_run_and_start_again
+    assert members(1, program, server.endpoint, f"{job}-again", job=f"{job}-other") == [2]
+
+
 def test_a_member_that_expects_another_world_is_refused_and_the_others_go_on():
     master = MemoryMaster()
 

@@ -95,6 +95,10 @@ def test_it_takes_registered_and_nothing_else_as_the_answer_to_register(session)
     assert session.registered(encode(Aggregate(key, 1, 1, np.ones((2, 2))))) is None
 
 
+def test_it_takes_no_answer_that_is_for_another_session(session):
+    assert session.registered(encode(Registered(b"another0", b"server-0", 2, 0, ()))) is None
+
+
 def test_a_failure_of_its_round_is_raised_as_the_masters_error(session):
     key = session.forward_key("a")
     frame = encode(Failure("replica_lost", "member 2 failed", {"member": 2, "cause": "boom"}, key))
