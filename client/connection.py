@@ -113,13 +113,13 @@ class Connection:
         trips = sorted(self._round_trips)
         return trips[len(trips) // 2] if trips else 0.0
 
-    def exchange(self, layer: str, rows: Rows, after: RoundKey | None = None) -> Aggregate:
+    def exchange(self, layer: str, rows: Rows, key: RoundKey | None = None) -> Aggregate:
         """Takes part in one round and returns its aggregate; `SlavePipe.run_slave` is the way to it.
 
         Args:
             layer: the layer's name.
             rows: what this process's replicas contribute.
-            after: the round that this backward round follows; None for a forward round.
+            key: of this round; None for the layer's next forward round.
 
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
@@ -127,8 +127,8 @@ class Connection:
         """
         self._check_usable()
         with self._lock:
-            key = self._session.backward_key(after) if after else self._session.forward_key(layer)
-        frame = self._session.contribution(key, rows)
+            key = key or self._session.forward_key(layer)
+            frame = self._session.contribution(key, rows)
         started = time.perf_counter()
         with self._transport.channel() as channel:
             channel.send(frame)

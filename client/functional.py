@@ -4,7 +4,8 @@ One node for all replicas of a process, because CPU autograd walks the graph in 
 would wait for a sibling that is behind it in the same thread, for ever.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from client import kernels
 from client.kernels import Statistics
 from client.pipe import Pipe
-from statsd_bn.messages import RoundKey, Rows
+from statsd_bn.messages import BACKWARD, RoundKey, Rows
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
 
@@ -31,14 +32,22 @@ class Slice:
 
 @dataclass(slots=True)
 class Exchange:
-    """One layer's call: how it reaches the others, what they know together, and the key of its latest round."""
+    """One layer's call: how it reaches the others, what they know together, and which rounds it has had."""
 
     pipe: Pipe
     layer: str
     eps: float
     eps_mode: str
     moments: Moments | None = None
-    round: RoundKey | None = None
+    key: RoundKey | None = None
+    walks: Counter[str] = field(default_factory=Counter)
+
+    def backward_key(self, phase: str) -> RoundKey:
+        """Returns the key of the next round of `phase`: a graph that is kept may be walked more than once."""
+        assert self.key is not None  # noqa: S101 - forward has set it
+        self.walks[phase] += 1
+        walk = self.walks[phase]
+        return replace(self.key, phase=phase if walk == 1 else f"{phase} {walk}")
 
 
 def batch_norm(slices: list[Slice], exchange: Exchange) -> tuple[list[Tensor], Moments]:
@@ -73,7 +82,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         measured = [kernels.moments(x) for x in inputs]
         rows = Rows(tuple(moments.count for moments in measured), np.stack([moments.vectors for moments in measured]))
         aggregate = exchange.pipe.run_slave(rows)
-        exchange.round = aggregate.key
+        exchange.key = aggregate.key
         exchange.moments = Moments.from_vectors(aggregate.count, aggregate.values)
         _check_count(aggregate.count, exchange.layer, inputs[0])
         if aggregate.count == 0:
@@ -114,8 +123,7 @@ def _input_gradients(
     if not any(ctx.needs_input_grad[1 : 1 + len(inputs)]):
         return [None] * len(inputs)
     counts = tuple(x.numel() // x.shape[1] for x in inputs)
-    aggregate = ctx.exchange.pipe.run_slave(Rows(counts, local), after=ctx.exchange.round)
-    ctx.exchange.round = aggregate.key
+    aggregate = ctx.exchange.pipe.run_slave(Rows(counts, local), ctx.exchange.backward_key(BACKWARD))
     return [
         kernels.input_gradient(grad, x, ctx.statistics, aggregate.values, weight)
         for grad, x, weight in zip(grads, inputs, weights, strict=True)

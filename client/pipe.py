@@ -14,7 +14,7 @@ from statsd_bn.reduction import sum_in_order
 class Pipe(Protocol):
     """A lane on which a contribution travels."""
 
-    def run_slave(self, contribution: Rows, *, after: RoundKey | None = None) -> Aggregate:
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Exchanges a contribution for the aggregate of its round."""
 
 
@@ -30,14 +30,14 @@ class SlavePipe:
         self._connection = connection
         self._layer = layer
 
-    def run_slave(self, contribution: Rows, *, after: RoundKey | None = None) -> Aggregate:
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Sends this process's rows and waits for the sum over all members.
 
         Args:
             contribution: counts, and float64 values of shape (replicas, vectors, channels): Σx and Σx² forward,
                 Σdy and Σdy·(x-mean) backward.
-            after: None for a forward round; for a backward round the `key` of the aggregate before it, which is
-                the forward one's, or the last backward one's where a kept graph is walked again.
+            key: None for the layer's next forward round; for a backward round the forward aggregate's `key` with
+                another phase, one that no earlier round of the same call had.
 
         Returns:
             The aggregate; its values have shape (vectors, channels).
@@ -45,7 +45,7 @@ class SlavePipe:
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
-        return self._connection.exchange(self._layer, contribution, after)
+        return self._connection.exchange(self._layer, contribution, key)
 
 
 class LocalPipe:
@@ -54,7 +54,7 @@ class LocalPipe:
     def __init__(self, layer: str) -> None:
         self._key = RoundKey("in-process", "world", 0, 0, layer, 0, FORWARD)
 
-    def run_slave(self, contribution: Rows, *, after: RoundKey | None = None) -> Aggregate:
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Adds the rows in replica order."""
         total = sum_in_order(contribution.values)
-        return Aggregate(after or self._key, len(contribution.counts), sum(contribution.counts), total)
+        return Aggregate(key or self._key, len(contribution.counts), sum(contribution.counts), total)

@@ -3,16 +3,15 @@
 It turns a layer's rows into a frame and the answer's frame back into an aggregate or an error, and it gives
 every round its key. All members run the same program, so each counts for itself and all arrive at the same
 keys: a step begins with the first forward round after a backward round, and `call` counts a layer's
-forward rounds within the step. A backward round takes over the key of the round before it, whatever step has come.
+forward rounds within the step. A backward round keeps the key of its forward round, whatever step has come.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from statsd_bn import limits
 from statsd_bn.errors import from_wire
 from statsd_bn.messages import (
-    BACKWARD,
     FORWARD,
     NO_SERVER,
     Aggregate,
@@ -101,20 +100,9 @@ class Session:
         who = self.member
         return RoundKey(who.job, who.group, who.epoch, self._step, layer, call, FORWARD)
 
-    def backward_key(self, previous: RoundKey) -> RoundKey:
-        """Returns the key of the backward round that follows `previous`, the latest round of the same call.
-
-        After the forward round that is `backward`. A graph that is kept may be walked again, and each walk is a
-        round of its own: `backward 2`, `backward 3`, ...
-        """
-        self._backward_seen = True
-        if previous.phase == FORWARD:
-            return replace(previous, phase=BACKWARD)
-        walk = int(previous.phase.removeprefix(BACKWARD) or 1) + 1
-        return replace(previous, phase=f"{BACKWARD} {walk}")
-
     def contribution(self, key: RoundKey, rows: Rows) -> bytes:
         """Returns the frame that brings `rows` to the round `key`."""
+        self._backward_seen = self._backward_seen or key.phase != FORWARD
         return encode(Contribution(self.token, key, 0, rows))
 
     def registered(self, frame: bytes) -> Registered | None:

@@ -18,9 +18,9 @@ class CountingPipe:
         self.rounds = []
         self._pipe = LocalPipe("bn")
 
-    def run_slave(self, contribution, *, after=None):
-        self.rounds.append("forward" if after is None else "backward")
-        return self._pipe.run_slave(contribution, after=after)
+    def run_slave(self, contribution, key=None):
+        self.rounds.append("forward" if key is None else key.phase)
+        return self._pipe.run_slave(contribution, key)
 
 
 def exchange(pipe=None, eps_mode="plus"):
@@ -101,6 +101,16 @@ def test_backward_needs_nobody_when_no_input_needs_a_gradient():
     sum((output * output).sum() for output in outputs).backward()
     assert pipe.rounds == ["forward"]
     assert all(weight.grad is not None for weight in weights)
+
+
+def test_every_walk_of_a_kept_graph_is_a_round_of_its_own():
+    pipe = CountingPipe()
+    inputs, weights, biases = tensors((3,))
+    inputs[0].requires_grad_()
+    (output,), _ = batch_norm(slices(inputs, weights, biases), exchange(pipe))
+    for _ in range(3):
+        torch.autograd.grad((output**2).sum(), inputs[0], retain_graph=True)
+    assert pipe.rounds == ["forward", "backward", "backward 2", "backward 3"]
 
 
 def test_a_graph_that_is_kept_may_be_walked_again_even_after_another_forward():

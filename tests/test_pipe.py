@@ -1,5 +1,7 @@
 """Every lane looks the same: rows in, the aggregate of everybody's rows out."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from client.pipe import LocalPipe, SlavePipe
 from memory_members import in_threads, outcome, run_members
 from statsd_bn import Rows
 from statsd_bn.errors import RoundMismatch
+from statsd_bn.messages import BACKWARD
 
 # In float64, adding these in another order gives another last bit.
 ROWS = np.array([0.1, 0.2, 0.3, 1e16, -1e16, 0.7]).reshape(6, 1, 1)
@@ -36,7 +39,7 @@ def test_the_aggregate_names_its_round_and_backward_follows_it():
     def forward_and_backward(connection):
         pipe = SlavePipe(connection, "bn")
         forward = pipe.run_slave(rows_of(0, 1))
-        return forward.key, pipe.run_slave(rows_of(0, 1), after=forward.key).key
+        return forward.key, pipe.run_slave(rows_of(0, 1), replace(forward.key, phase=BACKWARD)).key
 
     for forward, backward in run_members(2, forward_and_backward):
         assert (forward.layer, forward.step, forward.phase) == ("bn", 0, "forward")
