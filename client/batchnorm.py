@@ -9,11 +9,15 @@ import itertools
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
+from client import kernels
 from client.connection import current_connection
-from client.functional import Exchange, Slice, batch_norm
+from client.exchange import Exchange
+from client.functional import Slice, batch_norm
 from client.pipe import LocalPipe, Pipe, SlavePipe
+from client.recomputation import exchanges, is_inside_backward
 from client.rendezvous import Rendezvous
 from statsd_bn.moments import Moments
 
@@ -30,10 +34,11 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         eps: keeps the inverse standard deviation finite.
         momentum: weight of the newest batch in the running statistics; None for a cumulative average.
         affine: learn `weight` and `bias`, each of shape (C,).
-        track_running_stats: keep running statistics for eval.
-        eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches.
+        track_running_stats: keep running statistics for eval; without them eval uses those of its own batch, alone.
         device: of parameters and buffers.
         dtype: of parameters and buffers.
+        bias: learn `bias` where `affine`.
+        eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches.
 
     Attributes:
         layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the place in the
@@ -41,12 +46,12 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     Shape:
         Input (N, C, *) as the torch layer of the same dimension takes it, output the same. N may differ between
-        replicas.
+        replicas, and be 0.
 
     Raises:
-        ValueError: in `forward`, the input has other dimensions or channels, or the whole batch has one value
-            per channel.
-        TypeError: in `forward`, the input is not floating-point.
+        ValueError: in `forward`, the input has other dimensions or channels, the mask another shape, or the whole
+            batch has one value per channel.
+        TypeError: in `forward`, the input is not floating-point, or the mask not boolean.
         StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
             RoundFailed.
     """
@@ -62,35 +67,42 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        *,
-        eps_mode: str = "plus",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        eps_mode: str = "plus",
     ) -> None:
         if eps_mode not in EPS_MODES:
             raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         self.eps_mode = eps_mode
         self.layer_name = f"{type(self).__name__}-{next(_unnamed)}"
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises `input`, in training with the statistics of the whole batch."""
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+        """Normalises `input`, in training with the statistics of the whole batch.
+
+        Args:
+            input: shape (N, C, *).
+            mask: shape (N, *), bool: which positions count for the statistics; None for all. Masked positions are
+                normalised like the rest.
+        """
         self._check_input_dim(input)
         self._check_input(input)
-        if not self.training or not self._has_company():
-            return super().forward(input)
-        mine = Slice(input, self.weight, self.bias)
-        if self._seat is None:
-            output, moments = self._normalise([mine])[0]
-        else:
-            rendezvous, replica = self._seat
-            output, moments = rendezvous.meet(replica, f"layer {self.layer_name!r}", mine, self._normalise)
-        self._update_running_statistics(moments)
-        return output
+        if mask is not None:
+            self._check_mask(input, mask)
+        if not self._uses_batch_statistics() or (mask is None and not self._has_company()):
+            return self._alone(input)
+        return self._together(Slice(input, self.weight, self.bias, mask))
 
     def extra_repr(self) -> str:
         """Torch's, and what is not its default."""
         return str(super().extra_repr()) + ("" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or pickle is a layer like any other: it has no seat among the replicas of its original."""
+        return {name: value for name, value in vars(self).items() if name != "_seat"}
 
     def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
         """Takes this copy's seat among the replicas of its process."""
@@ -105,20 +117,60 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
                 f"(input of shape {tuple(x.shape)})"
             )
 
+    def _check_mask(self, x: Tensor, mask: Tensor) -> None:
+        if mask.dtype != torch.bool:
+            raise TypeError(f"layer {self.layer_name!r}: expected a boolean mask, got {mask.dtype}")
+        expected = (x.shape[0], *x.shape[2:])
+        if mask.shape != expected or mask.device != x.device:
+            raise ValueError(
+                f"layer {self.layer_name!r}: expected a mask of shape {tuple(expected)} on {x.device}, as the input "
+                f"without its channels, got {tuple(mask.shape)} on {mask.device}"
+            )
+
+    def _uses_batch_statistics(self) -> bool:
+        return self.training or (self.running_mean is None and self.running_var is None)
+
     def _has_company(self) -> bool:
+        if not self.training:
+            return False
         connection = current_connection()
         if connection is not None and connection.member.world_size > 1:
             return True
         return self._seat is not None and self._seat[0].nr_replicas > 1
 
     def _pipe(self) -> Pipe:
-        connection = current_connection()
+        connection = current_connection() if self.training else None
         return LocalPipe(self.layer_name) if connection is None else SlavePipe(connection, self.layer_name)
 
-    def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Moments]]:
+    def _alone(self, x: Tensor) -> Tensor:
+        """Torch's own, but where a checkpoint computes again the running statistics have moved already."""
+        if self.training and not torch.compiler.is_compiling() and is_inside_backward():
+            return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
+        return super().forward(x)
+
+    def _together(self, mine: Slice) -> Tensor:
+        seat = self._seat if self.training else None
+        if is_inside_backward() and (earlier := self._earlier(mine, 0 if seat is None else seat[1])):
+            return batch_norm([mine], earlier)[0]
+        if seat is None:
+            output, exchange = self._normalise([mine])[0]
+        else:
+            rendezvous, replica = seat
+            output, exchange = rendezvous.meet(replica, f"layer {self.layer_name!r}", mine, self._normalise)
+        if self.training:
+            self._update_running_statistics(exchange.moments)
+        return output
+
+    def _earlier(self, mine: Slice, replica: int) -> Exchange | None:
+        """The call that a checkpoint computes again."""
+        with torch.no_grad():
+            return exchanges.find(self.layer_name, replica, kernels.moments(mine.input, mine.mask))
+
+    def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Exchange]]:
         exchange = Exchange(self._pipe(), self.layer_name, self.eps, self.eps_mode)
-        outputs, moments = batch_norm(slices, exchange)
-        return [(output, moments) for output in outputs]
+        outputs = batch_norm(slices, exchange)
+        exchanges.remember(exchange)
+        return [(output, exchange) for output in outputs]
 
     def _update_running_statistics(self, moments: Moments) -> None:
         if self.num_batches_tracked is not None:

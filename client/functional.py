@@ -1,11 +1,11 @@
-"""The autograd function: all local replicas in, all outputs out, one exchange each way.
+"""The autograd functions: all local replicas in, all outputs out, one exchange each way.
 
 One node for all replicas of a process, because CPU autograd walks the graph in one thread: a node per replica
 would wait for a sibling that is behind it in the same thread, for ever.
 """
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,134 +14,160 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from client import kernels
-from client.kernels import Statistics
-from client.pipe import Pipe
-from statsd_bn.messages import BACKWARD, RoundKey, Rows
-from statsd_bn.moments import Moments
+from client.exchange import Exchange
+from client.second_order import SecondOrder
+from statsd_bn.messages import BACKWARD, SECOND_BACKWARD
 from statsd_bn.reduction import FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one replica brings: its input (N, C, *) and its copies of weight and bias, (C,) or None."""
+    """What one replica brings: its input (N, C, *), its copies of weight and bias, (C,) or None, and its mask.
+
+    The mask, bool of shape (N, *), says which positions count for the statistics; None: all.
+    """
 
     input: Tensor
     weight: Tensor | None
     bias: Tensor | None
+    mask: Tensor | None = None
 
 
-@dataclass(slots=True)
-class Exchange:
-    """One layer's call: how it reaches the others, what they know together, and which rounds it has had."""
-
-    pipe: Pipe
-    layer: str
-    eps: float
-    eps_mode: str
-    moments: Moments | None = None
-    key: RoundKey | None = None
-    walks: Counter[str] = field(default_factory=Counter)
-
-    def backward_key(self, phase: str) -> RoundKey:
-        """Returns the key of the next round of `phase`: a graph that is kept may be walked more than once."""
-        assert self.key is not None  # noqa: S101 - forward has set it
-        self.walks[phase] += 1
-        walk = self.walks[phase]
-        return replace(self.key, phase=phase if walk == 1 else f"{phase} {walk}")
-
-
-def batch_norm(slices: list[Slice], exchange: Exchange) -> tuple[list[Tensor], Moments]:
+def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
     """Normalises the local replicas' slices with the statistics of the whole batch.
 
     Args:
         slices: one per local replica, in replica order.
-        exchange: a fresh one for this call.
+        exchange: a fresh one for this call, or that of an earlier call that is computed again. Afterwards it knows
+            the statistics of the whole batch.
 
     Returns:
-        An output per slice, and the moments of the whole batch, from which every replica updates its running
-        statistics with the same numbers.
+        An output per slice.
 
     Raises:
-        ValueError: the whole batch has one value per channel.
+        ValueError: the whole batch has one value per channel, or none where there are positions to normalise.
         StatsdBNError: the exchange failed; most kinds are RoundFailed.
     """
-    outputs = _SynchronizedBatchNorm.apply(
-        exchange,
-        *(slice_.input for slice_ in slices),
-        *(slice_.weight for slice_ in slices),
-        *(slice_.bias for slice_ in slices),
-    )
-    assert exchange.moments is not None  # noqa: S101 - forward has set it, or raised
-    return list(outputs), exchange.moments
-
-
-class _SynchronizedBatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, *tensors: Any) -> tuple[Tensor, ...]:
-        inputs, weights, biases = _thirds(tensors)
-        measured = [kernels.moments(x) for x in inputs]
-        rows = Rows(tuple(moments.count for moments in measured), np.stack([moments.vectors for moments in measured]))
-        aggregate = exchange.pipe.run_slave(rows)
-        exchange.key = aggregate.key
-        exchange.moments = Moments.from_vectors(aggregate.count, aggregate.values)
-        _check_count(aggregate.count, exchange.layer, inputs[0])
-        if aggregate.count == 0:
-            statistics = Statistics(1, *np.zeros((3, inputs[0].shape[1])))
-        else:
-            statistics = Statistics.of(exchange.moments, exchange.eps, exchange.eps_mode)
-        ctx.save_for_backward(*inputs, *weights)
-        ctx.exchange, ctx.statistics = exchange, statistics
-        return tuple(
-            kernels.normalise(x, statistics, weight, bias)
-            for x, weight, bias in zip(inputs, weights, biases, strict=True)
+    return list(
+        _BatchNorm.apply(
+            exchange,
+            *(slice_.input for slice_ in slices),
+            *(slice_.weight for slice_ in slices),
+            *(slice_.bias for slice_ in slices),
+            *(slice_.mask for slice_ in slices),
         )
+    )
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(exchange: Exchange, *tensors: Any) -> tuple[Tensor, ...]:
+        inputs, weights, biases, masks = _split(tensors, 4)
+        if not exchange.is_done:
+            exchange.forward([kernels.moments(x, mask) for x, mask in zip(inputs, masks, strict=True)])
+        return tuple(_normalise(exchange, Slice(*parts)) for parts in zip(inputs, weights, biases, masks, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.exchange, *tensors = inputs
+        xs, weights, _, masks = _split(tensors, 4)
+        ctx.replicas = len(output)
+        ctx.save_for_backward(*xs, *weights, *masks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needs = _split(ctx.needs_input_grad[1 : 1 + 3 * ctx.replicas], 3)
+        gradients = _Backward.apply(_Walk(ctx.exchange, needs), *grads, *ctx.saved_tensors)
+        return None, *gradients, *[None] * ctx.replicas
+
+
+def _normalise(exchange: Exchange, slice_: Slice) -> Tensor:
+    exchange.check_count(slice_.input)
+    return kernels.normalise(slice_.input, exchange.statistics, slice_.weight, slice_.bias)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One walk back through a call, and what it leaves for a second one.
+
+    Attributes:
+        exchange: the call's.
+        needs: whether the inputs, weights and biases need gradients.
+        local: shape (2, C) per local replica: its Σdy and Σdy·(x-mean).
+        total: their sums over all replicas; None if no input needs a gradient.
+    """
+
+    exchange: Exchange
+    needs: list[tuple[bool, ...]]
+    local: list[FloatArray] = field(default_factory=list)
+    total: FloatArray | None = None
+
+
+class _Backward(torch.autograd.Function):
+    """The first backward, as a function that can be differentiated itself."""
+
+    @staticmethod
+    def forward(walk: _Walk, *tensors: Any) -> tuple[Tensor | None, ...]:
+        grads, inputs, weights, masks = _split(tensors, 4)
+        statistics = walk.exchange.statistics
+        walk.local = [
+            kernels.backward_sums(grad, x, statistics, mask) for grad, x, mask in zip(grads, inputs, masks, strict=True)
+        ]
+        _, needs_weight, needs_bias = walk.needs
+        return (
+            *_input_gradients(walk, grads, inputs, weights, masks),
+            *_where_needed(needs_weight, [sums[1] * statistics.invstd for sums in walk.local], inputs),
+            *_where_needed(needs_bias, [sums[0] for sums in walk.local], inputs),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:  # noqa: ARG004
+        ctx.walk, *tensors = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        replicas = len(grads)
-        inputs, weights = ctx.saved_tensors[:replicas], ctx.saved_tensors[replicas:]
-        statistics: Statistics = ctx.statistics
-        local = [kernels.backward_sums(grad, x, statistics) for grad, x in zip(grads, inputs, strict=True)]
-        input_grads = _input_gradients(ctx, grads, inputs, weights, np.stack(local))
-        weight_grads = [
-            _parameter_gradient(sums[1] * statistics.invstd, weight)
-            for sums, weight in zip(local, weights, strict=True)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        walk: _Walk = ctx.walk
+        statistics = walk.exchange.statistics
+        parts = [
+            SecondOrder(*part)
+            for part in zip(*_split(ctx.saved_tensors, 4), walk.local, *_split(gradients, 3), strict=True)
         ]
-        bias_grads = [_parameter_gradient(sums[0], weight) for sums, weight in zip(local, weights, strict=True)]
-        return None, *input_grads, *weight_grads, *bias_grads
+        if walk.total is None:
+            return None, *(part.without_input(statistics) for part in parts), *[None] * 3 * len(parts)
+        local = [part.sums(statistics) for part in parts]
+        second = walk.exchange.backward(SECOND_BACKWARD, np.stack(local))
+        found = [part.gradients(statistics, walk.total, second, sums) for part, sums in zip(parts, local, strict=True)]
+        by_grad, by_input, by_weight = zip(*found, strict=True)
+        return None, *by_grad, *by_input, *by_weight, *[None] * len(parts)
 
 
 def _input_gradients(
-    ctx: Any,
-    grads: tuple[Tensor, ...],
-    inputs: tuple[Tensor, ...],
-    weights: tuple[Tensor | None, ...],
-    local: FloatArray,
+    walk: _Walk,
+    grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    masks: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Only the input's gradient needs the other replicas; parameters keep their local sums, as under DDP."""
-    if not any(ctx.needs_input_grad[1 : 1 + len(inputs)]):
+    """Only the inputs' gradients need the other replicas; parameters keep their local sums, as under DDP."""
+    if not any(walk.needs[0]):
         return [None] * len(inputs)
-    counts = tuple(x.numel() // x.shape[1] for x in inputs)
-    aggregate = ctx.exchange.pipe.run_slave(Rows(counts, local), ctx.exchange.backward_key(BACKWARD))
+    walk.total = total = walk.exchange.backward(BACKWARD, np.stack(walk.local))
     return [
-        kernels.input_gradient(grad, x, ctx.statistics, aggregate.values, weight)
-        for grad, x, weight in zip(grads, inputs, weights, strict=True)
+        kernels.input_gradient(grad, x, walk.exchange.statistics, total, weight, mask)
+        for grad, x, weight, mask in zip(grads, inputs, weights, masks, strict=True)
     ]
 
 
-def _parameter_gradient(values: FloatArray, like: Tensor | None) -> Tensor | None:
-    return None if like is None else torch.from_numpy(values).to(like.dtype).to(like.device)
+def _where_needed(
+    needs: tuple[bool, ...], vectors: list[FloatArray], inputs: Sequence[Tensor]
+) -> Iterator[Tensor | None]:
+    for need, vector, x in zip(needs, vectors, inputs, strict=True):
+        yield kernels.vector(vector, x) if need else None
 
 
-def _check_count(count: int, layer: str, x: Tensor) -> None:
-    if count == 1:
-        raise ValueError(
-            f"layer {layer!r}: expected more than 1 value per channel over all replicas when training, got 1 "
-            f"(this replica's input has shape {tuple(x.shape)})"
-        )
-
-
-def _thirds(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
-    size = len(tensors) // 3
-    return tensors[:size], tensors[size : 2 * size], tensors[2 * size :]
+def _split(values: Any, parts: int) -> list[Any]:
+    """Returns `parts` sequences of equal length."""
+    size = len(values) // parts
+    return [values[part * size : (part + 1) * size] for part in range(parts)]

@@ -37,10 +37,12 @@ class Statistics:
         """Returns the statistics of a batch.
 
         Args:
-            moments: of the whole batch, count >= 1.
+            moments: of the whole batch; without values they give zeros, with which there is nothing to normalise.
             eps: keeps `invstd` finite.
             eps_mode: "plus" for (var + eps)^-1/2, "clamp" for max(var, eps)^-1/2.
         """
+        if moments.count == 0:
+            return cls(1, *np.zeros((3, len(moments.sums))))
         variance = moments.variance()
         if eps_mode == "clamp":
             slope = (variance >= eps).astype(np.float64)
@@ -58,21 +60,22 @@ def compute_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def moments(x: Tensor) -> Moments:
+def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     """Returns the moments of a slice.
 
     Args:
         x: shape (N, C, *), any floating-point type, any device. It may be empty.
+        mask: shape (N, *), bool: which positions count; None for all.
     """
     channels = x.shape[1]
-    if x.numel() == 0:
+    count = x.numel() // channels if mask is None else int(mask.sum())
+    if count == 0:
         return Moments.empty(channels)
-    count = x.numel() // channels
-    values = x.to(compute_type(x))
-    over = _all_but_channel(x)
-    center = values.mean(over)
-    centred = values - _broadcast(center, x)
-    shift, first, second = _to_host(center, centred.sum(over), centred.square().sum(over))
+    over = all_but_channel(x)
+    values = where(mask, x.to(compute_type(x)))
+    center = values.mean(over) if mask is None else values.sum(over) / count
+    deviations = where(mask, values - _broadcast(center, x))
+    shift, first, second = to_host(center, deviations.sum(over), deviations.square().sum(over))
     with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
         return Moments.from_centred(count, shift + first / count, second - first * first / count)
 
@@ -86,40 +89,45 @@ def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Te
         weight: shape (C,) or None for 1.
         bias: shape (C,) or None for 0.
     """
-    center = statistics.center(x)
-    left_over = (statistics.mean - center) * statistics.invstd
-    device_center, scale, left_over_scaled = _to_device(x, center, statistics.invstd, left_over)
-    if weight is not None:
-        scale, left_over_scaled = scale * weight, left_over_scaled * weight
-    shift = -left_over_scaled if bias is None else bias - left_over_scaled
-    centred = x.to(compute_type(x)) - _broadcast(device_center, x)
-    return centred.mul_(_broadcast(scale, x)).add_(_broadcast(shift, x)).to(x.dtype)
+    return affine(x, statistics, statistics.invstd, np.zeros_like(statistics.mean), weight, bias).to(x.dtype)
 
 
-def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics) -> FloatArray:
+def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor | None = None) -> FloatArray:
     """Returns Σdy and Σdy·(x - mean) of a slice: shape (2, C), float64.
+
+    Masked positions are normalised with the statistics too, so their gradients count here; but where such a gradient
+    is 0, as a loss that leaves them out makes it, a NaN or infinity that pads the input does no harm.
 
     Args:
         grad: the gradient dy of the output, shape (N, C, *).
         x: the input, same shape.
         statistics: of the forward round.
+        mask: as for `moments`.
     """
     if x.numel() == 0:
         return np.zeros((2, x.shape[1]))
-    center = statistics.center(x)
-    (device_center,) = _to_device(x, center)
-    over = _all_but_channel(x)
     grad = grad.to(compute_type(x))
-    centred = x.to(compute_type(x)) - _broadcast(device_center, x)
-    first, second = _to_host(grad.sum(over), centred.mul_(grad).sum(over))
+    deviations, rest = centred(x, statistics)
+    if mask is not None:
+        deviations = deviations.masked_fill(~mask.unsqueeze(1) & (grad == 0), 0)
+    over = all_but_channel(x)
+    first, second = to_host(grad.sum(over), deviations.mul_(grad).sum(over))
     with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
-        return np.stack((first, second - (statistics.mean - center) * first))
+        return np.stack((first, second - rest * first))
 
 
-def input_gradient(grad: Tensor, x: Tensor, statistics: Statistics, sums: FloatArray, weight: Tensor | None) -> Tensor:
+def input_gradient(
+    grad: Tensor,
+    x: Tensor,
+    statistics: Statistics,
+    sums: FloatArray,
+    weight: Tensor | None,
+    mask: Tensor | None = None,
+) -> Tensor:
     """Returns dx, in the type of `x`.
 
-    dx = invstd * weight * (dy - Σdy/n - (x - mean) * invstd² * Σdy·(x - mean)/n), with the sums over all replicas.
+    dx = invstd * weight * (dy - m·Σdy/n - m·(x - mean) * invstd² * Σdy·(x - mean)/n), with the sums over all replicas
+    and m = 1 where a position counts, else 0.
 
     Args:
         grad: dy, shape (N, C, *).
@@ -127,32 +135,71 @@ def input_gradient(grad: Tensor, x: Tensor, statistics: Statistics, sums: FloatA
         statistics: of the forward round.
         sums: shape (2, C): the aggregate of `backward_sums`.
         weight: shape (C,) or None for 1.
+        mask: as for `moments`.
     """
-    center = statistics.center(x)
     with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
         mean_grad, mean_product = sums / statistics.count
         by_centred = -(statistics.invstd**3) * mean_product * statistics.slope
-        constant = -statistics.invstd * mean_grad - by_centred * (statistics.mean - center)
-    device_center, *factors = _to_device(x, center, statistics.invstd, by_centred, constant)
+        constant = -statistics.invstd * mean_grad
+    through_statistics = where(mask, affine(x, statistics, by_centred, constant, weight))
+    return through_statistics.add_(scaled(grad, statistics.invstd, weight)).to(x.dtype)
+
+
+def affine(
+    x: Tensor,
+    statistics: Statistics,
+    by_centred: FloatArray,
+    constant: FloatArray,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Returns (by_centred * (x - mean) + constant) * weight + bias in the compute type; vectors of shape (C,)."""
+    center = statistics.center(x)
+    with np.errstate(all="ignore"):  # as above
+        rest = constant - by_centred * (statistics.mean - center)
+    device_center, factor, addend = _to_device(x, center, by_centred, rest)
     if weight is not None:
-        factors = [factor * weight for factor in factors]
-    by_grad, by_centred_on_device, constant_on_device = (_broadcast(factor, x) for factor in factors)
-    centred = x.to(compute_type(x)) - _broadcast(device_center, x)
-    centred.mul_(by_centred_on_device).add_(constant_on_device)
-    return centred.add_(grad * by_grad).to(x.dtype)
+        factor, addend = factor * weight, addend * weight
+    if bias is not None:
+        addend = addend + bias
+    deviations = x.to(compute_type(x)) - _broadcast(device_center, x)
+    return deviations.mul_(_broadcast(factor, x)).add_(_broadcast(addend, x))
 
 
-def _all_but_channel(x: Tensor) -> list[int]:
+def scaled(x: Tensor, factor: FloatArray, weight: Tensor | None = None) -> Tensor:
+    """Returns x * factor * weight; vectors of shape (C,)."""
+    by = vector(factor, x)
+    return x * _broadcast(by if weight is None else by * weight, x)
+
+
+def vector(values: FloatArray, x: Tensor) -> Tensor:
+    """Returns `values`, shape (C,), on the device of `x` and in its compute type."""
+    return _to_device(x, values)[0]
+
+
+def centred(x: Tensor, statistics: Statistics) -> tuple[Tensor, FloatArray]:
+    """Returns x - center in the compute type, and mean - center in float64, shape (C,)."""
+    center = statistics.center(x)
+    return x.to(compute_type(x)) - _broadcast(vector(center, x), x), statistics.mean - center
+
+
+def where(mask: Tensor | None, x: Tensor) -> Tensor:
+    """Returns `x` with 0 where the mask says that a position does not count."""
+    return x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0)
+
+
+def all_but_channel(x: Tensor) -> list[int]:
+    """Returns the dimensions that a sum per channel runs over."""
     return [dimension for dimension in range(x.dim()) if dimension != 1]
+
+
+def to_host(*vectors: Tensor) -> FloatArray:
+    """One copy for all vectors, whatever the device; float64 only on the host, since MPS has none."""
+    return torch.stack(vectors).cpu().to(torch.float64).numpy()
 
 
 def _broadcast(vector: Tensor, x: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (x.dim() - 2))
-
-
-def _to_host(*vectors: Tensor) -> FloatArray:
-    """One copy for all vectors, whatever the device; float64 only on the host, since MPS has none."""
-    return torch.stack(vectors).cpu().to(torch.float64).numpy()
 
 
 def _to_device(x: Tensor, *vectors: FloatArray) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ TOKEN_BYTES = 8
 # Room for the longest module path people write (some reach 120), small enough to keep in every error.
 MAX_NAME_BYTES = 256
 
-# "forward", "backward" and their numbered repetitions.
+# "forward", "backward", "second backward" and their numbered repetitions.
 MAX_PHASE_BYTES = 32
 
 # An error's message or a cause with the heart of a traceback.

@@ -16,6 +16,7 @@ from statsd_bn.reduction import FloatArray
 
 FORWARD = "forward"
 BACKWARD = "backward"
+SECOND_BACKWARD = "second backward"
 
 # What a member says that has not met a server yet.
 NO_SERVER = bytes(limits.TOKEN_BYTES)

@@ -1,0 +1,86 @@
+"""Exchange: one call of one layer, and the rounds it has."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch import Tensor
+
+from client.kernels import Statistics
+from client.pipe import Pipe
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.messages import Aggregate, RoundKey, Rows
+from statsd_bn.moments import Moments
+from statsd_bn.reduction import FloatArray
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Exchange:
+    """One layer's call: how it reaches the other replicas, and what they know together.
+
+    Attributes:
+        pipe: the lane to the others.
+        layer: the layer's name, for errors.
+        eps: the layer's.
+        eps_mode: the layer's.
+        rows: what the local replicas contributed to the forward round.
+        key: of the forward round; None before it.
+        moments: of the whole batch.
+        statistics: what they make of it.
+    """
+
+    pipe: Pipe
+    layer: str
+    eps: float
+    eps_mode: str
+    rows: Rows = field(init=False)
+    key: RoundKey | None = None
+    moments: Moments = field(init=False)
+    statistics: Statistics = field(init=False)
+    _walks: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the forward round has taken place."""
+        return self.key is not None
+
+    def forward(self, local: list[Moments]) -> None:
+        """Exchanges the local replicas' moments for those of the whole batch."""
+        rows = Rows(tuple(moments.count for moments in local), np.stack([moments.vectors for moments in local]))
+        self.take(rows, self.pipe.run_slave(rows))
+
+    def take(self, rows: Rows, aggregate: Aggregate) -> None:
+        """The forward round gave this aggregate for these rows."""
+        self.rows = rows
+        self.key = aggregate.key
+        self.moments = Moments.from_vectors(aggregate.count, aggregate.values)
+        self.statistics = Statistics.of(self.moments, self.eps, self.eps_mode)
+
+    def backward(self, phase: str, local: FloatArray) -> FloatArray:
+        """Returns the sums over all replicas.
+
+        Args:
+            phase: which of the rounds that follow the forward one. A graph that is kept may be walked more than once,
+                and each walk is a round of its own: "backward", "backward 2", ...
+            local: shape (replicas, vectors, C).
+        """
+        if len(local) != len(self.rows.counts):
+            raise ConfigurationError(
+                f"layer {self.layer!r}: expected gradients of all {len(self.rows.counts)} replicas of this process "
+                f"together, got those of {len(local)}; a reentrant checkpoint computes one replica at a time, so pass "
+                "use_reentrant=False to torch.utils.checkpoint"
+            )
+        self._walks[phase] += 1
+        walk = self._walks[phase]
+        assert self.key is not None  # noqa: S101 - a backward follows a forward
+        key = replace(self.key, phase=phase if walk == 1 else f"{phase} {walk}")
+        return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
+
+    def check_count(self, x: Tensor) -> None:
+        """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`."""
+        if self.moments.count > 1 or (self.moments.count == 0 and x.numel() == 0):
+            return
+        raise ValueError(
+            f"layer {self.layer!r}: expected more than 1 value per channel over all replicas when training, got "
+            f"{self.moments.count} (this replica's input has shape {tuple(x.shape)})"
+        )

@@ -1,0 +1,70 @@
+"""Recomputation: a forward pass that a checkpoint runs again must find what its first run found.
+
+`torch.utils.checkpoint` frees activations and computes them again when backward needs them. The second run takes
+place inside the autograd engine. It must neither move the running statistics again nor exchange again: the
+other members may be elsewhere by then. So a call that runs inside the engine looks for the earlier call with its rows.
+"""
+
+import threading
+from collections import defaultdict, deque
+from weakref import WeakSet
+
+import numpy as np
+import torch
+
+from client.exchange import Exchange
+from statsd_bn.moments import Moments
+
+# A reentrant checkpoint runs first without a graph that would keep the exchange. Pipelines have up to a few dozen
+# micro-batches under way; an exchange holds four vectors per layer.
+KEPT_WITHOUT_GRAPH = 32
+
+# How far a recomputed sum may be from the first, relative to the largest of its vector: kernels that add in
+# another order each time differ by rounding, another batch by far more.
+TOLERANCE = 1e-3
+
+
+def is_inside_backward() -> bool:
+    """Whether the calling thread runs inside the autograd engine."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
+
+
+class Exchanges:
+    """The calls that may be computed again, by the name of their layer."""
+
+    def __init__(self) -> None:
+        self._with_graph: defaultdict[str, WeakSet[Exchange]] = defaultdict(WeakSet)
+        self._without_graph: defaultdict[str, deque[Exchange]] = defaultdict(lambda: deque(maxlen=KEPT_WITHOUT_GRAPH))
+        self._lock = threading.Lock()
+
+    def remember(self, exchange: Exchange) -> None:
+        """Keeps a call as long as its graph lives, or, if it has none, until newer calls displace it."""
+        with self._lock:
+            if torch.is_grad_enabled():
+                self._with_graph[exchange.layer].add(exchange)
+            else:
+                self._without_graph[exchange.layer].append(exchange)
+
+    def find(self, layer: str, replica: int, moments: Moments) -> Exchange | None:
+        """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
+
+        Where several calls come near, as those of small micro-batches may, it is the nearest: usually to the bit.
+        """
+        with self._lock:
+            calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
+        distances = [(_distance(call, replica, moments), call) for call in calls]
+        distance, call = min(distances, key=lambda pair: pair[0], default=(np.inf, None))
+        return call if distance <= TOLERANCE else None
+
+
+def _distance(call: Exchange, replica: int, moments: Moments) -> float:
+    """Returns how far apart the sums are, relative to the largest of each vector; infinity if the counts differ."""
+    counts, values = call.rows.counts, call.rows.values
+    if replica >= len(counts) or counts[replica] != moments.count or values[replica].shape != moments.vectors.shape:
+        return np.inf
+    first, again = np.nan_to_num(values[replica]), np.nan_to_num(moments.vectors)
+    largest = np.abs(first).max(axis=1, keepdims=True)
+    return float((np.abs(first - again) / np.where(largest > 0, largest, 1.0)).max())
+
+
+exchanges = Exchanges()
