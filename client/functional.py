@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from client import kernels
 from client.exchange import Exchange
@@ -126,21 +125,34 @@ class _Backward(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        walk: _Walk = ctx.walk
+        replicas = len(ctx.walk.local)
+        return None, *_SecondBackward.apply(ctx.walk, *ctx.saved_tensors, *gradients), *[None] * replicas
+
+
+class _SecondBackward(torch.autograd.Function):
+    """The gradient of the first backward."""
+
+    @staticmethod
+    def forward(walk: _Walk, *tensors: Any) -> tuple[Tensor | None, ...]:
         statistics = walk.exchange.statistics
-        parts = [
-            SecondOrder(*part)
-            for part in zip(*_split(ctx.saved_tensors, 4), walk.local, *_split(gradients, 3), strict=True)
-        ]
+        *saved, by_input, by_weight, by_bias = _split(tensors, 7)
+        parts = [SecondOrder(*part) for part in zip(*saved, walk.local, by_input, by_weight, by_bias, strict=True)]
         if walk.total is None:
-            return None, *(part.without_input(statistics) for part in parts), *[None] * 3 * len(parts)
+            return *(part.without_input(statistics) for part in parts), *[None] * 2 * len(parts)
         local = [part.sums(statistics) for part in parts]
         second = walk.exchange.backward(SECOND_BACKWARD, np.stack(local))
         found = [part.gradients(statistics, walk.total, second, sums) for part, sums in zip(parts, local, strict=True)]
         by_grad, by_input, by_weight = zip(*found, strict=True)
-        return None, *by_grad, *by_input, *by_weight, *[None] * len(parts)
+        return *by_grad, *by_input, *by_weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("synchronised batch norm has first and second derivatives, and no third")
 
 
 def _input_gradients(
