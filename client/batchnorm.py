@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from client import kernels
 from client.connection import current_connection
 from client.exchange import Exchange
-from client.functional import Slice, batch_norm
+from client.functional import Slice, batch_norm, held
 from client.pipe import LocalPipe, Pipe, SlavePipe
 from client.recomputation import exchanges, is_inside_backward
 from client.rendezvous import Rendezvous
@@ -145,11 +145,14 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
     def _alone(self, x: Tensor) -> Tensor:
         """Torch's own, but where a checkpoint computes again the running statistics have moved already."""
         if self.training and not torch.compiler.is_compiling() and is_inside_backward():
-            return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
+            mean, variance = (None if kept is None else kept.clone() for kept in (self.running_mean, self.running_var))
+            return F.batch_norm(x, mean, variance, self.weight, self.bias, training=True, eps=self.eps)
         return super().forward(x)
 
     def _together(self, mine: Slice) -> Tensor:
         seat = self._seat if self.training else None
+        if seat is not None:
+            mine = held(mine)
         if is_inside_backward() and (earlier := self._earlier(mine, 0 if seat is None else seat[1])):
             return batch_norm([mine], earlier)[0]
         if seat is None:
@@ -164,7 +167,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
     def _earlier(self, mine: Slice, replica: int) -> Exchange | None:
         """The call that a checkpoint computes again."""
         with torch.no_grad():
-            return exchanges.find(self.layer_name, replica, kernels.moments(mine.input, mine.mask))
+            return exchanges.find(self.layer_name, self._pipe(), replica, kernels.moments(mine.input, mine.mask))
 
     def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Exchange]]:
         exchange = Exchange(self._pipe(), self.layer_name, self.eps, self.eps_mode)

@@ -5,7 +5,7 @@ would wait for a sibling that is behind it in the same thread, for ever.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,39 @@ from statsd_bn.reduction import FloatArray
 class Slice:
     """What one replica brings: its input (N, C, *), its copies of weight and bias, (C,) or None, and its mask.
 
-    The mask, bool of shape (N, *), says which positions count for the statistics; None: all.
+    The mask, bool of shape (N, *), says which positions count for the statistics; None: all. `holder` is the node that
+    has saved the input, if it is not for the batch norm to save it.
     """
 
     input: Tensor
     weight: Tensor | None
     bias: Tensor | None
     mask: Tensor | None = None
+    holder: Any = None
+
+
+def held(slice_: Slice) -> Slice:
+    """Saves the input now, in the calling thread, where a checkpoint around this replica can see it.
+
+    The replicas' one batch norm is made by the thread that comes last, and what it saved itself that thread's
+    checkpoint would take for its own.
+    """
+    x = _Hold.apply(slice_.input)
+    return replace(slice_, input=x, holder=x.grad_fn)
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch's signature
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
+        return grad
 
 
 def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
@@ -50,6 +76,7 @@ def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
     return list(
         _BatchNorm.apply(
             exchange,
+            [slice_.holder for slice_ in slices],
             *(slice_.input for slice_ in slices),
             *(slice_.weight for slice_ in slices),
             *(slice_.bias for slice_ in slices),
@@ -60,7 +87,7 @@ def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
 
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
-    def forward(exchange: Exchange, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(exchange: Exchange, holders: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
         inputs, weights, biases, masks = _split(tensors, 4)
         if not exchange.is_done:
             exchange.forward([kernels.moments(x, mask) for x, mask in zip(inputs, masks, strict=True)])
@@ -68,16 +95,23 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.exchange, *tensors = inputs
+        ctx.exchange, ctx.holders, *tensors = inputs
         xs, weights, _, masks = _split(tensors, 4)
         ctx.replicas = len(output)
-        ctx.save_for_backward(*xs, *weights, *masks)
+        if any(ctx.holders):
+            unheld = (None if holder else x for x, holder in zip(xs, ctx.holders, strict=True))
+            ctx.unsaved = (*unheld, *weights, *masks)
+        else:
+            ctx.unsaved = None
+            ctx.save_for_backward(*xs, *weights, *masks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = _split(ctx.needs_input_grad[1 : 1 + 3 * ctx.replicas], 3)
-        gradients = _Backward.apply(_Walk(ctx.exchange, needs), *grads, *ctx.saved_tensors)
-        return None, *gradients, *[None] * ctx.replicas
+        needs = _split(ctx.needs_input_grad[2 : 2 + 3 * ctx.replicas], 3)
+        xs, weights, masks = _split(ctx.unsaved or ctx.saved_tensors, 3)
+        xs = [holder.saved_tensors[0] if holder else x for x, holder in zip(xs, ctx.holders, strict=True)]
+        gradients = _Backward.apply(_Walk(ctx.exchange, needs), *grads, *xs, *weights, *masks)
+        return None, None, *gradients, *[None] * ctx.replicas
 
 
 def _normalise(exchange: Exchange, slice_: Slice) -> Tensor:

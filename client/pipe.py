@@ -4,6 +4,7 @@ Each lane looks like this: rows go in, the aggregate of everybody's rows comes o
 master, `LocalPipe` ends in this process and adds its replicas' rows as the master would, to the same bits.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from client.connection import Connection
@@ -18,6 +19,7 @@ class Pipe(Protocol):
         """Exchanges a contribution for the aggregate of its round."""
 
 
+@dataclass(frozen=True, slots=True)
 class SlavePipe:
     """The lane to the master.
 
@@ -26,9 +28,8 @@ class SlavePipe:
         layer: the layer's name, the same on every member.
     """
 
-    def __init__(self, connection: Connection, layer: str) -> None:
-        self._connection = connection
-        self._layer = layer
+    connection: Connection
+    layer: str
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Sends this process's rows and waits for the sum over all members.
@@ -45,16 +46,21 @@ class SlavePipe:
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
-        return self._connection.exchange(self._layer, contribution, key)
+        return self.connection.exchange(self.layer, contribution, key)
 
 
+@dataclass(frozen=True, slots=True)
 class LocalPipe:
-    """The lane of a process without a master: its replicas are all there is."""
+    """The lane of a process without a master: its replicas are all there is.
 
-    def __init__(self, layer: str) -> None:
-        self._key = RoundKey("in-process", "world", 0, 0, layer, 0, FORWARD)
+    Args:
+        layer: the layer's name.
+    """
+
+    layer: str
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Adds the rows in replica order."""
         total = sum_in_order(contribution.values)
-        return Aggregate(key or self._key, len(contribution.counts), sum(contribution.counts), total)
+        key = key or RoundKey("in-process", "world", 0, 0, self.layer, 0, FORWARD)
+        return Aggregate(key, len(contribution.counts), sum(contribution.counts), total)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from client.exchange import Exchange
+from client.pipe import Pipe
 from statsd_bn.moments import Moments
 
 # A reentrant checkpoint runs first without a graph that would keep the exchange. Pipelines have up to a few dozen
@@ -45,16 +46,25 @@ class Exchanges:
             else:
                 self._without_graph[exchange.layer].append(exchange)
 
-    def find(self, layer: str, replica: int, moments: Moments) -> Exchange | None:
+    def find(self, layer: str, pipe: Pipe, replica: int, moments: Moments) -> Exchange | None:
         """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
 
-        Where several calls come near, as those of small micro-batches may, it is the nearest: usually to the bit.
+        Where several calls come near, as those of micro-batches may, it is the nearest that waits to be computed
+        again; then, since a graph that is kept may be walked once more, the nearest of the others.
         """
         with self._lock:
-            calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
-        distances = [(_distance(call, replica, moments), call) for call in calls]
-        distance, call = min(distances, key=lambda pair: pair[0], default=(np.inf, None))
-        return call if distance <= TOLERANCE else None
+            calls: list[Exchange] = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
+        near = [
+            (call.was_computed_again, distance, number)
+            for number, call in enumerate(calls)
+            if call.pipe == pipe and (distance := _distance(call, replica, moments)) <= TOLERANCE
+        ]
+        if not near:
+            return None
+        *_, number = min(near)
+        call = calls[number]
+        call.was_computed_again = True
+        return call
 
 
 def _distance(call: Exchange, replica: int, moments: Moments) -> float:

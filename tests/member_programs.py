@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import client
 import whole_batch
@@ -224,3 +225,85 @@ def _start_and_kill(endpoint: str, job: str) -> None:
 def _holding(endpoint: str, job: str, member: int) -> "subprocess.Popen[bytes]":
     arguments = [sys.executable, "-c", HOLDING_SCRIPT, endpoint, job, str(member)]
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def train_with_checkpoints(connection: client.Connection, steps: int, reentrant: bool) -> tuple[Buffers, object, int]:
+    """SGD on one shard, the whole model in a checkpoint; the rounds are those of the layers alone."""
+    who = connection.member
+    model = client.convert_model(small_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients, rounds = [], 0
+    for step in range(steps):
+        x, factors = (whole.chunk(who.world_size)[who.member] for whole in batch(step))
+        x.requires_grad_()
+        optimizer.zero_grad()
+        before = connection.rounds
+        (checkpoint(model, x, use_reentrant=reentrant) * factors).sum().backward()
+        rounds += connection.rounds - before
+        _sum_gradients(connection, model)
+        optimizer.step()
+        gradients.append(x.grad)
+    return {name: value.detach().numpy() for name, value in model.state_dict().items()}, torch.stack(gradients), rounds
+
+
+def _batches_of(member: int, n: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(member)
+    return [torch.randn(4, 3, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(n)]
+
+
+def _state(layer: nn.Module, inputs: list[torch.Tensor]) -> Buffers:
+    tensors = dict(layer.named_buffers()) | {"weight gradient": layer.weight.grad, "bias gradient": layer.bias.grad}
+    tensors |= {f"input gradient {number}": x.grad for number, x in enumerate(inputs)}
+    return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+
+
+def call_twice_in_a_checkpoint(connection: client.Connection, reentrant: bool) -> list[Buffers]:
+    """The same with and without a checkpoint."""
+    results = []
+    for wrap in (lambda run, x: checkpoint(run, x, use_reentrant=reentrant), lambda run, x: run(x)):
+        layer = _layer(3).double()
+        (x,) = _batches_of(connection.member.member, 1)
+        (wrap(lambda x, layer=layer: layer(layer(x).tanh() * 2 + 1), x) ** 3).sum().backward()
+        results.append(_state(layer, [x]))
+    return results
+
+
+def pipeline_of_checkpoints(connection: client.Connection, reentrant: bool) -> list[Buffers]:
+    """The same with and without checkpoints."""
+    results = []
+    for wrap in (lambda run, x: checkpoint(run, x, use_reentrant=reentrant), lambda run, x: run(x)):
+        layer = _layer(3).double()
+        inputs = _batches_of(connection.member.member, 3)
+        losses = []
+        for kind, number in ("F0", "F1", "B0", "F2", "B1", "B2"):
+            if kind == "F":
+                losses.append((wrap(layer, inputs[int(number)]) ** 3).sum())
+            else:
+                losses[int(number)].backward()
+        results.append(_state(layer, inputs))
+    return results
+
+
+def walk_a_checkpoint_twice(connection: client.Connection) -> tuple[list[list[np.ndarray]], list[np.ndarray], int]:
+    layer = _layer(3).double()
+    (x,) = _batches_of(connection.member.member, 1)
+    loss = (checkpoint(layer, x, use_reentrant=False) ** 3).sum()
+    leaves = (x, layer.weight, layer.bias)
+    found = [[g.numpy() for g in torch.autograd.grad(loss, leaves, retain_graph=True)] for _ in range(2)]
+    rounds = connection.rounds
+    expected = torch.autograd.grad((layer(x) ** 3).sum(), leaves)
+    return found, [gradient.numpy() for gradient in expected], rounds
+
+
+def forward_in_a_backward_hook(connection: client.Connection) -> tuple[int, int]:
+    layer = _layer(3).double()
+    x, other = _batches_of(connection.member.member, 2)
+    output = layer(x)
+
+    def hook(_: torch.Tensor) -> None:
+        with torch.no_grad():
+            layer(other)
+
+    output.register_hook(hook)
+    (output**3).sum().backward()
+    return connection.rounds, int(layer.num_batches_tracked)
