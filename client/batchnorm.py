@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from client import kernels
+from client import compiled, kernels, running
 from client.connection import current_connection
 from client.exchange import Exchange
 from client.functional import Slice, batch_norm, held
-from client.pipe import LocalPipe, Pipe, SlavePipe
+from client.pipe import LocalPipe, Pipe, pipe_of
 from client.recomputation import exchanges, is_inside_backward
 from client.rendezvous import Rendezvous
-from statsd_bn.moments import Moments
 
 EPS_MODES = ("plus", "clamp")
 
@@ -94,6 +93,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             self._check_mask(input, mask)
         if not self._uses_batch_statistics() or (mask is None and not self._has_company()):
             return self._alone(input)
+        if torch.compiler.is_compiling() and self._seat is None:
+            return self._compiled(input, mask)
         return self._together(Slice(input, self.weight, self.bias, mask))
 
     def extra_repr(self) -> str:
@@ -139,15 +140,47 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         return self._seat is not None and self._seat[0].nr_replicas > 1
 
     def _pipe(self) -> Pipe:
-        connection = current_connection() if self.training else None
-        return LocalPipe(self.layer_name) if connection is None else SlavePipe(connection, self.layer_name)
+        return pipe_of(self.layer_name) if self.training else LocalPipe(self.layer_name)
 
     def _alone(self, x: Tensor) -> Tensor:
-        """Torch's own, but where a checkpoint computes again the running statistics have moved already."""
-        if self.training and not torch.compiler.is_compiling() and is_inside_backward():
-            mean, variance = (None if kept is None else kept.clone() for kept in (self.running_mean, self.running_var))
-            return F.batch_norm(x, mean, variance, self.weight, self.bias, training=True, eps=self.eps)
-        return super().forward(x)
+        """Torch's own, but for two of its faults."""
+        if not self.training:
+            return super().forward(x)
+        if torch.compiler.is_compiling():
+            return self._alone_compiled(x) if self.momentum is None else super().forward(x)
+        return self._alone_again(x) if is_inside_backward() else super().forward(x)
+
+    def _alone_again(self, x: Tensor) -> Tensor:
+        """Where a checkpoint computes again, the running statistics have moved already (pytorch#96136)."""
+        mean, variance = (None if kept is None else kept.clone() for kept in (self.running_mean, self.running_var))
+        return F.batch_norm(x, mean, variance, self.weight, self.bias, training=True, eps=self.eps)
+
+    def _alone_compiled(self, x: Tensor) -> Tensor:
+        """A cumulative average needs a number that the compiler does not know (pytorch#194504)."""
+        mean, variance = (
+            None if kept is None else torch.zeros_like(kept) for kept in (self.running_mean, self.running_var)
+        )
+        output = F.batch_norm(x, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
+        if mean is not None and variance is not None:
+            running.move(self, mean, variance, has_values=x.numel() > 0)
+        return output
+
+    def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The same as one operator, in which the compiler does not look."""
+        output: Tensor
+        output, statistics, ticket = compiled.batch_norm(
+            x, self.weight, self.bias, mask, self.layer_name, self.eps, self.eps_mode
+        )
+        if self.training:
+            statistics = statistics.detach()
+            running.move(
+                self,
+                statistics[compiled.MEAN],
+                statistics[compiled.UNBIASED_VARIANCE],
+                first_run=ticket[compiled.FIRST_RUN],
+                has_values=ticket[compiled.COUNT] > 0,
+            )
+        return output
 
     def _together(self, mine: Slice) -> Tensor:
         seat = self._seat if self.training else None
@@ -161,7 +194,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             rendezvous, replica = seat
             output, exchange = rendezvous.meet(replica, f"layer {self.layer_name!r}", mine, self._normalise)
         if self.training:
-            self._update_running_statistics(exchange.moments)
+            mean, variance = (torch.from_numpy(vector) for vector in exchange.for_running_statistics)
+            running.move(self, mean, variance, has_values=exchange.moments.count > 0)
         return output
 
     def _earlier(self, mine: Slice, replica: int) -> Exchange | None:
@@ -174,21 +208,6 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         outputs = batch_norm(slices, exchange)
         exchanges.remember(exchange)
         return [(output, exchange) for output in outputs]
-
-    def _update_running_statistics(self, moments: Moments) -> None:
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        if self.running_mean is None or self.running_var is None or moments.count == 0:
-            return
-        factor = self.momentum
-        if factor is None:
-            factor = 1.0 / int(self.num_batches_tracked or 1)
-        for running, batch in (
-            (self.running_mean, moments.mean),
-            (self.running_var, moments.variance(unbiased=True)),
-        ):
-            newest = torch.from_numpy(batch).to(running.dtype).to(running.device)
-            running.mul_(1.0 - factor).add_(newest, alpha=factor)
 
 
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):

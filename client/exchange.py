@@ -78,6 +78,13 @@ class Exchange:
         key = replace(self.key, phase=phase if walk == 1 else f"{phase} {walk}")
         return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
 
+    @property
+    def for_running_statistics(self) -> FloatArray:
+        """Shape (2, C): mean and unbiased variance; zeros without values."""
+        if self.moments.count == 0:
+            return np.zeros((2, len(self.moments.sums)))
+        return np.stack((self.moments.mean, self.moments.variance(unbiased=True)))
+
     def check_count(self, x: Tensor) -> None:
         """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`."""
         if self.moments.count > 1 or (self.moments.count == 0 and x.numel() == 0):

@@ -60,6 +60,11 @@ def compute_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def count(x: Tensor, mask: Tensor | None) -> int:
+    """Returns how many values per channel count for the statistics, exactly; arguments as for `moments`."""
+    return x.numel() // x.shape[1] if mask is None else int(mask.sum())
+
+
 def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     """Returns the moments of a slice.
 
@@ -67,17 +72,16 @@ def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
         x: shape (N, C, *), any floating-point type, any device. It may be empty.
         mask: shape (N, *), bool: which positions count; None for all.
     """
-    channels = x.shape[1]
-    count = x.numel() // channels if mask is None else int(mask.sum())
-    if count == 0:
-        return Moments.empty(channels)
+    number = count(x, mask)
+    if number == 0:
+        return Moments.empty(x.shape[1])
     over = all_but_channel(x)
     values = where(mask, x.to(compute_type(x)))
-    center = values.mean(over) if mask is None else values.sum(over) / count
+    center = values.mean(over) if mask is None else values.sum(over) / number
     deviations = where(mask, values - _broadcast(center, x))
     shift, first, second = to_host(center, deviations.sum(over), deviations.square().sum(over))
     with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
-        return Moments.from_centred(count, shift + first / count, second - first * first / count)
+        return Moments.from_centred(number, shift + first / number, second - first * first / number)
 
 
 def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:

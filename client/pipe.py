@@ -7,7 +7,7 @@ master, `LocalPipe` ends in this process and adds its replicas' rows as the mast
 from dataclasses import dataclass
 from typing import Protocol
 
-from client.connection import Connection
+from client.connection import Connection, current_connection
 from statsd_bn.messages import FORWARD, Aggregate, RoundKey, Rows
 from statsd_bn.reduction import sum_in_order
 
@@ -17,6 +17,9 @@ class Pipe(Protocol):
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Exchanges a contribution for the aggregate of its round."""
+
+    def key(self, step: int, call: int, phase: str) -> RoundKey:
+        """Returns the key of a round of an earlier call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,11 @@ class SlavePipe:
         """
         return self.connection.exchange(self.layer, contribution, key)
 
+    def key(self, step: int, call: int, phase: str) -> RoundKey:
+        """Returns the key of a round of an earlier call."""
+        who = self.connection.member
+        return RoundKey(who.job, who.group, who.epoch, step, self.layer, call, phase)
+
 
 @dataclass(frozen=True, slots=True)
 class LocalPipe:
@@ -62,5 +70,14 @@ class LocalPipe:
     def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Adds the rows in replica order."""
         total = sum_in_order(contribution.values)
-        key = key or RoundKey("in-process", "world", 0, 0, self.layer, 0, FORWARD)
-        return Aggregate(key, len(contribution.counts), sum(contribution.counts), total)
+        return Aggregate(key or self.key(0, 0, FORWARD), len(contribution.counts), sum(contribution.counts), total)
+
+    def key(self, step: int, call: int, phase: str) -> RoundKey:
+        """Returns the key of a round of an earlier call."""
+        return RoundKey("in-process", "world", 0, step, self.layer, call, phase)
+
+
+def pipe_of(layer: str) -> Pipe:
+    """Returns the lane of the layer in this process, as it is connected now."""
+    connection = current_connection()
+    return LocalPipe(layer) if connection is None else SlavePipe(connection, layer)

@@ -1,5 +1,6 @@
 """What member processes do in the tests: functions a process can be sent by name."""
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import client
 import whole_batch
@@ -307,3 +308,155 @@ def forward_in_a_backward_hook(connection: client.Connection) -> tuple[int, int]
     output.register_hook(hook)
     (output**3).sum().backward()
     return connection.rounds, int(layer.num_batches_tracked)
+
+
+def _network(momentum: float | None) -> nn.Module:
+    torch.manual_seed(0)
+    return client.convert_model(
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4, momentum=momentum),
+            nn.SiLU(),
+            nn.Conv2d(4, 3, 3),
+            nn.BatchNorm2d(3, momentum=momentum),
+        ).double()
+    )
+
+
+def _trained(run: nn.Module, model: nn.Module, member: int, steps: int) -> Buffers:
+    """Three steps on this member's shard, then eval: weights, buffers, the last input gradient, the eval output."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        x, factors = (whole.chunk(2)[member] for whole in batch(step))
+        x = x.clone().requires_grad_()
+        optimizer.zero_grad()
+        (run(x) * factors).sum().backward()
+        optimizer.step()
+    run.eval()
+    tensors = model.state_dict() | {"input gradient": x.grad, "eval": run(x)}
+    return {name: value.detach().numpy().copy() for name, value in tensors.items()}
+
+
+def train_compiled(connection: client.Connection, backend: str, momentum: float | None, steps: int) -> list[Buffers]:
+    """The same training compiled and eager."""
+    torch.compiler.reset()
+    model = _network(momentum)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    found = _trained(compiled, model, connection.member.member, steps)
+    model = _network(momentum)
+    return [found, _trained(model, model, connection.member.member, steps)]
+
+
+def train_with_member_0_compiled(connection: client.Connection, backend: str, steps: int) -> list[Buffers]:
+    """First member 0 compiled and member 1 eager, then both eager."""
+    torch.compiler.reset()
+    member = connection.member.member
+    model = _network(0.1)
+    run = torch.compile(model, fullgraph=True, backend=backend) if member == 0 else model
+    found = _trained(run, model, member, steps)
+    model = _network(0.1)
+    return [found, _trained(model, model, member, steps)]
+
+
+class _Branches(nn.Module):
+    """Layers "a", "b" and "c", in this order, that do not depend on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.b, self.a = (nn.BatchNorm1d(3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.a(x), self.b(x * 2), self.c(x * 3)
+        return third.sin() + first.cos() * second.tanh()
+
+
+def order_of_compiled_branches(connection: client.Connection, backend: str) -> list[str]:
+    torch.compiler.reset()
+    order = []
+    exchange = connection.exchange
+
+    def recorded(layer: str, *arguments: object, **options: object) -> object:
+        order.append(layer)
+        return exchange(layer, *arguments, **options)
+
+    connection.exchange = recorded
+    model = client.convert_model(_Branches())
+    x = torch.randn(2 + 5 * connection.member.member, 3, requires_grad=True)
+    (torch.compile(model, fullgraph=True, backend=backend)(x) ** 2).sum().backward()
+    return order
+
+
+def compiled_twice_on_the_same_input(connection: client.Connection, backend: str) -> tuple[int, int]:
+    """How many rounds there were, and how many batches the layer has seen."""
+    torch.compiler.reset()
+    layer = _layer(3)
+    run = torch.compile(lambda x: layer(x).sin() + layer(x).cos(), fullgraph=True, backend=backend)
+    x = torch.randn(4, 3, requires_grad=True)
+    (run(x) ** 2).sum().backward()
+    return connection.rounds, int(layer.num_batches_tracked)
+
+
+def compiled_masks(connection: client.Connection, backend: str) -> list[Buffers]:
+    """Each kind of layer, compiled and eager, with a mask."""
+    torch.compiler.reset()
+    generator = torch.Generator().manual_seed(connection.member.member)
+    x = torch.randn(4, 3, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, 5, generator=generator) > 0.4
+    found: list[Buffers] = [{}, {}]
+    for options in ({"affine": False}, {"track_running_stats": False}, {"eps_mode": "clamp", "eps": 0.9}):
+        for result, backend_of in zip(found, (backend, None), strict=True):
+            layer = client.SynchronizedBatchNorm1d(3, dtype=torch.float64, **options)
+            layer.layer_name = "bn"
+            run = torch.compile(layer, fullgraph=True, backend=backend_of) if backend_of else layer
+            leaf = x.clone().requires_grad_()
+            output = run(leaf, mask=mask)
+            (output**3).sum().backward()
+            tensors = {"output": output, "gradient": leaf.grad, **dict(layer.named_buffers())}
+            result |= {f"{options} {name}": tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+    return found
+
+
+def compiled_checkpoint(connection: client.Connection, backend: str) -> list[tuple[Buffers, int]]:
+    """State and rounds: a checkpoint of a compiled layer, a compiled model with a checkpoint, and without any."""
+    torch.compiler.reset()
+    keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.statsd_bn.batch_norm.default])
+    results = []
+    for kind in ("around", "inside", "none"):
+        layer = _layer(3).double()
+
+        def run(x: torch.Tensor, layer: nn.Module = layer) -> torch.Tensor:
+            return layer(x.sin()).tanh()
+
+        def inside(x: torch.Tensor, run: Callable[..., torch.Tensor] = run) -> torch.Tensor:
+            return checkpoint(run, x, use_reentrant=False, context_fn=keep)
+
+        compiled = torch.compile(inside if kind == "inside" else run, fullgraph=True, backend=backend)
+        (x,) = _batches_of(connection.member.member, 1)
+        before = connection.rounds
+        output = checkpoint(compiled, x, use_reentrant=False) if kind == "around" else compiled(x)
+        (output**3).sum().backward()
+        results.append((_state(layer, [x]), connection.rounds - before))
+    return results
+
+
+def compiled_with_growing_batches(connection: client.Connection, backend: str) -> list[Buffers]:
+    torch.compiler.reset()
+    results: list[Buffers] = [{}, {}]
+    for result, backend_of in zip(results, (backend, None), strict=True):
+        layer = _layer(3).double()
+        run = torch.compile(layer, fullgraph=True, backend=backend_of) if backend_of else layer
+        for size in (2, 5, 1 + connection.member.member, 7, 0):
+            x = torch.linspace(-1, 2, 3 * size, dtype=torch.float64).view(size, 3).sin().requires_grad_()
+            output = run(x)
+            (output**3).sum().backward()
+            result[f"{size}"], result[f"{size} gradient"] = output.detach().numpy(), x.grad.numpy()
+        result |= {name: buffer.numpy() for name, buffer in layer.named_buffers()}
+    return results
+
+
+def export_in_eval(connection: client.Connection) -> int:
+    """How many rounds an export and its use took."""
+    model = _network(0.1).eval()
+    x = torch.randn(4, 1, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+    return connection.rounds

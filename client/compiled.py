@@ -1,0 +1,142 @@
+"""The layer as operators that torch.compile keeps whole: it sees what goes in and comes out, not the exchange.
+
+An operator takes and returns tensors and plain values only. So what a forward round leaves for the backward one travels
+as two small tensors on the host: the statistics, and a ticket.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+from client import kernels
+from client.exchange import Exchange
+from client.kernels import Statistics
+from client.pipe import pipe_of
+from client.recomputation import exchanges, is_inside_backward
+from statsd_bn.messages import BACKWARD, Rows
+
+# Rows of the statistics; the first three are those of `kernels.Statistics`.
+MEAN, INVSTD, SLOPE, UNBIASED_VARIANCE = range(4)
+
+# Entries of the ticket: the round's count, step and call, and 1 unless a checkpoint computes the call again.
+COUNT, STEP, CALL, FIRST_RUN = range(4)
+
+
+@torch.library.custom_op("statsd_bn::batch_norm", mutates_args=())
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, layer: str, eps: float, eps_mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalises this process's slice with the statistics of the whole batch.
+
+    Args:
+        x: shape (N, C, *).
+        weight: shape (C,) or None.
+        bias: shape (C,) or None.
+        mask: shape (N, *), bool, or None.
+        layer: the layer's name.
+        eps: the layer's.
+        eps_mode: the layer's.
+
+    Returns:
+        The output; the statistics, shape (4, C), float64: mean, invstd, slope, unbiased variance; the ticket, shape
+        (4,), int64: count, step, call, and whether this is the call's first run.
+    """
+    fresh = Exchange(pipe_of(layer), layer, eps, eps_mode)
+    exchange = _exchange(x, mask, fresh)
+    exchange.check_count(x)
+    assert exchange.key is not None  # noqa: S101 - the forward round has set it
+    found = exchange.statistics
+    _, variance = exchange.for_running_statistics
+    return (
+        _like(x, kernels.normalise(x, found, weight, bias)),
+        torch.from_numpy(np.stack((found.mean, found.invstd, found.slope, variance))),
+        torch.tensor([exchange.moments.count, exchange.key.step, exchange.key.call, exchange is fresh]),
+    )
+
+
+def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
+    """Returns an exchange that has had its forward round; an earlier one if a checkpoint computes again."""
+    local = kernels.moments(x, mask)
+    if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.pipe, 0, local)):
+        return earlier
+    fresh.forward([local])
+    exchanges.remember(fresh)
+    return fresh
+
+
+@batch_norm.register_fake
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, layer: str, eps: float, eps_mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    del weight, bias, mask, layer, eps, eps_mode
+    statistics = torch.empty(4, x.shape[1], dtype=torch.float64, device="cpu")
+    return torch.empty_like(x), statistics, torch.empty(4, dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("statsd_bn::batch_norm_backward", mutates_args=())
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    statistics: Tensor,
+    ticket: Tensor,
+    layer: str,
+    needs_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are `batch_norm`'s."""
+    count, step, call, _ = ticket.tolist()
+    found = Statistics(max(count, 1), *statistics.numpy()[:UNBIASED_VARIANCE])
+    local = kernels.backward_sums(grad, x, found, mask)
+    by_input = x.new_empty(0)
+    if needs_input:
+        pipe = pipe_of(layer)
+        rows = Rows((kernels.count(x, mask),), local[np.newaxis])
+        total = pipe.run_slave(rows, pipe.key(step, call, BACKWARD)).values
+        by_input = _like(x, kernels.input_gradient(grad, x, found, total, weight, mask))
+    return by_input, kernels.vector(local[1] * found.invstd, x), kernels.vector(local[0], x)
+
+
+@batch_norm_backward.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    statistics: Tensor,
+    ticket: Tensor,
+    layer: str,
+    needs_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del grad, weight, mask, statistics, ticket, layer
+    by_parameter = torch.empty(x.shape[1], dtype=kernels.compute_type(x), device=x.device)
+    return torch.empty_like(x) if needs_input else x.new_empty(0), by_parameter, torch.empty_like(by_parameter)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, _, mask, ctx.layer, _, _ = inputs
+    _, statistics, ticket = output
+    ctx.save_for_backward(x, weight, mask, statistics, ticket)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad[:3]
+    gradients = batch_norm_backward(grad, *ctx.saved_tensors, ctx.layer, needs[0])
+    return *(found if need else None for found, need in zip(gradients, needs, strict=True)), None, None, None, None
+
+
+batch_norm.register_autograd(_backward, setup_context=_setup_context)
+
+# Rounds are an effect: the compiler must neither drop nor repeat nor reorder them, or members that were compiled
+# for other shapes would wait for each other in different layers.
+for _operator in (batch_norm, batch_norm_backward):
+    _register_effectful_op(_operator._opoverload, _EffectType.ORDERED)  # noqa: SLF001 - the operator behind custom_op
+
+
+def _like(x: Tensor, result: Tensor) -> Tensor:
+    """Returns `result` in the layout that was promised to the compiler."""
+    promised = torch.empty_like(x)
+    return result if result.stride() == promised.stride() else promised.copy_(result)

@@ -1,0 +1,36 @@
+"""Running statistics: what a layer keeps of the batches it has seen, for eval."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def move(layer: Any, mean: Tensor, variance: Tensor, *, first_run: int | Tensor = 1, has_values: bool | Tensor) -> None:
+    """Moves a layer's running statistics towards those of the newest batch, as torch does.
+
+    The numbers may be tensors that a compiler has yet to compute, so nothing here asks for their values.
+
+    Args:
+        layer: with `running_mean`, `running_var`, `num_batches_tracked` and `momentum`, as an `nn.BatchNorm2d`.
+        mean: shape (C,).
+        variance: shape (C,), unbiased.
+        first_run: 1, or 0 where a checkpoint computes the call again.
+        has_values: whether there was any value in the batch; an empty one is counted, and moves nothing.
+    """
+    tracked = layer.num_batches_tracked
+    if tracked is not None:
+        tracked.add_(first_run.to(tracked.device) if isinstance(first_run, Tensor) else first_run)
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    moves = first_run * has_values
+    weight = _weight_of_newest(layer) * (moves.double() if isinstance(moves, Tensor) else moves)
+    for running, batch in ((layer.running_mean, mean), (layer.running_var, variance)):
+        newest = batch.to(running.dtype).to(running.device)
+        running.lerp_(newest, weight.to(running.dtype).to(running.device) if isinstance(weight, Tensor) else weight)
+
+
+def _weight_of_newest(layer: Any) -> float | Tensor:
+    if layer.momentum is not None:
+        return float(layer.momentum)
+    tracked = layer.num_batches_tracked
+    return 0.0 if tracked is None else 1.0 / tracked.cpu().double()

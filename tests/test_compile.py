@@ -1,0 +1,101 @@
+"""torch.compile takes a model whole, in train and eval, with the results of eager; torch.export as for nn.BatchNorm."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import client
+import member_programs
+
+# Where nothing depends on generated code, the backend that only traces is twenty times quicker.
+TRACE = "aot_eager"
+
+MOMENTUM = pytest.mark.parametrize("momentum", [0.1, None])
+
+
+def assert_equal(results, tolerance=1e-9):
+    for found, expected in results:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@MOMENTUM
+def test_members_compiled_whole_train_as_eager(members, momentum):
+    assert_equal(members(2, member_programs.train_compiled, TRACE, momentum, 3))
+
+
+def test_members_compiled_by_inductor_train_as_eager(members):
+    assert_equal(members(2, member_programs.train_compiled, "inductor", None, 3))
+
+
+def test_a_compiled_member_trains_with_an_eager_one(members):
+    assert_equal(members(2, member_programs.train_with_member_0_compiled, TRACE, 3))
+
+
+def test_rounds_keep_the_order_of_the_program(members):
+    """Branches that depend on nothing of each other, on members with other shapes."""
+    for order in members(2, member_programs.order_of_compiled_branches, TRACE):
+        assert order == ["a", "b", "c", "c", "b", "a"]
+
+
+def test_calling_a_layer_twice_on_the_same_input_is_two_rounds(members):
+    """A compiler that took equal calls for one would leave the other members waiting."""
+    assert members(2, member_programs.compiled_twice_on_the_same_input, TRACE) == [(4, 2)] * 2
+
+
+def test_masks_and_layers_without_parameters_or_statistics_compile(members):
+    assert_equal(members(2, member_programs.compiled_masks, TRACE))
+
+
+def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once(members):
+    """Inside, the operator must be named as one to keep: torch cannot compute again what has an effect."""
+    for around, inside, none in members(2, member_programs.compiled_checkpoint, TRACE):
+        assert_equal([(around[0], none[0]), (inside[0], none[0])])
+        assert [rounds for _, rounds in (around, inside, none)] == [2, 2, 2]
+
+
+def test_another_batch_size_is_compiled_too(members):
+    assert_equal(members(2, member_programs.compiled_with_growing_batches, TRACE))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@MOMENTUM
+def test_alone_it_compiles_as_torchs(training, momentum):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.Tanh()).train(training)
+    ours = client.convert_model(nn.Sequential(*plain))
+    ours[1].load_state_dict({name: value.clone() for name, value in plain[1].state_dict().items()})
+    x = torch.randn(4, 1, 6, 6)
+    found = torch.compile(ours, fullgraph=True, backend=TRACE)(x)
+    torch.testing.assert_close(found, plain(x))
+
+
+def test_eval_exports_as_torchs_layer_does():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    plain[1].running_mean.normal_()
+    ours = client.convert_model(nn.Sequential(plain[0], plain[1], plain[2])).eval()
+    x = torch.randn(4, 1, 6, 6)
+    expected, found = (torch.export.export(model, (x,)) for model in (plain, ours))
+    assert [str(node.target) for node in found.graph.nodes] == [str(node.target) for node in expected.graph.nodes]
+    torch.testing.assert_close(found.module()(x), plain(x))
+
+
+def test_a_connected_model_in_eval_exports_as_well(members):
+    assert members(2, member_programs.export_in_eval) == [0, 0]
+
+
+def test_the_operators_keep_the_rules_of_torchs_operators():
+    """Schema, fake tensors, autograd registration and tracing, by torch's own checker."""
+    x = torch.randn(4, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = torch.rand(4, 2, 2) > 0.3
+    for arguments in ((x, weight, bias, None), (x.detach(), None, None, mask)):
+        torch.library.opcheck(
+            torch.ops.statsd_bn.batch_norm.default,
+            (*arguments, "bn", 1e-5, "plus"),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
