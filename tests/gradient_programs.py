@@ -93,13 +93,16 @@ def with_torch_func(connection: client.Connection) -> list[list[Tensor]]:
     """Gradients by torch.func.grad around functional_call, and by backward(): weight, bias, input, running mean."""
     x, factors = (whole.split(CASE.sizes)[connection.member.member] for whole in CASE.tensors()[:2])
     layer = CASE.layer(synchronised=True)
-    parameters = dict(layer.named_parameters())
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
 
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (torch.func.functional_call(layer, parameters, (x,)).tanh() * factors).sum()
+    def loss(parameters: dict[str, Tensor], x: Tensor, buffers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        output = torch.func.functional_call(layer, (parameters, buffers), (x,))
+        return (output.tanh() * factors).sum(), buffers["running_mean"]
 
-    by_parameters, by_input = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
-    found = [by_parameters["weight"], by_parameters["bias"], by_input, layer.running_mean]
+    gradients, running_mean = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(parameters, x, buffers)
+    by_parameters, by_input = gradients
+    found = [by_parameters["weight"], by_parameters["bias"], by_input, running_mean]
     layer = CASE.layer(synchronised=True)
     x = x.clone().requires_grad_()
     (layer(x).tanh() * factors).sum().backward()
