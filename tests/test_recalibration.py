@@ -128,14 +128,14 @@ def test_a_frozen_layer_of_a_model_in_training_normalises_with_its_own_statistic
 
 
 class Recorder(nn.Module):
-    """Notes its mode."""
+    """Notes its mode, and whether gradients would be kept."""
 
     def __init__(self):
         super().__init__()
         self.modes = []
 
     def forward(self, x):
-        self.modes.append(self.training)
+        self.modes.append((self.training, torch.is_grad_enabled()))
         return x
 
 
@@ -148,11 +148,11 @@ def test_modes_momentum_and_the_count_of_batches_stay_and_hooks_run(training):
     x = samples(8)
     client.recalibrate(model, [x[:3], x[3:]])
     assert_population(bn, x)
-    assert recorder.modes == [training] * 2
+    assert recorder.modes == [(training, False)] * 2
     assert [module.training for module in model.modules()] == [training] * 3
     assert (bn.momentum, bn.num_batches_tracked.item(), calls) == (0.3, 17, ["hook"] * 2)
     assert len(bn._forward_hooks) == 1
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.is_grad_enabled()
 
 
 def test_a_layer_in_training_within_a_model_in_eval_is_measured():
@@ -226,7 +226,9 @@ def test_all_layers_are_written_or_none():
     assert unchanged(model, before)
 
 
-@pytest.mark.parametrize("wrap", [lambda x: (x, 1), lambda x: [x, "label"], lambda x: x])
+@pytest.mark.parametrize(
+    "wrap", [lambda x: (x, 1), lambda x: [x, "label"], lambda x: x], ids=["tuple", "list", "tensor"]
+)
 def test_a_batch_is_a_tensor_or_begins_with_one(wrap):
     bn = layer()
     client.recalibrate(bn, [wrap(samples(4)), wrap(samples(3, seed=1))])
