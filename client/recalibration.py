@@ -61,7 +61,7 @@ def recalibrate(
         progress: called after each batch with how many are done on this member.
 
     Returns:
-        How many batches it were, over all members.
+        How many batches there were, over all members.
 
     Raises:
         ValueError: `num_batches` is below 1; the model has no layer to measure, or one whose size is not known yet;
@@ -173,7 +173,7 @@ class _Share:
     """One layer's part of the message.
 
     Four vectors of length C: Σx, Σx², the count, and the number its name gives, by which the members see that they
-    mean the same layer. The integers are exact, since float64 is so below 2^53.
+    mean the same layer. The integers are exact, since float64 holds them below 2^53.
     """
 
     layer: SynchronizedBatchNorm
