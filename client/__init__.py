@@ -8,6 +8,7 @@ from client.batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, S
 from client.connection import Connection, connect, current_connection, disconnect
 from client.convert import convert_model, patch_sync_batchnorm, revert_model
 from client.pipe import SlavePipe
+from client.recalibration import recalibrate
 from client.replicate import (
     CallbackContext,
     DataParallelWithCallback,
@@ -30,5 +31,6 @@ __all__ = [
     "execute_replication_callbacks",
     "patch_replication_callback",
     "patch_sync_batchnorm",
+    "recalibrate",
     "revert_model",
 ]

@@ -19,6 +19,7 @@ from client.functional import Slice, batch_norm, held
 from client.pipe import LocalPipe, Pipe, pipe_of
 from client.recomputation import exchanges, is_inside_backward
 from client.rendezvous import Rendezvous
+from client.tally import Tally
 
 EPS_MODES = ("plus", "clamp")
 
@@ -58,6 +59,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
     eps_mode: str
     layer_name: str
     _seat: tuple[Rendezvous, int] | None = None
+    _tally: Tally | None = None
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle is a layer like any other: it has no seat among the replicas of its original."""
-        return {name: value for name, value in vars(self).items() if name != "_seat"}
+        return {name: value for name, value in vars(self).items() if name not in {"_seat", "_tally"}}
 
     def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
         """Takes this copy's seat among the replicas of its process."""
@@ -129,9 +131,15 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             )
 
     def _uses_batch_statistics(self) -> bool:
-        return self.training or (self.running_mean is None and self.running_var is None)
+        return self._is_tallied() or self.training or (self.running_mean is None and self.running_var is None)
+
+    def _is_tallied(self) -> bool:
+        """Whether `recalibrate` counts this pass, in which this process's batch is the whole batch."""
+        return self._tally is not None
 
     def _has_company(self) -> bool:
+        if self._is_tallied():
+            return True
         if not self.training:
             return False
         connection = current_connection()
@@ -140,7 +148,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         return self._seat is not None and self._seat[0].nr_replicas > 1
 
     def _pipe(self) -> Pipe:
-        return pipe_of(self.layer_name) if self.training else LocalPipe(self.layer_name)
+        return pipe_of(self.layer_name) if self.training and not self._is_tallied() else LocalPipe(self.layer_name)
 
     def _alone(self, x: Tensor) -> Tensor:
         """Torch's own, but for two of its faults."""
@@ -183,7 +191,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         return output
 
     def _together(self, mine: Slice) -> Tensor:
-        seat = self._seat if self.training else None
+        seat = self._seat if self.training or self._is_tallied() else None
         if seat is not None:
             mine = held(mine)
         if is_inside_backward() and (earlier := self._earlier(mine, 0 if seat is None else seat[1])):
@@ -193,20 +201,25 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         else:
             rendezvous, replica = seat
             output, exchange = rendezvous.meet(replica, f"layer {self.layer_name!r}", mine, self._normalise)
-        if self.training:
+        if self.training and not self._is_tallied():
             mean, variance = (torch.from_numpy(vector) for vector in exchange.for_running_statistics)
             running.move(self, mean, variance, has_values=exchange.moments.count > 0)
         return output
 
     def _earlier(self, mine: Slice, replica: int) -> Exchange | None:
         """The call that a checkpoint computes again."""
+        if self._is_tallied():
+            return None
         with torch.no_grad():
             return exchanges.find(self.layer_name, self._pipe(), replica, kernels.moments(mine.input, mine.mask))
 
     def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Exchange]]:
         exchange = Exchange(self._pipe(), self.layer_name, self.eps, self.eps_mode)
         outputs = batch_norm(slices, exchange)
-        exchanges.remember(exchange)
+        if self._tally is None:
+            exchanges.remember(exchange)
+        else:
+            self._tally.add(exchange.moments)
         return [(output, exchange) for output in outputs]
 
 
