@@ -144,11 +144,20 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
     def _check_input(self, x: Tensor) -> None:
         if not x.is_floating_point():
             raise TypeError(f"layer {self.layer_name!r}: expected a floating-point input, got {x.dtype}")
+        if self.num_features == 0:
+            self.num_features = self._count_features(x)
         if x.shape[1] != self.num_features:
             raise ValueError(
                 f"layer {self.layer_name!r}: expected {self.num_features} channels, got {x.shape[1]} "
                 f"(input of shape {tuple(x.shape)})"
             )
+
+    def _count_features(self, x: Tensor) -> int:
+        """Torch's lazy layers leave `num_features` at 0 where they have no tensor, or loaded theirs."""
+        for tensor in (self.weight, self.running_mean):
+            if tensor is not None:
+                return tensor.shape[0]
+        return x.shape[1]
 
     def _check_mask(self, x: Tensor, mask: Tensor) -> None:
         if mask.dtype != torch.bool:
