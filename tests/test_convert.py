@@ -216,7 +216,7 @@ def test_torchs_options_stay(options):
 
 def test_an_optimizer_made_before_trains_the_converted_model():
     torch.manual_seed(0)
-    trained = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.DataParallel(nn.BatchNorm2d(4)))
+    trained = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.SyncBatchNorm(4)))
     expected = copy.deepcopy(trained)
     optimizers = [torch.optim.Adam(each.parameters()) for each in (trained, expected)]
     converted = client.convert_model(trained)
@@ -295,13 +295,17 @@ def test_a_subclass_of_a_lazy_layer_is_reported():
         assert type(client.convert_model(nn.Sequential(Lazy()))[0]) is Lazy
 
 
-def test_a_forward_of_its_own_is_reported_since_it_would_bypass_ours():
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch.compile's own
+@pytest.mark.parametrize("bind", [lambda layer: setattr(layer, "forward", layer.forward), nn.Module.compile])
+@pytest.mark.parametrize("plain", [nn.BatchNorm1d, nn.LazyBatchNorm1d])
+def test_a_forward_of_its_own_is_reported_since_it_would_bypass_ours(plain, bind):
     """As other libraries' hooks set it: it is bound to the old layer and would run that one's."""
-    old = nn.BatchNorm1d(3)
-    old.forward = old.forward
-    holder = nn.Sequential(old)
-    with pytest.warns(UserWarning, match=r"'0' \(BatchNorm1d with its own forward\)"):
-        assert client.convert_model(holder)[0] is old
+    old = plain(*[3] if plain is nn.BatchNorm1d else [])
+    bind(old)
+    with pytest.warns(UserWarning, match=r"'0' \((Lazy)?BatchNorm1d with its own forward\)"):
+        converted = client.convert_model(nn.Sequential(old))
+    assert converted[0] is old
+    assert type(old) is plain
 
 
 def test_a_patched_subclass_of_data_parallel_is_not_reported():
