@@ -4,9 +4,15 @@ Two lines synchronise a model: `model = client.convert_model(model)`, and `with 
 training. A single process under `client.DataParallelWithCallback` needs only the first.
 """
 
-from client.batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
+from client.batchnorm import (
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+)
 from client.connection import Connection, connect, current_connection, disconnect
 from client.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
 from client.pipe import SlavePipe
 from client.recalibration import recalibrate
 from client.replicate import (
@@ -20,7 +26,11 @@ __all__ = [
     "CallbackContext",
     "Connection",
     "DataParallelWithCallback",
+    "LazySynchronizedBatchNorm1d",
+    "LazySynchronizedBatchNorm2d",
+    "LazySynchronizedBatchNorm3d",
     "SlavePipe",
+    "SynchronizedBatchNorm",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",

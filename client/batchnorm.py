@@ -1,4 +1,4 @@
-"""SynchronizedBatchNorm1d, 2d and 3d: torch's batch norm, over all replicas of the job.
+"""SynchronizedBatchNorm and its 1d, 2d and 3d: torch's batch norm, over all replicas of the job.
 
 A layer is an `nn.BatchNorm*d` in every respect (parameters, buffers, state_dict, eval), and in training, when there
 is anybody to synchronise with, it normalises with the statistics of the whole batch. It holds no connection: it
@@ -26,8 +26,14 @@ EPS_MODES = ("plus", "clamp")
 _unnamed = itertools.count()
 
 
+def check_eps_mode(eps_mode: str) -> None:
+    """Raises ValueError where `eps_mode` is not one of `EPS_MODES`."""
+    if eps_mode not in EPS_MODES:
+        raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")
+
+
 class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - torch's own subclasses do so
-    """What the three layers share. Use `SynchronizedBatchNorm1d`, `2d` or `3d`.
+    """What the layers share, and by itself the twin of `torch.nn.SyncBatchNorm`, for input of any dimension.
 
     Args:
         num_features: C, the channels.
@@ -39,18 +45,20 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         dtype: of parameters and buffers.
         bias: learn `bias` where `affine`.
         eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches.
+        process_group: None, for `torch.nn.SyncBatchNorm`'s sake; the attribute `group` says with whom.
 
     Attributes:
         layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the place in the
             model; a layer made by hand is called after its class and how many were made before it.
+        group: with whom the layer synchronises; None for the whole job.
 
     Shape:
         Input (N, C, *) as the torch layer of the same dimension takes it, output the same. N may differ between
         replicas, and be 0.
 
     Raises:
-        ValueError: in `forward`, the input has other dimensions or channels, the mask another shape, or the whole
-            batch has one value per channel.
+        ValueError: `eps_mode` is neither, or `process_group` is not None; in `forward`, the input has other dimensions
+            or channels, the mask another shape, or the whole batch has one value per channel.
         TypeError: in `forward`, the input is not floating-point, or the mask not boolean.
         StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
             RoundFailed.
@@ -58,6 +66,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     eps_mode: str
     layer_name: str
+    group: Any = None
     _seat: tuple[Rendezvous, int] | None = None
     _tally: Tally | None = None
 
@@ -73,9 +82,10 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         *,
         bias: bool = True,
         eps_mode: str = "plus",
+        process_group: None = None,
     ) -> None:
-        if eps_mode not in EPS_MODES:
-            raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")
+        check_eps_mode(eps_mode)
+        _refuse(process_group)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         self.eps_mode = eps_mode
@@ -99,6 +109,25 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             return self._compiled(input, mask)
         return self._together(Slice(input, self.weight, self.bias, mask))
 
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        """`client.convert_model(module)` under torch's name; as there, the class it is called on makes no difference.
+
+        Args:
+            module: any module; containers are changed in place.
+            process_group: None.
+
+        Returns:
+            The module, or its replacement if it is itself a batch norm.
+
+        Raises:
+            ValueError: `process_group` is not None, or as `convert_model` says.
+        """
+        from client.convert import convert  # noqa: PLC0415 - it knows all the layers
+
+        _refuse(process_group)
+        return convert(module, None, stacklevel=3)
+
     def extra_repr(self) -> str:
         """Torch's, and what is not its default."""
         return str(super().extra_repr()) + ("" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}")
@@ -111,14 +140,27 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         """Takes this copy's seat among the replicas of its process."""
         self._seat = (context.rendezvous, copy_id)
 
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2:  # noqa: PLR2004 - the batch and the channels
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
     def _check_input(self, x: Tensor) -> None:
         if not x.is_floating_point():
             raise TypeError(f"layer {self.layer_name!r}: expected a floating-point input, got {x.dtype}")
+        if self.num_features == 0:
+            self.num_features = self._count_features(x)
         if x.shape[1] != self.num_features:
             raise ValueError(
                 f"layer {self.layer_name!r}: expected {self.num_features} channels, got {x.shape[1]} "
                 f"(input of shape {tuple(x.shape)})"
             )
+
+    def _count_features(self, x: Tensor) -> int:
+        """Torch's lazy layers leave `num_features` at 0 where they have no tensor, or loaded theirs."""
+        for tensor in (self.weight, self.running_mean):
+            if tensor is not None:
+                return tensor.shape[0]
+        return x.shape[1]
 
     def _check_mask(self, x: Tensor, mask: Tensor) -> None:
         if mask.dtype != torch.bool:
@@ -223,13 +265,28 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         return [(output, exchange) for output in outputs]
 
 
-class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
+# The attributes that a layer of ours has and torch's has not.
+OWN_ATTRIBUTES = tuple(SynchronizedBatchNorm.__annotations__)
+
+
+def _refuse(process_group: Any) -> None:
+    if process_group is not None:
+        raise ValueError(
+            f"process_group: expected None, got {process_group!r}, which means nothing to the aggregation server; say "
+            "with whom layers synchronise by client.convert_model(..., group=...)"
+        )
+
+
+# Torch's class stands first, because it knows the dimensions of its input; all else is ours.
+
+
+class SynchronizedBatchNorm1d(nn.BatchNorm1d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C) or (N, C, L) input; see `SynchronizedBatchNorm`."""
 
 
-class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
+class SynchronizedBatchNorm2d(nn.BatchNorm2d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C, H, W) input; see `SynchronizedBatchNorm`."""
 
 
-class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
+class SynchronizedBatchNorm3d(nn.BatchNorm3d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C, D, H, W) input; see `SynchronizedBatchNorm`."""

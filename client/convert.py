@@ -4,100 +4,197 @@ A converted layer takes over the whole state of the old one (the same parameter 
 mode), so optimizers and checkpoints made before the conversion go on working.
 """
 
+import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 from torch import nn
 
 from client.batchnorm import (
+    OWN_ATTRIBUTES,
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
 )
+from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
 from client.replicate import DataParallelWithCallback
 
-M = TypeVar("M", bound=nn.Module)
+Kinds = dict[type[nn.Module], type[nn.Module]]
 
-SYNCHRONISED: dict[type[nn.Module], type[SynchronizedBatchNorm]] = {
+LAYERS: Kinds = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.LazyBatchNorm1d: LazySynchronizedBatchNorm1d,
+    nn.LazyBatchNorm2d: LazySynchronizedBatchNorm2d,
+    nn.LazyBatchNorm3d: LazySynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronizedBatchNorm,
 }
-PLAIN = {ours: torchs for torchs, ours in SYNCHRONISED.items()}
+SYNCHRONISED: Kinds = {**LAYERS, nn.DataParallel: DataParallelWithCallback}
+PLAIN: Kinds = {ours: torchs for torchs, ours in SYNCHRONISED.items()}
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+# On an instance these are bound to it: a twin that took them over would go on running the old module.
+BOUND = ("forward", "_compiled_call_impl")
 
 
-def convert_model(module: nn.Module) -> nn.Module:
-    """Replaces every `nn.BatchNorm1d/2d/3d` in `module` by its synchronised twin, and names it by its place.
+def convert_model(module: nn.Module, *, group: Any = None) -> nn.Module:
+    """Replaces every batch norm of torch's in `module` by its synchronised twin, and names it by its place.
 
-    An `nn.DataParallel` is unwrapped and wrapped again as `DataParallelWithCallback`. Subclasses of torch's layers
-    are left as they are.
+    That is `nn.BatchNorm1d/2d/3d`, `nn.LazyBatchNorm1d/2d/3d` and `nn.SyncBatchNorm`, at any depth; `nn.DataParallel`
+    becomes `DataParallelWithCallback`. A lazy layer stays the same object. A layer used in two places stays one
+    layer, with the name of the first. Names do not count the levels of `DataParallel` and `DistributedDataParallel`.
+
+    What is not exactly one of these classes, or has a `forward` of its own, is left as it is, since its twin would lose
+    what it adds. A `UserWarning` names the layers so left.
 
     Args:
-        module: any module; containers are changed in place.
+        module: any module; containers are changed in place. Layers that are synchronised already are only named.
+        group: with whom the layers synchronise; None for the whole job. A synchronised layer that has a group keeps it.
 
     Returns:
         The module, or its replacement if it is itself a batch norm or an `nn.DataParallel`.
+
+    Raises:
+        ValueError: an `nn.SyncBatchNorm` has a `process_group`, and no `group` is given; nothing is changed.
     """
-    if isinstance(module, nn.DataParallel) and not isinstance(module, DataParallelWithCallback):
-        if not module.device_ids:
-            return DataParallelWithCallback(convert_model(module.module))
-        return DataParallelWithCallback(
-            convert_model(module.module), module.device_ids, module.output_device, module.dim
-        )
-    inner = module.module if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel) else module
-    converted = _replace(inner, SYNCHRONISED, {})
-    for place, layer in converted.named_modules():
+    return convert(module, group, stacklevel=3)
+
+
+def convert(module: nn.Module, group: Any, *, stacklevel: int) -> nn.Module:
+    """`convert_model`, for callers that have callers of their own: 2 makes the warning show their line, 3 those'."""
+    if group is None:
+        _refuse_process_groups(module)
+    converted = _replace(module, SYNCHRONISED, {})
+    for place, layer in _places(converted):
         if isinstance(layer, SynchronizedBatchNorm):
-            layer.layer_name = place or type(layer).__name__
-    if inner is module:
-        return converted
-    module.module = converted
-    return module
+            layer.layer_name = place or type(layer).__name__.removeprefix("Lazy")
+            layer.group = group if layer.group is None else layer.group
+    if left := [_described(place, layer) for place, layer in _places(converted) if _is_unsynchronised(layer)]:
+        warnings.warn(
+            f"convert_model left as they are, unsynchronised: {', '.join(left)}. Replace each by hand, or let its "
+            "class derive from client.SynchronizedBatchNorm1d/2d/3d or client.DataParallelWithCallback, or convert "
+            "the model before the layer is parametrized, compiled or given a forward of its own",
+            stacklevel=stacklevel,
+        )
+    return converted
 
 
 def revert_model(module: nn.Module) -> nn.Module:
-    """Replaces every synchronised layer in `module` by torch's own.
+    """Replaces every synchronised layer in `module` by torch's own: the inverse of `convert_model`.
+
+    A `DataParallelWithCallback` becomes an `nn.DataParallel`, except where its replicas share a device, which torch's
+    cannot. Subclasses of ours are left as they are, and a `UserWarning` names them.
 
     Args:
         module: any module; containers are changed in place.
 
     Returns:
-        The module, or its replacement if it is itself a synchronised layer.
+        The module, or its replacement if it is itself a synchronised layer or a `DataParallelWithCallback`.
     """
-    return _replace(module, PLAIN, {})
+    reverted = _replace(module, PLAIN, {})
+    synchronised = [(place, layer) for place, layer in _places(reverted) if isinstance(layer, SynchronizedBatchNorm)]
+    if synchronised:
+        left = ", ".join(_described(place, layer) for place, layer in synchronised)
+        warnings.warn(f"revert_model left as they are, synchronised: {left}. Replace each by hand", stacklevel=2)
+    return reverted
 
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """While it lasts, `nn.BatchNorm1d/2d/3d` make synchronised layers; torch's own come back whatever happens."""
+    """While it lasts, torch's batch norms, taken from `torch.nn`, make synchronised layers.
+
+    That is `nn.BatchNorm1d/2d/3d`, `nn.LazyBatchNorm1d/2d/3d` and `nn.SyncBatchNorm`. Torch's own come back whatever
+    happens.
+    """
     with ExitStack() as stack:
-        for torchs, ours in SYNCHRONISED.items():
+        for torchs, ours in LAYERS.items():
             stack.enter_context(mock.patch.object(nn, torchs.__name__, ours))
         yield
 
 
-def _replace(module: nn.Module, kinds: dict[Any, Any], replaced: dict[nn.Module, nn.Module]) -> nn.Module:
+def _refuse_process_groups(module: nn.Module) -> None:
+    for place, layer in _places(module):
+        if type(layer) is nn.SyncBatchNorm and layer.process_group is not None:
+            raise ValueError(
+                f"layer {place!r}: expected an nn.SyncBatchNorm without a process_group, got one with "
+                f"{layer.process_group!r}, which means nothing to the aggregation server; say with whom it "
+                "synchronises by convert_model(..., group=...)"
+            )
+
+
+def _replace(module: nn.Module, kinds: Kinds, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
     """Replaces by exact type; a module that is used in two places stays one module."""
     if module in replaced:
         return replaced[module]
-    if type(module) in kinds:
-        replaced[module] = _as(kinds[type(module)], module)
-        return replaced[module]
-    replaced[module] = module
-    for name, child in module._modules.items():
+    new = _as(kinds[type(module)], module) if _has_twin(module, kinds) else module
+    replaced[module] = new
+    for name, child in new._modules.items():
         if child is not None:
-            module._modules[name] = _replace(child, kinds, replaced)
-    return module
+            new._modules[name] = _replace(child, kinds, replaced)
+    return new
 
 
-def _as(kind: type[M], old: nn.Module) -> M:
+def _has_twin(module: nn.Module, kinds: Kinds) -> bool:
+    if type(module) not in kinds or any(name in vars(module) for name in BOUND):
+        return False
+    return not (isinstance(module, DataParallelWithCallback) and module.has_virtual_replicas)
+
+
+def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:
     """Returns a `kind` that takes over the state of `old`."""
-    new = kind.__new__(kind)
-    ours = {"eps_mode", "layer_name"}
-    new.__dict__.update({name: value for name, value in vars(old).items() if name not in ours})
+    if isinstance(old, nn.modules.lazy.LazyModuleMixin):
+        new: nn.Module = old  # its hooks are bound to it
+        new.__class__ = kind
+    else:
+        new = kind.__new__(kind)
+        vars(new).update(vars(old))
+        _rebind_hooks(old, new)
+    for name in (*OWN_ATTRIBUTES, "has_virtual_replicas"):
+        vars(new).pop(name, None)
     if isinstance(new, SynchronizedBatchNorm):
         new.eps_mode = "plus"
+    if isinstance(new, nn.SyncBatchNorm):
+        vars(new).setdefault("process_group", None)  # a layer of ours that was made as such has none
     return new
+
+
+def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Hooks before load_state_dict are the only ones that hold their module, weakly: it would be dead."""
+    hooks: dict[int, Any] = new._load_state_dict_pre_hooks
+    for hook in hooks.values():
+        if getattr(hook, "with_module", False) and hook.module() is old:
+            hook.module = weakref.ref(new)
+
+
+def _places(module: nn.Module, place: str = "", seen: set[nn.Module] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """As `named_modules`, but what a wrapper wraps has the wrapper's own place, so names are the same without it."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    yield place, module
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if isinstance(module, WRAPPERS) and name == "module":
+            yield from _places(child, place, seen)
+        else:
+            yield from _places(child, f"{place}.{name}" if place else name, seen)
+
+
+def _is_unsynchronised(module: nn.Module) -> bool:
+    if isinstance(module, nn.DataParallel):
+        # patch_replication_callback leaves its mark on the instance
+        return not isinstance(module, DataParallelWithCallback) and "replicate" not in vars(module)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SynchronizedBatchNorm)
+
+
+def _described(place: str, module: nn.Module) -> str:
+    bound = any(name in vars(module) for name in BOUND)
+    return f"{place!r} ({type(module).__qualname__}{' with its own forward' if bound else ''})"

@@ -54,7 +54,12 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
             `["cpu"] * 4` or `["cuda:0", "cuda:0"]` make virtual replicas that share a device.
         output_device: where the outputs are gathered; default: the first device.
         dim: the dimension of the batch.
+
+    Attributes:
+        has_virtual_replicas: whether replicas share a device, or are on one that torch's own way does not know.
     """
+
+    has_virtual_replicas: bool = False
 
     def __init__(
         self,
@@ -63,8 +68,8 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
     ) -> None:
-        self._virtual = _needs_virtual_replicas(device_ids or ())
-        if not self._virtual:
+        self.has_virtual_replicas = _needs_virtual_replicas(device_ids or ())
+        if not self.has_virtual_replicas:
             super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
             return
         nn.Module.__init__(self)
@@ -77,13 +82,13 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
         """Splits the batch over the replicas."""
-        if self._virtual:
+        if self.has_virtual_replicas:
             return virtual.scatter(inputs, kwargs or {}, device_ids, self.dim)
         return super().scatter(inputs, kwargs, device_ids)
 
     def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
         """Copies the module and calls the copies' replication callbacks."""
-        make = virtual.replicate if self._virtual else super().replicate
+        make = virtual.replicate if self.has_virtual_replicas else super().replicate
         replicas = make(module, device_ids)
         execute_replication_callbacks(replicas)
         return replicas
@@ -94,7 +99,7 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Joins the replicas' outputs."""
-        if self._virtual:
+        if self.has_virtual_replicas:
             return virtual.gather(outputs, output_device, self.dim)
         return super().gather(outputs, output_device)
 
