@@ -20,6 +20,10 @@ from member_programs import Buffers
 STEPS = 20
 SECONDS = 30.0
 
+# Whoever frees the last reference to a gloo group holds the interpreter's lock and waits for gloo's threads, one of
+# which may wait for that lock, for ever. So nobody frees any; the process ends without tearing down, see below.
+_kept: list[object] = []
+
 
 @dataclass(frozen=True)
 class Training:
@@ -104,7 +108,7 @@ def wrap(connection: client.Connection, store: str) -> tuple[str, str]:
         for convert in (nn.SyncBatchNorm.convert_sync_batchnorm, client.convert_model):
             model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
             try:
-                told.append(type(DistributedDataParallel(convert(model))).__name__)
+                told.append(type(_parallel(convert(model), Training())).__name__)
             except ValueError as error:
                 told.append(str(error))
     return tuple(told)
@@ -114,14 +118,15 @@ def _parallel(model: nn.Module, training: Training) -> DistributedDataParallel:
     """With a bucket for every few parameters, so that its reductions run while our layers exchange."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        return DistributedDataParallel(model, bucket_cap_mb=0.0005, **dict(training.options))
+        parallel = DistributedDataParallel(model, bucket_cap_mb=0.0005, **dict(training.options))
+    _kept.append(parallel)
+    return parallel
 
 
 @contextmanager
 def _process_group(store: str, connection: client.Connection) -> Iterator[None]:
     who = connection.member
-    # Once DistributedDataParallel was used, gloo's threads outlive destroy_process_group, and one that is late may
-    # abort an interpreter that is being torn down (pytorch#190489). So this process's is not.
+    # Gloo's threads may also abort an interpreter that is being torn down (pytorch#190489). So this one's is not.
     atexit.register(os._exit, 0)
     distributed.init_process_group(
         "gloo",
@@ -130,6 +135,7 @@ def _process_group(store: str, connection: client.Connection) -> Iterator[None]:
         world_size=who.world_size,
         timeout=timedelta(seconds=SECONDS),
     )
+    _kept.append(distributed.group.WORLD)
     try:
         yield
         # Nobody tears the group down while another is still in its last exchange.
@@ -155,7 +161,7 @@ def _uses_branch(training: Training, step: int) -> bool:
 
 
 def _synchronises(training: Training, step: int, micro_batch: int) -> bool:
-    """The last micro-batch; torch's static graph must see one first step without `no_sync`, or it fails an assertion."""
+    """The last micro-batch; all of the first step where the graph is static, else torch fails an assertion."""
     last = micro_batch == training.micro_batches - 1
     return last or (step == 0 and "static_graph" in dict(training.options))
 
