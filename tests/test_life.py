@@ -115,3 +115,19 @@ def test_a_model_under_data_parallel_can_be_copied_and_saved_after_it_has_traine
             life_programs.take_step(None, each, life_programs.shard(None, step))
         model = renew(model)
     assert_equal(life_programs.state(model.module), life_programs.state(expected), TOLERANCE)
+
+
+@pytest.mark.parametrize("renew", RENEWALS[:3], ids=lambda renew: renew.__name__)
+def test_a_patched_data_parallel_can_be_copied_and_saved(renew):
+    """What patching has put into it follows the copy: nothing of the original stays in use."""
+    original = nn.DataParallel(nn.Sequential(client.SynchronizedBatchNorm1d(3)))
+    client.patch_replication_callback(original)
+    twin = renew(original)
+    assert twin.replicate.args[0].__self__ is twin
+    original.device_ids = None  # whoever still asked it for its devices would fail
+    twin.device_ids = ["cpu"]
+    x = torch.randn(4, 3)
+    # Torch's own replicate needs an accelerator; for one replica the module itself will do.
+    client.execute_replication_callbacks([twin.module])
+    (output,) = twin.parallel_apply([twin.module], [(x,)], [{}])
+    torch.testing.assert_close(output, nn.BatchNorm1d(3)(x))
