@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -259,7 +260,10 @@ def test_a_forked_child_must_not_use_its_parents_connection(server, job):
 def _told_by_forked_child(program, end):
     """The outcome of `program`, in words; empty if the child did not come to an end in time."""
     reader, writer = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn of a fork beside threads, which is what this is about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         # The default action ends even a process that waits inside ZeroMQ.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
