@@ -5,7 +5,8 @@ copy (0) before any slave copy; the copies of one sub-module share one context. 
 synchronised layer find each other; a user's own modules may use it too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,18 +116,17 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:
     """
     if not isinstance(data_parallel, nn.DataParallel):
         raise TypeError(f"data_parallel: expected an nn.DataParallel, got {type(data_parallel).__name__}")
-    make_replicas = data_parallel.replicate
+    # Partials of module-level functions, not closures: they are copied and pickled with the module they belong to.
+    data_parallel.replicate = partial(_replicate, data_parallel.replicate)  # type: ignore[method-assign]
+    data_parallel.parallel_apply = partial(_parallel_apply, data_parallel)  # type: ignore[method-assign]
 
-    def replicate(module: nn.Module, device_ids: Any) -> list[nn.Module]:
-        replicas = make_replicas(module, device_ids)
-        execute_replication_callbacks(replicas)
-        return replicas
 
-    def parallel_apply(replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        return _parallel_apply(data_parallel, replicas, inputs, kwargs)
-
-    data_parallel.replicate = replicate  # type: ignore[method-assign]
-    data_parallel.parallel_apply = parallel_apply  # type: ignore[method-assign]
+def _replicate(
+    make_replicas: Callable[[nn.Module, Any], list[nn.Module]], module: nn.Module, device_ids: Any
+) -> list[nn.Module]:
+    replicas = make_replicas(module, device_ids)
+    execute_replication_callbacks(replicas)
+    return replicas
 
 
 def _parallel_apply(

@@ -32,7 +32,10 @@ Result = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """One layer, one whole batch, and how it is split."""
+    """One layer, one whole batch, and how it is split.
+
+    `options` are the layer's keyword arguments as pairs, `frozen` its parameters that do not learn.
+    """
 
     kind: str
     sizes: tuple[int, ...]
@@ -40,6 +43,8 @@ class Case:
     offset: float = 0.5
     scale: float = 2.0
     seed: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
+    frozen: tuple[str, ...] = ()
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Input, factors of the loss, and the layer's initial state, the same in every process."""
@@ -55,8 +60,11 @@ class Case:
 
     def layer(self, *, synchronised: bool) -> nn.Module:
         plain = KINDS[self.kind][0]
-        layer = (SYNCHRONISED[plain] if synchronised else plain)(CHANNELS, dtype=getattr(torch, self.dtype))
-        layer.load_state_dict(self.tensors()[2])
+        options = {"dtype": getattr(torch, self.dtype), **dict(self.options)}
+        layer = (SYNCHRONISED[plain] if synchronised else plain)(CHANNELS, **options)
+        layer.load_state_dict({name: value for name, value in self.tensors()[2].items() if name in layer.state_dict()})
+        for name in self.frozen:
+            layer.get_parameter(name).requires_grad_(requires_grad=False)
         if synchronised:
             layer.layer_name = "bn"
         return layer
@@ -113,9 +121,11 @@ def joined(results: list[Result]) -> Result:
     """What the members know together: shards joined, parameter gradients summed, buffers as all have them."""
     together = {name: np.concatenate([result[name] for result in results]) for name in ("output", "input gradient")}
     together |= {
-        name: np.sum([result[name] for result in results], axis=0) for name in ("weight gradient", "bias gradient")
+        name: np.sum([result[name] for result in results], axis=0)
+        for name in ("weight gradient", "bias gradient")
+        if name in results[0]
     }
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
+    for name in results[0].keys() - together.keys():
         for result in results:
             assert result[name].tobytes() == results[0][name].tobytes(), f"{name} differs between members"
         together[name] = results[0][name]
@@ -124,8 +134,11 @@ def joined(results: list[Result]) -> Result:
 
 def assert_equal_to_whole_batch(found: Result, case: Case) -> None:
     """1e-10 in float64, 1e-5 in float32, relative to the largest value of each tensor."""
-    tolerance = 1e-10 if case.dtype == "float64" else 1e-5
-    expected = on_the_whole_batch(case)
+    assert_equal(found, on_the_whole_batch(case), 1e-10 if case.dtype == "float64" else 1e-5)
+
+
+def assert_equal(found: Result, expected: Result, tolerance: float) -> None:
+    """Relative to the largest value of each tensor."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert value.dtype == found[name].dtype, name
@@ -144,8 +157,7 @@ def _result(layer: nn.Module, output: torch.Tensor, gradient: torch.Tensor) -> R
     tensors = {
         "output": output,
         "input gradient": gradient,
-        "weight gradient": layer.weight.grad,
-        "bias gradient": layer.bias.grad,
+        **{f"{name} gradient": parameter.grad for name, parameter in layer.named_parameters()},
         **dict(layer.named_buffers()),
     }
-    return {name: tensor.detach().numpy() for name, tensor in tensors.items()}
+    return {name: tensor.detach().numpy() for name, tensor in tensors.items() if tensor is not None}
