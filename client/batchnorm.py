@@ -134,7 +134,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle is a layer like any other: it has no seat among the replicas of its original."""
-        return {name: value for name, value in vars(self).items() if name not in {"_seat", "_tally"}}
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in {"_seat", "_tally"}}
 
     def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
         """Takes this copy's seat among the replicas of its process."""

@@ -52,8 +52,10 @@ def main() -> None:
                 states[step] = snapshot(network)
     if rank == 0 and options.save:
         torch.save({"states": states, **exchanges(connection)}, options.save)
-    # Nobody tears the group down while another is still in its last exchange.
+    # Nobody tears the group down while another is still in its last exchange, nor while a model holds it: freeing the
+    # model afterwards may wait for a gloo thread that waits for the interpreter.
     distributed.barrier()
+    del model
     distributed.destroy_process_group()
 
 
