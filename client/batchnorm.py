@@ -9,10 +9,9 @@ import itertools
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from client import compiled, kernels, running
+from client import alone, compiled, kernels, running
 from client.connection import current_connection
 from client.exchange import Exchange
 from client.functional import Slice, batch_norm, held
@@ -104,7 +103,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         if mask is not None:
             self._check_mask(input, mask)
         if not self._uses_batch_statistics() or (mask is None and not self._has_company()):
-            return self._alone(input)
+            return alone.forward(self, input)
         if torch.compiler.is_compiling() and self._seat is None:
             return self._compiled(input, mask)
         return self._together(Slice(input, self.weight, self.bias, mask))
@@ -192,29 +191,6 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     def _pipe(self) -> Pipe:
         return pipe_of(self.layer_name) if self.training and not self._is_tallied() else LocalPipe(self.layer_name)
-
-    def _alone(self, x: Tensor) -> Tensor:
-        """Torch's own, but for two of its faults."""
-        if not self.training:
-            return super().forward(x)
-        if torch.compiler.is_compiling():
-            return self._alone_compiled(x) if self.momentum is None else super().forward(x)
-        return self._alone_again(x) if is_inside_backward() else super().forward(x)
-
-    def _alone_again(self, x: Tensor) -> Tensor:
-        """Where a checkpoint computes again, the running statistics have moved already (pytorch#96136)."""
-        mean, variance = (None if kept is None else kept.clone() for kept in (self.running_mean, self.running_var))
-        return F.batch_norm(x, mean, variance, self.weight, self.bias, training=True, eps=self.eps)
-
-    def _alone_compiled(self, x: Tensor) -> Tensor:
-        """A cumulative average needs a number that the compiler does not know (pytorch#194504)."""
-        mean, variance = (
-            None if kept is None else torch.zeros_like(kept) for kept in (self.running_mean, self.running_var)
-        )
-        output = F.batch_norm(x, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
-        if mean is not None and variance is not None:
-            running.move(self, mean, variance, has_values=x.numel() > 0)
-        return output
 
     def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The same as one operator, in which the compiler does not look."""
