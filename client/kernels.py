@@ -75,11 +75,10 @@ def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     number = count(x, mask)
     if number == 0:
         return Moments.empty(x.shape[1])
-    over = all_but_channel(x)
     values = where(mask, x.to(compute_type(x)))
-    center = values.mean(over) if mask is None else values.sum(over) / number
+    center = total(values) / number
     deviations = where(mask, values - _broadcast(center, x))
-    shift, first, second = to_host(center, deviations.sum(over), deviations.square().sum(over))
+    shift, first, second = to_host(center, total(deviations), total(deviations.square()))
     with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
         return Moments.from_centred(number, shift + first / number, second - first * first / number)
 
@@ -114,8 +113,7 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor 
     deviations, rest = centred(x, statistics)
     if mask is not None:
         deviations = deviations.masked_fill(~mask.unsqueeze(1) & (grad == 0), 0)
-    over = all_but_channel(x)
-    first, second = to_host(grad.sum(over), deviations.mul_(grad).sum(over))
+    first, second = to_host(total(grad), total(deviations.mul_(grad)))
     with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
         return np.stack((first, second - rest * first))
 
@@ -192,9 +190,14 @@ def where(mask: Tensor | None, x: Tensor) -> Tensor:
     return x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0)
 
 
-def all_but_channel(x: Tensor) -> list[int]:
-    """Returns the dimensions that a sum per channel runs over."""
-    return [dimension for dimension in range(x.dim()) if dimension != 1]
+def total(x: Tensor) -> Tensor:
+    """Returns the sum per channel, shape (C,).
+
+    First over positions, then over samples: in one go torch adds the samples one by one, which in float32 and at
+    millions of them loses percents.
+    """
+    positions = list(range(2, x.dim()))
+    return (x.sum(positions) if positions else x).sum(0)
 
 
 def to_host(*vectors: Tensor) -> FloatArray:
