@@ -15,6 +15,8 @@ from torch import Tensor
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -155,7 +157,10 @@ def affine(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Returns (by_centred * (x - mean) + constant) * weight + bias in the compute type; vectors of shape (C,)."""
+    """Returns (by_centred * (x - mean) + constant) * weight + bias in the compute type; vectors of shape (C,).
+
+    It lies in memory as torch's batch norm would put it: channels_last if `x` does, else contiguous.
+    """
     center = statistics.center(x)
     with np.errstate(all="ignore"):  # as above
         rest = constant - by_centred * (statistics.mean - center)
@@ -164,7 +169,7 @@ def affine(
         factor, addend = factor * weight, addend * weight
     if bias is not None:
         addend = addend + bias
-    deviations = x.to(compute_type(x)) - _broadcast(device_center, x)
+    deviations = _laid_out(x.to(compute_type(x)) - _broadcast(device_center, x))
     return deviations.mul_(_broadcast(factor, x)).add_(_broadcast(addend, x))
 
 
@@ -187,7 +192,7 @@ def centred(x: Tensor, statistics: Statistics) -> tuple[Tensor, FloatArray]:
 
 def where(mask: Tensor | None, x: Tensor) -> Tensor:
     """Returns `x` with 0 where the mask says that a position does not count."""
-    return x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0)
+    return x if mask is None else x.clone().masked_fill_(~mask.unsqueeze(1), 0)  # masked_fill would forget the layout
 
 
 def total(x: Tensor) -> Tensor:
@@ -207,6 +212,12 @@ def to_host(*vectors: Tensor) -> FloatArray:
 
 def _broadcast(vector: Tensor, x: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """Returns `x` if it is channels_last, else contiguous, so that who takes a `view` of torch's output may here."""
+    layout = _CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    return x if x.is_contiguous(memory_format=layout) else x.contiguous()
 
 
 def _to_device(x: Tensor, *vectors: FloatArray) -> tuple[Tensor, ...]:
