@@ -15,6 +15,8 @@ from torch import Tensor
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -75,11 +77,10 @@ def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     number = count(x, mask)
     if number == 0:
         return Moments.empty(x.shape[1])
-    over = all_but_channel(x)
     values = where(mask, x.to(compute_type(x)))
-    center = values.mean(over) if mask is None else values.sum(over) / number
+    center = total(values) / number
     deviations = where(mask, values - _broadcast(center, x))
-    shift, first, second = to_host(center, deviations.sum(over), deviations.square().sum(over))
+    shift, first, second = to_host(center, total(deviations), total(deviations.square()))
     with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
         return Moments.from_centred(number, shift + first / number, second - first * first / number)
 
@@ -114,8 +115,7 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor 
     deviations, rest = centred(x, statistics)
     if mask is not None:
         deviations = deviations.masked_fill(~mask.unsqueeze(1) & (grad == 0), 0)
-    over = all_but_channel(x)
-    first, second = to_host(grad.sum(over), deviations.mul_(grad).sum(over))
+    first, second = to_host(total(grad), total(deviations.mul_(grad)))
     with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
         return np.stack((first, second - rest * first))
 
@@ -157,7 +157,10 @@ def affine(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Returns (by_centred * (x - mean) + constant) * weight + bias in the compute type; vectors of shape (C,)."""
+    """Returns (by_centred * (x - mean) + constant) * weight + bias in the compute type; vectors of shape (C,).
+
+    It lies in memory as torch's batch norm would put it: channels_last if `x` does, else contiguous.
+    """
     center = statistics.center(x)
     with np.errstate(all="ignore"):  # as above
         rest = constant - by_centred * (statistics.mean - center)
@@ -166,7 +169,7 @@ def affine(
         factor, addend = factor * weight, addend * weight
     if bias is not None:
         addend = addend + bias
-    deviations = x.to(compute_type(x)) - _broadcast(device_center, x)
+    deviations = _laid_out(x.to(compute_type(x)) - _broadcast(device_center, x))
     return deviations.mul_(_broadcast(factor, x)).add_(_broadcast(addend, x))
 
 
@@ -189,12 +192,17 @@ def centred(x: Tensor, statistics: Statistics) -> tuple[Tensor, FloatArray]:
 
 def where(mask: Tensor | None, x: Tensor) -> Tensor:
     """Returns `x` with 0 where the mask says that a position does not count."""
-    return x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0)
+    return x if mask is None else x.clone().masked_fill_(~mask.unsqueeze(1), 0)  # masked_fill would forget the layout
 
 
-def all_but_channel(x: Tensor) -> list[int]:
-    """Returns the dimensions that a sum per channel runs over."""
-    return [dimension for dimension in range(x.dim()) if dimension != 1]
+def total(x: Tensor) -> Tensor:
+    """Returns the sum per channel, shape (C,).
+
+    First over positions, then over samples: in one go torch adds the samples one by one, which in float32 and at
+    millions of them loses percents.
+    """
+    positions = list(range(2, x.dim()))
+    return (x.sum(positions) if positions else x).sum(0)
 
 
 def to_host(*vectors: Tensor) -> FloatArray:
@@ -204,6 +212,12 @@ def to_host(*vectors: Tensor) -> FloatArray:
 
 def _broadcast(vector: Tensor, x: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """Returns `x` if it is channels_last, else contiguous, so that who takes a `view` of torch's output may here."""
+    layout = _CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    return x if x.is_contiguous(memory_format=layout) else x.contiguous()
 
 
 def _to_device(x: Tensor, *vectors: FloatArray) -> tuple[Tensor, ...]:

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from client.kernels import compute_type
+
 
 def move(layer: Any, mean: Tensor, variance: Tensor, *, first_run: int | Tensor = 1, has_values: bool | Tensor) -> None:
     """Moves a layer's running statistics towards those of the newest batch, as torch does.
@@ -25,8 +27,11 @@ def move(layer: Any, mean: Tensor, variance: Tensor, *, first_run: int | Tensor 
     moves = first_run * has_values
     weight = _weight_of_newest(layer) * (moves.double() if isinstance(moves, Tensor) else moves)
     for running, batch in ((layer.running_mean, mean), (layer.running_var, variance)):
-        newest = batch.to(running.dtype).to(running.device)
-        running.lerp_(newest, weight.to(running.dtype).to(running.device) if isinstance(weight, Tensor) else weight)
+        wide = running.to(compute_type(running))  # in half precision the newest may overflow where the average does not
+        newest = batch.to(wide.dtype).to(wide.device)
+        running.copy_(
+            wide.lerp(newest, weight.to(wide.dtype).to(wide.device) if isinstance(weight, Tensor) else weight)
+        )
 
 
 def _weight_of_newest(layer: Any) -> float | Tensor:

@@ -53,13 +53,14 @@ class SecondOrder:
         by_weight = _host(self.by_weight, 0.0, self.first[0])
         if self.input.numel() == 0:
             return np.zeros((VECTORS, self.input.shape[1]))
-        over = kernels.all_but_channel(self.input)
         centred, rest = kernels.centred(self.input, statistics)
         assert self.by_input is not None  # noqa: S101 - see its description
         by_input = self.by_input.to(centred.dtype)
         counted = kernels.where(self.mask, by_input)
         product, total, moment = kernels.to_host(
-            (by_input * self.grad).sum(over), counted.sum(over), (counted * kernels.where(self.mask, centred)).sum(over)
+            kernels.total(by_input * self.grad),
+            kernels.total(counted),
+            kernels.total(counted * kernels.where(self.mask, centred)),
         )
         return np.stack((product, total, moment - rest * total, *(by_weight * self.first)))
 

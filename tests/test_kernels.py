@@ -32,6 +32,20 @@ def test_moments_are_those_of_the_same_numbers_in_float64(shape, dtype):
     np.testing.assert_allclose(found.variance(), exact.var(1, correction=0).numpy(), rtol=1e-5)
 
 
+def test_sums_over_very_many_samples_lose_no_digits():
+    """2^20 samples that are alike: added one by one in float32 the roundings add up too, to a part in a thousand."""
+    x, grad = random((1, 3, 4), torch.float32).expand(2**20, 3, 4), random((1, 3, 4), torch.float32, 1) + 1
+    found = kernels.moments(x)
+    exact = x[0].double()
+    np.testing.assert_allclose(found.mean, exact.mean(1).numpy(), rtol=1e-5)
+    np.testing.assert_allclose(found.variance(), exact.var(1, correction=0).numpy(), rtol=1e-5)
+    statistics = Statistics.of(found, 1e-5, "plus")
+    first, second = kernels.backward_sums(grad.expand_as(x), x, statistics)
+    products = grad[0].double() * (exact - exact.mean(1, keepdim=True))
+    np.testing.assert_allclose(first, 2.0**20 * grad[0].double().sum(1).numpy(), rtol=1e-5)
+    np.testing.assert_allclose(second, 2.0**20 * products.sum(1).numpy(), rtol=1e-5)
+
+
 def test_moments_of_an_empty_slice_are_empty():
     found = kernels.moments(torch.empty(0, 3, 4, 4))
     assert (found.count, found.sums.tolist(), found.squares.tolist()) == (0, [0.0] * 3, [0.0] * 3)
