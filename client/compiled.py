@@ -51,7 +51,7 @@ def batch_norm(
     found = exchange.statistics
     _, variance = exchange.for_running_statistics
     return (
-        _like(x, kernels.normalise(x, found, weight, bias)),
+        kernels.normalise(x, found, weight, bias),
         torch.from_numpy(np.stack((found.mean, found.invstd, found.slope, variance))),
         torch.tensor([exchange.moments.count, exchange.key.step, exchange.key.call, exchange is fresh]),
     )
@@ -73,7 +73,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     del weight, bias, mask, layer, eps, eps_mode
     statistics = torch.empty(4, x.shape[1], dtype=torch.float64, device="cpu")
-    return torch.empty_like(x), statistics, torch.empty(4, dtype=torch.int64, device="cpu")
+    return kernels.laid_out(torch.empty_like(x)), statistics, torch.empty(4, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("statsd_bn::batch_norm_backward", mutates_args=())
@@ -96,7 +96,7 @@ def batch_norm_backward(
         pipe = pipe_of(layer)
         rows = Rows((kernels.count(x, mask),), local[np.newaxis])
         total = pipe.run_slave(rows, pipe.key(step, call, BACKWARD)).values
-        by_input = _like(x, kernels.input_gradient(grad, x, found, total, weight, mask))
+        by_input = kernels.input_gradient(grad, x, found, total, weight, mask)
     return by_input, kernels.vector(local[1] * found.invstd, x), kernels.vector(local[0], x)
 
 
@@ -113,7 +113,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     del grad, weight, mask, statistics, ticket, layer
     by_parameter = torch.empty(x.shape[1], dtype=kernels.compute_type(x), device=x.device)
-    return torch.empty_like(x) if needs_input else x.new_empty(0), by_parameter, torch.empty_like(by_parameter)
+    by_input = kernels.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
+    return by_input, by_parameter, torch.empty_like(by_parameter)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -134,9 +135,3 @@ batch_norm.register_autograd(_backward, setup_context=_setup_context)
 # for other shapes would wait for each other in different layers.
 for _operator in (batch_norm, batch_norm_backward):
     _register_effectful_op(_operator._opoverload, _EffectType.ORDERED)  # noqa: SLF001 - the operator behind custom_op
-
-
-def _like(x: Tensor, result: Tensor) -> Tensor:
-    """Returns `result` in the layout that was promised to the compiler."""
-    promised = torch.empty_like(x)
-    return result if result.stride() == promised.stride() else promised.copy_(result)

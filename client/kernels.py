@@ -169,7 +169,7 @@ def affine(
         factor, addend = factor * weight, addend * weight
     if bias is not None:
         addend = addend + bias
-    deviations = _laid_out(x.to(compute_type(x)) - _broadcast(device_center, x))
+    deviations = laid_out(x.to(compute_type(x)) - _broadcast(device_center, x))
     return deviations.mul_(_broadcast(factor, x)).add_(_broadcast(addend, x))
 
 
@@ -205,6 +205,12 @@ def total(x: Tensor) -> Tensor:
     return (x.sum(positions) if positions else x).sum(0)
 
 
+def laid_out(x: Tensor) -> Tensor:
+    """Returns `x` if it is channels_last, else contiguous, so that who takes a `view` of torch's output may here."""
+    layout = _CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    return x if x.is_contiguous(memory_format=layout) else x.contiguous()
+
+
 def to_host(*vectors: Tensor) -> FloatArray:
     """One copy for all vectors, whatever the device; float64 only on the host, since MPS has none."""
     return torch.stack(vectors).cpu().to(torch.float64).numpy()
@@ -212,12 +218,6 @@ def to_host(*vectors: Tensor) -> FloatArray:
 
 def _broadcast(vector: Tensor, x: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (x.dim() - 2))
-
-
-def _laid_out(x: Tensor) -> Tensor:
-    """Returns `x` if it is channels_last, else contiguous, so that who takes a `view` of torch's output may here."""
-    layout = _CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
-    return x if x.is_contiguous(memory_format=layout) else x.contiguous()
 
 
 def _to_device(x: Tensor, *vectors: FloatArray) -> tuple[Tensor, ...]:

@@ -88,14 +88,31 @@ def test_a_connected_model_in_eval_exports_as_well(members):
     assert members(2, member_programs.export_in_eval) == [0, 0]
 
 
-def test_the_operators_keep_the_rules_of_torchs_operators():
-    """Schema, fake tensors, autograd registration and tracing, by torch's own checker."""
-    x = torch.randn(4, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3),
+    "every other row": lambda x: x[:, :, ::2],
+    "every other row of channels_last": lambda x: x.to(memory_format=torch.channels_last)[:, :, ::2],
+    "half": lambda x: x.half(),
+    "empty": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_operators_keep_the_rules_of_torchs_operators(layout):
+    """Schema, what they promise the compiler, and autograd registration, by torch's own checker."""
+    x = layout(torch.randn(4, 3, 6, 5, dtype=torch.float64)).detach().requires_grad_()
     weight, bias = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    mask = torch.rand(4, 2, 2) > 0.3
+    mask = torch.rand(x.shape[0], *x.shape[2:]) > 0.3
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     for arguments in ((x, weight, bias, None), (x.detach(), None, None, mask)):
         torch.library.opcheck(
-            torch.ops.statsd_bn.batch_norm.default,
-            (*arguments, "bn", 1e-5, "plus"),
-            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+            torch.ops.statsd_bn.batch_norm.default, (*arguments, "bn", 1e-5, "plus"), test_utils=tests
+        )
+        _, statistics, ticket = torch.ops.statsd_bn.batch_norm(*arguments, "bn", 1e-5, "plus")
+        torch.library.opcheck(
+            torch.ops.statsd_bn.batch_norm_backward.default,
+            (x.detach(), x.detach(), weight.detach(), arguments[3], statistics.detach(), ticket, "bn", True),
+            test_utils=tests[:2],
         )
