@@ -207,7 +207,8 @@ def _join(parts: list[Any], device: Device, dim: int) -> Any:
         return None
     if not all(isinstance(part, Tensor) for part in parts):
         raise TypeError(f"outputs: expected tensors, got {sorted({type(part).__name__ for part in parts})}")
-    if dim == 0 and all(part.dim() == 0 for part in parts):
-        warnings.warn("the replicas returned scalars; they are gathered into a vector", stacklevel=2)
-        return torch.stack([part.to(device) for part in parts])
-    return torch.cat([part.to(device) for part in parts], dim)
+    with torch.autocast(device.type, enabled=False):  # joining changes no type
+        if dim == 0 and all(part.dim() == 0 for part in parts):
+            warnings.warn("the replicas returned scalars; they are gathered into a vector", stacklevel=2)
+            return torch.stack([part.to(device) for part in parts])
+        return torch.cat([part.to(device) for part in parts], dim)

@@ -132,3 +132,10 @@ def test_outputs_that_cannot_be_joined_are_named():
         virtual.gather([1, 2], CPU, 0)
     with pytest.raises(ValueError, match="expected the same structure"):
         virtual.gather([(torch.ones(1),), [torch.ones(1)]], CPU, 0)
+
+
+def test_gathering_keeps_types_under_autocast():
+    """Torch's autocast widens what `torch.cat` joins, and on the CPU refuses half precision of the other kind."""
+    halves = [torch.ones(2, dtype=torch.float16), torch.zeros(1, dtype=torch.float16)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert virtual.gather(halves, CPU, 0).dtype == torch.float16
