@@ -29,14 +29,11 @@ from statsd_bn.errors import (
     RoundTimeout,
     ServerUnreachable,
 )
-from statsd_bn.messages import Aggregate, Registered, RoundKey, Rows
+from statsd_bn.messages import WORLD, Aggregate, Registered, RoundKey, Rows, missing_members
 
 logger = logging.getLogger("statsd_bn.client")
 
 DEFAULT_DEADLINE = 600.0
-
-# The group that all members of a job form.
-WORLD = "world"
 
 # A server that is there answers a registration in milliseconds; a loaded network may take seconds.
 ANSWER_SECONDS = 5.0
@@ -170,14 +167,10 @@ class Connection:
             answer = self._ask(channel)
             while answer.missing:
                 if time.monotonic() >= expiry:
-                    raise GroupIncomplete(
-                        f"job {self.member.job!r}, group {self.member.group!r}: members {list(answer.missing)} of "
-                        f"{self.member.world_size} did not connect within {self.member.deadline:g} s",
-                        job=self.member.job,
-                        group=self.member.group,
-                        missing=list(answer.missing),
-                    )
-                logger.info("waiting for members %s", list(answer.missing))
+                    raise _incomplete(self.member, answer)
+                logger.info(
+                    "waiting for %s", missing_members(self.member.group, self.member.world_size, answer.present)
+                )
                 answer = self._next_registered(channel, min(ANSWER_SECONDS, expiry - time.monotonic())) or self._ask(
                     channel
                 )
@@ -223,6 +216,18 @@ class Connection:
             **key.fields,
             seconds=seconds,
         )
+
+
+def _incomplete(who: Member, answer: Registered) -> GroupIncomplete:
+    fields: dict[str, object] = {"job": who.job, "group": who.group, "size": who.world_size}
+    fields["present"] = list(answer.present)
+    if who.group == WORLD:
+        fields["missing"] = sorted(set(range(who.world_size)).difference(answer.present))
+    return GroupIncomplete(
+        f"job {who.job!r}, group {who.group!r} of {who.world_size}: "
+        f"{missing_members(who.group, who.world_size, answer.present)} did not connect within {who.deadline:g} s",
+        **fields,
+    )
 
 
 _current: Connection | None = None

@@ -118,31 +118,41 @@ class Dispatcher:
     def _register(self, register: Register, peer: bytes) -> list[Reply]:
         name = (register.job, register.group)
         self._check_session(register)
-        replies: list[Reply] = []
         master = self._masters.get(name)
-        if master and self._is_replaced(master, register):
-            replies = self._close(name, master, register)
-            master = None
-        if master is None:
-            if len(self._masters) >= limits.MAX_GROUPS:
-                raise LimitExceeded(
-                    f"the server has {len(self._masters)} groups already",
-                    limit=limits.MAX_GROUPS,
-                    what="groups",
-                )
-            master = self._masters[name] = SyncMaster(self._server, register)
-            logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
+        if master is None or self._is_replaced(master, register):
+            return self._begin(name, register, peer)
         was_open = master.membership.is_open
         try:
             slave, told = master.register_slave(register, peer)
         except DuplicateMember as error:
-            return [*replies, (peer, self._refuse(error)), master.remind(register.member)]
+            return [(peer, self._refuse(error)), master.remind(register.member)]
+        self._sit(master, slave, register, was_open=was_open)
+        return told
+
+    def _begin(self, name: tuple[str, str], register: Register, peer: bytes) -> list[Reply]:
+        """Begins a life of a group; one that is refused its first member never was, and replaces none."""
+        if name not in self._masters and len(self._masters) >= limits.MAX_GROUPS:
+            raise LimitExceeded(
+                f"the server has {len(self._masters)} groups already",
+                limit=limits.MAX_GROUPS,
+                what="groups",
+            )
+        master = SyncMaster(self._server, register)
+        slave, told = master.register_slave(register, peer)
+        replies = self._close(name, register) if name in self._masters else []
+        self._masters[name] = master
+        logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
+        self._sit(master, slave, register, was_open=False)
+        return replies + told
+
+    def _sit(self, master: SyncMaster, slave: Slave, register: Register, *, was_open: bool) -> None:
+        """Gives a session its seat."""
+        name = (register.job, register.group)
         self._seats[register.session] = Seat(master, slave)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
         if master.membership.is_open and not was_open:
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
-        return replies + told
 
     def _check_session(self, register: Register) -> None:
         """One session is one member of one group, or leaving could not end what registering began."""
@@ -171,11 +181,11 @@ class Dispatcher:
         newcomer = register.session not in self._seats
         return register.epoch > master.epoch or (newcomer and master.membership.lost is not None)
 
-    def _close(self, name: tuple[str, str], master: SyncMaster, register: Register) -> list[Reply]:
+    def _close(self, name: tuple[str, str], register: Register) -> list[Reply]:
         reason = f"a new run of the group was begun by member {register.member} ({register.place})"
         lost = RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}")
+        master = self._masters.pop(name)
         self._seats = {session: seat for session, seat in self._seats.items() if seat.master is not master}
-        del self._masters[name]
         return master.break_all(lambda _: lost)
 
     def _leave(self, leave: Leave) -> list[Reply]:
