@@ -21,7 +21,7 @@ from statsd_bn.errors import (
     StatsdBNError,
     UnknownSession,
 )
-from statsd_bn.messages import NO_SERVER, Contribution, Leave, Register, Status, StatusRequest
+from statsd_bn.messages import NO_SERVER, WORLD, Contribution, Leave, Register, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.server")
@@ -118,6 +118,7 @@ class Dispatcher:
     def _register(self, register: Register, peer: bytes) -> list[Reply]:
         name = (register.job, register.group)
         self._check_session(register)
+        self._check_world(register)
         master = self._masters.get(name)
         if master is None or self._is_replaced(master, register):
             return self._begin(name, register, peer)
@@ -139,7 +140,7 @@ class Dispatcher:
             )
         master = SyncMaster(self._server, register)
         slave, told = master.register_slave(register, peer)
-        replies = self._close(name, register) if name in self._masters else []
+        replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
         self._masters[name] = master
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
         self._sit(master, slave, register, was_open=False)
@@ -166,6 +167,23 @@ class Dispatcher:
         )
         if now != before:
             raise ProtocolError(f"session {register.session.hex()}: registered as {before}, cannot also be {now}")
+
+    def _check_world(self, register: Register) -> None:
+        """A group that is not open yet would wait in vain for a member that has failed."""
+        world = self._masters.get((register.job, WORLD))
+        if register.group == WORLD or world is None or world.epoch != register.epoch:
+            return
+        group = self._masters.get((register.job, register.group))
+        stands = group is not None and group.membership.is_open and not group.membership.lost
+        lost = world.membership.lost
+        if lost and lost.fields["cause"] and not stands:
+            raise lost
+
+    def _replaced(self, name: tuple[str, str]) -> list[tuple[str, str]]:
+        """Returns the groups whose lives a new one ends: a new world is a new run, and ends all groups of the old."""
+        if name not in self._masters:
+            return []
+        return [other for other in self._masters if other[0] == name[0]] if name[1] == WORLD else [name]
 
     def _is_replaced(self, master: SyncMaster, register: Register) -> bool:
         """A later epoch replaces a life; so does any newcomer once a life is broken."""

@@ -222,6 +222,43 @@ def test_members_of_any_number_form_a_group_and_one_more_is_refused(play):
     assert play.bring(4, 1.0, key(group="pair"))[peer(7)].values.item() == 1.0 + 1e16
 
 
+def test_a_group_does_not_wait_for_a_member_of_the_job_that_has_failed(play):
+    """Whether the one that failed would have come is not known, but nobody shall wait to find out."""
+    sessions = [b"in-pair0", b"in-pair1", b"in-late0"]
+    play.open(3)
+    play.join(0, 2, group="pair", session=sessions[0])
+    play.leave(2, "RuntimeError: out of memory")
+    for session, group in ((sessions[0], "pair"), (sessions[1], "pair"), (sessions[2], "late")):
+        answers = play.join(0, 2, group=group, session=session, at=session)
+        assert codes(answers) == {session: "replica_lost"}
+        assert "member 2 (place 2) failed with RuntimeError: out of memory" in answers[session].message
+
+
+def test_a_group_opens_although_a_member_of_the_job_has_ended(play):
+    play.open(3)
+    play.leave(2)
+    play.join(0, 2, group="pair", session=b"in-pair0")
+    assert play.join(1, 2, group="pair", session=b"in-pair1")[peer(1)].missing == 0
+
+
+def test_an_open_group_goes_on_although_a_member_outside_of_it_has_failed(play):
+    play.open(3)
+    for member in (0, 1):
+        play.join(member, 2, group="pair", session=b"in-pair%d" % member)
+    play.leave(2, "boom")
+    assert play.join(0, 2, group="pair", session=b"in-pair0")[peer(0)].missing == 0
+    play.bring(0, 1.0, key(group="pair"), session=b"in-pair0")
+    assert play.bring(1, 2.0, key(group="pair"), session=b"in-pair1")[peer(0)].values.item() == 3.0
+
+
+def test_a_new_run_ends_all_groups_of_the_old_one_and_none_of_another_job(play):
+    play.open(epoch=1)
+    play.join(0, 2, group="pair", session=b"in-pair0", epoch=1)
+    play.open(job="other")
+    play.join(0, epoch=2, session=STRANGER)
+    assert play.groups == [("other", "world", 0), ("job", "world", 2)]
+
+
 def test_an_earlier_epoch_is_stale(play):
     play.open(epoch=4)
     answers = play.join(0, at=b"late", epoch=3, session=STRANGER, place="host 2")

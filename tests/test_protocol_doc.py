@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from client import connection, transport
+from client import connection, registration, transport
 from server import service
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
@@ -334,7 +334,11 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 
 
 def test_deadlines_and_queues_have_the_codes_values():
-    whose = {"server": [service], "client": [connection, transport], "both": [service, transport]}
+    whose = {
+        "server": [service],
+        "client": [connection, registration, transport],
+        "both": [service, transport],
+    }
     for name, value, side in table("Deadlines"):
         found = [getattr(module, name) for module in whose[side] if hasattr(module, name)]
         assert found == [float(value)] * (2 if side == "both" else 1), name
