@@ -85,6 +85,17 @@ def test_a_registered_slave_is_told_whom_the_group_waits_for():
     assert group.master.nr_slaves == 1
 
 
+def test_a_group_of_any_numbers_tells_how_many_are_missing_and_who_is_there():
+    master = SyncMaster(SERVER, register(9, 4, group="four"))
+    told_ = [master.register_slave(register(member, 4, group="four"), peer(member))[1] for member in (9, 3)]
+    answers = [decode(frame) for ((_, frame),) in told_]
+    assert [(answer.missing, answer.present) for answer in answers] == [(3, (9,)), (2, (3, 9))]
+    assert master.report(0.0)["missing"] == 2
+    early = contribution(9, 1.0, key(group="four"))
+    failures = told(master.contribute(0.0, master.membership.slaves[9], early, peer(9)))
+    assert "the group is not open, it waits for 2 members besides [3, 9]" in failures[peer(9)].message
+
+
 def test_everybody_is_told_when_the_group_opens():
     group = Group(3, opened=False)
     group.join(2)

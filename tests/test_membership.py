@@ -1,4 +1,8 @@
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.membership import Membership
 from statsd_bn.errors import DuplicateMember, ReplicaLost, WorldSizeMismatch
@@ -21,6 +25,24 @@ def test_a_group_opens_when_all_members_have_registered(group):
         group.admit(register(member, 3), b"")
         seen.append((group.is_open, group.missing, group.present))
     assert seen == [(False, 2, [2]), (False, 1, [0, 2]), (True, 0, [0, 1, 2])]
+
+
+@given(st.sampled_from(["world", "pair"]), st.integers(1, 4), st.lists(st.integers(0, 5), max_size=12))
+def test_a_group_takes_the_members_it_has_room_for_and_no_other(name, size, numbers):
+    group = Membership("job", name, size)
+    fit: list[int] = []
+    for number in numbers:
+        fits = number in fit or (len(fit) < size and (name != "world" or number < size))
+        if fits:
+            group.admit(register(number, size, group=name), b"")
+            fit += [number] * (number not in fit)
+        else:
+            with pytest.raises(WorldSizeMismatch, match=re.escape(f"member {number} (place {number})")) as caught:
+                group.admit(register(number, size, group=name), b"")
+            assert str(sorted(fit)) in str(caught.value)
+            assert caught.value.fields["got"] > caught.value.fields["expected"] == size
+        assert group.present == sorted(fit)
+        assert (group.missing, group.is_open) == (size - len(fit), len(fit) == size)
 
 
 def test_a_slave_is_what_its_member_said(group):

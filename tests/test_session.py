@@ -27,6 +27,13 @@ def test_it_registers_with_who_it_is(session):
     assert decode(session.register()) == Register(TOKEN, "job", "world", 2, 1, 3, 600.0, "here")
 
 
+def test_in_a_group_it_keeps_its_number_in_the_job():
+    session = Session(TOKEN, Member("job", "pair", 2, 7, 2, 600.0, "here"))
+    asked = decode(session.register())
+    assert (asked.group, asked.member, asked.world_size) == ("pair", 7, 2)
+    assert session.forward_key("a").group == "pair"
+
+
 def test_it_registers_again_with_what_it_knows(session):
     """So that a master that has forgotten everything can learn it from its members."""
     session.registered(encode(Registered(TOKEN, b"server-0", 2, 0, 0, ())))
