@@ -12,6 +12,7 @@ from client.batchnorm import (
 )
 from client.connection import Connection, connect, current_connection, disconnect
 from client.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.groups import Group
 from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
 from client.pipe import SlavePipe
 from client.recalibration import recalibrate
@@ -26,6 +27,7 @@ __all__ = [
     "CallbackContext",
     "Connection",
     "DataParallelWithCallback",
+    "Group",
     "LazySynchronizedBatchNorm1d",
     "LazySynchronizedBatchNorm2d",
     "LazySynchronizedBatchNorm3d",

@@ -6,44 +6,28 @@ which would share its sockets, and says so.
 """
 
 import atexit
-import logging
 import os
-import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from functools import cached_property
 from types import TracebackType
 from typing import Self
 
+from client import groups
+from client.environment import DEFAULT_DEADLINE, member_from
+from client.groups import LOCAL, Group
+from client.registration import Sessions, cause_of
 from client.session import Member, Session
 from client.transport import Channel, Transport, ZmqTransport
-from statsd_bn import limits
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
-    DuplicateMember,
-    GroupIncomplete,
     ProtocolError,
     RoundTimeout,
-    ServerUnreachable,
 )
-from statsd_bn.messages import Aggregate, Registered, RoundKey, Rows
-
-logger = logging.getLogger("statsd_bn.client")
-
-DEFAULT_DEADLINE = 600.0
-
-# The group that all members of a job form.
-WORLD = "world"
-
-# A server that is there answers a registration in milliseconds; a loaded network may take seconds.
-ANSWER_SECONDS = 5.0
-
-# A master notices that a killed process has left its place when a newcomer asks for it, so asking again helps.
-TAKEN_SECONDS = 1.0
-TAKEN_PAUSE_SECONDS = 0.05
+from statsd_bn.messages import Aggregate, RoundKey, Rows
 
 # The master ends a late round itself and says who is missing; only if nothing comes this long after that, the
 # member gives up on the master.
@@ -54,14 +38,17 @@ REMEMBERED_ROUND_TRIPS = 4096
 
 
 class Connection:
-    """A member's registration with a master; also a context manager that says goodbye.
+    """A member's place among the members of its job; also a context manager that says goodbye.
+
+    It belongs to the group of all members from the beginning, and to any other group from when that is first used.
 
     Args:
         transport: how to reach the master.
         member: who this process is.
 
     Attributes:
-        rounds: how many rounds it has taken part in.
+        member: who this process is.
+        rounds: how many rounds it has taken part in, in all its groups.
 
     Raises:
         ServerUnreachable: nobody answers at the endpoint.
@@ -72,15 +59,16 @@ class Connection:
         self.member = member
         self.rounds = 0
         self._transport = transport
-        self._session = Session(os.urandom(limits.TOKEN_BYTES), member)
+        self._sessions = Sessions(transport, member)
+        self._world = groups.world(member.world_size)
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
         self._round_trips: deque[float] = deque(maxlen=REMEMBERED_ROUND_TRIPS)
         try:
-            self._join()
+            self._sessions.of(self._world)
         except BaseException as error:
-            self.close(cause=_cause_of(error))
+            self.close(cause=cause_of(error))
             raise
 
     def __enter__(self) -> Self:
@@ -89,7 +77,7 @@ class Connection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(cause=_cause_of(error))
+        self.close(cause=cause_of(error))
 
     def __repr__(self) -> str:
         who = self.member
@@ -113,26 +101,49 @@ class Connection:
         trips = sorted(self._round_trips)
         return trips[len(trips) // 2] if trips else 0.0
 
-    def exchange(self, layer: str, rows: Rows, key: RoundKey | None = None) -> Aggregate:
+    def group(self, group: Group | str | None) -> Group:
+        """Returns the group that is meant: the whole job for None, the members of this host for "local".
+
+        Raises:
+            ConfigurationError: no group of this job is meant, or the environment does not say who is on this host.
+        """
+        if group is None:
+            return self._world
+        found = self._local if group == LOCAL else groups.resolve(group, os.environ)
+        if found.size > self.member.world_size:
+            raise ConfigurationError(
+                f"group {found.name!r}: expected at most the {self.member.world_size} members of the job, "
+                f"got size {found.size}"
+            )
+        return found
+
+    def exchange(
+        self, layer: str, rows: Rows, key: RoundKey | None = None, group: Group | str | None = None
+    ) -> Aggregate:
         """Takes part in one round and returns its aggregate; `SlavePipe.run_slave` is the way to it.
 
         Args:
             layer: the layer's name.
             rows: what this process's replicas contribute.
             key: of this round; None for the layer's next forward round.
+            group: who takes part; as `Connection.group` takes it. Its first use waits until all its members use it.
 
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
+            RegistrationRefused: the group did not fill in time, or does not take this member; this concerns no other
+                group, and a later use tries again.
+            ConfigurationError: the group is none of this job, or this process uses it with another size.
             ConnectionClosed: the connection was closed, or belongs to the parent process.
         """
         self._check_usable()
+        session = self._sessions.of(self.group(group))
         with self._lock:
-            key = key or self._session.forward_key(layer)
-            frame = self._session.contribution(key, rows)
+            key = key or session.forward_key(layer)
+            frame = session.contribution(key, rows)
         started = time.perf_counter()
         with self._transport.channel() as channel:
             channel.send(frame)
-            aggregate = self._await_aggregate(channel, key)
+            aggregate = self._await_aggregate(channel, session, key)
         if aggregate.values.shape != rows.values.shape[1:]:
             raise ProtocolError(
                 f"{key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"
@@ -142,7 +153,7 @@ class Connection:
         return aggregate
 
     def close(self, cause: str = "") -> None:
-        """Leaves the group and closes the sockets; harmless when repeated.
+        """Leaves all groups and closes the sockets; harmless when repeated.
 
         Args:
             cause: what went wrong, told to the other members; empty for an orderly end.
@@ -150,9 +161,12 @@ class Connection:
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        with self._transport.channel() as channel:
-            channel.send(self._session.leave(cause))
+        self._sessions.leave(cause)
         self._transport.close()
+
+    @cached_property
+    def _local(self) -> Group:
+        return groups.resolve(LOCAL, os.environ)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -163,60 +177,11 @@ class Connection:
                 f"{os.getpid()}; call client.connect() in the child"
             )
 
-    def _join(self) -> None:
-        """Registers, and waits until the group is open."""
-        expiry = time.monotonic() + self.member.deadline
-        with self._transport.channel() as channel:
-            answer = self._ask(channel)
-            while answer.missing:
-                if time.monotonic() >= expiry:
-                    raise GroupIncomplete(
-                        f"job {self.member.job!r}, group {self.member.group!r}: members {list(answer.missing)} of "
-                        f"{self.member.world_size} did not connect within {self.member.deadline:g} s",
-                        job=self.member.job,
-                        group=self.member.group,
-                        missing=list(answer.missing),
-                    )
-                logger.info("waiting for members %s", list(answer.missing))
-                answer = self._next_registered(channel, min(ANSWER_SECONDS, expiry - time.monotonic())) or self._ask(
-                    channel
-                )
-
-    def _ask(self, channel: Channel) -> Registered:
-        """Registers; while an earlier process may still hold its place, tries again for a moment."""
-        expiry = time.monotonic() + TAKEN_SECONDS
-        while True:
-            try:
-                return self._ask_once(channel)
-            except DuplicateMember:
-                if time.monotonic() >= expiry:
-                    raise
-                time.sleep(TAKEN_PAUSE_SECONDS)
-
-    def _ask_once(self, channel: Channel) -> Registered:
-        channel.send(self._session.register())
-        answer = self._next_registered(channel, ANSWER_SECONDS)
-        if answer is None:
-            raise ServerUnreachable(
-                f"no answer from {self._transport.endpoint} within {ANSWER_SECONDS:g} s; is `python -m server` running "
-                "there?",
-                endpoint=self._transport.endpoint,
-                seconds=ANSWER_SECONDS,
-            )
-        return answer
-
-    def _next_registered(self, channel: Channel, seconds: float) -> Registered | None:
-        expiry = time.monotonic() + seconds
-        while (frame := channel.receive(expiry - time.monotonic())) is not None:
-            if answer := self._session.registered(frame):
-                return answer
-        return None
-
-    def _await_aggregate(self, channel: Channel, key: RoundKey) -> Aggregate:
+    def _await_aggregate(self, channel: Channel, session: Session, key: RoundKey) -> Aggregate:
         seconds = self.member.deadline + GRACE_SECONDS
         expiry = time.monotonic() + seconds
         while (frame := channel.receive(expiry - time.monotonic())) is not None:
-            if aggregate := self._session.aggregate(key, frame):
+            if aggregate := session.aggregate(key, frame):
                 return aggregate
         raise RoundTimeout(
             f"{key}: no answer from the master at {self._transport.endpoint} within {seconds:g} s",
@@ -281,58 +246,10 @@ def current_connection() -> Connection | None:
     return None if _current is None or _current.closed else _current
 
 
-def member_from(
-    environ: Mapping[str, str],
-    *,
-    job: str | None = None,
-    member: int | None = None,
-    world_size: int | None = None,
-    deadline: float = DEFAULT_DEADLINE,
-) -> Member:
-    """Returns who this process is, from arguments and, where they are None, environment variables.
-
-    Raises:
-        ConfigurationError: a value is unusable.
-    """
-    if job is None:
-        job = environ.get("STATSD_BN_JOB") or environ.get("TORCHELASTIC_RUN_ID") or "default"
-    world_size = _integer(environ, "WORLD_SIZE", 1) if world_size is None else world_size
-    member = _integer(environ, "RANK", 0) if member is None else member
-    if not 1 <= world_size <= limits.MAX_MEMBERS:
-        raise ConfigurationError(f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {world_size}")
-    if not 0 <= member < world_size:
-        raise ConfigurationError(f"member: expected a number in [0, world_size), here [0, {world_size}), got {member}")
-    if not 0 < deadline <= limits.MAX_DEADLINE:
-        raise ConfigurationError(f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {deadline}")
-    if not 1 <= len(job.encode()) <= limits.MAX_NAME_BYTES:
-        raise ConfigurationError(f"job: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes, got {job!r:.80}")
-    return Member(
-        job=job,
-        group=WORLD,
-        epoch=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-        member=member,
-        world_size=world_size,
-        deadline=float(deadline),
-        place=f"{socket.gethostname()[:200]}, pid {os.getpid()}",
-    )
-
-
-def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
-    text = environ.get(name, "")
-    try:
-        return int(text) if text else default
-    except ValueError as error:
-        raise ConfigurationError(f"{name}: expected an integer, got {text!r}") from error
-
-
-def _cause_of(error: BaseException | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
-
-
 def _goodbye() -> None:
     """At the interpreter's end: tells the others, with the exception that ended it if there was one."""
     if connection := current_connection():
-        connection.close(cause=_cause_of(getattr(sys, "last_value", None)))
+        connection.close(cause=cause_of(getattr(sys, "last_value", None)))
 
 
 atexit.register(_goodbye)

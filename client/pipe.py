@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from client.connection import Connection, current_connection
+from client.groups import Group
 from statsd_bn.messages import FORWARD, Aggregate, RoundKey, Rows
 from statsd_bn.reduction import sum_in_order
 
@@ -29,13 +30,15 @@ class SlavePipe:
     Args:
         connection: this process's connection.
         layer: the layer's name, the same on every member.
+        group: the members that take part, as `Connection.group` takes it; None for all.
     """
 
     connection: Connection
     layer: str
+    group: Group | str | None = None
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
-        """Sends this process's rows and waits for the sum over all members.
+        """Sends this process's rows and waits for the sum over all members of the group.
 
         Args:
             contribution: counts, and float64 values of shape (replicas, vectors, channels): Σx and Σx² forward,
@@ -49,12 +52,12 @@ class SlavePipe:
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
-        return self.connection.exchange(self.layer, contribution, key)
+        return self.connection.exchange(self.layer, contribution, key, self.group)
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
-        who = self.connection.member
-        return RoundKey(who.job, who.group, who.epoch, step, self.layer, call, phase)
+        who, group = self.connection.member, self.connection.group(self.group)
+        return RoundKey(who.job, group.name, who.epoch, step, self.layer, call, phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class LocalPipe:
         return RoundKey("in-process", "world", 0, step, self.layer, call, phase)
 
 
-def pipe_of(layer: str) -> Pipe:
+def pipe_of(layer: str, group: Group | str | None = None) -> Pipe:
     """Returns the lane of the layer in this process, as it is connected now."""
     connection = current_connection()
-    return LocalPipe(layer) if connection is None else SlavePipe(connection, layer)
+    return LocalPipe(layer) if connection is None else SlavePipe(connection, layer, group)

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from client import virtual
-from client.connection import DEFAULT_DEADLINE, current_connection
+from client.connection import current_connection
+from client.environment import DEFAULT_DEADLINE
 from client.rendezvous import Rendezvous
 
 

@@ -33,9 +33,9 @@ class Member:
 
     Attributes:
         job: the training run.
-        group: the members that synchronise together.
+        group: the members of the job that synchronise together.
         epoch: one life of the group's membership.
-        member: this process's number, in [0, world_size).
+        member: this process's number in the job, the same in all its groups.
         world_size: how many members the group has.
         deadline: how long one of its rounds may take, in seconds.
         place: host and process, for people.

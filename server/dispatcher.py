@@ -21,7 +21,7 @@ from statsd_bn.errors import (
     StatsdBNError,
     UnknownSession,
 )
-from statsd_bn.messages import NO_SERVER, Contribution, Leave, Register, Status, StatusRequest
+from statsd_bn.messages import NO_SERVER, WORLD, Contribution, Leave, Register, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.server")
@@ -118,31 +118,42 @@ class Dispatcher:
     def _register(self, register: Register, peer: bytes) -> list[Reply]:
         name = (register.job, register.group)
         self._check_session(register)
-        replies: list[Reply] = []
+        self._check_world(register)
         master = self._masters.get(name)
-        if master and self._is_replaced(master, register):
-            replies = self._close(name, master, register)
-            master = None
-        if master is None:
-            if len(self._masters) >= limits.MAX_GROUPS:
-                raise LimitExceeded(
-                    f"the server has {len(self._masters)} groups already",
-                    limit=limits.MAX_GROUPS,
-                    what="groups",
-                )
-            master = self._masters[name] = SyncMaster(self._server, register)
-            logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
+        if master is None or self._is_replaced(master, register):
+            return self._begin(name, register, peer)
         was_open = master.membership.is_open
         try:
             slave, told = master.register_slave(register, peer)
         except DuplicateMember as error:
-            return [*replies, (peer, self._refuse(error)), master.remind(register.member)]
+            return [(peer, self._refuse(error)), master.remind(register.member)]
+        self._sit(master, slave, register, was_open=was_open)
+        return told
+
+    def _begin(self, name: tuple[str, str], register: Register, peer: bytes) -> list[Reply]:
+        """Begins a life of a group; one that is refused its first member never was, and replaces none."""
+        if name not in self._masters and len(self._masters) >= limits.MAX_GROUPS:
+            raise LimitExceeded(
+                f"the server has {len(self._masters)} groups already",
+                limit=limits.MAX_GROUPS,
+                what="groups",
+            )
+        master = SyncMaster(self._server, register)
+        slave, told = master.register_slave(register, peer)
+        replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
+        self._masters[name] = master
+        logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
+        self._sit(master, slave, register, was_open=False)
+        return replies + told
+
+    def _sit(self, master: SyncMaster, slave: Slave, register: Register, *, was_open: bool) -> None:
+        """Gives a session its seat."""
+        name = (register.job, register.group)
         self._seats[register.session] = Seat(master, slave)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
         if master.membership.is_open and not was_open:
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
-        return replies + told
 
     def _check_session(self, register: Register) -> None:
         """One session is one member of one group, or leaving could not end what registering began."""
@@ -156,6 +167,23 @@ class Dispatcher:
         )
         if now != before:
             raise ProtocolError(f"session {register.session.hex()}: registered as {before}, cannot also be {now}")
+
+    def _check_world(self, register: Register) -> None:
+        """A group that is not open yet would wait in vain for a member that has failed."""
+        world = self._masters.get((register.job, WORLD))
+        if register.group == WORLD or world is None or world.epoch != register.epoch:
+            return
+        group = self._masters.get((register.job, register.group))
+        stands = group is not None and group.membership.is_open and not group.membership.lost
+        lost = world.membership.lost
+        if lost and lost.fields["cause"] and not stands:
+            raise lost
+
+    def _replaced(self, name: tuple[str, str]) -> list[tuple[str, str]]:
+        """Returns the groups whose lives a new one ends: a new world is a new run, and ends all groups of the old."""
+        if name not in self._masters:
+            return []
+        return [other for other in self._masters if other[0] == name[0]] if name[1] == WORLD else [name]
 
     def _is_replaced(self, master: SyncMaster, register: Register) -> bool:
         """A later epoch replaces a life; so does any newcomer once a life is broken."""
@@ -171,11 +199,11 @@ class Dispatcher:
         newcomer = register.session not in self._seats
         return register.epoch > master.epoch or (newcomer and master.membership.lost is not None)
 
-    def _close(self, name: tuple[str, str], master: SyncMaster, register: Register) -> list[Reply]:
+    def _close(self, name: tuple[str, str], register: Register) -> list[Reply]:
         reason = f"a new run of the group was begun by member {register.member} ({register.place})"
         lost = RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}")
+        master = self._masters.pop(name)
         self._seats = {session: seat for session, seat in self._seats.items() if seat.master is not master}
-        del self._masters[name]
         return master.break_all(lambda _: lost)
 
     def _leave(self, leave: Leave) -> list[Reply]:

@@ -18,7 +18,7 @@ from statsd_bn.errors import (
     RoundFailed,
     StatsdBNError,
 )
-from statsd_bn.messages import Aggregate, Contribution, Failure, Register, Registered, RoundKey, Rows
+from statsd_bn.messages import Aggregate, Contribution, Failure, Register, Registered, RoundKey, Rows, missing_members
 from statsd_bn.reduction import sum_in_order
 from statsd_bn.wire import encode
 
@@ -140,7 +140,7 @@ class SyncMaster:
                 {"member": slave.member, "place": slave.place, "step": slave.step, "replicas": slave.replicas}
                 for slave in sorted(membership.slaves.values(), key=lambda slave: slave.member)
             ],
-            "missing": [] if membership.is_open else list(membership.missing),
+            "missing": membership.missing,
             "lost": str(membership.lost or ""),
             "rounds_done": self.rounds_done,
             "rounds_failed": self.rounds_failed,
@@ -151,8 +151,9 @@ class SyncMaster:
         }
 
     def _registered(self, slave: Slave) -> bytes:
-        missing = () if self.membership.is_open else self.membership.missing
-        return encode(Registered(slave.session, self._server, self.epoch, 0, missing))
+        missing = self.membership.missing
+        present = tuple(self.membership.present) if missing else ()
+        return encode(Registered(slave.session, self._server, self.epoch, 0, missing, present))
 
     def _begin(self, now: float, slave: Slave, key: RoundKey) -> Round:
         membership = self.membership
@@ -164,7 +165,8 @@ class SyncMaster:
                 f"as {slave} registered, got {key}"
             )
         if not membership.is_open:
-            raise failed(key, f"the group is not open, it waits for members {list(membership.missing)}")
+            awaited = missing_members(membership.group, membership.world_size, membership.present)
+            raise failed(key, f"the group is not open, it waits for {awaited}")
         if len(self._open) >= limits.MAX_OPEN_ROUNDS:
             raise LimitExceeded(
                 f"group {key.group!r} of job {key.job!r} has {len(self._open)} open rounds already",

@@ -7,7 +7,7 @@ after that. A broken group answers everything with the reason; the first member 
 from dataclasses import dataclass
 
 from statsd_bn.errors import DuplicateMember, ReplicaLost, WorldSizeMismatch
-from statsd_bn.messages import Register
+from statsd_bn.messages import WORLD, Register
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class Slave:
 
     Attributes:
         session: the life of the process that registered.
-        member: its number in the group.
+        member: its number in the job.
         deadline: how long its rounds may stay open, in seconds.
         place: where it runs, for people.
         peer: whom to answer.
@@ -54,23 +54,29 @@ class Membership:
         self.lost: ReplicaLost | None = None
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        """The members that the group still waits for before it opens."""
-        return tuple(member for member in range(self.world_size) if member not in self.slaves)
+    def missing(self) -> int:
+        """How many members the group still waits for before it opens."""
+        return 0 if self.is_open else self.world_size - len(self.slaves)
+
+    @property
+    def present(self) -> list[int]:
+        """The members that are registered, in order."""
+        return sorted(self.slaves)
 
     def admit(self, register: Register, peer: bytes) -> Slave:
         """Takes a member in, or finds it again.
 
         Raises:
             ReplicaLost: the group is broken.
-            WorldSizeMismatch: the member expects another number of members.
+            WorldSizeMismatch: the member expects another number of members, or is one too many.
             DuplicateMember: another process is this member already.
         """
         if self.lost:
             raise self.lost
-        self._check_world_size(register)
+        self._check_size(register)
         slave = self.slaves.get(register.member)
         if slave is None:
+            self._check_room(register)
             slave = Slave(register.session, register.member, register.deadline, register.place, peer, register.step)
             self.slaves[register.member] = slave
         elif slave.session != register.session:
@@ -100,15 +106,35 @@ class Membership:
                 cause=cause,
             )
 
-    def _check_world_size(self, register: Register) -> None:
+    def _check_size(self, register: Register) -> None:
         if register.world_size != self.world_size:
-            raise WorldSizeMismatch(
-                f"job {self.job!r}, group {self.group!r}: expected world_size {self.world_size}, as members "
-                f"{sorted(self.slaves)} have it, got {register.world_size} from member {register.member} "
-                f"({register.place})",
-                job=self.job,
-                group=self.group,
-                member=register.member,
-                expected=self.world_size,
-                got=register.world_size,
+            raise self._mismatch(
+                register,
+                f"expected world_size {self.world_size}, as members {self.present} have it, got {register.world_size}",
+                register.world_size,
             )
+
+    def _check_room(self, register: Register) -> None:
+        number = register.member
+        if self.group == WORLD and number >= self.world_size:
+            raise self._mismatch(
+                register,
+                f"expected a number in [0, {self.world_size}), as members {self.present} have it, got {number}",
+                number + 1,
+            )
+        if len(self.slaves) == self.world_size:
+            raise self._mismatch(
+                register,
+                f"expected {self.world_size} members, and {self.present} are there, got one more",
+                self.world_size + 1,
+            )
+
+    def _mismatch(self, register: Register, reason: str, got: int) -> WorldSizeMismatch:
+        return WorldSizeMismatch(
+            f"job {self.job!r}, group {self.group!r}: {reason} from member {register.member} ({register.place})",
+            job=self.job,
+            group=self.group,
+            member=register.member,
+            expected=self.world_size,
+            got=got,
+        )

@@ -13,7 +13,7 @@ into the class, so that the error a master raises about a member is the error th
     │   └── VersionMismatch     a frame of another protocol version
     ├── RegistrationRefused     the master does not take this member
     │   ├── DuplicateMember     another live process already is this member
-    │   ├── WorldSizeMismatch   the members disagree on how many they are
+    │   ├── WorldSizeMismatch   the members disagree on how many they are, or are more
     │   ├── StaleEpoch          a newer life of the group has begun
     │   └── GroupIncomplete     the group did not fill in time
     ├── UnknownSession          the master does not know who is speaking
@@ -94,7 +94,7 @@ class DuplicateMember(RegistrationRefused):
 
 
 class WorldSizeMismatch(RegistrationRefused):
-    """The members disagree on how many they are. Fields: job, group, member, expected, got."""
+    """The members disagree on how many they are, or are more. Fields: job, group, member, expected, got."""
 
     code = "world_size"
 
@@ -106,7 +106,7 @@ class StaleEpoch(RegistrationRefused):
 
 
 class GroupIncomplete(RegistrationRefused):
-    """The group did not fill in time. Fields: job, group, missing."""
+    """The group did not fill in time. Fields: job, group, size, present, and in the world missing, by number."""
 
     code = "group_incomplete"
 

@@ -5,6 +5,7 @@ Each message checks itself when it is built, so one that exists is sound, whethe
 """
 
 import reprlib
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -17,6 +18,9 @@ from statsd_bn.reduction import FloatArray
 FORWARD = "forward"
 BACKWARD = "backward"
 SECOND_BACKWARD = "second backward"
+
+# The group of all members of a job; they are numbered from 0.
+WORLD = "world"
 
 # What a member says that has not met a server yet.
 NO_SERVER = bytes(limits.TOKEN_BYTES)
@@ -130,6 +134,7 @@ class Rows:
 class Register:
     """A member asks to belong to a group. Sent again, it asks again whether the group is open.
 
+    `member` is its number in the job, the same in all its groups; `world_size` is how many members the group has.
     `server` and `step` say what the member knows: the life of the server it last spoke with, and the step it is in.
     """
 
@@ -154,7 +159,7 @@ class Register:
         check_text("group", self.group, limits.MAX_NAME_BYTES)
         check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
         check_integer("world_size", self.world_size, 1, limits.MAX_MEMBERS)
-        check_integer("member", self.member, 0, self.world_size - 1)
+        check_integer("member", self.member, 0, limits.MAX_MEMBERS - 1)
         if type(self.deadline) is not float or not 0 < self.deadline <= limits.MAX_DEADLINE:
             raise ProtocolError(
                 f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {shown(self.deadline)}"
@@ -164,7 +169,17 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The master knows the member. `missing` names the members the group still waits for; empty: it is open."""
+    """The master knows the member, and says whether the group is open.
+
+    Attributes:
+        session: whose registration it answers.
+        server: the life of the server.
+        epoch: of the group.
+        first_step: the first step that the member takes part in.
+        missing: how many members the group still waits for; 0: it is open.
+        present: the members that are there, in order; empty once it is open, or a big group's opening would cost the
+            square of its size.
+    """
 
     type: ClassVar[int] = 2
 
@@ -172,15 +187,17 @@ class Registered:
     server: bytes
     epoch: int
     first_step: int
-    missing: tuple[int, ...]
+    missing: int
+    present: tuple[int, ...]
 
     def __post_init__(self) -> None:
         check_token("session", self.session)
         check_token("server", self.server)
         check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
         check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)
-        for member in self.missing:
-            check_integer("missing", member, 0, limits.MAX_MEMBERS - 1)
+        check_integer("missing", self.missing, 0, limits.MAX_MEMBERS - 1)
+        for member in self.present:
+            check_integer("present", member, 0, limits.MAX_MEMBERS - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,6 +300,14 @@ BY_TYPE: dict[int, type[Message]] = {
     message.type: message
     for message in (Register, Registered, Contribution, Aggregate, Leave, Failure, StatusRequest, Status)
 }
+
+
+def missing_members(group: str, size: int, present: Collection[int]) -> str:
+    """Returns in words whom a group still waits for: by number only in the world, where the numbers are known."""
+    if group == WORLD:
+        return f"members {sorted(set(range(size)).difference(present))}"
+    missing = size - len(present)
+    return f"{missing} member{'' if missing == 1 else 's'} besides {sorted(present)}"
 
 
 def values_of(message: Any) -> list[Any]:

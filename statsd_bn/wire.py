@@ -138,8 +138,8 @@ def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Me
         code, text, facts, key = fields
         return Failure(code, text, facts, None if key is None else _key(key))
     if kind is Registered:
-        session, server, epoch, first_step, missing = fields
-        return Registered(session, server, epoch, first_step, tuple(_array("missing", missing)))
+        session, server, epoch, first_step, missing, present = fields
+        return Registered(session, server, epoch, first_step, missing, tuple(_array("present", present)))
     if len(fields) != len(dataclasses.fields(kind)):
         raise ProtocolError(f"{kind.__name__}: expected {len(dataclasses.fields(kind))} fields, got {len(fields)}")
     return kind(*fields)

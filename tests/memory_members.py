@@ -25,6 +25,17 @@ class MemoryMaster:
         who = Member(job, "world", 0, member, world_size, deadline, f"thread {member}")
         return Connection(self.transport, who)
 
+    def report(self, group: str) -> dict[str, Any]:
+        """What the status report says of a job's group; taken between two messages, as a server takes it."""
+        with self.transport._master:
+            report = self.dispatcher.report(self.now)
+        found = [entry for entry in report["groups"] if entry["group"] == group]
+        return found[0] if found else {"members": [], "waiting": []}
+
+    def members(self, group: str) -> list[int]:
+        """The members that are registered in a group."""
+        return [slave["member"] for slave in self.report(group)["members"]]
+
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.transport.deliver(self.dispatcher.tick(self.now))

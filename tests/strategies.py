@@ -69,6 +69,7 @@ def contribution(
 
 counters = st.integers(0, limits.MAX_COUNTER)
 counts = st.integers(0, limits.MAX_COUNT)
+member_numbers = st.integers(0, limits.MAX_MEMBERS - 1)
 tokens = st.binary(min_size=limits.TOKEN_BYTES, max_size=limits.TOKEN_BYTES)
 names = st.text(min_size=1, max_size=limits.MAX_NAME_BYTES // 4)
 texts = st.text(max_size=200)
@@ -103,14 +104,13 @@ def any_rows(draw: st.DrawFn) -> Rows:
 @st.composite
 def registers(draw: st.DrawFn) -> Register:
     """Any registration."""
-    world_size = draw(st.integers(1, limits.MAX_MEMBERS))
     return Register(
         session=draw(tokens),
         job=draw(names),
         group=draw(names),
         epoch=draw(counters),
-        member=draw(st.integers(0, world_size - 1)),
-        world_size=world_size,
+        member=draw(member_numbers),
+        world_size=draw(st.integers(1, limits.MAX_MEMBERS)),
         deadline=draw(st.floats(0.0, limits.MAX_DEADLINE, exclude_min=True)),
         place=draw(names),
         server=draw(tokens),
@@ -118,11 +118,11 @@ def registers(draw: st.DrawFn) -> Register:
     )
 
 
-missing = st.lists(st.integers(0, limits.MAX_MEMBERS - 1), max_size=20).map(tuple)
+present = st.lists(member_numbers, max_size=20).map(tuple)
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Register: registers(),
-    Registered: st.builds(Registered, tokens, tokens, counters, counters, missing),
+    Registered: st.builds(Registered, tokens, tokens, counters, counters, member_numbers, present),
     Contribution: st.builds(Contribution, tokens, keys, counters, any_rows()),
     Aggregate: st.builds(
         Aggregate, keys, st.integers(1, limits.MAX_REPLICAS * limits.MAX_MEMBERS), counts, values(*vectors_and_channels)

@@ -12,7 +12,9 @@ import zmq
 import client
 import member_programs
 from client import connection as connection_module
-from client.connection import Connection, member_from
+from client import registration
+from client.connection import Connection
+from client.environment import member_from
 from client.session import Member
 from client.transport import ZmqTransport
 from memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
@@ -98,14 +100,14 @@ def test_disconnecting_twice_or_without_a_connection_is_harmless(server, job):
 
 
 def test_no_server_at_the_endpoint_is_an_error_that_names_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(connection_module, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.2)
     endpoint = f"ipc://{tmp_path}/nobody"
     with pytest.raises(ServerUnreachable, match=f"no answer from {endpoint} within 0.2 s"):
         client.connect(endpoint)
 
 
 def test_it_does_not_wait_longer_than_seconds_for_a_server():
-    assert connection_module.ANSWER_SECONDS <= 10
+    assert registration.ANSWER_SECONDS <= 10
 
 
 def test_a_second_process_with_the_same_number_is_refused_and_the_first_goes_on():
@@ -145,8 +147,9 @@ def test_a_member_that_expects_another_world_is_refused_and_the_others_go_on():
 
 def test_connect_waits_until_all_members_are_there_and_names_who_is_missing():
     master = MemoryMaster()
-    with pytest.raises(GroupIncomplete, match=r"members \[1, 2\] of 3 did not connect within 0.1 s"):
+    with pytest.raises(GroupIncomplete, match=r"of 3: members \[1, 2\] did not connect within 0.1 s") as caught:
         master.connect(0, 3, deadline=0.1)
+    assert caught.value.fields == {"job": "job", "group": "world", "size": 3, "present": [0], "missing": [1, 2]}
     assert master.dispatcher.report(0.0)["groups"] == []
 
 

@@ -83,17 +83,20 @@ def play() -> Play:
 
 
 def test_a_group_opens_when_all_have_registered_and_everybody_is_told(play):
-    assert {whom: answer.missing for whom, answer in play.join(1, 3).items()} == {peer(1): (0, 2)}
-    assert {whom: answer.missing for whom, answer in play.join(0, 3).items()} == {peer(0): (2,)}
+    assert {whom: (answer.missing, answer.present) for whom, answer in play.join(1, 3).items()} == {peer(1): (2, (1,))}
+    assert {whom: (answer.missing, answer.present) for whom, answer in play.join(0, 3).items()} == {
+        peer(0): (1, (0, 1))
+    }
     answers = play.join(2, 3)
     assert set(answers) == {peer(0), peer(1), peer(2)}
-    assert {(answer.missing, answer.server, answer.epoch) for answer in answers.values()} == {((), SERVER, 0)}
+    assert {(answer.missing, answer.present) for answer in answers.values()} == {(0, ())}
+    assert {(answer.server, answer.epoch) for answer in answers.values()} == {(SERVER, 0)}
     assert {answer.session for answer in answers.values()} == {session_of(member) for member in range(3)}
 
 
 def test_registering_again_asks_again(play):
     play.join(0)
-    assert play.join(0, at=b"new peer")[b"new peer"].missing == (1,)
+    assert play.join(0, at=b"new peer")[b"new peer"].present == (0,)
     answers = play.join(1)
     assert set(answers) == {b"new peer", peer(1)}
 
@@ -148,9 +151,9 @@ def test_a_duplicate_member_is_refused_and_named(play):
     assert set(answers) == {b"second", peer(0)}
     assert answers[b"second"].code == "duplicate_member"
     assert "host 1 is registered, host 2 was refused" in answers[b"second"].message
-    assert answers[peer(0)].missing == (1,)
+    assert answers[peer(0)].present == (0,)
     assert codes(play.say(contribution(0, session=STRANGER), b"second")) == {b"second": "unknown_session"}
-    assert play.join(1)[peer(0)].missing == ()
+    assert play.join(1)[peer(0)].missing == 0
 
 
 def test_a_holder_that_cannot_be_reached_loses_its_place_to_a_newcomer(play):
@@ -158,7 +161,7 @@ def test_a_holder_that_cannot_be_reached_loses_its_place_to_a_newcomer(play):
     play.open()
     play.join(0, at=b"second", session=STRANGER)
     play.dispatcher.gone(peer(0))
-    assert play.join(0, at=b"second", session=STRANGER)[b"second"].missing == (1,)
+    assert play.join(0, at=b"second", session=STRANGER)[b"second"].present == (0,)
 
 
 def test_a_member_that_cannot_be_reached_is_lost_to_those_who_wait(play):
@@ -174,7 +177,7 @@ def test_a_session_cannot_be_two_members_of_a_group(play):
     """Or its leaving would leave the other one behind, and the group could never end."""
     play.join(0)
     assert codes(play.join(1, session=session_of(0), at=b"odd")) == {b"odd": "protocol"}
-    assert play.report["groups"][0]["missing"] == [1]
+    assert play.report["groups"][0]["missing"] == 1
     play.leave(0)
     assert play.groups == []
 
@@ -193,7 +196,67 @@ def test_members_that_disagree_on_how_many_they_are_are_told(play):
     answers = play.join(1, 3)
     assert codes(answers) == {peer(1): "world_size"}
     assert answers[peer(1)].fields == {"job": "job", "group": "world", "member": 1, "expected": 2, "got": 3}
-    assert play.join(1, 2)[peer(1)].missing == ()
+    assert play.join(1, 2)[peer(1)].missing == 0
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_number_that_does_not_fit_the_world_is_refused_and_leaves_nothing_behind(play, opened):
+    if opened:
+        play.open(3, epoch=1)
+    before = play.groups
+    answers = play.join(3, 3, epoch=2)
+    assert codes(answers) == {peer(3): "world_size"}
+    assert "expected a number in [0, 3)" in answers[peer(3)].message
+    assert answers[peer(3)].fields == {"job": "job", "group": "world", "member": 3, "expected": 3, "got": 4}
+    assert play.groups == before
+
+
+def test_members_of_any_number_form_a_group_and_one_more_is_refused(play):
+    assert play.join(7, 2, group="pair")[peer(7)].present == (7,)
+    assert set(play.join(4, 2, group="pair")) == {peer(4), peer(7)}
+    answers = play.join(5, 2, group="pair")
+    assert codes(answers) == {peer(5): "world_size"}
+    assert "expected 2 members, and [4, 7] are there, got one more from member 5 (place 5)" in answers[peer(5)].message
+    assert answers[peer(5)].fields == {"job": "job", "group": "pair", "member": 5, "expected": 2, "got": 3}
+    play.bring(7, 1e16, key(group="pair"))
+    assert play.bring(4, 1.0, key(group="pair"))[peer(7)].values.item() == 1.0 + 1e16
+
+
+def test_a_group_does_not_wait_for_a_member_of_the_job_that_has_failed(play):
+    """Whether the one that failed would have come is not known, but nobody shall wait to find out."""
+    sessions = [b"in-pair0", b"in-pair1", b"in-late0"]
+    play.open(3)
+    play.join(0, 2, group="pair", session=sessions[0])
+    play.leave(2, "RuntimeError: out of memory")
+    for session, group in ((sessions[0], "pair"), (sessions[1], "pair"), (sessions[2], "late")):
+        answers = play.join(0, 2, group=group, session=session, at=session)
+        assert codes(answers) == {session: "replica_lost"}
+        assert "member 2 (place 2) failed with RuntimeError: out of memory" in answers[session].message
+
+
+def test_a_group_opens_although_a_member_of_the_job_has_ended(play):
+    play.open(3)
+    play.leave(2)
+    play.join(0, 2, group="pair", session=b"in-pair0")
+    assert play.join(1, 2, group="pair", session=b"in-pair1")[peer(1)].missing == 0
+
+
+def test_an_open_group_goes_on_although_a_member_outside_of_it_has_failed(play):
+    play.open(3)
+    for member in (0, 1):
+        play.join(member, 2, group="pair", session=b"in-pair%d" % member)
+    play.leave(2, "boom")
+    assert play.join(0, 2, group="pair", session=b"in-pair0")[peer(0)].missing == 0
+    play.bring(0, 1.0, key(group="pair"), session=b"in-pair0")
+    assert play.bring(1, 2.0, key(group="pair"), session=b"in-pair1")[peer(0)].values.item() == 3.0
+
+
+def test_a_new_run_ends_all_groups_of_the_old_one_and_none_of_another_job(play):
+    play.open(epoch=1)
+    play.join(0, 2, group="pair", session=b"in-pair0", epoch=1)
+    play.open(job="other")
+    play.join(0, epoch=2, session=STRANGER)
+    assert play.groups == [("other", "world", 0), ("job", "world", 2)]
 
 
 def test_an_earlier_epoch_is_stale(play):
@@ -212,7 +275,7 @@ def test_a_later_epoch_replaces_the_group_and_tells_who_waits(play):
     failed = answers.pop(peer(0))
     assert (failed.code, failed.key) == ("refused", key(epoch=1))
     assert "a new run of the group was begun by member 1 (host 2)" in failed.message
-    assert {whom: (answer.epoch, answer.missing) for whom, answer in answers.items()} == {b"new": (2, (0,))}
+    assert {whom: (answer.epoch, answer.present) for whom, answer in answers.items()} == {b"new": (2, (1,))}
     assert play.groups == [("job", "world", 2)]
     assert codes(play.bring(0, 1.0, key(epoch=1))) == {peer(0): "unknown_session"}
 
@@ -242,7 +305,7 @@ def test_a_new_run_can_begin_under_the_name_of_a_broken_one(play):
     play.open()
     play.leave(1, "boom")
     new = [b"new-run0", b"new-run1"]
-    assert play.join(1, session=new[1], at=new[1])[new[1]].missing == (0,)
+    assert play.join(1, session=new[1], at=new[1])[new[1]].present == (1,)
     assert set(play.join(0, session=new[0], at=new[0])) == set(new)
     play.say(contribution(0, 1.0, session=new[0]), new[0])
     answers = play.say(contribution(1, 2.0, session=new[1]), new[1])
@@ -254,14 +317,14 @@ def test_a_new_run_can_begin_under_the_name_of_a_broken_one(play):
 def test_a_new_run_may_have_another_number_of_members(play):
     play.open(2)
     play.leave(1, "boom")
-    assert play.join(0, 1, session=STRANGER, at=b"new")[b"new"].missing == ()
+    assert play.join(0, 1, session=STRANGER, at=b"new")[b"new"].missing == 0
 
 
 def test_leaving_before_the_group_is_open_just_frees_the_place(play):
     play.join(0)
     assert play.leave(0) == {}
     play.join(1, session=STRANGER, at=b"one")
-    assert play.join(0)[b"one"].missing == ()
+    assert play.join(0)[b"one"].missing == 0
 
 
 def test_who_has_left_is_unknown(play):
@@ -277,7 +340,7 @@ def test_the_last_one_out_removes_the_group(play):
     assert play.groups == [("job", "world", 0)]
     play.leave(1)
     assert play.groups == []
-    assert play.join(0)[peer(0)].missing == (1,)
+    assert play.join(0)[peer(0)].present == (0,)
 
 
 def test_an_unknown_session_is_told_for_its_round(play):
@@ -322,7 +385,7 @@ def test_there_are_no_more_groups_than_the_limit(play):
     answers = play.join(0, at=b"one more")
     assert codes(answers) == {b"one more": "limit"}
     assert answers[b"one more"].fields == {"limit": limits.MAX_GROUPS, "what": "groups"}
-    assert play.join(1, job="00007")[peer(1, "00007")].missing == ()
+    assert play.join(1, job="00007")[peer(1, "00007")].missing == 0
     play.leave(0, job="00003")
     assert isinstance(play.join(0)[peer(0)], Registered)
 
@@ -364,7 +427,7 @@ def test_a_status_report_says_what_the_server_is_doing(play):
                     {"member": 0, "place": "host 1", "step": 0, "replicas": 2},
                     {"member": 1, "place": "host 1", "step": 0, "replicas": 0},
                 ],
-                "missing": [],
+                "missing": 0,
                 "lost": "",
                 "rounds_done": 0,
                 "rounds_failed": 0,
@@ -405,7 +468,7 @@ def test_a_server_that_is_full_still_says_what_it_is_doing(play):
 @pytest.mark.parametrize(
     "answer",
     [
-        Registered(b"session0", SERVER, 0, 0, ()),
+        Registered(b"session0", SERVER, 0, 0, 0, ()),
         Aggregate(KEY, 1, 1, np.zeros((1, 1))),
         Failure("mismatch", "no", {}),
         Status({}),

@@ -81,8 +81,19 @@ def test_a_registered_slave_is_told_whom_the_group_waits_for():
     group = Group(3, opened=False)
     ((whom, frame),) = group.join(1)
     assert whom == peer(1)
-    assert decode(frame) == Registered(group.registration(1).session, SERVER, 0, 0, (0, 2))
+    assert decode(frame) == Registered(group.registration(1).session, SERVER, 0, 0, 2, (1,))
     assert group.master.nr_slaves == 1
+
+
+def test_a_group_of_any_numbers_tells_how_many_are_missing_and_who_is_there():
+    master = SyncMaster(SERVER, register(9, 4, group="four"))
+    told_ = [master.register_slave(register(member, 4, group="four"), peer(member))[1] for member in (9, 3)]
+    answers = [decode(frame) for ((_, frame),) in told_]
+    assert [(answer.missing, answer.present) for answer in answers] == [(3, (9,)), (2, (3, 9))]
+    assert master.report(0.0)["missing"] == 2
+    early = contribution(9, 1.0, key(group="four"))
+    failures = told(master.contribute(0.0, master.membership.slaves[9], early, peer(9)))
+    assert "the group is not open, it waits for 2 members besides [3, 9]" in failures[peer(9)].message
 
 
 def test_everybody_is_told_when_the_group_opens():
@@ -93,7 +104,7 @@ def test_everybody_is_told_when_the_group_opens():
     assert {whom for whom, _ in replies} == everyone(0, 1, 2)
     for whom, frame in replies:
         member = int(whom.split()[1])
-        assert decode(frame) == Registered(group.registration(member).session, SERVER, 0, 0, ())
+        assert decode(frame) == Registered(group.registration(member).session, SERVER, 0, 0, 0, ())
     assert group.master.nr_slaves == 3
 
 
@@ -101,7 +112,7 @@ def test_registering_again_is_answered_to_that_slave_only():
     group = Group(2)
     replies = group.master.register_slave(group.registration(0), b"new peer")[1]
     assert [whom for whom, _ in replies] == [b"new peer"]
-    assert decode(replies[0][1]).missing == ()
+    assert decode(replies[0][1]).missing == 0
     assert group.master.nr_slaves == 2
 
 
@@ -452,7 +463,7 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
         "epoch": 0,
         "world_size": 2,
         "members": [{"member": 1, "place": "place 1", "step": 0, "replicas": 0}],
-        "missing": [0],
+        "missing": 1,
         "lost": "",
         "rounds_done": 0,
         "rounds_failed": 0,
@@ -466,12 +477,12 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
     report = group.master.report(5.5)
     assert [slave["member"] for slave in report["members"]] == [0, 1]
     assert [slave["replicas"] for slave in report["members"]] == [2, 1]
-    assert (report["missing"], report["rounds_done"], report["rounds_failed"]) == ([], 1, 0)
+    assert (report["missing"], report["rounds_done"], report["rounds_failed"]) == (0, 1, 0)
     assert report["waiting"] == [{"round": str(key("late")), "seconds": 2.5, "missing": [1]}]
     group.leave(1, "boom")
     report = group.master.report(6.0)
     assert "member 1 (place 1) failed with boom" in report["lost"]
-    assert (report["missing"], report["waiting"], report["rounds_failed"]) == ([], [], 1)
+    assert (report["missing"], report["waiting"], report["rounds_failed"]) == (0, [], 1)
 
 
 def test_a_failure_that_is_too_long_for_the_wire_is_cut_between_characters():

@@ -1,4 +1,8 @@
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.membership import Membership
 from statsd_bn.errors import DuplicateMember, ReplicaLost, WorldSizeMismatch
@@ -19,8 +23,26 @@ def test_a_group_opens_when_all_members_have_registered(group):
     seen = []
     for member in (2, 0, 1):
         group.admit(register(member, 3), b"")
-        seen.append((group.is_open, group.missing))
-    assert seen == [(False, (0, 1)), (False, (1,)), (True, ())]
+        seen.append((group.is_open, group.missing, group.present))
+    assert seen == [(False, 2, [2]), (False, 1, [0, 2]), (True, 0, [0, 1, 2])]
+
+
+@given(st.sampled_from(["world", "pair"]), st.integers(1, 4), st.lists(st.integers(0, 5), max_size=12))
+def test_a_group_takes_the_members_it_has_room_for_and_no_other(name, size, numbers):
+    group = Membership("job", name, size)
+    fit: list[int] = []
+    for number in numbers:
+        fits = number in fit or (len(fit) < size and (name != "world" or number < size))
+        if fits:
+            group.admit(register(number, size, group=name), b"")
+            fit += [number] * (number not in fit)
+        else:
+            with pytest.raises(WorldSizeMismatch, match=re.escape(f"member {number} (place {number})")) as caught:
+                group.admit(register(number, size, group=name), b"")
+            assert str(sorted(fit)) in str(caught.value)
+            assert caught.value.fields["got"] > caught.value.fields["expected"] == size
+        assert group.present == sorted(fit)
+        assert (group.missing, group.is_open) == (size - len(fit), len(fit) == size)
 
 
 def test_a_slave_is_what_its_member_said(group):
@@ -33,7 +55,7 @@ def test_the_same_session_is_found_again_at_its_new_peer(group):
     slave = group.admit(register(1, 3), b"old")
     assert group.admit(register(1, 3), b"new") is slave
     assert slave.peer == b"new"
-    assert group.missing == (0, 2)
+    assert group.present == [1]
 
 
 def test_another_process_cannot_take_a_members_place(group):
@@ -53,16 +75,38 @@ def test_a_member_that_expects_another_number_of_members_is_refused(group):
         group.admit(register(0, 4, place="host 2"), b"")
     assert "expected world_size 3, as members [1] have it, got 4 from member 0 (host 2)" in str(caught.value)
     assert caught.value.fields == {"job": "job", "group": "world", "member": 0, "expected": 3, "got": 4}
-    assert group.missing == (0, 2)
+    assert group.present == [1]
+
+
+def test_the_world_counts_its_members_from_0(group):
+    group.admit(register(2, 3), b"")
+    with pytest.raises(WorldSizeMismatch) as caught:
+        group.admit(register(3, 3, place="host 2"), b"")
+    expected = "expected a number in [0, 3), as members [2] have it, got 3 from member 3 (host 2)"
+    assert expected in str(caught.value)
+    assert caught.value.fields == {"job": "job", "group": "world", "member": 3, "expected": 3, "got": 4}
+    assert group.present == [2]
+
+
+def test_any_other_group_takes_whoever_names_it_until_it_is_full():
+    group = Membership("job", "pair", 2)
+    for member in (9, 4):
+        group.admit(register(member, 2, group="pair"), b"")
+    assert (group.is_open, group.present) == (True, [4, 9])
+    with pytest.raises(WorldSizeMismatch) as caught:
+        group.admit(register(0, 2, group="pair", place="host 2"), b"")
+    assert "expected 2 members, and [4, 9] are there, got one more from member 0 (host 2)" in str(caught.value)
+    assert caught.value.fields == {"job": "job", "group": "pair", "member": 0, "expected": 2, "got": 3}
+    assert group.admit(register(9, 2, group="pair"), b"new").peer == b"new"
 
 
 def test_leaving_before_the_group_is_open_frees_the_place(group):
     slave = group.admit(register(1, 3), b"")
     group.remove(slave, "")
     assert group.lost is None
-    assert group.missing == (0, 1, 2)
+    assert (group.missing, group.present) == (3, [])
     group.admit(register(1, 3, session=b"stranger"), b"")
-    assert group.missing == (0, 2)
+    assert (group.missing, group.present) == (2, [1])
 
 
 @pytest.mark.parametrize(
@@ -97,4 +141,4 @@ def test_an_open_group_stays_open_for_members_that_register_again(group):
     admit_all(group)
     group.admit(register(2, 3), b"new")
     assert group.is_open
-    assert group.missing == ()
+    assert group.missing == 0

@@ -38,7 +38,14 @@ SOUND: dict[type, dict[str, Any]] = {
         "deadline": 600.0,
         "place": "here",
     },
-    Registered: {"session": b"session0", "server": b"server00", "epoch": 0, "first_step": 0, "missing": (0, 1)},
+    Registered: {
+        "session": b"session0",
+        "server": b"server00",
+        "epoch": 0,
+        "first_step": 0,
+        "missing": 2,
+        "present": (0, 3),
+    },
     Contribution: {"session": b"session0", "key": KEY, "attempt": 0, "rows": Rows((1,), np.zeros((1, 2, 3)))},
     Aggregate: {"key": KEY, "replicas": 2, "count": 3, "values": np.zeros((2, 3))},
     Leave: {"session": b"session0", "cause": ""},
@@ -54,6 +61,7 @@ NAMES = (
 )
 NOT_INTEGERS = [True, False, 1.0, "1", None, np.int64(1)]
 COUNTERS = ([0, limits.MAX_COUNTER], [-1, limits.MAX_COUNTER + 1, *NOT_INTEGERS])
+MEMBERS = ([0, limits.MAX_MEMBERS - 1], [-1, limits.MAX_MEMBERS, *NOT_INTEGERS])
 FLOATS_3 = np.zeros((2, 2, 3))
 NOT_VALUES = [
     [[[1.0]]],
@@ -99,8 +107,8 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     (Register, "job", *NAMES),
     (Register, "group", *NAMES),
     (Register, "epoch", *COUNTERS),
-    (Register, "member", [0, 1], [-1, 2, *NOT_INTEGERS]),
-    (Register, "world_size", [2, limits.MAX_MEMBERS], [-1, 0, 1, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
+    (Register, "member", *MEMBERS),
+    (Register, "world_size", [1, limits.MAX_MEMBERS], [-1, 0, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
     (
         Register,
         "deadline",
@@ -112,12 +120,8 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     (Registered, "session", *TOKENS),
     (Registered, "epoch", *COUNTERS),
     (Registered, "first_step", *COUNTERS),
-    (
-        Registered,
-        "missing",
-        [(), (0,), (limits.MAX_MEMBERS - 1,)],
-        [(-1,), (limits.MAX_MEMBERS,), *[(value,) for value in NOT_INTEGERS]],
-    ),
+    (Registered, "missing", *MEMBERS),
+    (Registered, "present", [(), *[(value,) for value in MEMBERS[0]]], [(value,) for value in MEMBERS[1]]),
     (Contribution, "session", *TOKENS),
     (Contribution, "attempt", *COUNTERS),
     (
@@ -190,7 +194,7 @@ def test_a_member_brings_no_more_replicas_than_the_limit():
         (RoundKey, {"step": True}, "step: expected an integer in [0, 281474976710655], got True"),
         (RoundKey, {"layer": "x" * 257}, "layer: expected text of 1 to 256 bytes, got 'xxxx"),
         (Register, {"session": b"123"}, "session: expected 8 bytes, got b'123'"),
-        (Register, {"member": 2}, "member: expected an integer in [0, 1], got 2"),
+        (Register, {"member": -1}, "member: expected an integer in [0, 16383], got -1"),
         (Register, {"deadline": 0.0}, "deadline: expected seconds in (0, 86400], got 0.0"),
         (Rows, {"counts": (1, -5)}, "count: expected an integer in [0, 9007199254740992], got -5"),
         (Rows, {"counts": (1,)}, "values: expected 1 rows, one per count, got 2"),

@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from client import connection, transport
+from client import connection, registration, transport
 from server import service
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
@@ -45,7 +45,7 @@ SAMPLES: dict[type[Message], Message] = {
     type(message): message
     for message in (
         register(),
-        Registered(b"session0", b"server00", 0, 0, (1,)),
+        Registered(b"session0", b"server00", 0, 0, 1, (0,)),
         Contribution(b"session0", key(), 0, Rows((1,), np.ones((1, 2, 3)))),
         Aggregate(key(), 1, 1, np.ones((2, 3))),
         Leave(b"session0", ""),
@@ -270,6 +270,8 @@ WAYS: dict[str, Callable[[], list[Message]]] = {
     "a new run": lambda: play(*OPEN, contribution(0), register(0, epoch=1, session=FRESH)),
     "a member twice": lambda: play(register(0), register(0, session=FRESH)),
     "another world size": lambda: play(register(0), register(1, 3)),
+    "a number outside of the world": lambda: play(register(2, 2)),
+    "one member more": lambda: play(*(register(member, 2, group="pair") for member in (3, 5, 4))),
     "an earlier epoch": lambda: play(register(0, epoch=1), register(1)),
     "an unknown session": lambda: play(contribution(0)),
     "the end": lambda: play(*OPEN, contribution(0), then=Dispatcher.stop),
@@ -332,7 +334,11 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 
 
 def test_deadlines_and_queues_have_the_codes_values():
-    whose = {"server": [service], "client": [connection, transport], "both": [service, transport]}
+    whose = {
+        "server": [service],
+        "client": [connection, registration, transport],
+        "both": [service, transport],
+    }
     for name, value, side in table("Deadlines"):
         found = [getattr(module, name) for module in whose[side] if hasattr(module, name)]
         assert found == [float(value)] * (2 if side == "both" else 1), name

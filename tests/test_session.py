@@ -27,9 +27,16 @@ def test_it_registers_with_who_it_is(session):
     assert decode(session.register()) == Register(TOKEN, "job", "world", 2, 1, 3, 600.0, "here")
 
 
+def test_in_a_group_it_keeps_its_number_in_the_job():
+    session = Session(TOKEN, Member("job", "pair", 2, 7, 2, 600.0, "here"))
+    asked = decode(session.register())
+    assert (asked.group, asked.member, asked.world_size) == ("pair", 7, 2)
+    assert session.forward_key("a").group == "pair"
+
+
 def test_it_registers_again_with_what_it_knows(session):
     """So that a master that has forgotten everything can learn it from its members."""
-    session.registered(encode(Registered(TOKEN, b"server-0", 2, 0, ())))
+    session.registered(encode(Registered(TOKEN, b"server-0", 2, 0, 0, ())))
     walk(session, session.forward_key("a"))
     session.forward_key("a")
     again = decode(session.register())
@@ -82,14 +89,14 @@ def test_it_takes_the_aggregate_of_its_round_and_no_other(session):
 
 
 def test_it_takes_registered_and_nothing_else_as_the_answer_to_register(session):
-    answer = Registered(TOKEN, b"server-0", 2, 0, (0,))
+    answer = Registered(TOKEN, b"server-0", 2, 0, 2, (1,))
     assert session.registered(encode(answer)) == answer
     key = session.forward_key("a")
     assert session.registered(encode(Aggregate(key, 1, 1, np.ones((2, 2))))) is None
 
 
 def test_it_takes_no_answer_that_is_for_another_session(session):
-    assert session.registered(encode(Registered(b"another0", b"server-0", 2, 0, ()))) is None
+    assert session.registered(encode(Registered(b"another0", b"server-0", 2, 0, 0, ()))) is None
 
 
 def test_a_failure_of_its_round_is_raised_as_the_masters_error(session):

@@ -23,7 +23,7 @@ GROUP = {
         {"member": 0, "place": "host 1", "step": 0, "replicas": 4},
         {"member": 1, "place": "host 2", "step": 5, "replicas": 0},
     ],
-    "missing": [],
+    "missing": 0,
     "lost": "",
     "rounds_done": 17,
     "rounds_failed": 1,
@@ -45,7 +45,15 @@ def test_a_report_reads_as_text():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"missing": [1], "members": GROUP["members"][:1]}, "1 of 2 members, waiting for members [1];"),
+        ({"missing": 1, "members": GROUP["members"][:1]}, "1 of 2 members, waiting for members [1];"),
+        (
+            {"group": "pair", "missing": 1, "members": GROUP["members"][1:]},
+            "1 of 2 members, waiting for 1 member besides [1];",
+        ),
+        (
+            {"group": "pair", "world_size": 4, "missing": 2},
+            "2 of 4 members, waiting for 2 members besides [0, 1];",
+        ),
         ({"lost": "member 1 left"}, "2 of 2 members, broken: member 1 left;"),
     ],
 )
@@ -155,7 +163,7 @@ def another_version(frame: bytes) -> bytes:
     ("answer", "words"),
     [
         (encode(Failure("protocol", "I am a teapot", {})), "gave no status: I am a teapot"),
-        (encode(Registered(b"session0", b"server00", 0, 0, ())), "gave no status: Registered"),
+        (encode(Registered(b"session0", b"server00", 0, 0, 0, ())), "gave no status: Registered"),
         (another_version(encode(Failure("version", "no", {}))), "protocol version: expected 1, got 99"),
         (b"SSH-2.0", "expected to begin with b'SBN'"),
     ],

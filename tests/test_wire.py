@@ -37,7 +37,7 @@ FRAMES = {
     type(message): encode(message)
     for message in (
         register(),
-        Registered(b"session0", b"server00", 1, 2, (3, 300)),
+        Registered(b"session0", b"server00", 1, 2, 4, (3, 300)),
         CONTRIBUTION,
         AGGREGATE,
         Leave(b"session0", "boom"),
@@ -128,7 +128,7 @@ def test_the_golden_frames_of_messages_without_values():
         Register(b"session0", "j", "g", 1, 2, 3, 4.5, "here", b"server00", 6): (
             [1, b"session0", "j", "g", 1, 2, 3, 4.5, "here", b"server00", 6]
         ),
-        Registered(b"session0", b"server00", 1, 2, (3, 4)): [2, b"session0", b"server00", 1, 2, [3, 4]],
+        Registered(b"session0", b"server00", 1, 2, 5, (3, 4)): [2, b"session0", b"server00", 1, 2, 5, [3, 4]],
         Leave(b"session0", "boom"): [5, b"session0", "boom"],
         StatusRequest(): [7],
     }
@@ -355,10 +355,10 @@ def test_counts_are_an_array_and_nothing_that_iterates_like_one(counts):
             decode(hand_built([3, b"session0", *KEY_FIELDS, 0, counts, 1, 1], bytes(8 * size)))
 
 
-@pytest.mark.parametrize("missing", [b"", b"\1", "", {}], ids=repr)
-def test_missing_members_are_an_array_and_nothing_that_iterates_like_one(missing):
+@pytest.mark.parametrize("present", [b"", b"\1", "", {}], ids=repr)
+def test_present_members_are_an_array_and_nothing_that_iterates_like_one(present):
     with pytest.raises(ProtocolError):
-        decode(hand_built([2, b"session0", b"server00", 0, 0, missing]))
+        decode(hand_built([2, b"session0", b"server00", 0, 0, 1, present]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""Registration: how this process comes to belong to its groups.
+
+It has a session for each group, made and registered when the group is first used: a group that nobody uses costs
+nothing, and one that does not fill disturbs no other.
+"""
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from client.groups import Group
+from client.session import Member, Session
+from client.transport import Channel, Transport
+from statsd_bn import limits
+from statsd_bn.errors import (
+    ConfigurationError,
+    ConnectionClosed,
+    DuplicateMember,
+    GroupIncomplete,
+    ServerUnreachable,
+)
+from statsd_bn.messages import WORLD, Registered, missing_members
+
+logger = logging.getLogger("statsd_bn.client")
+
+# A server that is there answers a registration in milliseconds; a loaded network may take seconds.
+ANSWER_SECONDS = 5.0
+
+# A master notices that a killed process has left its place when a newcomer asks for it, so asking again helps.
+TAKEN_SECONDS = 1.0
+TAKEN_PAUSE_SECONDS = 0.05
+
+
+def cause_of(error: BaseException | None) -> str:
+    """Returns what the other members are told about an exception; empty for none."""
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A group's session; `opened` is done when the group has opened, or has failed to."""
+
+    group: Group
+    session: Session
+    opened: Future[None] = field(default_factory=Future)
+
+
+class Sessions:
+    """This process's sessions, one for each group that it has used.
+
+    Args:
+        transport: how to reach the master.
+        member: who this process is.
+    """
+
+    def __init__(self, transport: Transport, member: Member) -> None:
+        self._transport = transport
+        self._member = member
+        self._lock = threading.Lock()
+        self._seats: dict[str, _Seat] = {}
+        self._closed = False
+
+    def of(self, group: Group) -> Session:
+        """Returns the session of a group; the first use of the group registers, and waits until it is open.
+
+        Of threads that ask at the same time one registers, and all share what comes of it.
+
+        Raises:
+            ConfigurationError: the group has been used with another size.
+            ServerUnreachable: nobody answers at the endpoint.
+            RegistrationRefused: the master does not take this member, or the group did not fill in time. A later use
+                tries again.
+            ConnectionClosed: the sessions have ended.
+        """
+        with self._lock:
+            if self._closed:
+                raise ConnectionClosed("expected an open connection; it was closed by another thread")
+            seat = self._seats.get(group.name)
+            is_first = seat is None
+            if seat is None:
+                seat = self._seats[group.name] = _Seat(group, self._session(group))
+        if seat.group.size != group.size:
+            raise ConfigurationError(
+                f"group {group.name!r}: expected size {seat.group.size}, with which this process uses it already, "
+                f"got {group.size}"
+            )
+        if is_first:
+            self._open(seat)
+        # Whoever opens it has a deadline, so this ends.
+        seat.opened.result()
+        return seat.session
+
+    def leave(self, cause: str) -> None:
+        """Says goodbye for every session; there will be no further ones."""
+        with self._lock:
+            self._closed = True
+            self._say_goodbye(list(self._seats.values()), cause)
+
+    def _session(self, group: Group) -> Session:
+        who = replace(self._member, group=group.name, world_size=group.size)
+        return Session(os.urandom(limits.TOKEN_BYTES), who)
+
+    def _open(self, seat: _Seat) -> None:
+        try:
+            join(self._transport, seat.session)
+        except BaseException as error:  # noqa: BLE001 - every thread that waits for the group raises it
+            self._give_up(seat, error)
+        else:
+            seat.opened.set_result(None)
+
+    def _give_up(self, seat: _Seat, error: BaseException) -> None:
+        with self._lock:
+            # Under the lock, so that no goodbye is said on a transport that another thread has closed meanwhile.
+            if not self._closed:
+                del self._seats[seat.group.name]
+                self._say_goodbye([seat], cause_of(error))
+        seat.opened.set_exception(error)
+
+    def _say_goodbye(self, seats: list[_Seat], cause: str) -> None:
+        if not seats:
+            return
+        with self._transport.channel() as channel:
+            for seat in seats:
+                channel.send(seat.session.leave(cause))
+
+
+def join(transport: Transport, session: Session) -> None:
+    """Registers a session, and waits until its group is open.
+
+    Raises:
+        ServerUnreachable: nobody answers at the endpoint.
+        RegistrationRefused: the master does not take this member, or the group did not fill within its deadline.
+        ReplicaLost: the group is broken.
+    """
+    who = session.member
+    expiry = time.monotonic() + who.deadline
+    with transport.channel() as channel:
+        answer = _ask(channel, session, transport.endpoint)
+        while answer.missing:
+            if time.monotonic() >= expiry:
+                raise _incomplete(who, answer)
+            logger.info("group %r waits for %s", who.group, missing_members(who.group, who.world_size, answer.present))
+            seconds = min(ANSWER_SECONDS, expiry - time.monotonic())
+            answer = _next_registered(channel, session, seconds) or _ask(channel, session, transport.endpoint)
+
+
+def _ask(channel: Channel, session: Session, endpoint: str) -> Registered:
+    """Registers; while an earlier process may still hold its place, tries again for a moment."""
+    expiry = time.monotonic() + TAKEN_SECONDS
+    while True:
+        try:
+            return _ask_once(channel, session, endpoint)
+        except DuplicateMember:
+            if time.monotonic() >= expiry:
+                raise
+            time.sleep(TAKEN_PAUSE_SECONDS)
+
+
+def _ask_once(channel: Channel, session: Session, endpoint: str) -> Registered:
+    channel.send(session.register())
+    answer = _next_registered(channel, session, ANSWER_SECONDS)
+    if answer is None:
+        raise ServerUnreachable(
+            f"no answer from {endpoint} within {ANSWER_SECONDS:g} s; is `python -m server` running there?",
+            endpoint=endpoint,
+            seconds=ANSWER_SECONDS,
+        )
+    return answer
+
+
+def _next_registered(channel: Channel, session: Session, seconds: float) -> Registered | None:
+    expiry = time.monotonic() + seconds
+    while (frame := channel.receive(expiry - time.monotonic())) is not None:
+        if answer := session.registered(frame):
+            return answer
+    return None
+
+
+def _incomplete(who: Member, answer: Registered) -> GroupIncomplete:
+    fields = {"job": who.job, "group": who.group, "size": who.world_size, "present": list(answer.present)}
+    if who.group == WORLD:
+        fields["missing"] = sorted(set(range(who.world_size)).difference(answer.present))
+    return GroupIncomplete(
+        f"job {who.job!r}, group {who.group!r} of {who.world_size}: "
+        f"{missing_members(who.group, who.world_size, answer.present)} did not connect within {who.deadline:g} s",
+        **fields,
+    )
