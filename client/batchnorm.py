@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from client import alone, compiled, kernels, running
+from client import alone, compiled, groups, kernels, running
 from client.connection import current_connection
 from client.exchange import Exchange
 from client.functional import Slice, batch_norm, held
+from client.groups import Group
 from client.pipe import LocalPipe, Pipe, pipe_of
 from client.recomputation import exchanges, is_inside_backward
 from client.rendezvous import Rendezvous
@@ -44,20 +45,22 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         dtype: of parameters and buffers.
         bias: learn `bias` where `affine`.
         eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches.
-        process_group: None, for `torch.nn.SyncBatchNorm`'s sake; the attribute `group` says with whom.
+        group: with whom the layer synchronises: None for the whole job, "local" for the members of this host, or a
+            `client.Group`.
+        process_group: None, for `torch.nn.SyncBatchNorm`'s sake.
 
     Attributes:
         layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the place in the
             model; a layer made by hand is called after its class and how many were made before it.
-        group: with whom the layer synchronises; None for the whole job.
+        group: as given.
 
     Shape:
         Input (N, C, *) as the torch layer of the same dimension takes it, output the same. N may differ between
         replicas, and be 0.
 
     Raises:
-        ValueError: `eps_mode` is neither, or `process_group` is not None; in `forward`, the input has other dimensions
-            or channels, the mask another shape, or the whole batch has one value per channel.
+        ValueError: `eps_mode` is neither, `group` is none, or `process_group` is not None; in `forward`, the input has
+            other dimensions or channels, the mask another shape, or the whole batch has one value per channel.
         TypeError: in `forward`, the input is not floating-point, or the mask not boolean.
         StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
             RoundFailed.
@@ -65,7 +68,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     eps_mode: str
     layer_name: str
-    group: Any = None
+    group: Group | str | None = None
     _seat: tuple[Rendezvous, int] | None = None
     _tally: Tally | None = None
 
@@ -81,13 +84,16 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         *,
         bias: bool = True,
         eps_mode: str = "plus",
+        group: Group | str | None = None,
         process_group: None = None,
     ) -> None:
         check_eps_mode(eps_mode)
+        groups.check(group)
         _refuse(process_group)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         self.eps_mode = eps_mode
+        self.group = group
         self.layer_name = f"{type(self).__name__}-{next(_unnamed)}"
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
@@ -129,7 +135,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     def extra_repr(self) -> str:
         """Torch's, and what is not its default."""
-        return str(super().extra_repr()) + ("" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}")
+        eps_mode = "" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}"
+        group = "" if self.group is None else f", group={self.group!r}"
+        return f"{super().extra_repr()}{eps_mode}{group}"
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle is a layer like any other: it has no seat among the replicas of its original."""
@@ -185,18 +193,20 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         if not self.training:
             return False
         connection = current_connection()
-        if connection is not None and connection.member.world_size > 1:
+        if connection is not None and connection.group(self.group).size > 1:
             return True
         return self._seat is not None and self._seat[0].nr_replicas > 1
 
     def _pipe(self) -> Pipe:
-        return pipe_of(self.layer_name) if self.training and not self._is_tallied() else LocalPipe(self.layer_name)
+        if self._is_tallied() or not self.training:
+            return LocalPipe(self.layer_name)
+        return pipe_of(self.layer_name, self.group)
 
     def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The same as one operator, in which the compiler does not look."""
         output: Tensor
         output, statistics, ticket = compiled.batch_norm(
-            x, self.weight, self.bias, mask, self.layer_name, self.eps, self.eps_mode
+            x, self.weight, self.bias, mask, self.layer_name, *compiled.named(self.group), self.eps, self.eps_mode
         )
         if self.training:
             statistics = statistics.detach()

@@ -13,6 +13,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from client import kernels
 from client.exchange import Exchange
+from client.groups import Group
 from client.kernels import Statistics
 from client.pipe import pipe_of
 from client.recomputation import exchanges, is_inside_backward
@@ -25,9 +26,28 @@ MEAN, INVSTD, SLOPE, UNBIASED_VARIANCE = range(4)
 COUNT, STEP, CALL, FIRST_RUN = range(4)
 
 
+def named(group: Group | str | None) -> tuple[str, int]:
+    """Returns a layer's group as plain values, name and size: ("", 0) for None, the rule's name and 0 for a rule."""
+    if isinstance(group, Group):
+        return group.name, group.size
+    return group or "", 0
+
+
+def _group(name: str, size: int) -> Group | str | None:
+    return Group(name, size) if size else name or None
+
+
 @torch.library.custom_op("statsd_bn::batch_norm", mutates_args=())
 def batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, layer: str, eps: float, eps_mode: str
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    layer: str,
+    group: str,
+    size: int,
+    eps: float,
+    eps_mode: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalises this process's slice with the statistics of the whole batch.
 
@@ -37,6 +57,8 @@ def batch_norm(
         bias: shape (C,) or None.
         mask: shape (N, *), bool, or None.
         layer: the layer's name.
+        group: with whom it synchronises, as `named` writes it.
+        size: of that group.
         eps: the layer's.
         eps_mode: the layer's.
 
@@ -44,7 +66,7 @@ def batch_norm(
         The output; the statistics, shape (4, C), float64: mean, invstd, slope, unbiased variance; the ticket, shape
         (4,), int64: count, step, call, and whether this is the call's first run.
     """
-    fresh = Exchange(pipe_of(layer), layer, eps, eps_mode)
+    fresh = Exchange(pipe_of(layer, _group(group, size)), layer, eps, eps_mode)
     exchange = _exchange(x, mask, fresh)
     exchange.check_count(x)
     assert exchange.key is not None  # noqa: S101 - the forward round has set it
@@ -69,9 +91,17 @@ def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
 
 @batch_norm.register_fake
 def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, layer: str, eps: float, eps_mode: str
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    layer: str,
+    group: str,
+    size: int,
+    eps: float,
+    eps_mode: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del weight, bias, mask, layer, eps, eps_mode
+    del weight, bias, mask, layer, group, size, eps, eps_mode
     statistics = torch.empty(4, x.shape[1], dtype=torch.float64, device="cpu")
     return kernels.laid_out(torch.empty_like(x)), statistics, torch.empty(4, dtype=torch.int64, device="cpu")
 
@@ -85,6 +115,8 @@ def batch_norm_backward(
     statistics: Tensor,
     ticket: Tensor,
     layer: str,
+    group: str,
+    size: int,
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are `batch_norm`'s."""
@@ -93,7 +125,7 @@ def batch_norm_backward(
     local = kernels.backward_sums(grad, x, found, mask)
     by_input = x.new_empty(0)
     if needs_input:
-        pipe = pipe_of(layer)
+        pipe = pipe_of(layer, _group(group, size))
         rows = Rows((kernels.count(x, mask),), local[np.newaxis])
         total = pipe.run_slave(rows, pipe.key(step, call, BACKWARD)).values
         by_input = kernels.input_gradient(grad, x, found, total, weight, mask)
@@ -109,24 +141,26 @@ def _(
     statistics: Tensor,
     ticket: Tensor,
     layer: str,
+    group: str,
+    size: int,
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del grad, weight, mask, statistics, ticket, layer
+    del grad, weight, mask, statistics, ticket, layer, group, size
     by_parameter = torch.empty(x.shape[1], dtype=kernels.compute_type(x), device=x.device)
     by_input = kernels.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
     return by_input, by_parameter, torch.empty_like(by_parameter)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, _, mask, ctx.layer, _, _ = inputs
+    x, weight, _, mask, *ctx.lane, _, _ = inputs
     _, statistics, ticket = output
     ctx.save_for_backward(x, weight, mask, statistics, ticket)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
-    gradients = batch_norm_backward(grad, *ctx.saved_tensors, ctx.layer, needs[0])
-    return *(found if need else None for found, need in zip(gradients, needs, strict=True)), None, None, None, None
+    gradients = batch_norm_backward(grad, *ctx.saved_tensors, *ctx.lane, needs[0])
+    return *(found if need else None for found, need in zip(gradients, needs, strict=True)), *[None] * 6
 
 
 batch_norm.register_autograd(_backward, setup_context=_setup_context)

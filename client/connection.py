@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections import deque
-from functools import cached_property
 from types import TracebackType
 from typing import Self
 
@@ -61,6 +60,7 @@ class Connection:
         self._transport = transport
         self._sessions = Sessions(transport, member)
         self._world = groups.world(member.world_size)
+        self._local: Group | None = None
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
@@ -109,7 +109,7 @@ class Connection:
         """
         if group is None:
             return self._world
-        found = self._local if group == LOCAL else groups.resolve(group, os.environ)
+        found = self._host() if group == LOCAL else groups.resolve(group, os.environ)
         if found.size > self.member.world_size:
             raise ConfigurationError(
                 f"group {found.name!r}: expected at most the {self.member.world_size} members of the job, "
@@ -164,9 +164,11 @@ class Connection:
         self._sessions.leave(cause)
         self._transport.close()
 
-    @cached_property
-    def _local(self) -> Group:
-        return groups.resolve(LOCAL, os.environ)
+    def _host(self) -> Group:
+        # No cached_property: it takes a lock, and torch.compile follows a layer down to here.
+        if self._local is None:
+            self._local = groups.resolve(LOCAL, os.environ)
+        return self._local
 
     def _check_usable(self) -> None:
         if self._closed:

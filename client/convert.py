@@ -13,6 +13,7 @@ from unittest import mock
 
 from torch import nn
 
+from client import groups
 from client.batchnorm import (
     OWN_ATTRIBUTES,
     SynchronizedBatchNorm,
@@ -20,6 +21,7 @@ from client.batchnorm import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
 )
+from client.groups import Group
 from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
 from client.replicate import DataParallelWithCallback
 
@@ -43,7 +45,7 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 BOUND = ("forward", "_compiled_call_impl")
 
 
-def convert_model(module: nn.Module, *, group: Any = None) -> nn.Module:
+def convert_model(module: nn.Module, *, group: Group | str | None = None) -> nn.Module:
     """Replaces every batch norm of torch's in `module` by its synchronised twin, and names it by its place.
 
     That is `nn.BatchNorm1d/2d/3d`, `nn.LazyBatchNorm1d/2d/3d` and `nn.SyncBatchNorm`, at any depth; `nn.DataParallel`
@@ -55,19 +57,22 @@ def convert_model(module: nn.Module, *, group: Any = None) -> nn.Module:
 
     Args:
         module: any module; containers are changed in place. Layers that are synchronised already are only named.
-        group: with whom the layers synchronise; None for the whole job. A synchronised layer that has a group keeps it.
+        group: with whom the layers synchronise: None for the whole job, "local" for the members of this host, or a
+            `client.Group`. A synchronised layer that has a group keeps it.
 
     Returns:
         The module, or its replacement if it is itself a batch norm or an `nn.DataParallel`.
 
     Raises:
-        ValueError: an `nn.SyncBatchNorm` has a `process_group`, and no `group` is given; nothing is changed.
+        ValueError: `group` is none; or an `nn.SyncBatchNorm` has a `process_group`, and no `group` is given; nothing is
+            changed.
     """
     return convert(module, group, stacklevel=3)
 
 
-def convert(module: nn.Module, group: Any, *, stacklevel: int) -> nn.Module:
+def convert(module: nn.Module, group: Group | str | None, *, stacklevel: int) -> nn.Module:
     """`convert_model`, for callers that have callers of their own: 2 makes the warning show their line, 3 those'."""
+    groups.check(group)
     if group is None:
         _refuse_process_groups(module)
     converted = _replace(module, SYNCHRONISED, {})

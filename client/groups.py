@@ -83,15 +83,19 @@ def local(environ: Mapping[str, str], host: str | None = None) -> Group:
     return _RuledGroup(f"{LOCAL} node {node}" if node else f"{LOCAL} host {host or socket.gethostname()}", size)
 
 
+def check(group: Group | str | None) -> None:
+    """Raises ConfigurationError where `group` is neither None nor a Group nor the name of a rule."""
+    if group is None or group == LOCAL or isinstance(group, Group):
+        return
+    hint = f"; a group by name needs its size, client.Group({group!r:.80}, size)" if isinstance(group, str) else ""
+    raise ConfigurationError(f"group: expected None, {LOCAL!r} or a client.Group, got {group!r:.80}{hint}")
+
+
 def resolve(group: Group | str, environ: Mapping[str, str]) -> Group:
     """Returns the group that a caller means.
 
     Raises:
         ConfigurationError: it is neither a Group nor the name of a rule.
     """
-    if isinstance(group, Group):
-        return group
-    if group == LOCAL:
-        return local(environ)
-    hint = f"; a group by name needs its size, client.Group({group!r}, size)" if isinstance(group, str) else ""
-    raise ConfigurationError(f"group: expected None, {LOCAL!r} or a client.Group, got {group!r:.80}{hint:.400}")
+    check(group)
+    return group if isinstance(group, Group) else local(environ)

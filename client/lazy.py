@@ -7,6 +7,7 @@ That same forward normalises: torch looks it up before the hook runs, so it has 
 import torch
 from torch import Tensor, nn
 
+from client import groups
 from client.batchnorm import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
@@ -14,6 +15,7 @@ from client.batchnorm import (
     SynchronizedBatchNorm3d,
     check_eps_mode,
 )
+from client.groups import Group
 
 
 class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, SynchronizedBatchNorm):  # noqa: SLF001 - as there
@@ -28,9 +30,10 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         dtype: of parameters and buffers.
         bias: learn `bias` where `affine`.
         eps_mode: "plus" or "clamp".
+        group: with whom the layer synchronises.
 
     Raises:
-        ValueError: `eps_mode` is neither.
+        ValueError: `eps_mode` is neither, or `group` is none.
     """
 
     def __init__(
@@ -44,11 +47,14 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         *,
         bias: bool = True,
         eps_mode: str = "plus",
+        group: Group | str | None = None,
     ) -> None:
         check_eps_mode(eps_mode)
+        groups.check(group)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         self.eps_mode = eps_mode
+        self.group = group
 
     def initialize_parameters(self, input: Tensor, mask: Tensor | None = None) -> None:  # noqa: A002, ARG002 - forward's
         """Gives parameters and buffers the shape (C,) of an `input` (N, C, *); it is given all that `forward` is."""

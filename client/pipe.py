@@ -80,7 +80,14 @@ class LocalPipe:
         return RoundKey("in-process", "world", 0, step, self.layer, call, phase)
 
 
-def pipe_of(layer: str, group: Group | str | None = None) -> Pipe:
-    """Returns the lane of the layer in this process, as it is connected now."""
+def pipe_of(layer: str, group: Group | str | None) -> Pipe:
+    """Returns the lane of a layer in this process, as it is connected now.
+
+    Args:
+        layer: the layer's name.
+        group: with whom it synchronises.
+    """
     connection = current_connection()
-    return LocalPipe(layer) if connection is None else SlavePipe(connection, layer, group)
+    if connection is None or connection.group(group).size == 1:
+        return LocalPipe(layer)
+    return SlavePipe(connection, layer, group)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from client.batchnorm import SynchronizedBatchNorm
+from client.groups import Group
 from client.pipe import pipe_of
 from client.tally import Tally
 from statsd_bn import limits
@@ -33,6 +34,7 @@ from statsd_bn.reduction import FloatArray
 LANE = "recalibrate()"
 
 Tallies = dict[SynchronizedBatchNorm, Tally]
+Population = tuple[SynchronizedBatchNorm, Moments]
 
 
 def recalibrate(
@@ -46,8 +48,8 @@ def recalibrate(
 
     All members call it, each with batches of its own: as many, and as large, as it has, even none. The forward pass
     runs without gradients, and each synchronised layer normalises with the statistics of the batch that this process
-    puts in. Nothing is sent before the last batch; then one message per member carries all layers (one for every
-    `limits.MAX_CHANNELS` channels).
+    puts in. Nothing is sent before the last batch; then one message per member and group carries all layers (one for
+    every `limits.MAX_CHANNELS` channels).
 
     No momentum, mode, hook or `num_batches_tracked` is touched. If anything raises, all statistics stay as they were.
 
@@ -60,7 +62,7 @@ def recalibrate(
         progress: called after each batch with how many are done on this member.
 
     Returns:
-        How many batches there were, over all members.
+        How many batches there were, over all members; where layers have groups, over those of the group with the most.
 
     Raises:
         ValueError: `num_batches` is below 1; the model has no layer to measure, or one whose size is not known yet;
@@ -77,11 +79,13 @@ def recalibrate(
     kept = [layer for layer in tallies if layer.running_mean is not None and layer.running_var is not None]
     _check_layers(kept)
     batches = _run(model, islice(loader, num_batches), tallies, progress)
-    # A group of layers that other members share has a round of its own.
-    population, total = _over_all_members(kept, tallies, batches)
-    measured = [(layer, moments) for layer, moments in zip(kept, population, strict=True) if moments.count]
+    shares = [(group, [layer for layer in kept if layer.group == group]) for group in _groups(kept)]
+    totals = [_over_all_members(layers, tallies, batches, group) for group, layers in shares]
+    population = [measured for moments, _ in totals for measured in moments]
+    total = max(total for _, total in totals)
+    measured = [(layer, moments) for layer, moments in population if moments.count]
     _check_population(measured, total)
-    _warn_of_idle([layer for layer, moments in zip(kept, population, strict=True) if not moments.count])
+    _warn_of_idle([layer for layer, moments in population if not moments.count])
     _write([update for layer, moments in measured for update in _updates(layer, moments)])
     return total
 
@@ -195,11 +199,18 @@ class _Share:
         return float(zlib.crc32(self.layer.layer_name.encode()))
 
 
-def _over_all_members(layers: list[SynchronizedBatchNorm], tallies: Tallies, batches: int) -> tuple[list[Moments], int]:
-    """Exchanges this member's moments and number of batches for those of all members."""
+def _groups(layers: list[SynchronizedBatchNorm]) -> list[Group | str | None]:
+    """Returns the layers' groups, each once, in the order of the model, which is the same on all members."""
+    return list(dict.fromkeys(layer.group for layer in layers))
+
+
+def _over_all_members(
+    layers: list[SynchronizedBatchNorm], tallies: Tallies, batches: int, group: Group | str | None
+) -> tuple[list[Population], int]:
+    """Exchanges this member's moments and number of batches for those of all members of the layers' group."""
     shares = [_Share(layer, tallies[layer].moments or Moments.empty(layer.num_features)) for layer in layers]
     vectors = np.concatenate([share.vectors for share in shares], axis=1)
-    pipe = pipe_of(LANE)
+    pipe = pipe_of(LANE, group)
     aggregates = [pipe.run_slave(Rows((batches,), part[None])) for part in _parts(vectors)]
     ends = np.cumsum([layer.num_features for layer in layers])[:-1]
     totals = np.split(np.concatenate([aggregate.values for aggregate in aggregates], axis=1), ends, axis=1)
@@ -212,7 +223,8 @@ def _over_all_members(layers: list[SynchronizedBatchNorm], tallies: Tallies, bat
                 "frozen another",
                 **last.key.fields,
             )
-    return [Moments.from_vectors(int(total[2, 0]), total) for total in totals], last.count
+    moments = [Moments.from_vectors(int(total[2, 0]), total) for total in totals]
+    return list(zip(layers, moments, strict=True)), last.count
 
 
 def _parts(vectors: FloatArray) -> list[FloatArray]:
@@ -220,7 +232,7 @@ def _parts(vectors: FloatArray) -> list[FloatArray]:
     return np.split(vectors, range(limits.MAX_CHANNELS, vectors.shape[1], limits.MAX_CHANNELS), axis=1)
 
 
-def _check_population(measured: list[tuple[SynchronizedBatchNorm, Moments]], batches: int) -> None:
+def _check_population(measured: list[Population], batches: int) -> None:
     """All members have the same numbers and come to the same end."""
     if not measured:
         raise ValueError(

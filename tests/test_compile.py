@@ -108,11 +108,11 @@ def test_the_operators_keep_the_rules_of_torchs_operators(layout):
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     for arguments in ((x, weight, bias, None), (x.detach(), None, None, mask)):
         torch.library.opcheck(
-            torch.ops.statsd_bn.batch_norm.default, (*arguments, "bn", 1e-5, "plus"), test_utils=tests
+            torch.ops.statsd_bn.batch_norm.default, (*arguments, "bn", "", 0, 1e-5, "plus"), test_utils=tests
         )
-        _, statistics, ticket = torch.ops.statsd_bn.batch_norm(*arguments, "bn", 1e-5, "plus")
+        _, statistics, ticket = torch.ops.statsd_bn.batch_norm(*arguments, "bn", "", 0, 1e-5, "plus")
         torch.library.opcheck(
             torch.ops.statsd_bn.batch_norm_backward.default,
-            (x.detach(), x.detach(), weight.detach(), arguments[3], statistics.detach(), ticket, "bn", True),
+            (x.detach(), x.detach(), weight.detach(), arguments[3], statistics.detach(), ticket, "bn", "", 0, True),
             test_utils=tests[:2],
         )

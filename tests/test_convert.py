@@ -365,11 +365,11 @@ def test_distributed_data_parallel_is_converted_in_place_and_named_without_its_l
 
 
 def test_the_group_is_kept_by_every_converted_layer_and_the_first_one_stays():
-    group = Group()
+    group = client.Group("left", 2)
     converted = client.convert_model(everything(), group=group)
     layers = [layer for layer in converted.modules() if hasattr(layer, "layer_name")]
     assert {layer.group for layer in layers} == {group}
-    client.convert_model(converted, group="another")
+    client.convert_model(converted, group=client.Group("another", 2))
     client.convert_model(converted)
     assert {layer.group for layer in layers} == {group}
     assert client.convert_model(client.SynchronizedBatchNorm1d(3), group=group).group is group
@@ -402,8 +402,8 @@ def test_a_process_group_is_refused_before_anything_is_changed():
 
 def test_a_process_group_comes_back_when_a_group_was_given():
     group = Group()
-    converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3, process_group=group)), group="left")
-    assert converted[0].group == "left"
+    converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3, process_group=group)), group="local")
+    assert converted[0].group == "local"
     assert client.revert_model(converted)[0].process_group is group
 
 
@@ -454,7 +454,7 @@ def test_revert_is_the_exact_inverse():
 def test_layers_made_by_hand_are_reverted_to_torchs_with_torchs_attributes(plain):
     arguments = [] if "Lazy" in plain.__name__ else [4]
     made = TWINS[plain](*arguments, eps_mode="clamp")
-    made.group = "left"
+    made.group = "local"
     made._seat = (None, 0)
     reverted = client.revert_model(made)
     assert type(reverted) is plain

@@ -46,13 +46,13 @@ EACH = pytest.mark.parametrize(
 @EACH
 def test_a_converted_lazy_layer_becomes_our_ordinary_one_with_everything_intact(kind):
     old = kind.torchs(eps=0.25)
-    converted = client.convert_model(nn.ModuleDict({"stem": old}), group="left")["stem"]
+    converted = client.convert_model(nn.ModuleDict({"stem": old}), group="local")["stem"]
     assert converted is old
     assert (type(converted), converted.cls_to_become) == (kind.twin, kind.ours)
     converted.eps_mode = "clamp"
     converted(kind.input(3))
     assert type(converted) is kind.ours
-    assert (converted.layer_name, converted.group, converted.eps_mode) == ("stem", "left", "clamp")
+    assert (converted.layer_name, converted.group, converted.eps_mode) == ("stem", "local", "clamp")
     assert (converted.num_features, converted.eps) == (4, 0.25)
     assert vars(converted).keys() == vars(kind.plain(4)).keys() | {"layer_name", "group", "eps_mode"}
 

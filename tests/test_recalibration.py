@@ -11,10 +11,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import client
-import client.connection
 import recalibration_programs as programs
+from client import recalibration
+from client.pipe import LocalPipe
 from client.recomputation import exchanges
-from memory_members import MemoryMaster
 from recalibration_programs import statistics
 from statsd_bn import limits
 
@@ -103,14 +103,21 @@ def test_more_channels_than_a_message_carries_take_several(monkeypatch):
     """The model has 4 + 3 channels; 6 cut a layer in two."""
     expected = as_one_process(SIZES)
     loader = [batch for of_member in programs.batches(SIZES) for batch in of_member]
-    with MemoryMaster().connect(0, 1) as connection:
-        monkeypatch.setattr(client.connection, "_current", connection)
-        for channels, rounds in ((7, 1), (6, 2), (4, 2)):
-            monkeypatch.setattr(limits, "MAX_CHANNELS", channels)
-            network, before = programs.model(), connection.rounds
-            client.recalibrate(network, loader)
-            assert connection.rounds - before == rounds
-            close(statistics(network), expected)
+    sent = []
+
+    class CountingPipe(LocalPipe):
+        def run_slave(self, contribution, key=None):
+            sent.append(contribution.values.shape[2])
+            return super().run_slave(contribution, key)
+
+    monkeypatch.setattr(recalibration, "pipe_of", lambda layer, _: CountingPipe(layer))
+    for channels, parts in ((7, [7]), (6, [6, 1]), (4, [4, 3])):
+        monkeypatch.setattr(limits, "MAX_CHANNELS", channels)
+        network = programs.model()
+        client.recalibrate(network, loader)
+        assert sent == parts
+        sent.clear()
+        close(statistics(network), expected)
 
 
 def test_a_layer_without_running_statistics_is_skipped_and_exchanges_nothing(members):
@@ -207,11 +214,9 @@ def test_whatever_raises_leaves_the_layer_as_it_was(place, kind):
 def test_a_failed_exchange_leaves_the_layer_as_it_was(monkeypatch):
     bn = layer()
     before = statistics(bn)
-    with MemoryMaster().connect(0, 1) as connection:
-        monkeypatch.setattr(client.connection, "_current", connection)
-        monkeypatch.setattr(connection, "exchange", raiser(TimeoutError("on purpose")))
-        with pytest.raises(TimeoutError, match="on purpose"):
-            client.recalibrate(bn, [samples(4)])
+    monkeypatch.setattr(recalibration, "pipe_of", raiser(TimeoutError("on purpose")))
+    with pytest.raises(TimeoutError, match="on purpose"):
+        client.recalibrate(bn, [samples(4)])
     assert unchanged(bn, before)
     assert "_tally" not in vars(bn)
 

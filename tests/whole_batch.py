@@ -79,10 +79,13 @@ def on_the_whole_batch(case: Case) -> Result:
 
 def as_member(connection: client.Connection, case: Case) -> Result:
     """One member process with one replica."""
+    return run_shard(case, case.layer(synchronised=True), connection.member.member)
+
+
+def run_shard(case: Case, layer: nn.Module, shard: int) -> Result:
+    """A synchronised layer on one shard."""
     x, factors, _ = case.tensors()
-    member = connection.member.member
-    layer = case.layer(synchronised=True)
-    output, gradient = _step(layer, x.split(case.sizes)[member], factors.split(case.sizes)[member])
+    output, gradient = _step(layer, x.split(case.sizes)[shard], factors.split(case.sizes)[shard])
     return _result(layer, output, gradient)
 
 
