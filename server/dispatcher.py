@@ -109,8 +109,10 @@ class Dispatcher:
         seat = self._seats.get(contribution.session)
         if seat is None:
             error = UnknownSession(
-                f"{contribution.key}: session {contribution.session.hex()} is not registered here; the server was "
-                "restarted, or another run of this job has replaced it"
+                f"{contribution.key}: session {contribution.session.hex()} is not registered here: it was taken for "
+                "lost, or another run of this job has replaced it",
+                server=self._server.hex(),
+                attempt=contribution.attempt,
             )
             return [(peer, failure(error, contribution.key))]
         return seat.master.contribute(now, seat.slave, contribution, peer)
