@@ -4,7 +4,8 @@ It is pure: messages, peers and times go in, replies come out. It opens no socke
 clock, so a test can put it through years of faults in seconds.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from server.membership import Membership, Slave
@@ -38,6 +39,9 @@ class SyncMaster:
     Args:
         server: the id of this master's life.
         register: the registration that begins the group; it sets job, group, epoch and world_size.
+
+    Attributes:
+        answered: when members were last told that a round has ended, or that the group is open.
     """
 
     def __init__(self, server: bytes, register: Register) -> None:
@@ -45,6 +49,7 @@ class SyncMaster:
         self.membership = Membership(register.job, register.group, register.world_size)
         self.rounds_done = 0
         self.rounds_failed = 0
+        self.answered = -math.inf
         self._server = server
         self._open: dict[RoundKey, Round] = {}
         self._kept: dict[RoundKey, Round] = {}
@@ -53,6 +58,11 @@ class SyncMaster:
     def nr_slaves(self) -> int:
         """How many slaves are registered."""
         return len(self.membership.slaves)
+
+    @property
+    def open_rounds(self) -> Collection[Round]:
+        """The rounds that have not ended."""
+        return self._open.values()
 
     def register_slave(self, register: Register, peer: bytes) -> tuple[Slave, list[Reply]]:
         """Takes a slave in and tells it whom the group still waits for; tells everybody when it opens.
@@ -89,14 +99,21 @@ class SyncMaster:
             round_ = self._open.get(key) or self._begin(now, slave, key)
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
-        earlier = round_.futures[slave.member].peer
+        future = round_.futures[slave.member]
+        earlier = future.peer
+        if not future.done:
+            future.since = now
         try:
             round_.put(slave.member, rows, peer)
         except ContributionConflict as conflict:
             return [(told, failure(conflict, key)) for told in dict.fromkeys((earlier, peer))]
         except RoundFailed as error:
+            self.answered = now
             return self._break(round_, error, also=[peer])
-        return [] if round_.state is State.WAITING else self._finish(round_)
+        if round_.state is State.WAITING:
+            return []
+        self.answered = now
+        return self._finish(round_)
 
     def run_master(self, round_: Round) -> Aggregate:
         """Reduces one complete round: adds all rows in replica order.
@@ -118,7 +135,12 @@ class SyncMaster:
     def expire(self, now: float) -> list[Reply]:
         """Ends the rounds whose deadline has passed."""
         late = [round_ for round_ in self._open.values() if now >= round_.opened + round_.seconds]
+        self.answered = now if late else self.answered
         return [reply for round_ in late for reply in self._break(round_, round_.timeout())]
+
+    def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
+        """Ends an open round with an error."""
+        return self._break(self._open[key], error)
 
     def stop(self) -> list[Reply]:
         """Ends all open rounds because the master stops."""

@@ -22,6 +22,7 @@ class Slave:
         peer: whom to answer.
         step: the step it is in.
         replicas: rows in its latest contribution; 0 before the first.
+        since: when it registered first.
     """
 
     session: bytes
@@ -31,6 +32,7 @@ class Slave:
     peer: bytes
     step: int
     replicas: int = 0
+    since: float = 0.0
 
     def __str__(self) -> str:
         return f"member {self.member} ({self.place})"
