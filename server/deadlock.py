@@ -102,13 +102,8 @@ def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterabl
 def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
     """Whether enough members wait for one place to have no runner left; all there is to do while training goes well."""
     sizes = [(round_.nr_waiting, len(round_.futures)) for master in masters for round_ in master.open_rounds]
-    sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if _is_filling(master)]
+    sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if not master.membership.is_open]
     return bool(sizes) and sum(waiting for waiting, _ in sizes) >= min(size for _, size in sizes)
-
-
-def _is_filling(master: SyncMaster) -> bool:
-    # Before the world is open nobody has begun, so nobody can be waiting for another's layers.
-    return master.membership.group != WORLD and not master.membership.is_open
 
 
 def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
@@ -116,7 +111,7 @@ def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
         for round_ in master.open_rounds:
             since = {member: future.since for member, future in round_.futures.items() if future.done}
             yield Wait(master, round_.key, since, round_.missing)
-        if _is_filling(master):
+        if not master.membership.is_open:
             slaves = master.membership.slaves
             yield Wait(master, None, {member: slaves[member].since for member in slaves}, _candidates(master, masters))
 

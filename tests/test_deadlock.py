@@ -12,12 +12,13 @@ from server import deadlock
 from server.deadlock import QUIET_SECONDS, runs, stuck
 from server.dispatcher import Dispatcher
 from statsd_bn import limits
-from statsd_bn.messages import BACKWARD, Aggregate, Failure, Leave, Message, RoundKey
+from statsd_bn.messages import BACKWARD, Aggregate, Failure, Message, RoundKey
 from statsd_bn.wire import decode, encode
-from strategies import contribution, key, register
+from strategies import contribution, key, register, rows
 
 QUIET = QUIET_SECONDS
-A, B, C = (key(f"layer{n}.bn") for n in (1, 2, 3))
+A, B = key("layer1.bn"), key("layer2.bn")
+PAIR = key("layer1.bn", group="pair")
 
 
 class Job:
@@ -30,12 +31,17 @@ class Job:
         self.given = given
         self.open("world", *range(world_size))
 
-    def open(self, group: str, *members: int, size: int | None = None) -> None:
+    def open(self, group: str, *members: int, size: int | None = None, **changed: Any) -> None:
         for member in members:
-            given = {"place": f"host {member}, process {member}0", **self.given}
+            given = {"place": f"host {member}, process {member}0", **self.given, **changed}
             self.say(
                 register(
-                    member, size or len(members), job=self.job, group=group, session=session(member, group), **given
+                    member,
+                    size or len(members),
+                    job=self.job,
+                    group=group,
+                    session=self.session(member, group),
+                    **given,
                 ),
                 peer(member, group),
             )
@@ -43,12 +49,12 @@ class Job:
     def say(self, message: Message, at: bytes) -> dict[bytes, Message]:
         return read(self.dispatcher.receive(self.now, at, encode(message)))
 
-    def bring(self, member: int, where: RoundKey, thread: str = "") -> dict[bytes, Message]:
-        message = contribution(member, 1.0, where, session(member, where.group))
+    def bring(self, member: int, where: RoundKey, thread: str = "", channels: int = 1) -> dict[bytes, Message]:
+        message = contribution(member, rows(1.0, channels=channels), where, self.session(member, where.group))
         return self.say(message, peer(member, thread))
 
-    def leave(self, member: int) -> None:
-        self.say(Leave(session(member, "world"), ""), peer(member))
+    def session(self, member: int, group: str) -> bytes:
+        return f"{self.job[:2]}{group[:3]}{member:03d}".encode()
 
     def wait(self, seconds: float) -> dict[bytes, Message]:
         """What everybody is told meanwhile, by a server that ticks as the real one."""
@@ -57,10 +63,6 @@ class Job:
             self.now += 0.25
             told |= read(self.dispatcher.tick(self.now))
         return told
-
-
-def session(member: int, group: str) -> bytes:
-    return f"{group[:4]:>4}{member:04d}".encode()
 
 
 def peer(member: int, thread: str = "") -> bytes:
@@ -170,6 +172,34 @@ def test_whoever_was_just_answered_runs_though_another_thread_of_it_waits():
     assert mismatches(job.wait(QUIET)) == {b"0 a", b"1 b"}
 
 
+def test_whoever_was_just_told_of_a_failure_runs():
+    """One thread has failed by a deadline, one by its shape; each may end what the others wait for."""
+    for way in ("timeout", "mismatch"):
+        job = Job(2)
+        job.open("pair", 0, 1, deadline=0.5)
+        job.bring(0, A, "a")
+        job.bring(1, B, "b")
+        job.bring(0, PAIR, "c")
+        told = job.wait(0.25)
+        if way == "mismatch":
+            told = job.bring(1, PAIR, "d", channels=2)
+        told |= job.wait(0.25)
+        assert {answer.code for answer in told.values()} == {way}
+        assert b"0 c" in told
+        assert not {b"0 a", b"1 b"}.intersection(told)
+        assert mismatches(job.wait(QUIET)) == {b"0 a", b"1 b"}
+
+
+def test_whoever_sees_a_group_open_runs():
+    job = Job(2)
+    job.bring(0, A, "a")
+    job.bring(1, B, "b")
+    job.wait(0.25)
+    job.open("pair", 0, 1)
+    assert job.wait(QUIET - 0.25) == {}
+    assert mismatches(job.wait(0.25)) == {b"0 a", b"1 b"}
+
+
 def test_each_new_contribution_begins_the_quiet_time_anew():
     job = Job(4)
     for member, where in enumerate((A, B, A, B)):
@@ -207,14 +237,13 @@ def test_two_jobs_do_not_mix():
     right = Job(2, left.dispatcher, job="right")
     left.bring(0, key("layer1.bn", job="left"), "left")
     right.bring(1, key("layer2.bn", job="right"), "right")
+    assert [len(group["waiting"]) for group in left.dispatcher.report(left.now)["groups"]] == [1, 1]
     assert left.wait(5.0) == {}
     left.bring(1, key("layer2.bn", job="left"), "left")
     assert mismatches(left.wait(QUIET)) == {b"0 left", b"1 left"}
 
 
 # Several groups.
-
-PAIR = key("layer1.bn", group="pair")
 
 
 def test_members_of_two_groups_may_wait_for_one_another():
@@ -227,6 +256,15 @@ def test_members_of_two_groups_may_wait_for_one_another():
     assert "layer 'layer1.bn', call 0, forward, step 0, group 'pair', for 0.5 s" in told[b"0"].message
     assert "layer 'layer1.bn', call 0, forward, step 0, group 'world', for 0.5 s" in told[b"0"].message
     assert [told[whom].key for whom in (b"0", b"1")] == [PAIR, A]
+
+
+def test_stuck_are_some_although_another_waits_for_them_and_for_one_that_runs():
+    job = Job(4)
+    job.open("left", 0, 1)
+    job.bring(0, key("layer1.bn", group="left"))
+    job.bring(1, key("layer2.bn", group="left"))
+    job.bring(2, A)
+    assert mismatches(job.wait(QUIET)) == {b"0", b"1"}
 
 
 def test_a_ring_of_groups():
@@ -265,7 +303,9 @@ def test_members_may_wait_for_a_group_to_open_and_for_one_another():
     job = Job(2)
     job.open("pair", 0, size=2)
     job.bring(1, A)
-    told = job.wait(QUIET)
+    assert job.wait(QUIET - 0.25) == {}
+    job.open("pair", 0, size=2)  # it asks again, which changes nothing
+    told = job.wait(0.25)
     assert mismatches(told) == {b"0 pair", b"1"}
     assert "member 0 (host 0, process 00): waiting for group 'pair' to open, for 0.5 s" in told[b"1"].message
     first = told[b"0 pair"]
