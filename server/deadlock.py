@@ -10,7 +10,7 @@ it is running: beginning with whoever runs, everybody is freed who waits for one
 So one member that still runs keeps all from being stuck who wait for it, and for those who wait for it.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -25,6 +25,10 @@ from statsd_bn.messages import WORLD, RoundKey
 # does not see before they contribute: models that overlap reach their rounds some milliseconds apart, and in any order.
 # With TICK_SECONDS of the service it makes less than a second.
 QUIET_SECONDS = 0.5
+
+# The same for a member that has had more rounds of a group under way at once than it has now: so it does have another
+# thread, which may be in the middle of a long step. It is when people begin to wonder, and far below any deadline.
+THREADED_QUIET_SECONDS = 10.0
 
 # Places listed in an error, the most crowded first: more would bury the odd one, and the text has its limit.
 MAX_TOLD_PLACES = 8
@@ -66,12 +70,24 @@ def find(masters: Sequence[SyncMaster], now: float) -> list[Wait]:
     if not _may_be_stuck(masters):
         return []
     waits = list(_waits(masters))
-    quiet = now - QUIET_SECONDS
-    # Whoever was answered a moment ago runs, even if another thread of it waits elsewhere.
-    running = {member for master in masters if master.answered > quiet for member in master.membership.slaves}
-    running |= {member for wait in waits for member, since in wait.since.items() if since > quiet}
+    running = _changed(masters, waits, now - QUIET_SECONDS)
+    running |= _changed(masters, waits, now - THREADED_QUIET_SECONDS) & _with_more_threads(waits)
     members = stuck(((wait.since, wait.missing) for wait in waits), running)
     return [wait for wait in waits if not members.isdisjoint(wait.since)]
+
+
+def _changed(masters: Iterable[SyncMaster], waits: Iterable[Wait], quiet: float) -> set[int]:
+    """Returns the members for which something has changed after the time `quiet`."""
+    # Whoever was answered runs, even if another thread of it waits elsewhere.
+    changed = {member for master in masters if master.answered > quiet for member in master.membership.slaves}
+    return changed | {member for wait in waits for member, since in wait.since.items() if since > quiet}
+
+
+def _with_more_threads(waits: Iterable[Wait]) -> set[int]:
+    """Returns the members that have had more rounds of a group under way at once than they have now."""
+    slaves = (wait.master.membership.slaves[member] for wait in waits if wait.key for member in wait.since)
+    now = Counter((slave.session, slave.member, slave.threads) for slave in slaves)
+    return {member for (_, member, threads), waiting in now.items() if threads > waiting}
 
 
 def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterable[int]) -> set[int]:

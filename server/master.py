@@ -103,6 +103,7 @@ class SyncMaster:
         earlier = future.peer
         if not future.done:
             future.since = now
+            self._count_threads(slave, contribution)
         try:
             round_.put(slave.member, rows, peer)
         except ContributionConflict as conflict:
@@ -198,6 +199,12 @@ class SyncMaster:
         round_ = Round(key, membership.slaves, now, slave.deadline)
         self._open[key] = round_
         return round_
+
+    def _count_threads(self, slave: Slave, contribution: Contribution) -> None:
+        # What is sent again may come in a bunch, from one thread.
+        if len(self._open) > slave.threads and not contribution.attempt:
+            others = sum(round_.futures[slave.member].done for round_ in self._open.values())
+            slave.threads = max(slave.threads, others + 1)
 
     def _answer_again(self, round_: Round, slave: Slave, rows: Rows, peer: bytes) -> list[Reply]:
         future = round_.futures[slave.member]

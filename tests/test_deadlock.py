@@ -1,6 +1,7 @@
 """Members that wait for one another are told so at once; whoever may still go on is left alone."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain, combinations
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import deadlock
-from server.deadlock import QUIET_SECONDS, runs, stuck
+from server.deadlock import QUIET_SECONDS, THREADED_QUIET_SECONDS, runs, stuck
 from server.dispatcher import Dispatcher
 from statsd_bn import limits
 from statsd_bn.messages import BACKWARD, Aggregate, Failure, Message, RoundKey
@@ -49,9 +50,11 @@ class Job:
     def say(self, message: Message, at: bytes) -> dict[bytes, Message]:
         return read(self.dispatcher.receive(self.now, at, encode(message)))
 
-    def bring(self, member: int, where: RoundKey, thread: str = "", channels: int = 1) -> dict[bytes, Message]:
+    def bring(
+        self, member: int, where: RoundKey, thread: str = "", channels: int = 1, attempt: int = 0
+    ) -> dict[bytes, Message]:
         message = contribution(member, rows(1.0, channels=channels), where, self.session(member, where.group))
-        return self.say(message, peer(member, thread))
+        return self.say(replace(message, attempt=attempt), peer(member, thread))
 
     def session(self, member: int, group: str) -> bytes:
         return f"{self.job[:2]}{group[:3]}{member:03d}".encode()
@@ -164,12 +167,52 @@ def test_whoever_was_just_answered_runs_though_another_thread_of_it_waits():
     job = Job(2)
     job.bring(0, A, "a")
     job.bring(1, B, "b")
-    for call in range(20):
+    for call in range(round(2 * THREADED_QUIET_SECONDS / 0.25)):
         job.now += 0.25
         assert read(job.dispatcher.tick(job.now)) == {}
         job.bring(0, key("other", call=call), "c")
         assert set(job.bring(1, key("other", call=call), "c")) == {b"0 c", b"1 c"}
-    assert mismatches(job.wait(QUIET)) == {b"0 a", b"1 b"}
+    assert mismatches(job.wait(THREADED_QUIET_SECONDS)) == {b"0 a", b"1 b"}
+
+
+def with_two_threads(**changed: Any) -> Job:
+    """Two members, each of which has exchanged from two threads at once."""
+    job = Job(2)
+    for member in (0, 1):
+        job.bring(member, A, "a", **changed)
+        job.bring(member, B, "b", **changed)
+    return job
+
+
+def test_a_member_that_has_further_threads_is_given_more_time():
+    """Two models that overlap, in a step that takes long, on two members in opposite orders."""
+    job = with_two_threads()
+    a, b = (replace(where, step=1) for where in (A, B))
+    job.bring(0, a, "a")
+    job.bring(1, b, "b")
+    assert job.wait(3.0) == {}
+    assert set(job.bring(0, b, "b")) == {b"0 b", b"1 b"}
+    assert job.wait(3.0) == {}
+    assert set(job.bring(1, a, "a")) == {b"0 a", b"1 a"}
+    job.bring(1, replace(b, step=2), "b")
+    job.bring(0, replace(a, step=2), "a")
+    assert job.wait(THREADED_QUIET_SECONDS - 0.25) == {}
+    assert mismatches(job.wait(0.25)) == {b"0 a", b"1 b"}
+
+
+def test_a_member_all_of_whose_threads_wait_is_given_no_more_time():
+    job = with_two_threads()
+    for step, member in ((1, 0), (2, 1)):
+        job.bring(member, replace(A, step=step), "a")
+        job.bring(member, replace(B, step=step), "b")
+    assert mismatches(job.wait(QUIET)) == {b"0 a", b"0 b", b"1 a", b"1 b"}
+
+
+def test_contributions_that_are_sent_again_in_a_bunch_are_no_threads():
+    job = with_two_threads(attempt=1)
+    job.bring(0, replace(A, step=1))
+    job.bring(1, replace(B, step=1))
+    assert mismatches(job.wait(2 * QUIET)) == {b"0", b"1"}
 
 
 def test_whoever_was_just_told_of_a_failure_runs():
