@@ -232,11 +232,11 @@ class Dispatcher:
         for masters in jobs.values():
             if waits := deadlock.find(masters, now):
                 table = deadlock.Table(waits, now)
+                logger.warning("%s", table.error(waits[0]))
                 replies += [reply for wait in waits for reply in self._end_wait(wait, table.error(wait))]
         return replies
 
     def _end_wait(self, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:
-        logger.warning("%s", error)
         if wait.key:
             return wait.master.fail(wait.key, error)
         # Whoever waits for a group to open is told, and is out of it again: so it is told once.
