@@ -95,9 +95,10 @@ class Sessions:
         return seat.session
 
     def rejoin(self, session: Session, forgotten_by: bytes) -> None:
-        """Registers a session again with a master that has no memory, and tells it the latest rounds.
+        """Registers all sessions again with a master that has no memory, and tells it their latest rounds.
 
-        Of threads that ask at the same time one does so.
+        All, because another member may wait in a group that this one has no more to say to for a while. Of threads
+        that ask at the same time one does so.
 
         Args:
             session: that the master does not know.
@@ -109,10 +110,21 @@ class Sessions:
         with self._rejoining:
             if session.server != forgotten_by:
                 return
+            self._take_part_again()
+            while len({other.server for other in self._opened()}) > 1:  # killed once more meanwhile
+                self._take_part_again()
+
+    def _take_part_again(self) -> None:
+        for session in self._opened():
             join(self._transport, session, session.member.deadline)
             with self._transport.channel() as channel:
                 for frame in session.replay():
                     channel.send(frame)
+
+    def _opened(self) -> list[Session]:
+        """In an order that is the same on all members, so that nobody waits for two groups crosswise."""
+        with self._lock:
+            return [seat.session for name, seat in sorted(self._seats.items()) if seat.opened.done()]
 
     def leave(self, cause: str) -> None:
         """Says goodbye for every session; there will be no further ones."""

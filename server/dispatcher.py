@@ -6,9 +6,11 @@ error and nobody else anything.
 """
 
 import logging
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from server import deadlock
 from server.master import Reply, SyncMaster, failure
 from server.membership import Slave
 from statsd_bn import limits
@@ -17,6 +19,7 @@ from statsd_bn.errors import (
     LimitExceeded,
     ProtocolError,
     RegistrationRefused,
+    RoundMismatch,
     StaleEpoch,
     StatsdBNError,
     UnknownSession,
@@ -60,7 +63,7 @@ class Dispatcher:
                 case Contribution():
                     return self._contribute(now, message, peer)
                 case Register():
-                    return self._register(message, peer)
+                    return self._register(now, message, peer)
                 case Leave():
                     return self._leave(message)
                 case StatusRequest():
@@ -72,7 +75,8 @@ class Dispatcher:
 
     def tick(self, now: float) -> list[Reply]:
         """Ends what is over its time; to be called every now and then."""
-        return [reply for master in self._masters.values() for reply in master.expire(now)]
+        late = [reply for master in self._masters.values() for reply in master.expire(now)]
+        return late + self._end_deadlocks(now)
 
     def stop(self) -> list[Reply]:
         """Ends all open rounds because the server stops."""
@@ -117,22 +121,22 @@ class Dispatcher:
             return [(peer, failure(error, contribution.key))]
         return seat.master.contribute(now, seat.slave, contribution, peer)
 
-    def _register(self, register: Register, peer: bytes) -> list[Reply]:
+    def _register(self, now: float, register: Register, peer: bytes) -> list[Reply]:
         name = (register.job, register.group)
         self._check_session(register)
         self._check_world(register)
         master = self._masters.get(name)
         if master is None or self._is_replaced(master, register):
-            return self._begin(name, register, peer)
+            return self._begin(now, name, register, peer)
         was_open = master.membership.is_open
         try:
             slave, told = master.register_slave(register, peer)
         except DuplicateMember as error:
             return [(peer, self._refuse(error)), master.remind(register.member)]
-        self._sit(master, slave, register, was_open=was_open)
+        self._sit(now, master, slave, register, was_open=was_open)
         return told
 
-    def _begin(self, name: tuple[str, str], register: Register, peer: bytes) -> list[Reply]:
+    def _begin(self, now: float, name: tuple[str, str], register: Register, peer: bytes) -> list[Reply]:
         """Begins a life of a group; one that is refused its first member never was, and replaces none."""
         if name not in self._masters and len(self._masters) >= limits.MAX_GROUPS:
             raise LimitExceeded(
@@ -145,16 +149,20 @@ class Dispatcher:
         replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
         self._masters[name] = master
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
-        self._sit(master, slave, register, was_open=False)
+        self._sit(now, master, slave, register, was_open=False)
         return replies + told
 
-    def _sit(self, master: SyncMaster, slave: Slave, register: Register, *, was_open: bool) -> None:
+    def _sit(self, now: float, master: SyncMaster, slave: Slave, register: Register, *, was_open: bool) -> None:
         """Gives a session its seat."""
         name = (register.job, register.group)
+        seat = self._seats.get(register.session)
+        if seat is None or seat.slave is not slave:
+            slave.since = now
         self._seats[register.session] = Seat(master, slave)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
         if master.membership.is_open and not was_open:
+            master.answered = now
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
 
     def _check_session(self, register: Register) -> None:
@@ -216,6 +224,27 @@ class Dispatcher:
         """Takes note that nothing can be delivered to a peer any more: a member that spoke from there has died."""
         seats = [seat for seat in self._seats.values() if seat.slave.peer == peer]
         return [reply for seat in seats for reply in self._dismiss(seat, "ConnectionLost: it ended without a goodbye")]
+
+    def _end_deadlocks(self, now: float) -> list[Reply]:
+        """Tells members that wait for one another; only the members of a job can."""
+        jobs: dict[str, list[SyncMaster]] = defaultdict(list)
+        for (job, _), master in self._masters.items():
+            jobs[job].append(master)
+        replies: list[Reply] = []
+        for masters in jobs.values():
+            if waits := deadlock.find(masters, now):
+                table = deadlock.Table(waits, now)
+                logger.warning("%s", table.error(waits[0]))
+                replies += [reply for wait in waits for reply in self._end_wait(wait, table.error(wait))]
+        return replies
+
+    def _end_wait(self, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:
+        if wait.key:
+            return wait.master.fail(wait.key, error)
+        # Whoever waits for a group to open is told, and is out of it again: so it is told once.
+        slaves = list(wait.master.membership.slaves.values())
+        replies = [(slave.peer, failure(error)) for slave in slaves]
+        return replies + [reply for slave in slaves for reply in self._dismiss(self._seats[slave.session], "")]
 
     def _dismiss(self, seat: Seat, cause: str) -> list[Reply]:
         del self._seats[seat.slave.session]

@@ -4,7 +4,8 @@ It is pure: messages, peers and times go in, replies come out. It opens no socke
 clock, so a test can put it through years of faults in seconds.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from server.membership import Membership, Slave
@@ -51,6 +52,9 @@ class SyncMaster:
     Args:
         server: the id of this master's life.
         register: the registration that begins the group; it sets job, group, epoch and world_size.
+
+    Attributes:
+        answered: when members were last told that a round has ended, or that the group is open.
     """
 
     def __init__(self, server: bytes, register: Register) -> None:
@@ -58,6 +62,7 @@ class SyncMaster:
         self.membership = Membership(register.job, register.group, register.world_size)
         self.rounds_done = 0
         self.rounds_failed = 0
+        self.answered = -math.inf
         self._server = server
         self._open: dict[RoundKey, Round] = {}
         self._kept: dict[RoundKey, Round] = {}
@@ -66,6 +71,11 @@ class SyncMaster:
     def nr_slaves(self) -> int:
         """How many slaves are registered."""
         return len(self.membership.slaves)
+
+    @property
+    def open_rounds(self) -> Collection[Round]:
+        """The rounds that have not ended."""
+        return self._open.values()
 
     def register_slave(self, register: Register, peer: bytes) -> tuple[Slave, list[Reply]]:
         """Takes a slave in and tells it whom the group still waits for; tells everybody when it opens.
@@ -105,14 +115,20 @@ class SyncMaster:
             round_ = self._open.get(key) or self._begin(now, slave, key)
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
-        earlier = round_.futures[slave.member].peer
+        future = round_.futures[slave.member]
+        earlier = future.peer
+        if not future.peer:
+            future.since = now
+            self._count_threads(slave, contribution)
         try:
             round_.put(slave.member, rows, peer)
         except ContributionConflict as conflict:
             return [(told, failure(conflict, key)) for told in dict.fromkeys((earlier, peer)) if told]
         except RoundFailed as error:
+            self.answered = now
             return self._break(round_, error, also=[peer])
         if round_.state is not State.WAITING:
+            self.answered = now
             return self._finish(round_)
         return [(peer, self._pending(now, round_))] if contribution.attempt and peer else []
 
@@ -136,10 +152,16 @@ class SyncMaster:
     def expire(self, now: float) -> list[Reply]:
         """Ends the rounds whose deadline has passed."""
         late = [round_ for round_ in self._open.values() if now >= round_.opened + round_.seconds]
+        told = [round_ for round_ in late if round_.peers]
         for round_ in late:
             if not round_.peers:
                 del self._open[round_.key]
-        return [reply for round_ in late if round_.peers for reply in self._break(round_, round_.timeout())]
+        self.answered = now if told else self.answered
+        return [reply for round_ in told for reply in self._break(round_, round_.timeout())]
+
+    def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
+        """Ends an open round with an error."""
+        return self._break(self._open[key], error)
 
     def stop(self) -> list[Reply]:
         """Ends all open rounds because the master stops."""
@@ -205,6 +227,12 @@ class SyncMaster:
         round_ = Round(key, membership.slaves, now, slave.deadline)
         self._open[key] = round_
         return round_
+
+    def _count_threads(self, slave: Slave, contribution: Contribution) -> None:
+        # What is sent again may come in a bunch, from one thread.
+        if len(self._open) > slave.threads and not contribution.attempt:
+            others = sum(round_.futures[slave.member].done for round_ in self._open.values())
+            slave.threads = max(slave.threads, others + 1)
 
     def _answer_again(self, round_: Round, slave: Slave, rows: Rows, peer: bytes) -> list[Reply]:
         future = round_.futures[slave.member]

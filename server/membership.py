@@ -23,6 +23,8 @@ class Slave:
         step: the step it is in.
         has_past: whether it had taken part in a round when it registered, with an earlier life of the server.
         replicas: rows in its latest contribution; 0 before the first.
+        since: when it registered first.
+        threads: how many rounds it has had under way at once, at most: so many threads of it exchange.
     """
 
     session: bytes
@@ -33,6 +35,8 @@ class Slave:
     step: int
     has_past: bool = False
     replicas: int = 0
+    since: float = 0.0
+    threads: int = 1
 
     def __str__(self) -> str:
         return f"member {self.member} ({self.place})"

@@ -41,13 +41,19 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 
 
 class FutureResult:
-    """The master's placeholder for one slave's contribution to one round. The first write wins."""
+    """The master's placeholder for one slave's contribution to one round. The first write wins.
 
-    __slots__ = ("_rows", "peer")
+    Attributes:
+        peer: whom to answer.
+        since: when the slave first waited for the answer; a repetition does not change it.
+    """
+
+    __slots__ = ("_rows", "peer", "since")
 
     def __init__(self) -> None:
         self._rows: Rows | None = None
         self.peer = b""
+        self.since = 0.0
 
     @property
     def done(self) -> bool:
@@ -140,6 +146,11 @@ class Round:
     def waiting(self) -> list[int]:
         """The members that have contributed."""
         return [member for member, future in self.futures.items() if future.done]
+
+    @property
+    def nr_waiting(self) -> int:
+        """How many members have contributed."""
+        return len(self.futures) - self._pending
 
     @property
     def peers(self) -> list[bytes]:

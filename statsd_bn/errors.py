@@ -136,7 +136,13 @@ class RoundFailed(StatsdBNError):
 
 
 class RoundMismatch(RoundFailed):
-    """The contributions to one round do not fit together. Fields: the key's, expected, got, member."""
+    """The contributions of the members do not fit together.
+
+    Fields where they differ in shape: the key's, expected, got, member. Where the members wait for one another in
+    different places: the key's (only job and group while a group fills); table: for each place, the most crowded first,
+    its members, nr_members, seconds, group, and unless they wait for the group to open step, layer, call, phase;
+    places: how many there are, since the table is cut. Among the replicas of one process: replicas.
+    """
 
     code = "mismatch"
 

@@ -14,6 +14,7 @@ def train(endpoint: str, job: str, member: int, world_size: int, steps: int, pau
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
     client.convert_model(model)
+    model[1].group = client.Group(f"half {member // 2}", 2 if member < 2 else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(member)
     with client.connect(endpoint, job=job, member=member, world_size=world_size, deadline=60.0):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from client import connection, registration, round_trip, transport
-from server import service
+from server import deadlock, service
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
 from statsd_bn import PROTOCOL_VERSION, errors, limits
@@ -261,6 +261,10 @@ def play(*said: Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: N
     return [decode(frame) for _, frame in replies]
 
 
+def after_a_while(dispatcher: Dispatcher) -> Any:
+    return dispatcher.tick(5.0)
+
+
 LEFT = Leave(session_of(1), "boom")
 MOST = rows(1.0, count=limits.MAX_COUNT)
 
@@ -285,6 +289,13 @@ WAYS: dict[str, Callable[[], list[Message]]] = {
     "too early": lambda: play(register(0), contribution(0)),
     "too many values": lambda: play(*OPEN, contribution(0, MOST), contribution(1, MOST)),
     "another shape": lambda: play(*OPEN, contribution(0), contribution(1, rows(1.0, channels=2))),
+    "another layer": lambda: play(*OPEN, contribution(0), contribution(1, key=key("bn2")), then=after_a_while),
+    "another group": lambda: play(
+        *OPEN,
+        register(0, group="pair", session=FRESH),
+        contribution(1),
+        then=lambda dispatcher: after_a_while(dispatcher)[1:],
+    ),
     "other bytes": lambda: play(*OPEN, contribution(0), contribution(0, 2.0)),
     "too late": lambda: play(*OPEN, contribution(0), then=lambda dispatcher: dispatcher.tick(600.0)),
     "a member lost": lambda: play(*OPEN, LEFT, contribution(0)),
@@ -309,8 +320,12 @@ def test_every_documented_error_does_travel():
 @pytest.mark.parametrize("way", WAYS)
 def test_an_error_has_the_documented_fields(way):
     spread = ", ".join(field.name for field in documented("Round key"))
-    (names,) = [fields for code, _, _, fields, _ in table("Errors") if code == failure(way).code]
-    assert list(failure(way).fields) == [name for name in names.replace("the key's", spread).split(", ") if name]
+    documented_ = [
+        [name for name in names.replace("the key's", spread).split(", ") if name]
+        for code, has_key, _, names, _ in table("Errors")
+        if code == failure(way).code and has_key in {"both", "no" if failure(way).key is None else "yes"}
+    ]
+    assert list(failure(way).fields) in documented_
 
 
 def test_an_error_has_a_key_where_the_document_says_so():
@@ -318,7 +333,20 @@ def test_an_error_has_a_key_where_the_document_says_so():
     for way in WAYS:
         found.setdefault(failure(way).code, set()).add(failure(way).key is not None)
     words = {"yes": {True}, "no": {False}, "both": {True, False}}
-    assert found == {code: words[has_key] for code, has_key, *_ in table("Errors")}
+    documented_: dict[str, set[bool]] = {}
+    for code, has_key, *_ in table("Errors"):
+        documented_.setdefault(code, set()).update(words[has_key])
+    assert found == documented_
+
+
+def test_the_table_of_stuck_members_has_the_documented_entries():
+    spread = {"step, layer, call, phase": ["step", "layer", "call", "phase"]}
+    names = [part for name, *_ in table("Stuck members") for part in spread.get(name, [name])]
+    for way in ("another layer", "another group"):
+        rows_ = failure(way).fields["table"]
+        assert len(rows_) == 2
+        assert [list(row) in (names, names[:4]) for row in rows_] == [True, True]
+    assert [list(row) for row in failure("another layer").fields["table"]] == [names, names]
 
 
 # Rounds, deadlines, the report, the example.
@@ -338,7 +366,7 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service],
+        "server": [service, deadlock],
         "client": [connection, registration, round_trip, transport],
         "both": [service, transport],
     }

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import restart_programs
+from client.groups import Group
 from client.session import Member, Session
-from memory_members import MemoryMaster
+from memory_members import SERVER, MemoryMaster
+from memory_members import run_members as run_in_memory
 from server.dispatcher import Dispatcher
 from statsd_bn.errors import RegistrationRefused, UnknownSession
 from statsd_bn.messages import BACKWARD, Aggregate, Pending, Rows
@@ -185,3 +187,28 @@ def test_a_member_that_its_own_server_does_not_know_is_told_so():
     with pytest.raises(UnknownSession, match="taken for lost"):
         connection.exchange("bn", rows_of(0))
     connection.close()
+
+
+def test_a_group_to_which_one_member_has_no_more_to_say_is_taken_up_again():
+    """The master answers member 1 of the pair and dies; member 1 goes on with the world, member 0 still waits."""
+    master = MemoryMaster()
+    deliver = master.transport.deliver
+
+    def deliver_to_one(replies):
+        replies = list(replies)
+        answers = [isinstance(decode(frame), Aggregate) for _, frame in replies]
+        if any(answers) and master.dispatcher.report(0.0)["server"] == SERVER.hex():
+            replies = replies[1:]
+            master.dispatcher = Dispatcher(b"server-1", 0.0)
+        deliver(replies)
+
+    master.transport.deliver = deliver_to_one
+
+    def program(connection):
+        pair = connection.exchange("bn", rows_of(connection.member.member), group=Group("pair", 2))
+        world = connection.exchange("bn", rows_of(connection.member.member))
+        return pair.values.tobytes(), world.values.tobytes()
+
+    results = run_in_memory(2, program, master)
+    assert results[0] == results[1]
+    assert master.dispatcher.report(0.0)["server"] == b"server-1".hex()
