@@ -17,6 +17,7 @@ from typing import Self
 from client import groups
 from client.environment import DEFAULT_DEADLINE, member_from
 from client.groups import LOCAL, Group
+from client.heartbeat import Heartbeat
 from client.registration import Sessions, cause_of
 from client.session import Member, Session
 from client.transport import Channel, Transport, ZmqTransport
@@ -59,6 +60,8 @@ class Connection:
         self.rounds = 0
         self._transport = transport
         self._sessions = Sessions(transport, member)
+        beacon = transport.beacon()
+        self._heartbeat = Heartbeat(beacon, self._sessions.all) if beacon else None
         self._world = groups.world(member.world_size)
         self._local: Group | None = None
         self._lock = threading.Lock()
@@ -143,6 +146,7 @@ class Connection:
         started = time.perf_counter()
         with self._transport.channel() as channel:
             channel.send(frame)
+            session.spoke = time.monotonic()
             aggregate = self._await_aggregate(channel, session, key)
         if aggregate.values.shape != rows.values.shape[1:]:
             raise ProtocolError(
@@ -161,6 +165,8 @@ class Connection:
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
+        if self._heartbeat:
+            self._heartbeat.stop()
         self._sessions.leave(cause)
         self._transport.close()
 

@@ -29,7 +29,7 @@ logger = logging.getLogger("statsd_bn.client")
 # A server that is there answers a registration in milliseconds; a loaded network may take seconds.
 ANSWER_SECONDS = 5.0
 
-# A master notices that a killed process has left its place when a newcomer asks for it, so asking again helps.
+# A master notices within a second that a killed process has left its place, so asking again helps.
 TAKEN_SECONDS = 1.0
 TAKEN_PAUSE_SECONDS = 0.05
 
@@ -92,6 +92,11 @@ class Sessions:
         # Whoever opens it has a deadline, so this ends.
         seat.opened.result()
         return seat.session
+
+    def all(self) -> list[Session]:
+        """Returns the sessions there are, registered or about to be."""
+        with self._lock:
+            return [seat.session for seat in self._seats.values()]
 
     def leave(self, cause: str) -> None:
         """Says goodbye for every session; there will be no further ones."""
@@ -161,6 +166,7 @@ def _ask(channel: Channel, session: Session, endpoint: str) -> Registered:
 
 def _ask_once(channel: Channel, session: Session, endpoint: str) -> Registered:
     channel.send(session.register())
+    session.spoke = time.monotonic()
     answer = _next_registered(channel, session, ANSWER_SECONDS)
     if answer is None:
         raise ServerUnreachable(

@@ -292,13 +292,25 @@ class Status:
             raise ProtocolError(f"report: expected a map, got {type(self.report).__name__}")
 
 
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A member that has nothing else to say is alive. It has no answer, unless the session is unknown."""
+
+    type: ClassVar[int] = 9
+
+    session: bytes
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+
+
 Message = (
-    Register | Registered | Contribution | Aggregate | Leave | Failure | StatusRequest | Status
+    Register | Registered | Contribution | Aggregate | Leave | Failure | StatusRequest | Status | Heartbeat
 )  # fmt: skip
 
 BY_TYPE: dict[int, type[Message]] = {
     message.type: message
-    for message in (Register, Registered, Contribution, Aggregate, Leave, Failure, StatusRequest, Status)
+    for message in (Register, Registered, Contribution, Aggregate, Leave, Failure, StatusRequest, Status, Heartbeat)
 }
 
 

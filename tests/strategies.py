@@ -13,6 +13,7 @@ from statsd_bn.messages import (
     Aggregate,
     Contribution,
     Failure,
+    Heartbeat,
     Leave,
     Message,
     Register,
@@ -131,6 +132,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Failure: st.builds(Failure, names, texts, facts, st.none() | keys),
     StatusRequest: st.builds(StatusRequest),
     Status: st.builds(Status, facts),
+    Heartbeat: st.builds(Heartbeat, tokens),
 }
 
 messages = st.one_of(*MESSAGES.values())

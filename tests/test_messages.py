@@ -13,6 +13,7 @@ from statsd_bn.messages import (
     Aggregate,
     Contribution,
     Failure,
+    Heartbeat,
     Leave,
     Register,
     Registered,
@@ -52,6 +53,7 @@ SOUND: dict[type, dict[str, Any]] = {
     Failure: {"code": "mismatch", "message": "no", "fields": {"member": 1}, "key": KEY},
     StatusRequest: {},
     Status: {"report": {"groups": []}},
+    Heartbeat: {"session": b"session0"},
 }
 
 TOKENS = ([b"12345678", bytes(8)], [b"", bytes(7), bytes(9), "12345678", bytearray(8), 8, None])
@@ -103,6 +105,7 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
         [FLOATS_3, np.full((2, limits.MAX_VECTORS, 1), np.nan), np.full((2, 1, limits.MAX_CHANNELS), np.inf)],
         [*NOT_VALUES, np.zeros((1, 2, 3)), np.zeros((3, 2, 3)), np.zeros((0, 2, 3))],
     ),
+    (Heartbeat, "session", *TOKENS),
     (Register, "session", *TOKENS),
     (Register, "job", *NAMES),
     (Register, "group", *NAMES),
