@@ -26,6 +26,7 @@ class Beacon:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self._reader, self._writer = socket.socketpair()
+        self._reader.settimeout(0)
         self._writer.settimeout(0)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -52,6 +53,8 @@ class Beacon:
         ready = dict(self._poller.poll(max(0, math.ceil(seconds * 1000))))
         # Answers say that a session is unknown, which its next contribution will say as well; probes say nothing.
         self._drain(self._socket)
+        with suppress(BlockingIOError):
+            self._reader.recv(64)
         return self._monitor in ready and self._drain(self._monitor)
 
     def wake(self) -> None:

@@ -17,7 +17,6 @@ from typing import Self
 from client import groups
 from client.environment import DEFAULT_DEADLINE, member_from
 from client.groups import LOCAL, Group
-from client.heartbeat import Heartbeat
 from client.registration import Sessions, cause_of
 from client.session import Member, Session
 from client.transport import Channel, Transport, ZmqTransport
@@ -60,8 +59,6 @@ class Connection:
         self.rounds = 0
         self._transport = transport
         self._sessions = Sessions(transport, member)
-        beacon = transport.beacon()
-        self._heartbeat = Heartbeat(beacon, self._sessions.all) if beacon else None
         self._world = groups.world(member.world_size)
         self._local: Group | None = None
         self._lock = threading.Lock()
@@ -165,8 +162,6 @@ class Connection:
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        if self._heartbeat:
-            self._heartbeat.stop()
         self._sessions.leave(cause)
         self._transport.close()
 

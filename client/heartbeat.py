@@ -14,7 +14,7 @@ from statsd_bn import limits
 
 
 class Heartbeat:
-    """A running thread; `stop` ends it and closes the beacon.
+    """A running thread; `stop` ends it, and it closes the beacon.
 
     Args:
         beacon: the way to the master.
@@ -31,18 +31,24 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="statsd_bn heartbeat", daemon=True)
         self._thread.start()
 
+    def look(self) -> None:
+        """Makes sessions that are new known to the master as living here, at once."""
+        self._beacon.wake()
+
     def stop(self) -> None:
-        """Ends the thread, at once, and closes the beacon."""
+        """Ends the thread, at once; harmless when repeated."""
         self._stopping = True
         self._beacon.wake()
         self._thread.join()
-        self._beacon.close()
 
     def _run(self) -> None:
-        while not self._stopping:
-            if self._beacon.wait(self._pause()):
-                self._introduced.clear()
-            self._beat()
+        try:
+            while not self._stopping:
+                if self._beacon.wait(self._pause()):
+                    self._introduced.clear()
+                self._beat()
+        finally:
+            self._beacon.close()
 
     def _pause(self) -> float:
         """Seconds until the next heartbeat is due, if nothing is said until then."""

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from client.groups import Group
+from client.heartbeat import Heartbeat
 from client.session import Member, Session
 from client.transport import Channel, Transport
 from statsd_bn import limits
@@ -62,6 +63,8 @@ class Sessions:
         self._lock = threading.Lock()
         self._seats: dict[str, _Seat] = {}
         self._closed = False
+        beacon = transport.beacon()
+        self._heartbeat = Heartbeat(beacon, self.all) if beacon else None
 
     def of(self, group: Group) -> Session:
         """Returns the session of a group; the first use of the group registers, and waits until it is open.
@@ -100,6 +103,9 @@ class Sessions:
 
     def leave(self, cause: str) -> None:
         """Says goodbye for every session; there will be no further ones."""
+        # Before the goodbye, or a heartbeat could come after it.
+        if self._heartbeat:
+            self._heartbeat.stop()
         with self._lock:
             self._closed = True
             self._say_goodbye(list(self._seats.values()), cause)
@@ -114,6 +120,8 @@ class Sessions:
         except BaseException as error:  # noqa: BLE001 - every thread that waits for the group raises it
             self._give_up(seat, error)
         else:
+            if self._heartbeat:
+                self._heartbeat.look()
             seat.opened.set_result(None)
 
     def _give_up(self, seat: _Seat, error: BaseException) -> None:
