@@ -105,8 +105,10 @@ class Service:
         poller.register(self._monitor, zmq.POLLIN)
         next_tick = time.monotonic() + TICK_SECONDS
         while not self._stopping:
-            poller.poll(max(0, math.ceil((min(next_tick, self._probe_at) - time.monotonic()) * 1000)))
-            disconnected = self._read_monitor()
+            seconds = min(next_tick, self._probe_at) - time.monotonic()
+            disconnected = self._monitor in dict(poller.poll(max(0, math.ceil(seconds * 1000))))
+            if disconnected:
+                self._clear_monitor()
             self._drain()
             self._look_for_the_dead(disconnected=disconnected)
             if time.monotonic() >= next_tick:
@@ -143,18 +145,16 @@ class Service:
             frame = parts[1] if len(parts) == _PARTS else b""
             self._send(self._dispatcher.receive(time.monotonic(), parts[0], frame))
 
-    def _read_monitor(self) -> bool:
-        """Returns whether a connection has ended. Whose it was ZeroMQ does not say."""
-        ended = False
-        while self._monitor.poll(0):
-            self._monitor.recv_multipart()
-            ended = True
-        return ended
+    def _clear_monitor(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
 
     def _look_for_the_dead(self, *, disconnected: bool) -> None:
         """Tries those who have not spoken since a connection has ended, a moment after it.
 
-        To be called when everything has been received that came before: what came through that connection as well.
+        Whose connection it was ZeroMQ does not say. To be called when everything has been received that came before,
+        what came through that connection as well.
         """
         now = time.monotonic()
         if disconnected:
