@@ -18,19 +18,15 @@ from client import groups
 from client.environment import DEFAULT_DEADLINE, member_from
 from client.groups import LOCAL, Group
 from client.registration import Sessions, cause_of
-from client.session import Member, Session
-from client.transport import Channel, Transport, ZmqTransport
+from client.round_trip import RoundTrip
+from client.session import Member
+from client.transport import Transport, ZmqTransport
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
     ProtocolError,
-    RoundTimeout,
 )
 from statsd_bn.messages import Aggregate, RoundKey, Rows
-
-# The master ends a late round itself and says who is missing; only if nothing comes this long after that, the
-# member gives up on the master.
-GRACE_SECONDS = 5.0
 
 # Round trips remembered for `median_round_trip`.
 REMEMBERED_ROUND_TRIPS = 4096
@@ -142,9 +138,7 @@ class Connection:
             frame = session.contribution(key, rows)
         started = time.perf_counter()
         with self._transport.channel() as channel:
-            channel.send(frame)
-            session.spoke = time.monotonic()
-            aggregate = self._await_aggregate(channel, session, key)
+            aggregate = RoundTrip(self._sessions, session, self._transport.endpoint, key, rows).run(channel, frame)
         if aggregate.values.shape != rows.values.shape[1:]:
             raise ProtocolError(
                 f"{key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"
@@ -179,18 +173,6 @@ class Connection:
                 f"{self!r} was opened by process {self._process} and cannot be used by its forked child "
                 f"{os.getpid()}; call client.connect() in the child"
             )
-
-    def _await_aggregate(self, channel: Channel, session: Session, key: RoundKey) -> Aggregate:
-        seconds = self.member.deadline + GRACE_SECONDS
-        expiry = time.monotonic() + seconds
-        while (frame := channel.receive(expiry - time.monotonic())) is not None:
-            if aggregate := session.aggregate(key, frame):
-                return aggregate
-        raise RoundTimeout(
-            f"{key}: no answer from the master at {self._transport.endpoint} within {seconds:g} s",
-            **key.fields,
-            seconds=seconds,
-        )
 
 
 _current: Connection | None = None

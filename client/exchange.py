@@ -27,7 +27,7 @@ class Exchange:
         key: of the forward round; None before it.
         moments: of the whole batch.
         statistics: what they make of it.
-        was_computed_again: whether a checkpoint has run it a second time.
+        computed_again: the local replicas whose checkpoints have run it a second time.
     """
 
     pipe: Pipe
@@ -38,7 +38,7 @@ class Exchange:
     key: RoundKey | None = None
     moments: Moments = field(init=False)
     statistics: Statistics = field(init=False)
-    was_computed_again: bool = False
+    computed_again: set[int] = field(default_factory=set)
     _walks: Counter[str] = field(default_factory=Counter)
 
     @property

@@ -55,7 +55,7 @@ class Exchanges:
         with self._lock:
             calls: list[Exchange] = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
         near = [
-            (call.was_computed_again, distance, number)
+            (replica in call.computed_again, distance, number)
             for number, call in enumerate(calls)
             if call.pipe == pipe and (distance := _distance(call, replica, moments)) <= TOLERANCE
         ]
@@ -63,7 +63,7 @@ class Exchanges:
             return None
         *_, number = min(near)
         call = calls[number]
-        call.was_computed_again = True
+        call.computed_again.add(replica)
         return call
 
 

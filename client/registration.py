@@ -61,6 +61,7 @@ class Sessions:
         self._transport = transport
         self._member = member
         self._lock = threading.Lock()
+        self._rejoining = threading.Lock()
         self._seats: dict[str, _Seat] = {}
         self._closed = False
         beacon = transport.beacon()
@@ -101,6 +102,26 @@ class Sessions:
         with self._lock:
             return [seat.session for seat in self._seats.values()]
 
+    def rejoin(self, session: Session, forgotten_by: bytes) -> None:
+        """Registers a session again with a master that has no memory, and tells it the latest rounds.
+
+        Of threads that ask at the same time one does so.
+
+        Args:
+            session: that the master does not know.
+            forgotten_by: `session.server` as it was when the master said so.
+
+        Raises:
+            RegistrationRefused: the master does not take this member, or the others did not come back in time.
+        """
+        with self._rejoining:
+            if session.server != forgotten_by:
+                return
+            join(self._transport, session, session.member.deadline)
+            with self._transport.channel() as channel:
+                for frame in session.replay():
+                    channel.send(frame)
+
     def leave(self, cause: str) -> None:
         """Says goodbye for every session; there will be no further ones."""
         # Before the goodbye, or a heartbeat could come after it.
@@ -116,7 +137,7 @@ class Sessions:
 
     def _open(self, seat: _Seat) -> None:
         try:
-            join(self._transport, seat.session)
+            join(self._transport, seat.session, ANSWER_SECONDS)
         except BaseException as error:  # noqa: BLE001 - every thread that waits for the group raises it
             self._give_up(seat, error)
         else:
@@ -140,8 +161,13 @@ class Sessions:
                 channel.send(seat.session.leave(cause))
 
 
-def join(transport: Transport, session: Session) -> None:
+def join(transport: Transport, session: Session, patience: float) -> None:
     """Registers a session, and waits until its group is open.
+
+    Args:
+        transport: how to reach the master.
+        session: the one to register.
+        patience: how long the master may take to answer, in seconds.
 
     Raises:
         ServerUnreachable: nobody answers at the endpoint.
@@ -151,38 +177,39 @@ def join(transport: Transport, session: Session) -> None:
     who = session.member
     expiry = time.monotonic() + who.deadline
     with transport.channel() as channel:
-        answer = _ask(channel, session, transport.endpoint)
+        answer = _ask(channel, session, transport.endpoint, patience)
         while answer.missing:
             if time.monotonic() >= expiry:
                 raise _incomplete(who, answer)
             logger.info("group %r waits for %s", who.group, missing_members(who.group, who.world_size, answer.present))
             seconds = min(ANSWER_SECONDS, expiry - time.monotonic())
-            answer = _next_registered(channel, session, seconds) or _ask(channel, session, transport.endpoint)
+            answer = _next_registered(channel, session, seconds) or _ask(channel, session, transport.endpoint, patience)
 
 
-def _ask(channel: Channel, session: Session, endpoint: str) -> Registered:
+def _ask(channel: Channel, session: Session, endpoint: str, patience: float) -> Registered:
     """Registers; while an earlier process may still hold its place, tries again for a moment."""
     expiry = time.monotonic() + TAKEN_SECONDS
     while True:
         try:
-            return _ask_once(channel, session, endpoint)
+            return _ask_once(channel, session, endpoint, patience)
         except DuplicateMember:
             if time.monotonic() >= expiry:
                 raise
             time.sleep(TAKEN_PAUSE_SECONDS)
 
 
-def _ask_once(channel: Channel, session: Session, endpoint: str) -> Registered:
-    channel.send(session.register())
-    session.spoke = time.monotonic()
-    answer = _next_registered(channel, session, ANSWER_SECONDS)
-    if answer is None:
-        raise ServerUnreachable(
-            f"no answer from {endpoint} within {ANSWER_SECONDS:g} s; is `python -m server` running there?",
-            endpoint=endpoint,
-            seconds=ANSWER_SECONDS,
-        )
-    return answer
+def _ask_once(channel: Channel, session: Session, endpoint: str, patience: float) -> Registered:
+    expiry = time.monotonic() + patience
+    while time.monotonic() < expiry:
+        channel.send(session.register())
+        session.spoke = time.monotonic()
+        if answer := _next_registered(channel, session, min(ANSWER_SECONDS, expiry - time.monotonic())):
+            return answer
+    raise ServerUnreachable(
+        f"no answer from {endpoint} within {patience:g} s; is `python -m server` running there?",
+        endpoint=endpoint,
+        seconds=patience,
+    )
 
 
 def _next_registered(channel: Channel, session: Session, seconds: float) -> Registered | None:

@@ -6,7 +6,7 @@ keys: a step begins with the first forward round after a backward round, and `ca
 forward rounds within the step. A backward round keeps the key of its forward round, whatever step has come.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from statsd_bn import limits
@@ -20,6 +20,7 @@ from statsd_bn.messages import (
     Heartbeat,
     Leave,
     Message,
+    Pending,
     Register,
     Registered,
     RoundKey,
@@ -70,6 +71,12 @@ class Session:
         self._step = 0
         self._calls: Counter[str] = Counter()
         self._backward_seen = False
+        self._latest: deque[tuple[RoundKey, Rows]] = deque(maxlen=limits.KEPT_ROUNDS)
+
+    @property
+    def server(self) -> bytes:
+        """The life of the server that has taken it in."""
+        return self._server
 
     @property
     def is_known(self) -> bool:
@@ -89,7 +96,7 @@ class Session:
                 who.world_size,
                 who.deadline,
                 who.place,
-                self._server,
+                self._server if self._latest else NO_SERVER,
                 self._step,
             )
         )
@@ -114,10 +121,20 @@ class Session:
         who = self.member
         return RoundKey(who.job, who.group, who.epoch, self._step, layer, call, FORWARD)
 
-    def contribution(self, key: RoundKey, rows: Rows) -> bytes:
-        """Returns the frame that brings `rows` to the round `key`."""
-        self._backward_seen = self._backward_seen or key.phase != FORWARD
-        return encode(Contribution(self.token, key, 0, rows))
+    def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
+        """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
+        if attempt == 0:
+            self._backward_seen = self._backward_seen or key.phase != FORWARD
+            self._latest.append((key, rows))
+        return encode(Contribution(self.token, key, attempt, 1, rows))
+
+    def replay(self) -> list[bytes]:
+        """Returns the frames that tell a master without a memory what this member brought to its latest rounds.
+
+        Another member may wait for one of them still, whose answer was lost with the old master. Nobody can be
+        further behind: no round ends without its contribution.
+        """
+        return [encode(Contribution(self.token, key, 1, 0, rows)) for key, rows in self._latest]
 
     def registered(self, frame: bytes) -> Registered | None:
         """Returns the answer to `register`; None if `frame` is about something else.
@@ -131,14 +148,14 @@ class Session:
         self._server = message.server
         return message
 
-    def aggregate(self, key: RoundKey, frame: bytes) -> Aggregate | None:
-        """Returns the aggregate of the round `key`; None if `frame` is about something else.
+    def answer(self, key: RoundKey, frame: bytes) -> Aggregate | Pending | None:
+        """Returns what the master says of the round `key`; None if `frame` is about something else.
 
         Raises:
             StatsdBNError: the round failed; the error is the master's.
         """
         message = self._read(frame, key)
-        return message if isinstance(message, Aggregate) and message.key == key else None
+        return message if isinstance(message, Aggregate | Pending) and message.key == key else None
 
     def _read(self, frame: bytes, key: RoundKey | None) -> Message | None:
         message = decode(frame)

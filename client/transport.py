@@ -8,15 +8,20 @@ function; tests and demos use it to run several members in one process.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from client.beacon import Beacon
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
+
+# How often a wait looks whether the connection broke and was made again: what was sent before is lost then.
+WATCH_SECONDS = 0.1
 
 # How long a goodbye may take to leave when the connection closes.
 LINGER_MILLISECONDS = 1000
@@ -29,7 +34,7 @@ class Channel(Protocol):
         """Sends a frame."""
 
     def receive(self, seconds: float) -> bytes | None:
-        """Returns the next frame, or None if none came in time."""
+        """Returns the next frame, or None if none came in time, or the master has come back meanwhile."""
 
     def close(self) -> None:
         """Closes the channel; frames sent before still leave."""
@@ -115,10 +120,12 @@ class _ZmqChannel:
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._connections = 0
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
+            self.close(linger=0)
             raise ConfigurationError(
                 f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({zmq.strerror(error.errno or 0)})"
             ) from error
@@ -128,15 +135,29 @@ class _ZmqChannel:
             self._socket.send(frame)
 
     def receive(self, seconds: float) -> bytes | None:
+        expiry = time.monotonic() + seconds
         with _closed_connection():
-            self._socket.setsockopt(zmq.RCVTIMEO, max(0, int(seconds * 1000)))
-            try:
-                return self._socket.recv()
-            except zmq.Again:
-                return None
+            while True:
+                left = expiry - time.monotonic()
+                self._socket.setsockopt(zmq.RCVTIMEO, max(0, int(min(left, WATCH_SECONDS) * 1000)))
+                try:
+                    return self._socket.recv()
+                except zmq.Again:
+                    if left <= WATCH_SECONDS or self._is_connected_anew():
+                        return None
 
-    def close(self) -> None:
-        self._socket.close()
+    def close(self, linger: int | None = None) -> None:
+        with suppress(zmq.ZMQError):  # of a terminated context
+            self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger)
+
+    def _is_connected_anew(self) -> bool:
+        before = self._connections
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._connections += 1
+        return 0 < before < self._connections
 
 
 @contextmanager

@@ -143,15 +143,15 @@ class Dispatcher:
         seat = self._seats.get(contribution.session)
         if seat is None:
             key = contribution.key
-            error = self._banished(contribution.session, key.job, key.group) or _unknown(
-                contribution.session, f"{key}: "
+            error = self._banished(contribution.session, key.job, key.group) or self._unknown(
+                contribution.session, f"{key}: ", contribution.attempt
             )
             return [(peer, failure(error, key))]
         return seat.master.contribute(now, seat.slave, contribution, peer)
 
     def _beat(self, now: float, heartbeat: Heartbeat, peer: bytes) -> list[Reply]:
         known = self._liveness.beat(now, heartbeat.session, peer)
-        return [] if known else [(peer, failure(_unknown(heartbeat.session)))]
+        return [] if known else [(peer, failure(self._unknown(heartbeat.session)))]
 
     def _banished(self, session: bytes, job: str, group: str) -> StatsdBNError | None:
         """Returns the error of a member that was taken for lost and comes back; None for any other."""
@@ -275,9 +275,10 @@ class Dispatcher:
             del self._masters[master.membership.job, master.membership.group]
         return replies
 
-
-def _unknown(session: bytes, where: str = "") -> UnknownSession:
-    return UnknownSession(
-        f"{where}session {session.hex()} is not registered here; the server was restarted, another run of this job has "
-        f"replaced it, or its process was silent for {limits.SILENCE_SECONDS:g} s"
-    )
+    def _unknown(self, session: bytes, where: str = "", attempt: int = 0) -> UnknownSession:
+        return UnknownSession(
+            f"{where}session {session.hex()} is not registered here: it was taken for lost, or another run of this "
+            "job has replaced it",
+            server=self._server.hex(),
+            attempt=attempt,
+        )

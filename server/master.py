@@ -18,9 +18,22 @@ from statsd_bn.errors import (
     RoundFailed,
     StatsdBNError,
 )
-from statsd_bn.messages import Aggregate, Contribution, Failure, Register, Registered, RoundKey, Rows, missing_members
+from statsd_bn.messages import (
+    Aggregate,
+    Contribution,
+    Failure,
+    Pending,
+    Register,
+    Registered,
+    RoundKey,
+    Rows,
+    missing_members,
+)
 from statsd_bn.reduction import sum_in_order
 from statsd_bn.wire import encode
+
+# How many late members a message names.
+TOLD_OF = 8
 
 Reply = tuple[bytes, bytes]
 """(peer, frame): what to send to whom."""
@@ -76,8 +89,11 @@ class SyncMaster:
             the first counts, and whoever still waits for an answer is told.
         """
         key, rows = contribution.key, contribution.rows
-        slave.step, slave.replicas = key.step, len(rows.counts)
         slave.peer = peer
+        if contribution.waits:
+            slave.step, slave.replicas = key.step, len(rows.counts)
+        else:
+            peer = b""
         if key in self._kept:
             return self._answer_again(self._kept[key], slave, rows, peer)
         try:
@@ -88,10 +104,12 @@ class SyncMaster:
         try:
             round_.put(slave.member, rows, peer)
         except ContributionConflict as conflict:
-            return [(told, failure(conflict, key)) for told in dict.fromkeys((earlier, peer))]
+            return [(told, failure(conflict, key)) for told in dict.fromkeys((earlier, peer)) if told]
         except RoundFailed as error:
             return self._break(round_, error, also=[peer])
-        return [] if round_.state is State.WAITING else self._finish(round_)
+        if round_.state is not State.WAITING:
+            return self._finish(round_)
+        return [(peer, self._pending(now, round_))] if contribution.attempt and peer else []
 
     def run_master(self, round_: Round) -> Aggregate:
         """Reduces one complete round: adds all rows in replica order.
@@ -117,7 +135,10 @@ class SyncMaster:
     def expire(self, now: float) -> list[Reply]:
         """Ends the rounds whose deadline has passed."""
         late = [round_ for round_ in self._open.values() if now >= round_.opened + round_.seconds]
-        return [reply for round_ in late for reply in self._break(round_, round_.timeout())]
+        for round_ in late:
+            if not round_.peers:
+                del self._open[round_.key]
+        return [reply for round_ in late if round_.peers for reply in self._break(round_, round_.timeout())]
 
     def stop(self) -> list[Reply]:
         """Ends all open rounds because the master stops."""
@@ -153,6 +174,14 @@ class SyncMaster:
             ],
         }
 
+    def _pending(self, now: float, round_: Round) -> bytes:
+        """Returns what tells a member that asks again whom its round waits for."""
+        seconds = int(now - round_.opened)
+        late = ", ".join(str(self.membership.slaves[member]) for member in round_.missing[:TOLD_OF])
+        more = f" and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else ""
+        text = f"{round_.key}: waiting since {seconds} s for {late}{more}".encode()
+        return encode(Pending(round_.key, seconds, text[: limits.MAX_TEXT_BYTES].decode(errors="ignore")))
+
     def _registered(self, slave: Slave) -> bytes:
         missing = self.membership.missing
         present = tuple(self.membership.present) if missing else ()
@@ -182,9 +211,10 @@ class SyncMaster:
 
     def _answer_again(self, round_: Round, slave: Slave, rows: Rows, peer: bytes) -> list[Reply]:
         future = round_.futures[slave.member]
+        told = [peer] if peer else []
         if future.done and not future.put(rows, peer):
-            return [(peer, failure(round_.conflict(slave.member), round_.key))]
-        return [(peer, round_.answer)]
+            return [(one, failure(round_.conflict(slave.member), round_.key)) for one in told]
+        return [(one, round_.answer) for one in told]
 
     def _finish(self, round_: Round) -> list[Reply]:
         self.rounds_done += 1

@@ -6,7 +6,7 @@ after that. A broken group answers everything with the reason; the first member 
 
 from dataclasses import dataclass
 
-from statsd_bn.errors import DuplicateMember, ReplicaLost, WorldSizeMismatch
+from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, WorldSizeMismatch
 from statsd_bn.messages import WORLD, Register
 
 
@@ -21,6 +21,7 @@ class Slave:
         place: where it runs, for people.
         peer: whom to answer.
         step: the step it is in.
+        has_past: whether it had taken part in a round when it registered, with an earlier life of the server.
         replicas: rows in its latest contribution; 0 before the first.
     """
 
@@ -30,6 +31,7 @@ class Slave:
     place: str
     peer: bytes
     step: int
+    has_past: bool = False
     replicas: int = 0
 
     def __str__(self) -> str:
@@ -70,15 +72,25 @@ class Membership:
         Raises:
             ReplicaLost: the group is broken.
             WorldSizeMismatch: the member expects another number of members, or is one too many.
+            RegistrationRefused: some members are far into a run that others have not begun.
             DuplicateMember: another process is this member already.
         """
         if self.lost:
             raise self.lost
         self._check_size(register)
+        self._check_past(register)
         slave = self.slaves.get(register.member)
         if slave is None:
             self._check_room(register)
-            slave = Slave(register.session, register.member, register.deadline, register.place, peer, register.step)
+            slave = Slave(
+                register.session,
+                register.member,
+                register.deadline,
+                register.place,
+                peer,
+                register.step,
+                register.has_past,
+            )
             self.slaves[register.member] = slave
         elif slave.session != register.session:
             raise DuplicateMember(
@@ -123,6 +135,18 @@ class Membership:
                 f"expected world_size {self.world_size}, as members {self.present} have it, got {register.world_size}",
                 register.world_size,
             )
+
+    def _check_past(self, register: Register) -> None:
+        """After a restart of the master its members tell it how far they are; a newcomer cannot be among them."""
+        others = [slave for slave in self.slaves.values() if slave.session != register.session]
+        for slave in others:
+            older, newer = (slave, register) if slave.step else (register, slave)
+            if older.step and not newer.step and not newer.has_past:
+                raise RegistrationRefused(
+                    f"job {self.job!r}, group {self.group!r}: member {older.member} ({older.place}) is at step "
+                    f"{older.step}, and member {newer.member} ({newer.place}) has taken part in no round; all members "
+                    "of a strict group begin together. Begin a new run, with a later epoch or another job name"
+                )
 
     def _check_room(self, register: Register) -> None:
         number = register.member

@@ -55,7 +55,7 @@ class FutureResult:
         return self._rows is not None
 
     def put(self, rows: Rows, peer: bytes) -> bool:
-        """Takes a contribution; `peer` is whom to answer from now on.
+        """Takes a contribution; `peer` is whom to answer from now on, empty for nobody.
 
         Returns:
             True if these are the rows kept: the first, or the same bytes again. False if they differ.
@@ -63,7 +63,7 @@ class FutureResult:
         if self._rows is not None and not _same(self._rows, rows):
             return False
         self._rows = self._rows or rows
-        self.peer = peer
+        self.peer = peer or self.peer
         return True
 
     def get(self) -> Rows:
@@ -143,8 +143,8 @@ class Round:
 
     @property
     def peers(self) -> list[bytes]:
-        """Whom to answer."""
-        return [future.peer for future in self.futures.values() if future.done]
+        """Whom to answer: nobody, where all who have contributed have told of a round that they are through with."""
+        return [future.peer for future in self.futures.values() if future.peer]
 
     def conflict(self, member: int) -> ContributionConflict:
         """Returns the error of a member that speaks twice in different words."""

@@ -112,7 +112,7 @@ class GroupIncomplete(RegistrationRefused):
 
 
 class UnknownSession(StatsdBNError):
-    """The master does not know who is speaking: it was restarted, or the member has left."""
+    """The master does not know who is speaking: it was restarted, or the member has left. Fields: server, attempt."""
 
     code = "unknown_session"
 

@@ -135,7 +135,8 @@ class Register:
     """A member asks to belong to a group. Sent again, it asks again whether the group is open.
 
     `member` is its number in the job, the same in all its groups; `world_size` is how many members the group has.
-    `server` and `step` say what the member knows: the life of the server it last spoke with, and the step it is in.
+    `server` and `step` say what the member knows: the life of the server with which it last took part in a round, and
+    the step it is in.
     """
 
     type: ClassVar[int] = 1
@@ -150,6 +151,11 @@ class Register:
     place: str
     server: bytes = NO_SERVER
     step: int = 0
+
+    @property
+    def has_past(self) -> bool:
+        """Whether the member has taken part in a round before."""
+        return self.server != NO_SERVER
 
     def __post_init__(self) -> None:
         check_token("session", self.session)
@@ -202,18 +208,28 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contribution:
-    """One member's rows for one round. `attempt` counts how often it was sent before."""
+    """One member's rows for one round.
+
+    Attributes:
+        session: who speaks.
+        key: which round.
+        attempt: how often it was sent before.
+        waits: 1 if the member waits for the answer; 0 if it tells a master without a memory of a round.
+        rows: what its replicas bring.
+    """
 
     type: ClassVar[int] = 3
 
     session: bytes
     key: RoundKey
     attempt: int
+    waits: int
     rows: Rows
 
     def __post_init__(self) -> None:
         check_token("session", self.session)
         check_integer("attempt", self.attempt, 0, limits.MAX_COUNTER)
+        check_integer("waits", self.waits, 0, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -304,13 +320,45 @@ class Heartbeat:
         check_token("session", self.session)
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The master's answer to a contribution that is sent again while its round is open.
+
+    Attributes:
+        key: the round.
+        seconds: how long it has been open, in whole seconds.
+        message: who is late, for a person.
+    """
+
+    type: ClassVar[int] = 10
+
+    key: RoundKey
+    seconds: int
+    message: str
+
+    def __post_init__(self) -> None:
+        check_integer("seconds", self.seconds, 0, limits.MAX_COUNTER)
+        check_text("message", self.message, limits.MAX_TEXT_BYTES)
+
+
 Message = (
-    Register | Registered | Contribution | Aggregate | Leave | Failure | StatusRequest | Status | Heartbeat
+    Register | Registered | Contribution | Aggregate | Leave | Failure | StatusRequest | Status | Heartbeat | Pending
 )  # fmt: skip
 
 BY_TYPE: dict[int, type[Message]] = {
     message.type: message
-    for message in (Register, Registered, Contribution, Aggregate, Leave, Failure, StatusRequest, Status, Heartbeat)
+    for message in (
+        Register,
+        Registered,
+        Contribution,
+        Aggregate,
+        Leave,
+        Failure,
+        StatusRequest,
+        Status,
+        Heartbeat,
+        Pending,
+    )
 }
 
 

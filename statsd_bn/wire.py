@@ -27,6 +27,7 @@ from statsd_bn.messages import (
     Contribution,
     Failure,
     Message,
+    Pending,
     Registered,
     RoundKey,
     Rows,
@@ -113,11 +114,13 @@ def _refuse_extension(code: int, _data: bytes) -> Any:
 
 def _flatten(message: Message) -> tuple[list[Any], FloatArray | None]:
     match message:
-        case Contribution(session, key, attempt, rows):
+        case Contribution(session, key, attempt, waits, rows):
             vectors, channels = rows.values.shape[1:]
-            return [session, *values_of(key), attempt, list(rows.counts), vectors, channels], rows.values
+            return [session, *values_of(key), attempt, waits, list(rows.counts), vectors, channels], rows.values
         case Aggregate(key, replicas, count, values):
             return [*values_of(key), replicas, count, *values.shape], values
+        case Pending(key, seconds, text):
+            return [*values_of(key), seconds, text], None
         case Failure(code, text, fields, key):
             return [code, text, fields, values_of(key) if key else None], None
         case _:
@@ -126,14 +129,17 @@ def _flatten(message: Message) -> tuple[list[Any], FloatArray | None]:
 
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
     if kind is Contribution:
-        session, *key, attempt, counts, vectors, channels = fields
+        session, *key, attempt, waits, counts, vectors, channels = fields
         values = _values(frame, end, (len(_array("counts", counts)), vectors, channels))
-        return Contribution(session, _key(key), attempt, Rows(tuple(counts), values))
+        return Contribution(session, _key(key), attempt, waits, Rows(tuple(counts), values))
     if kind is Aggregate:
         *key, replicas, count, vectors, channels = fields
         return Aggregate(_key(key), replicas, count, _values(frame, end, (vectors, channels)))
     if end != len(frame):
         raise ProtocolError(f"frame: expected to end after its header at byte {end}, got {len(frame)}")
+    if kind is Pending:
+        *key, seconds, text = fields
+        return Pending(_key(key), seconds, text)
     if kind is Failure:
         code, text, facts, key = fields
         return Failure(code, text, facts, None if key is None else _key(key))

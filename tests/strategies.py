@@ -16,6 +16,7 @@ from statsd_bn.messages import (
     Heartbeat,
     Leave,
     Message,
+    Pending,
     Register,
     Registered,
     RoundKey,
@@ -65,7 +66,7 @@ def contribution(
     """What a member brings to a round: `Rows`, or one row of one number."""
     if not isinstance(brought, Rows):
         brought = rows(brought)
-    return Contribution(session or session_of(member, key.job), key, 0, brought)
+    return Contribution(session or session_of(member, key.job), key, 0, 1, brought)
 
 
 counters = st.integers(0, limits.MAX_COUNTER)
@@ -124,7 +125,7 @@ present = st.lists(member_numbers, max_size=20).map(tuple)
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Register: registers(),
     Registered: st.builds(Registered, tokens, tokens, counters, counters, member_numbers, present),
-    Contribution: st.builds(Contribution, tokens, keys, counters, any_rows()),
+    Contribution: st.builds(Contribution, tokens, keys, counters, st.integers(0, 1), any_rows()),
     Aggregate: st.builds(
         Aggregate, keys, st.integers(1, limits.MAX_REPLICAS * limits.MAX_MEMBERS), counts, values(*vectors_and_channels)
     ),
@@ -133,6 +134,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     StatusRequest: st.builds(StatusRequest),
     Status: st.builds(Status, facts),
     Heartbeat: st.builds(Heartbeat, tokens),
+    Pending: st.builds(Pending, keys, counters, texts.filter(bool)),
 }
 
 messages = st.one_of(*MESSAGES.values())

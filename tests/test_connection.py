@@ -11,8 +11,7 @@ import zmq
 
 import client
 import member_programs
-from client import connection as connection_module
-from client import registration
+from client import registration, round_trip
 from client.connection import Connection
 from client.environment import member_from
 from client.session import Member
@@ -215,7 +214,7 @@ def test_a_member_that_does_not_arrive_is_named_at_the_deadline():
 
 
 def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
-    monkeypatch.setattr(connection_module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(round_trip, "GRACE_SECONDS", 0.1)
     master = MemoryMaster()
     connection = master.connect(0, 1, deadline=0.1)
     monkeypatch.setattr(master.dispatcher, "receive", lambda *_: [])

@@ -15,6 +15,7 @@ from statsd_bn.messages import (
     Failure,
     Heartbeat,
     Leave,
+    Pending,
     Register,
     Registered,
     RoundKey,
@@ -47,13 +48,20 @@ SOUND: dict[type, dict[str, Any]] = {
         "missing": 2,
         "present": (0, 3),
     },
-    Contribution: {"session": b"session0", "key": KEY, "attempt": 0, "rows": Rows((1,), np.zeros((1, 2, 3)))},
+    Contribution: {
+        "session": b"session0",
+        "key": KEY,
+        "attempt": 0,
+        "waits": 1,
+        "rows": Rows((1,), np.zeros((1, 2, 3))),
+    },
     Aggregate: {"key": KEY, "replicas": 2, "count": 3, "values": np.zeros((2, 3))},
     Leave: {"session": b"session0", "cause": ""},
     Failure: {"code": "mismatch", "message": "no", "fields": {"member": 1}, "key": KEY},
     StatusRequest: {},
     Status: {"report": {"groups": []}},
     Heartbeat: {"session": b"session0"},
+    Pending: {"key": KEY, "seconds": 3, "message": "waiting"},
 }
 
 TOKENS = ([b"12345678", bytes(8)], [b"", bytes(7), bytes(9), "12345678", bytearray(8), 8, None])
@@ -127,6 +135,8 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     (Registered, "present", [(), *[(value,) for value in MEMBERS[0]]], [(value,) for value in MEMBERS[1]]),
     (Contribution, "session", *TOKENS),
     (Contribution, "attempt", *COUNTERS),
+    (Contribution, "waits", [0, 1], [-1, 2, *NOT_INTEGERS]),
+    (Pending, "seconds", *COUNTERS),
     (
         Aggregate,
         "replicas",

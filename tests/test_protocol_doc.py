@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from client import beacon, connection, registration, transport
+from client import beacon, connection, registration, round_trip, transport
 from server import liveness, service
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
@@ -27,6 +27,7 @@ from statsd_bn.messages import (
     Heartbeat,
     Leave,
     Message,
+    Pending,
     Registered,
     RoundKey,
     Rows,
@@ -47,13 +48,14 @@ SAMPLES: dict[type[Message], Message] = {
     for message in (
         register(),
         Registered(b"session0", b"server00", 0, 0, 1, (0,)),
-        Contribution(b"session0", key(), 0, Rows((1,), np.ones((1, 2, 3)))),
+        Contribution(b"session0", key(), 0, 1, Rows((1,), np.ones((1, 2, 3)))),
         Aggregate(key(), 1, 1, np.ones((2, 3))),
         Leave(b"session0", ""),
         Failure("mismatch", "", {}, key()),
         StatusRequest(),
         Status({}),
         Heartbeat(b"session0"),
+        Pending(key(), 0, "waiting"),
     )
 }
 
@@ -164,8 +166,9 @@ def test_the_round_key_has_its_fields_in_order():
 def test_every_message_has_its_fields_in_order(message):
     keys = [field.name for field in dataclasses.fields(RoundKey)]
     expected = {
-        Contribution: ["session", *keys, "attempt", "counts", "vectors", "channels"],
+        Contribution: ["session", *keys, "attempt", "waits", "counts", "vectors", "channels"],
         Aggregate: [*keys, "replicas", "count", "vectors", "channels"],
+        Pending: [*keys, "seconds", "message"],
     }.get(message, [field.name for field in dataclasses.fields(message)])
     assert [field.name for field in documented(title_of(message))] == expected
 
@@ -339,7 +342,7 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
         "server": [service, liveness],
-        "client": [beacon, connection, registration, transport],
+        "client": [beacon, connection, registration, round_trip, transport],
         "both": [service, transport],
     }
     for name, value, side in table("Deadlines"):
@@ -373,7 +376,7 @@ def test_the_example_is_the_frame_it_says():
     assert isinstance(message, Contribution)
     assert message.session == bytes(range(1, 9))
     assert message.key == RoundKey("digits", "world", 0, 7, "bn1", 0, FORWARD)
-    assert (message.attempt, message.rows.counts) == (0, (18,))
+    assert (message.attempt, message.waits, message.rows.counts) == (0, 1, (18,))
     assert message.rows.values.tolist() == [[[9.0, -4.5], [12.25, 3.0]]]
     assert encode(message) == frame
     assert f"The frame has {len(frame)} bytes." in section("Example")

@@ -559,7 +559,7 @@ async def take_part(context: zmq.asyncio.Context, endpoint: str, job: str, membe
         for step in range(ROUNDS):
             brought = contribution(member, rows(1.0), key(job=job, step=step))
             brought = type(brought)(
-                brought.session, brought.key, 0, type(brought.rows)((3,), a_row(member, step)[None])
+                brought.session, brought.key, 0, 1, type(brought.rows)((3,), a_row(member, step)[None])
             )
             await dealer.send(encode(brought))
             frames.append(await next_frame(dealer))

@@ -84,8 +84,8 @@ def test_a_contribution_carries_its_session_and_rows(session):
 def test_it_takes_the_aggregate_of_its_round_and_no_other(session):
     mine, other = session.forward_key("a"), session.forward_key("a")
     frame = encode(Aggregate(mine, 2, 6, np.ones((2, 2))))
-    assert session.aggregate(mine, frame).count == 6
-    assert session.aggregate(other, frame) is None
+    assert session.answer(mine, frame).count == 6
+    assert session.answer(other, frame) is None
 
 
 def test_it_takes_registered_and_nothing_else_as_the_answer_to_register(session):
@@ -103,18 +103,18 @@ def test_a_failure_of_its_round_is_raised_as_the_masters_error(session):
     key = session.forward_key("a")
     frame = encode(Failure("replica_lost", "member 2 failed", {"member": 2, "cause": "boom"}, key))
     with pytest.raises(ReplicaLost, match="member 2 failed") as caught:
-        session.aggregate(key, frame)
+        session.answer(key, frame)
     assert caught.value.fields == {"member": 2, "cause": "boom"}
 
 
 def test_a_failure_of_another_round_is_not_its_answer(session):
     key, other = session.forward_key("a"), session.forward_key("a")
-    assert session.aggregate(key, encode(Failure("mismatch", "no", {}, other))) is None
+    assert session.answer(key, encode(Failure("mismatch", "no", {}, other))) is None
 
 
 def test_a_failure_of_no_round_concerns_whoever_waits(session):
     with pytest.raises(RoundMismatch):
-        session.aggregate(session.forward_key("a"), encode(Failure("mismatch", "no", {})))
+        session.answer(session.forward_key("a"), encode(Failure("mismatch", "no", {})))
 
 
 def test_an_unknown_code_of_a_newer_master_is_still_an_error(session):

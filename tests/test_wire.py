@@ -15,6 +15,7 @@ from statsd_bn.messages import (
     Contribution,
     Failure,
     Leave,
+    Pending,
     Register,
     Registered,
     RoundKey,
@@ -29,7 +30,7 @@ relaxed = settings(deadline=None)
 
 KEY = RoundKey("job", "world", 1, 2, "bn1", 3, "forward")
 KEY_FIELDS = ["job", "world", 1, 2, "bn1", 3, "forward"]
-CONTRIBUTION = Contribution(b"session0", KEY, 0, Rows((3, 0), np.array([[[1.5, -2.0]], [[0.0, 1e300]]])))
+CONTRIBUTION = Contribution(b"session0", KEY, 0, 1, Rows((3, 0), np.array([[[1.5, -2.0]], [[0.0, 1e300]]])))
 AGGREGATE = Aggregate(KEY, 2, 3, np.array([[1.5, 1e300]]))
 
 # One small frame of each type.
@@ -44,6 +45,7 @@ FRAMES = {
         Failure("mismatch", "no", {"member": 1, "got": [1, 2.5, None]}, KEY),
         StatusRequest(),
         Status({"groups": [{"job": "j"}]}),
+        Pending(KEY, 12, "waiting"),
     )
 }
 every_frame = pytest.mark.parametrize("frame", FRAMES.values(), ids=[kind.__name__ for kind in FRAMES])
@@ -99,14 +101,14 @@ def test_a_message_without_values_comes_back_equal(sent):
 
 
 def test_the_golden_frame_of_a_contribution():
-    header = [3, b"session0", *KEY_FIELDS, 0, [3, 0], 1, 2]
+    header = [3, b"session0", *KEY_FIELDS, 0, 1, [3, 0], 1, 2]
     assert encode(CONTRIBUTION) == hand_built(header, struct.pack("<4d", 1.5, -2.0, 0.0, 1e300))
     assert encode(CONTRIBUTION).hex() == (
-        "53424e01 2b000000"  # "SBN", version 1, a header of 43 bytes
-        "9d 03 c408 73657373696f6e30"  # 13 fields: type 3, the session
+        "53424e01 2c000000"  # "SBN", version 1, a header of 44 bytes
+        "9e 03 c408 73657373696f6e30"  # 14 fields: type 3, the session
         "a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
-        "00 920300 01 02"  # attempt, counts, vectors, channels
-        "0000000000"  # up to a multiple of 8
+        "00 01 920300 01 02"  # attempt, waits, counts, vectors, channels
+        "00000000"  # up to a multiple of 8
         "000000000000f83f 00000000000000c0 0000000000000000 9c7500883ce4377e"
     ).replace(" ", "")
 
@@ -157,8 +159,8 @@ def test_values_in_any_memory_order_travel_in_c_order():
         straight[:, ::-1, ::-1][:, ::-1, ::-1],
         np.repeat(straight, 2, 2)[..., ::2],
     ):
-        assert encode(Contribution(b"session0", KEY, 0, Rows((1,), values))) == encode(
-            Contribution(b"session0", KEY, 0, Rows((1,), straight))
+        assert encode(Contribution(b"session0", KEY, 0, 1, Rows((1,), values))) == encode(
+            Contribution(b"session0", KEY, 0, 1, Rows((1,), straight))
         )
 
 
@@ -206,10 +208,10 @@ def test_trailing_bytes_are_refused(frame):
 
 
 def test_padding_that_is_not_zero_is_refused():
-    header = [3, b"session0", *KEY_FIELDS, 0, [3, 0], 1, 2]
+    header = [3, b"session0", *KEY_FIELDS, 0, 1, [3, 0], 1, 2]
     values = bytes(32)
-    assert decode(hand_built(header, values, padding=bytes(5))).rows.counts == (3, 0)
-    for padding in (b"\0\0\0\0\1", b"\1\0\0\0\0", bytes(4), b"", bytes(6), bytes(13)):
+    assert decode(hand_built(header, values, padding=bytes(4))).rows.counts == (3, 0)
+    for padding in (b"\0\0\0\1", b"\1\0\0\0", bytes(3), b"", bytes(5), bytes(12)):
         with pytest.raises(ProtocolError, match="zero padding"):
             decode(hand_built(header, values, padding=padding))
 
@@ -236,14 +238,14 @@ def test_a_frame_beyond_the_limit_is_refused():
 def test_a_frame_beyond_the_limit_is_not_sent():
     values = np.zeros((limits.MAX_REPLICAS, 1, limits.MAX_CHANNELS))
     with pytest.raises(ProtocolError, match=f"expected at most {limits.MAX_FRAME_BYTES} bytes") as caught:
-        encode(Contribution(b"session0", KEY, 0, Rows((1,) * limits.MAX_REPLICAS, values)))
+        encode(Contribution(b"session0", KEY, 0, 1, Rows((1,) * limits.MAX_REPLICAS, values)))
     assert str(values.shape) in str(caught.value)
 
 
 def test_a_member_with_every_replica_at_16384_channels_fits():
     values = np.zeros((limits.MAX_REPLICAS, 2, 16_384))
     long_key = key("l" * 256, job="j" * 256, group="g" * 256)
-    frame = encode(Contribution(b"session0", long_key, 0, Rows((limits.MAX_COUNT,) * limits.MAX_REPLICAS, values)))
+    frame = encode(Contribution(b"session0", long_key, 0, 1, Rows((limits.MAX_COUNT,) * limits.MAX_REPLICAS, values)))
     assert decode(frame).rows.values.shape == values.shape
 
 

@@ -1,0 +1,117 @@
+"""One round trip: rows go to the master, and go again until the answer is there.
+
+The master may be killed and restarted meanwhile, and the network may lose what was under way. What was sent can be
+sent again without harm: a contribution is known by its key, and the first bytes count.
+"""
+
+import logging
+import random
+import time
+
+from client.registration import Sessions
+from client.session import Session
+from client.transport import Channel
+from statsd_bn.errors import RoundTimeout, UnknownSession
+from statsd_bn.messages import Aggregate, RoundKey, Rows
+
+logger = logging.getLogger("statsd_bn.client")
+
+# The master ends a late round itself and says who is missing; only if nothing comes this long after that, the
+# member gives up on the master.
+GRACE_SECONDS = 5.0
+
+# When to ask again: soon, then less and less often. An undisturbed round is over long before.
+ASK_AGAIN_SECONDS = 1.0
+ASK_AGAIN_AT_MOST = 3.0
+
+# From when on, and then in growing intervals, a wait is worth a warning.
+WARN_SECONDS = 10.0
+
+
+class RoundTrip:
+    """One exchange with the master.
+
+    Args:
+        sessions: to register again with a master that has no memory.
+        session: who speaks.
+        endpoint: where the master is, for people.
+        key: of the round.
+        rows: what to contribute.
+    """
+
+    def __init__(self, sessions: Sessions, session: Session, endpoint: str, key: RoundKey, rows: Rows) -> None:
+        self._sessions = sessions
+        self._session = session
+        self._endpoint = endpoint
+        self._key = key
+        self._rows = rows
+        self._attempt = 0
+        self._registered_since = 0
+        self._started = self._heard = time.monotonic()
+        self._next_warning = WARN_SECONDS
+
+    def run(self, channel: Channel, frame: bytes) -> Aggregate:
+        """Sends `frame`, the contribution, and returns the aggregate.
+
+        Raises:
+            StatsdBNError: the round failed, with the reason.
+        """
+        channel.send(frame)
+        self._session.spoke = time.monotonic()
+        expiry = self._started + self._session.member.deadline + GRACE_SECONDS
+        while (left := expiry - time.monotonic()) > 0:
+            answer = channel.receive(min(left, self._patience()))
+            aggregate = None if answer is None else self._read(answer, channel)
+            if aggregate is not None:
+                return aggregate
+            if answer is None:
+                self._ask_again(channel)
+        raise self._timeout()
+
+    def _patience(self) -> float:
+        growing = min(ASK_AGAIN_SECONDS * (1 + self._attempt), ASK_AGAIN_AT_MOST)
+        return growing * random.uniform(0.9, 1.1)  # noqa: S311 - so that members do not ask in step
+
+    def _read(self, frame: bytes, channel: Channel) -> Aggregate | None:
+        self._heard = time.monotonic()
+        server = self._session.server
+        try:
+            answer = self._session.answer(self._key, frame)
+        except UnknownSession as error:
+            if int(str(error.fields.get("attempt", 0))) >= self._registered_since:
+                self._rejoin(channel, error, server)
+            return None
+        if isinstance(answer, Aggregate):
+            return answer
+        if answer is not None:
+            self._warn(answer.seconds, answer.message)
+        return None
+
+    def _rejoin(self, channel: Channel, error: UnknownSession, server: bytes) -> None:
+        if error.fields.get("server") == server.hex():
+            raise error
+        logger.warning("the master at %s has been restarted; taking part again", self._endpoint)
+        self._sessions.rejoin(self._session, server)
+        # What was sent before may be answered with the same error once more.
+        self._registered_since = self._attempt + 1
+        self._ask_again(channel)
+
+    def _ask_again(self, channel: Channel) -> None:
+        silent = time.monotonic() - self._heard
+        self._warn(silent, f"{self._key}: the master at {self._endpoint} has not answered for {silent:.0f} s")
+        self._attempt += 1
+        channel.send(self._session.contribution(self._key, self._rows, self._attempt))
+        self._session.spoke = time.monotonic()
+
+    def _warn(self, seconds: float, text: str) -> None:
+        if seconds >= self._next_warning:
+            self._next_warning = seconds * 2
+            logger.warning("%s", text)
+
+    def _timeout(self) -> RoundTimeout:
+        seconds = self._session.member.deadline + GRACE_SECONDS
+        return RoundTimeout(
+            f"{self._key}: no answer from the master at {self._endpoint} within {seconds:g} s",
+            **self._key.fields,
+            seconds=seconds,
+        )
