@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from client.groups import Group
+from client.heartbeat import Heartbeat
 from client.session import Member, Session
 from client.transport import Channel, Transport
 from statsd_bn import limits
@@ -29,7 +30,7 @@ logger = logging.getLogger("statsd_bn.client")
 # A server that is there answers a registration in milliseconds; a loaded network may take seconds.
 ANSWER_SECONDS = 5.0
 
-# A master notices that a killed process has left its place when a newcomer asks for it, so asking again helps.
+# A master notices within a second that a killed process has left its place, so asking again helps.
 TAKEN_SECONDS = 1.0
 TAKEN_PAUSE_SECONDS = 0.05
 
@@ -63,6 +64,8 @@ class Sessions:
         self._rejoining = threading.Lock()
         self._seats: dict[str, _Seat] = {}
         self._closed = False
+        beacon = transport.beacon()
+        self._heartbeat = Heartbeat(beacon, self.all) if beacon else None
 
     def of(self, group: Group) -> Session:
         """Returns the session of a group; the first use of the group registers, and waits until it is open.
@@ -93,6 +96,11 @@ class Sessions:
         # Whoever opens it has a deadline, so this ends.
         seat.opened.result()
         return seat.session
+
+    def all(self) -> list[Session]:
+        """Returns the sessions there are, registered or about to be."""
+        with self._lock:
+            return [seat.session for seat in self._seats.values()]
 
     def rejoin(self, session: Session, forgotten_by: bytes) -> None:
         """Registers all sessions again with a master that has no memory, and tells it their latest rounds.
@@ -128,6 +136,9 @@ class Sessions:
 
     def leave(self, cause: str) -> None:
         """Says goodbye for every session; there will be no further ones."""
+        # Before the goodbye, or a heartbeat could come after it.
+        if self._heartbeat:
+            self._heartbeat.stop()
         with self._lock:
             self._closed = True
             self._say_goodbye(list(self._seats.values()), cause)
@@ -142,6 +153,8 @@ class Sessions:
         except BaseException as error:  # noqa: BLE001 - every thread that waits for the group raises it
             self._give_up(seat, error)
         else:
+            if self._heartbeat:
+                self._heartbeat.look()
             seat.opened.set_result(None)
 
     def _give_up(self, seat: _Seat, error: BaseException) -> None:
@@ -201,6 +214,7 @@ def _ask_once(channel: Channel, session: Session, endpoint: str, patience: float
     expiry = time.monotonic() + patience
     while time.monotonic() < expiry:
         channel.send(session.register())
+        session.spoke = time.monotonic()
         if answer := _next_registered(channel, session, min(ANSWER_SECONDS, expiry - time.monotonic())):
             return answer
     raise ServerUnreachable(

@@ -57,6 +57,7 @@ class RoundTrip:
             StatsdBNError: the round failed, with the reason.
         """
         channel.send(frame)
+        self._session.spoke = time.monotonic()
         expiry = self._started + self._session.member.deadline + GRACE_SECONDS
         while (left := expiry - time.monotonic()) > 0:
             answer = channel.receive(min(left, self._patience()))
@@ -100,6 +101,7 @@ class RoundTrip:
         self._warn(silent, f"{self._key}: the master at {self._endpoint} has not answered for {silent:.0f} s")
         self._attempt += 1
         channel.send(self._session.contribution(self._key, self._rows, self._attempt))
+        self._session.spoke = time.monotonic()
 
     def _warn(self, seconds: float, text: str) -> None:
         if seconds >= self._next_warning:

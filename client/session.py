@@ -17,6 +17,7 @@ from statsd_bn.messages import (
     Aggregate,
     Contribution,
     Failure,
+    Heartbeat,
     Leave,
     Message,
     Pending,
@@ -57,11 +58,15 @@ class Session:
     Args:
         token: random bytes that name this life of the member.
         member: who it is.
+
+    Attributes:
+        spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
     """
 
     def __init__(self, token: bytes, member: Member) -> None:
         self.token = token
         self.member = member
+        self.spoke = 0.0
         self._server = NO_SERVER
         self._step = 0
         self._calls: Counter[str] = Counter()
@@ -72,6 +77,11 @@ class Session:
     def server(self) -> bytes:
         """The life of the server that has taken it in."""
         return self._server
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a master has taken it in."""
+        return self._server != NO_SERVER
 
     def register(self) -> bytes:
         """Returns the frame that asks to belong to the group, and whether it is open."""
@@ -95,6 +105,10 @@ class Session:
         """Returns the frame that says goodbye."""
         text = cause.encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
         return encode(Leave(self.token, text))
+
+    def heartbeat(self) -> bytes:
+        """Returns the frame that says that this process is alive."""
+        return encode(Heartbeat(self.token))
 
     def forward_key(self, layer: str) -> RoundKey:
         """Returns the key of the next forward round of `layer`."""

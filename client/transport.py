@@ -16,6 +16,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from client.beacon import Beacon
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 
@@ -66,6 +67,10 @@ class Transport:
         with self._lock:
             self._idle.append(channel)
 
+    def beacon(self) -> Beacon | None:
+        """Opens a way for signs of life; None where the master needs none, because it lives in this process."""
+        return None
+
     def close(self) -> None:
         """Closes all idle channels."""
         with self._lock:
@@ -95,6 +100,10 @@ class ZmqTransport(Transport):
         except ConfigurationError:
             self._context.term()
             raise
+
+    def beacon(self) -> Beacon:
+        """Opens a socket for signs of life; whoever asks for it closes it before the transport."""
+        return Beacon(self._context, self.endpoint)
 
     def close(self) -> None:
         """Closes all sockets; the last frames have a moment to leave."""

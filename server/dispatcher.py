@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from server import deadlock
+from server.liveness import Liveness
 from server.master import Reply, SyncMaster, failure
 from server.membership import Slave
 from statsd_bn import limits
 from statsd_bn.errors import (
-    DuplicateMember,
     LimitExceeded,
     ProtocolError,
     RegistrationRefused,
@@ -24,7 +24,17 @@ from statsd_bn.errors import (
     StatsdBNError,
     UnknownSession,
 )
-from statsd_bn.messages import NO_SERVER, WORLD, Contribution, Leave, Register, Status, StatusRequest
+from statsd_bn.messages import (
+    NO_SERVER,
+    WORLD,
+    Contribution,
+    Heartbeat,
+    Leave,
+    Register,
+    Registered,
+    Status,
+    StatusRequest,
+)
 from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.server")
@@ -51,6 +61,9 @@ class Dispatcher:
         self._started = started
         self._masters: dict[tuple[str, str], SyncMaster] = {}
         self._seats: dict[bytes, Seat] = {}
+        self._liveness = Liveness(started)
+        # Nobody has the session of zero bytes, so nobody takes it for an answer.
+        self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, ()))
         self.received = 0
         self.bad_frames = 0
 
@@ -61,9 +74,14 @@ class Dispatcher:
             message = decode(frame)
             match message:
                 case Contribution():
+                    self._liveness.hear(now, message.session, peer)
                     return self._contribute(now, message, peer)
+                case Heartbeat():
+                    return self._beat(now, message, peer)
                 case Register():
-                    return self._register(now, message, peer)
+                    replies = self._register(now, message, peer)
+                    self._liveness.begin(now, message.session, peer)
+                    return replies
                 case Leave():
                     return self._leave(message)
                 case StatusRequest():
@@ -74,9 +92,25 @@ class Dispatcher:
             return [(peer, self._refuse(error))]
 
     def tick(self, now: float) -> list[Reply]:
-        """Ends what is over its time; to be called every now and then."""
-        late = [reply for master in self._masters.values() for reply in master.expire(now)]
-        return late + self._end_deadlocks(now)
+        """Ends what is over its time, members and rounds; to be called several times a second."""
+        # Members first: who is lost says more than who is late.
+        replies = [reply for session, cause in self._liveness.lost(now) for reply in self._lose(session, cause)]
+        replies += [reply for master in self._masters.values() for reply in master.expire(now)]
+        return replies + self._end_deadlocks(now)
+
+    def probes(self, since: float) -> list[Reply]:
+        """Returns harmless frames to the members not heard since a time.
+
+        Whoever cannot be sent one may have gone, see `unreachable`.
+        """
+        return [(peer, self._probe) for peer in self._liveness.addresses(since)]
+
+    def unreachable(self, now: float, peer: bytes) -> list[Reply]:
+        """Takes note that nothing can be delivered to a peer; returns harmless frames to where else its members are.
+
+        A member that is nowhere to be reached, and is not heard again in time, is lost at a later `tick`.
+        """
+        return [(other, self._probe) for other in self._liveness.unreachable(now, peer)]
 
     def stop(self) -> list[Reply]:
         """Ends all open rounds because the server stops."""
@@ -112,14 +146,21 @@ class Dispatcher:
     def _contribute(self, now: float, contribution: Contribution, peer: bytes) -> list[Reply]:
         seat = self._seats.get(contribution.session)
         if seat is None:
-            error = UnknownSession(
-                f"{contribution.key}: session {contribution.session.hex()} is not registered here: it was taken for "
-                "lost, or another run of this job has replaced it",
-                server=self._server.hex(),
-                attempt=contribution.attempt,
+            key = contribution.key
+            error = self._banished(contribution.session, key.job, key.group) or self._unknown(
+                contribution.session, f"{key}: ", contribution.attempt
             )
-            return [(peer, failure(error, contribution.key))]
+            return [(peer, failure(error, key))]
         return seat.master.contribute(now, seat.slave, contribution, peer)
+
+    def _beat(self, now: float, heartbeat: Heartbeat, peer: bytes) -> list[Reply]:
+        known = self._liveness.beat(now, heartbeat.session, peer)
+        return [] if known else [(peer, failure(self._unknown(heartbeat.session)))]
+
+    def _banished(self, session: bytes, job: str, group: str) -> StatsdBNError | None:
+        """Returns the error of a member that was taken for lost and comes back; None for any other."""
+        master = self._masters.get((job, group))
+        return master.membership.lost if master and session in master.membership.banished else None
 
     def _register(self, now: float, register: Register, peer: bytes) -> list[Reply]:
         name = (register.job, register.group)
@@ -129,10 +170,7 @@ class Dispatcher:
         if master is None or self._is_replaced(master, register):
             return self._begin(now, name, register, peer)
         was_open = master.membership.is_open
-        try:
-            slave, told = master.register_slave(register, peer)
-        except DuplicateMember as error:
-            return [(peer, self._refuse(error)), master.remind(register.member)]
+        slave, told = master.register_slave(register, peer)
         self._sit(now, master, slave, register, was_open=was_open)
         return told
 
@@ -206,24 +244,31 @@ class Dispatcher:
                 expected=master.epoch,
                 got=register.epoch,
             )
-        newcomer = register.session not in self._seats
-        return register.epoch > master.epoch or (newcomer and master.membership.lost is not None)
+        membership = master.membership
+        newcomer = register.session not in self._seats and register.session not in membership.banished
+        return register.epoch > master.epoch or (newcomer and membership.lost is not None)
 
     def _close(self, name: tuple[str, str], register: Register) -> list[Reply]:
         reason = f"a new run of the group was begun by member {register.member} ({register.place})"
         lost = RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}")
         master = self._masters.pop(name)
-        self._seats = {session: seat for session, seat in self._seats.items() if seat.master is not master}
+        for session in [session for session, seat in self._seats.items() if seat.master is master]:
+            self._forget(session)
         return master.break_all(lambda _: lost)
 
     def _leave(self, leave: Leave) -> list[Reply]:
-        seat = self._seats.get(leave.session)
-        return self._dismiss(seat, leave.cause) if seat else []
+        seat = self._forget(leave.session)
+        if seat is None:
+            return []
+        self._log_end(seat, f"leaves: {leave.cause}" if leave.cause else "leaves")
+        return self._end_if_empty(seat.master, seat.master.remove_slave(seat.slave, leave.cause))
 
-    def gone(self, peer: bytes) -> list[Reply]:
-        """Takes note that nothing can be delivered to a peer any more: a member that spoke from there has died."""
-        seats = [seat for seat in self._seats.values() if seat.slave.peer == peer]
-        return [reply for seat in seats for reply in self._dismiss(seat, "ConnectionLost: it ended without a goodbye")]
+    def _lose(self, session: bytes, cause: str) -> list[Reply]:
+        seat = self._forget(session)
+        if seat is None:
+            return []
+        self._log_end(seat, f"is lost: {cause}")
+        return self._end_if_empty(seat.master, seat.master.banish_slave(seat.slave, cause))
 
     def _end_deadlocks(self, now: float) -> list[Reply]:
         """Tells members that wait for one another; only the members of a job can."""
@@ -244,19 +289,28 @@ class Dispatcher:
         # Whoever waits for a group to open is told, and is out of it again: so it is told once.
         slaves = list(wait.master.membership.slaves.values())
         replies = [(slave.peer, failure(error)) for slave in slaves]
-        return replies + [reply for slave in slaves for reply in self._dismiss(self._seats[slave.session], "")]
-
-    def _dismiss(self, seat: Seat, cause: str) -> list[Reply]:
-        del self._seats[seat.slave.session]
-        membership = seat.master.membership
-        logger.info(
-            "job %r, group %r: %s leaves%s",
-            membership.job,
-            membership.group,
-            seat.slave,
-            f": {cause}" if cause else "",
-        )
-        replies = seat.master.remove_slave(seat.slave, cause)
-        if not seat.master.nr_slaves:
-            del self._masters[membership.job, membership.group]
+        for slave in slaves:
+            self._forget(slave.session)
+            replies += self._end_if_empty(wait.master, wait.master.remove_slave(slave, ""))
         return replies
+
+    def _forget(self, session: bytes) -> Seat | None:
+        self._liveness.forget(session)
+        return self._seats.pop(session, None)
+
+    def _log_end(self, seat: Seat, how: str) -> None:
+        membership = seat.master.membership
+        logger.info("job %r, group %r: %s %s", membership.job, membership.group, seat.slave, how)
+
+    def _end_if_empty(self, master: SyncMaster, replies: list[Reply]) -> list[Reply]:
+        if not master.nr_slaves:
+            del self._masters[master.membership.job, master.membership.group]
+        return replies
+
+    def _unknown(self, session: bytes, where: str = "", attempt: int = 0) -> UnknownSession:
+        return UnknownSession(
+            f"{where}session {session.hex()} is not registered here: it was taken for lost, or another run of this "
+            "job has replaced it",
+            server=self._server.hex(),
+            attempt=attempt,
+        )

@@ -90,11 +90,6 @@ class SyncMaster:
         told = self.membership.slaves.values() if opens else [slave]
         return slave, [(slave.peer, self._registered(slave)) for slave in told]
 
-    def remind(self, member: int) -> Reply:
-        """Returns what tells a slave again that it is registered; if it cannot be delivered, the slave has gone."""
-        slave = self.membership.slaves[member]
-        return slave.peer, self._registered(slave)
-
     def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
         """Takes a slave's rows for one round.
 
@@ -146,8 +141,12 @@ class SyncMaster:
     def remove_slave(self, slave: Slave, cause: str) -> list[Reply]:
         """Takes a slave out; the rounds of an open group fail for everyone, with the cause."""
         self.membership.remove(slave, cause)
-        lost = self.membership.lost
-        return self.break_all(lambda _: lost) if lost else []
+        return self._break_if_lost()
+
+    def banish_slave(self, slave: Slave, cause: str) -> list[Reply]:
+        """Takes a slave out that is lost without a goodbye; else as `remove_slave`."""
+        self.membership.banish(slave, cause)
+        return self._break_if_lost()
 
     def expire(self, now: float) -> list[Reply]:
         """Ends the rounds whose deadline has passed."""
@@ -170,6 +169,10 @@ class SyncMaster:
     def break_all(self, reason: Callable[[Round], StatsdBNError]) -> list[Reply]:
         """Ends all open rounds, each for its own reason."""
         return [reply for round_ in list(self._open.values()) for reply in self._break(round_, reason(round_))]
+
+    def _break_if_lost(self) -> list[Reply]:
+        lost = self.membership.lost
+        return self.break_all(lambda _: lost) if lost else []
 
     def report(self, now: float) -> dict[str, Any]:
         """Returns what a status report says of this group."""

@@ -58,6 +58,7 @@ class Membership:
         self.slaves: dict[int, Slave] = {}
         self.is_open = False
         self.lost: ReplicaLost | None = None
+        self.banished: set[bytes] = set()
 
     @property
     def missing(self) -> int:
@@ -110,15 +111,24 @@ class Membership:
         return slave
 
     def remove(self, slave: Slave, cause: str) -> None:
-        """Takes a member out; an open group is broken by it."""
+        """Takes a member out that said goodbye; an open group is broken by it."""
+        self._take_out(slave, f"failed with {cause}" if cause else "left while others went on", cause)
+
+    def banish(self, slave: Slave, cause: str) -> None:
+        """Takes a member out that is lost without a goodbye; if it comes back to a broken group, it is told so."""
+        self._take_out(slave, f"was lost: {cause}", cause)
+        if self.lost:
+            self.banished.add(slave.session)
+
+    def _take_out(self, slave: Slave, reason: str, cause: str) -> None:
         del self.slaves[slave.member]
         if self.is_open and not self.lost:
-            reason = f"failed with {cause}" if cause else "left while others went on"
             self.lost = ReplicaLost(
-                f"job {self.job!r}, group {self.group!r}: {slave} {reason}",
+                f"job {self.job!r}, group {self.group!r}, step {slave.step}: {slave} {reason}",
                 job=self.job,
                 group=self.group,
                 member=slave.member,
+                step=slave.step,
                 cause=cause,
             )
 

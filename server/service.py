@@ -5,6 +5,7 @@ the loop drains what has come, so that the last contribution of a round and its 
 """
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -30,6 +31,10 @@ TICK_SECONDS = 0.25
 
 # How long answers may take to leave when the server stops.
 LINGER_MILLISECONDS = 1000
+
+# How long after a connection has ended the members are tried: ZeroMQ tells of the end a moment before it acts on it,
+# and the many connections of a job that ends cost one pass.
+PROBE_SECONDS = 0.05
 
 # Frames that a slow reader may leave unread before its answers are dropped: a member has one or two in flight.
 SEND_HIGH_WATER_MARK = 64
@@ -57,6 +62,9 @@ class Service:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.settimeout(0)
         self._stopping = False
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._disconnected = -math.inf
+        self._probe_at = math.inf
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic())
         self._configure_socket()
         try:
@@ -75,6 +83,8 @@ class Service:
 
     def close(self) -> None:
         """Closes all sockets; answers under way have a moment to leave."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=LINGER_MILLISECONDS)
         self._context.term()
         self._wake_reader.close()
@@ -92,10 +102,15 @@ class Service:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_reader, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         next_tick = time.monotonic() + TICK_SECONDS
         while not self._stopping:
-            poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
+            seconds = min(next_tick, self._probe_at) - time.monotonic()
+            disconnected = self._monitor in dict(poller.poll(max(0, math.ceil(seconds * 1000))))
+            if disconnected:
+                self._clear_monitor()
             self._drain()
+            self._look_for_the_dead(disconnected=disconnected)
             if time.monotonic() >= next_tick:
                 self._send(self._dispatcher.tick(time.monotonic()))
                 next_tick = time.monotonic() + TICK_SECONDS
@@ -130,15 +145,46 @@ class Service:
             frame = parts[1] if len(parts) == _PARTS else b""
             self._send(self._dispatcher.receive(time.monotonic(), parts[0], frame))
 
+    def _clear_monitor(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+
+    def _look_for_the_dead(self, *, disconnected: bool) -> None:
+        """Tries those who have not spoken since a connection has ended, a moment after it.
+
+        Whose connection it was ZeroMQ does not say. To be called when everything has been received that came before,
+        what came through that connection as well.
+        """
+        now = time.monotonic()
+        if disconnected:
+            self._disconnected = now
+            self._probe_at = min(self._probe_at, now + PROBE_SECONDS)
+        if now >= self._probe_at:
+            # What has ended after this pass was put on its way needs another.
+            due = self._disconnected + PROBE_SECONDS
+            self._probe_at = due if due > self._probe_at else math.inf
+            self._try(self._dispatcher.probes(self._disconnected))
+
+    def _try(self, probes: Iterable[Reply]) -> None:
+        for peer, frame in probes:
+            self._deliver(peer, frame)
+
     def _send(self, replies: Iterable[Reply]) -> None:
         for peer, frame in replies:
-            try:
-                self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
-            except zmq.ZMQError as error:
+            if problem := self._deliver(peer, frame):
                 # Whether the peer has gone or does not read, nobody else may wait for it.
-                logger.warning("an answer to peer %s was dropped: %s", peer.hex(), error.strerror)
-                if error.errno == zmq.EHOSTUNREACH:
-                    self._send(self._dispatcher.gone(peer))
+                logger.warning("an answer to peer %s was dropped: %s", peer.hex(), problem)
+
+    def _deliver(self, peer: bytes, frame: bytes) -> str:
+        """Sends a frame, and returns what kept it from being sent."""
+        try:
+            self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                self._try(self._dispatcher.unreachable(time.monotonic(), peer))
+            return zmq.strerror(error.errno or 0)
+        return ""
 
 
 @contextmanager

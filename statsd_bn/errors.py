@@ -23,7 +23,7 @@ into the class, so that the error a master raises about a member is the error th
         ├── RoundMismatch       the contributions do not fit together
         ├── ContributionConflict  other bytes under an identity that was already used
         ├── RoundTimeout        somebody did not arrive before the deadline
-        └── ReplicaLost         a member left, or one of its replicas raised
+        └── ReplicaLost         a member left, died, or raised
 """
 
 from typing import ClassVar
@@ -160,7 +160,7 @@ class RoundTimeout(RoundFailed):
 
 
 class ReplicaLost(RoundFailed):
-    """A member left the group, or one of its replicas raised. Fields: job, group, member, cause."""
+    """A member left the group, died, or raised. Fields: job, group, member, step, cause."""
 
     code = "replica_lost"
 

@@ -37,6 +37,16 @@ MAX_MEMBERS = 16_384
 # One day: longer is not a deadline.
 MAX_DEADLINE = 86_400.0
 
+# A member that has said nothing for this long says that it is alive. Each costs 30 bytes.
+HEARTBEAT_SECONDS = 1.0
+
+# Heartbeats that may be missing: a busy machine makes a process miss one now and then.
+HEARTBEAT_MISSES = 3
+
+# A member that is silent for this long is lost. Half a second more than the misses, so that the last heartbeat that
+# counts need not come to the millisecond.
+SILENCE_SECONDS = HEARTBEAT_MISSES * HEARTBEAT_SECONDS + 0.5
+
 # The msgpack header of a frame. A status report of a busy master is the largest.
 MAX_HEADER_BYTES = 1_048_576
 

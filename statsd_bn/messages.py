@@ -309,6 +309,18 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A member that has nothing else to say is alive. It has no answer, unless the session is unknown."""
+
+    type: ClassVar[int] = 9
+
+    session: bytes
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+
+
+@dataclass(frozen=True, slots=True)
 class Pending:
     """The master's answer to a contribution that is sent again while its round is open.
 
@@ -330,12 +342,23 @@ class Pending:
 
 
 Message = (
-    Register | Registered | Contribution | Aggregate | Leave | Failure | StatusRequest | Status | Pending
+    Register | Registered | Contribution | Aggregate | Leave | Failure | StatusRequest | Status | Heartbeat | Pending
 )  # fmt: skip
 
 BY_TYPE: dict[int, type[Message]] = {
     message.type: message
-    for message in (Register, Registered, Contribution, Aggregate, Leave, Failure, StatusRequest, Status, Pending)
+    for message in (
+        Register,
+        Registered,
+        Contribution,
+        Aggregate,
+        Leave,
+        Failure,
+        StatusRequest,
+        Status,
+        Heartbeat,
+        Pending,
+    )
 }
 
 

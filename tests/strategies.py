@@ -13,6 +13,7 @@ from statsd_bn.messages import (
     Aggregate,
     Contribution,
     Failure,
+    Heartbeat,
     Leave,
     Message,
     Pending,
@@ -132,6 +133,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Failure: st.builds(Failure, names, texts, facts, st.none() | keys),
     StatusRequest: st.builds(StatusRequest),
     Status: st.builds(Status, facts),
+    Heartbeat: st.builds(Heartbeat, tokens),
     Pending: st.builds(Pending, keys, counters, texts.filter(bool)),
 }
 

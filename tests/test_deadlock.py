@@ -13,7 +13,7 @@ from server import deadlock
 from server.deadlock import QUIET_SECONDS, THREADED_QUIET_SECONDS, runs, stuck
 from server.dispatcher import Dispatcher
 from statsd_bn import limits
-from statsd_bn.messages import BACKWARD, Aggregate, Failure, Message, RoundKey
+from statsd_bn.messages import BACKWARD, Aggregate, Failure, Heartbeat, Message, RoundKey
 from statsd_bn.wire import decode, encode
 from strategies import contribution, key, register, rows
 
@@ -60,10 +60,12 @@ class Job:
         return f"{self.job[:2]}{group[:3]}{member:03d}".encode()
 
     def wait(self, seconds: float) -> dict[bytes, Message]:
-        """What everybody is told meanwhile, by a server that ticks as the real one."""
+        """What everybody is told meanwhile, by a server that ticks as the real one; all members are alive."""
         told: dict[bytes, Message] = {}
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
+            for session in list(self.dispatcher._seats):
+                self.dispatcher.receive(self.now, b"beacon", encode(Heartbeat(session)))
             told |= read(self.dispatcher.tick(self.now))
         return told
 

@@ -393,7 +393,7 @@ def test_a_slave_that_leaves_breaks_the_open_rounds_for_everyone(cause):
         assert failure_.code == "replica_lost"
         assert "member 2 (place 2)" in failure_.message
         assert cause in failure_.message
-        assert failure_.fields == {"job": "job", "group": "world", "member": 2, "cause": cause}
+        assert failure_.fields == {"job": "job", "group": "world", "member": 2, "step": 0, "cause": cause}
 
 
 def test_who_contributes_after_a_loss_is_told_too():

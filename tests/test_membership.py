@@ -115,10 +115,29 @@ def test_leaving_before_the_group_is_open_frees_the_place(group):
 )
 def test_leaving_an_open_group_breaks_it_with_the_cause(group, cause, reason):
     admit_all(group)
+    group.slaves[1].step = 7
     group.remove(group.slaves[1], cause)
     assert isinstance(group.lost, ReplicaLost)
     assert reason in str(group.lost)
-    assert group.lost.fields == {"job": "job", "group": "world", "member": 1, "cause": cause}
+    assert "step 7" in str(group.lost)
+    assert group.lost.fields == {"job": "job", "group": "world", "member": 1, "step": 7, "cause": cause}
+    assert group.banished == set()
+
+
+def test_a_member_lost_without_a_word_breaks_an_open_group_and_is_remembered(group):
+    admit_all(group)
+    slave = group.slaves[1]
+    group.banish(slave, "the connection was lost")
+    assert "member 1 (place 1) was lost: the connection was lost" in str(group.lost)
+    assert group.lost.fields["cause"] == "the connection was lost"
+    assert group.banished == {slave.session}
+
+
+def test_a_member_lost_before_the_group_is_open_may_come_back(group):
+    slave = group.admit(register(1, 3), b"")
+    group.banish(slave, "the connection was lost")
+    assert (group.lost, group.banished, group.present) == (None, set(), [])
+    assert group.admit(register(1, 3), b"").member == 1
 
 
 def test_the_first_loss_is_the_one_that_is_told(group):

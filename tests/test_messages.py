@@ -13,6 +13,7 @@ from statsd_bn.messages import (
     Aggregate,
     Contribution,
     Failure,
+    Heartbeat,
     Leave,
     Pending,
     Register,
@@ -59,6 +60,7 @@ SOUND: dict[type, dict[str, Any]] = {
     Failure: {"code": "mismatch", "message": "no", "fields": {"member": 1}, "key": KEY},
     StatusRequest: {},
     Status: {"report": {"groups": []}},
+    Heartbeat: {"session": b"session0"},
     Pending: {"key": KEY, "seconds": 3, "message": "waiting"},
 }
 
@@ -111,6 +113,7 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
         [FLOATS_3, np.full((2, limits.MAX_VECTORS, 1), np.nan), np.full((2, 1, limits.MAX_CHANNELS), np.inf)],
         [*NOT_VALUES, np.zeros((1, 2, 3)), np.zeros((3, 2, 3)), np.zeros((0, 2, 3))],
     ),
+    (Heartbeat, "session", *TOKENS),
     (Register, "session", *TOKENS),
     (Register, "job", *NAMES),
     (Register, "group", *NAMES),

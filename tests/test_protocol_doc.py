@@ -12,8 +12,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from client import connection, registration, round_trip, transport
-from server import deadlock, service
+from client import beacon, connection, registration, round_trip, transport
+from server import deadlock, liveness, service
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
 from statsd_bn import PROTOCOL_VERSION, errors, limits
@@ -24,6 +24,7 @@ from statsd_bn.messages import (
     Aggregate,
     Contribution,
     Failure,
+    Heartbeat,
     Leave,
     Message,
     Pending,
@@ -53,6 +54,7 @@ SAMPLES: dict[type[Message], Message] = {
         Failure("mismatch", "", {}, key()),
         StatusRequest(),
         Status({}),
+        Heartbeat(b"session0"),
         Pending(key(), 0, "waiting"),
     )
 }
@@ -281,6 +283,7 @@ WAYS: dict[str, Callable[[], list[Message]]] = {
     "one member more": lambda: play(*(register(member, 2, group="pair") for member in (3, 5, 4))),
     "an earlier epoch": lambda: play(register(0, epoch=1), register(1)),
     "an unknown session": lambda: play(contribution(0)),
+    "an unknown session's heartbeat": lambda: play(Heartbeat(FRESH)),
     "the end": lambda: play(*OPEN, contribution(0), then=Dispatcher.stop),
     "too many groups": lambda: play(*(register(job=str(number)) for number in range(limits.MAX_GROUPS + 1))),
     "too many rounds": lambda: play(
@@ -366,8 +369,8 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service, deadlock],
-        "client": [connection, registration, round_trip, transport],
+        "server": [service, deadlock, liveness],
+        "client": [beacon, connection, registration, round_trip, transport],
         "both": [service, transport],
     }
     for name, value, side in table("Deadlines"):

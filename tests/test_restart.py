@@ -183,7 +183,8 @@ def test_a_member_that_its_own_server_does_not_know_is_told_so():
     """It was taken for lost: to register again and go on would be a guess."""
     master = MemoryMaster()
     connection = master.connect(0, 1)
-    master.dispatcher.gone(next(iter(master.transport._inboxes)))
+    for session in list(master.dispatcher._seats):
+        master.dispatcher._lose(session, "no sign of life")
     with pytest.raises(UnknownSession, match="taken for lost"):
         connection.exchange("bn", rows_of(0))
     connection.close()

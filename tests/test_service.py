@@ -20,7 +20,7 @@ from server import Config, Service
 from server.status import ask
 from statsd_bn import limits
 from statsd_bn.errors import BindError
-from statsd_bn.messages import Aggregate, Failure, Leave, Message, Registered, Status, StatusRequest
+from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Leave, Message, Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from strategies import contribution, key, register, rows, session_of
 
@@ -85,6 +85,11 @@ def start(tmp_path) -> Iterator[Callable[..., Command]]:
         command.process.stdout.close()
 
 
+def is_probe(answer: Message) -> bool:
+    """Whether a server only tries whether it reaches a member."""
+    return isinstance(answer, Registered) and answer.session == NO_SERVER
+
+
 class Dealer:
     """A member's socket, without the client."""
 
@@ -97,8 +102,11 @@ class Dealer:
         self.socket.send_multipart([part if isinstance(part, bytes) else encode(part) for part in parts])
 
     def receive(self) -> Any:
-        assert self.socket.poll(WAIT_SECONDS * 1000), "no answer in time"
-        return decode(self.socket.recv())
+        while True:
+            assert self.socket.poll(WAIT_SECONDS * 1000), "no answer in time"
+            answer = decode(self.socket.recv())
+            if not is_probe(answer):
+                return answer
 
     def ask(self, *parts: Message | bytes) -> Any:
         self.send(*parts)
@@ -533,13 +541,19 @@ def expected_sum(members: int, step: int) -> np.ndarray:
     return np.array(total).reshape(2, 5)
 
 
+async def next_frame(dealer: zmq.asyncio.Socket) -> bytes:
+    while is_probe(decode(frame := await asyncio.wait_for(dealer.recv(), WAIT_SECONDS))):
+        pass
+    return frame
+
+
 async def take_part(context: zmq.asyncio.Context, endpoint: str, job: str, member: int, members: int) -> list[bytes]:
     """One member's life: registers, takes part in all rounds, leaves; returns the frames it got."""
     with context.socket(zmq.DEALER) as dealer:
         dealer.linger = 5000
         dealer.connect(endpoint)
         await dealer.send(encode(register(member, members, job=job)))
-        while decode(await asyncio.wait_for(dealer.recv(), WAIT_SECONDS)).missing:
+        while decode(await next_frame(dealer)).missing:
             pass
         frames = []
         for step in range(ROUNDS):
@@ -548,7 +562,7 @@ async def take_part(context: zmq.asyncio.Context, endpoint: str, job: str, membe
                 brought.session, brought.key, 0, 1, type(brought.rows)((3,), a_row(member, step)[None])
             )
             await dealer.send(encode(brought))
-            frames.append(await asyncio.wait_for(dealer.recv(), WAIT_SECONDS))
+            frames.append(await next_frame(dealer))
         await dealer.send(encode(Leave(session_of(member, job), "")))
         return frames
 
