@@ -1,6 +1,7 @@
 """Transports lend channels: one thread each, and never again after an error."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -117,3 +118,20 @@ def test_frames_travel_in_memory_to_whom_they_are_for():
         one.send(b"one")
         assert one.receive(1.0) == b"one!"
         assert other.receive(0.0) is None
+
+
+def test_a_wait_ends_early_when_the_master_has_come_back(tmp_path):
+    """What was sent to the master before is lost then, so it is time to ask again."""
+    endpoint = f"ipc://{tmp_path}/master"
+    transport = ZmqTransport(endpoint)
+    with zmq.Context() as context, transport.channel() as channel:
+        with context.socket(zmq.ROUTER) as master:
+            master.bind(endpoint)
+            channel.send(b"question")
+            assert master.recv_multipart()[1] == b"question"
+            assert channel.receive(0.5) is None
+        with context.socket(zmq.ROUTER) as another, ThreadPoolExecutor(1) as executor:
+            waiting = executor.submit(channel.receive, 60.0)
+            another.bind(endpoint)
+            assert waiting.result(timeout=20) is None
+    transport.close()
