@@ -138,7 +138,7 @@ class Connection:
             frame = session.contribution(key, rows)
         started = time.perf_counter()
         with self._transport.channel() as channel:
-            aggregate = RoundTrip(self._sessions, session, self._transport.endpoint, key, rows).run(channel, frame)
+            aggregate = RoundTrip(session, self._transport.endpoint, key, rows).run(channel, frame)
         if aggregate.values.shape != rows.values.shape[1:]:
             raise ProtocolError(
                 f"{key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"
