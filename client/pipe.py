@@ -92,6 +92,6 @@ def pipe_of(layer: str, group: Group | str | None) -> Pipe:
         group: with whom it synchronises.
     """
     connection = current_connection()
-    if connection is None or connection.group(group).size == 1:
+    if connection is None or connection.is_alone(group):
         return LocalPipe(layer)
     return SlavePipe(connection, layer, group)

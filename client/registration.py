@@ -23,7 +23,7 @@ from statsd_bn.errors import (
     GroupIncomplete,
     ServerUnreachable,
 )
-from statsd_bn.messages import WORLD, Registered, missing_members
+from statsd_bn.messages import WORLD, Registered, Stand, missing_members
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -102,6 +102,17 @@ class Sessions:
         seat.opened.result()
         return seat.session
 
+    def change_stand(self, group: Group, stand: Stand) -> None:
+        """Tells the master how this member stands to a group's rounds from now on; BACK waits for all others.
+
+        Raises:
+            GroupIncomplete: the others did not come back in time.
+            ReplicaLost: one of them has left for good, or the group is broken.
+        """
+        session = self.of(group)
+        session.stand = stand
+        join(self._transport, session, session.member.deadline)
+
     def all(self) -> list[Session]:
         """Returns the sessions there are, registered or about to be."""
         with self._lock:
@@ -117,12 +128,14 @@ class Sessions:
             self._say_goodbye(list(self._seats.values()), cause)
 
     def _session(self, group: Group) -> Session:
-        who = replace(self._member, group=group.name, world_size=group.size)
+        who = self._member
+        min_members = min(who.min_members, group.size)
+        who = replace(who, group=group.name, world_size=group.size, min_members=min_members)
         return Session(os.urandom(limits.TOKEN_BYTES), who)
 
     def _open(self, seat: _Seat) -> None:
         try:
-            join(self._transport, seat.session)
+            join(self._transport, seat.session, seat.session.member.patience)
         except BaseException as error:  # noqa: BLE001 - every thread that waits for the group raises it
             self._give_up(seat, error)
         else:
@@ -146,12 +159,13 @@ class Sessions:
                 channel.send(seat.session.leave(cause))
 
 
-def join(transport: Transport, session: Session) -> None:
+def join(transport: Transport, session: Session, patience: float) -> None:
     """Registers a session, and waits until its group is open.
 
     Args:
         transport: how to reach the master.
         session: the one to register.
+        patience: how long the other members may take, in seconds.
 
     Raises:
         ServerUnreachable: nobody answers at the endpoint.
@@ -165,13 +179,13 @@ def join(transport: Transport, session: Session) -> None:
         answer = _ask(channel, session, transport.endpoint, ANSWER_SECONDS)
         while answer.missing:
             waited = time.monotonic() - started
-            if waited >= who.patience:
-                raise _incomplete(who, answer)
+            if waited >= patience:
+                raise _incomplete(who, answer, patience)
             if waited >= next_warning:
                 next_warning = waited * 2
                 name, awaited = f"job {who.job!r}, group {who.group!r}", _awaited(who, answer)
                 logger.warning("%s: waiting since %.0f s for %s to connect", name, waited, awaited)
-            left = who.patience - waited
+            left = patience - waited
             answer = _next_registered(channel, session, min(ANSWER_SECONDS, left)) or _ask(
                 channel, session, transport.endpoint, left
             )
@@ -211,13 +225,13 @@ def _next_registered(channel: Channel, session: Session, seconds: float) -> Regi
     return None
 
 
-def _incomplete(who: Member, answer: Registered) -> GroupIncomplete:
+def _incomplete(who: Member, answer: Registered, patience: float) -> GroupIncomplete:
     fields = {"job": who.job, "group": who.group, "size": who.world_size, "present": list(answer.present)}
     if who.group == WORLD:
         fields["missing"] = sorted(set(range(who.world_size)).difference(answer.present))
     return GroupIncomplete(
         f"job {who.job!r}, group {who.group!r} of {who.world_size}: {_awaited(who, answer)} did not connect within "
-        f"{who.patience:g} s",
+        f"{patience:g} s",
         **fields,
     )
 

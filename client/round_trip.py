@@ -11,6 +11,7 @@ import time
 from client.session import Session
 from client.transport import Channel
 from statsd_bn.errors import RoundTimeout, UnknownSession
+from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, RoundKey, Rows
 
 logger = logging.getLogger("statsd_bn.client")
@@ -70,16 +71,23 @@ class RoundTrip:
 
     def _read(self, frame: bytes, channel: Channel) -> Aggregate | None:
         self._heard = time.monotonic()
+        before = self._session.members
         try:
             answer = self._session.answer(self._key, frame)
         except UnknownSession:
             self._introduce(channel)
             return None
         if isinstance(answer, Aggregate):
+            self._tell_changes(before, answer)
             return answer
         if answer is not None:
             self._warn(answer.seconds, answer.message)
         return None
+
+    def _tell_changes(self, before: Members, answer: Aggregate) -> None:
+        """Nothing is dropped silently; in a strict group only members whose data has ended come and go."""
+        if answer.members != before and self._session.member.is_elastic:
+            logger.warning("%s: from now on members %s, not %s", answer.key, answer.members, before)
 
     def _introduce(self, channel: Channel) -> None:
         logger.info("the master at %s has been restarted; taking part again", self._endpoint)

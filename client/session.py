@@ -46,7 +46,7 @@ class Member:
         deadline: how long one of its rounds may take, in seconds.
         place: host and process, for people.
         min_members: how few members may go on when others are lost; 0: none may, the group is strict.
-        fill_seconds: how long the group may take to fill; None: as long as a round.
+        fill_deadline: how long the group may take to fill; None: as long as a round.
     """
 
     job: str
@@ -57,7 +57,7 @@ class Member:
     deadline: float
     place: str
     min_members: int = 0
-    fill_seconds: float | None = None
+    fill_deadline: float | None = None
 
     @property
     def is_elastic(self) -> bool:
@@ -67,7 +67,7 @@ class Member:
     @property
     def patience(self) -> float:
         """How long it waits for the group to fill, in seconds."""
-        return self.deadline if self.fill_seconds is None else self.fill_seconds
+        return self.deadline if self.fill_deadline is None else self.fill_deadline
 
 
 class Session:

@@ -20,6 +20,7 @@ from statsd_bn.errors import (
     LimitExceeded,
     ProtocolError,
     RegistrationRefused,
+    ReplicaLost,
     RoundMismatch,
     StaleEpoch,
     StatsdBNError,
@@ -187,7 +188,11 @@ class Dispatcher:
         if master is None or self._is_replaced(master, register):
             return self._begin(now, name, register, peer)
         was_open = master.membership.is_open
-        slave, told = master.register_slave(now, register, peer)
+        try:
+            slave, told = master.register_slave(now, register, peer)
+        except ReplicaLost as loss:
+            self._remember(register.session, loss)
+            raise
         self._sit(now, master, slave, register, was_open=was_open)
         return told
 

@@ -293,7 +293,8 @@ class Membership:
             return
         if not self.is_elastic:
             self._check_past(register)
-        self._check_room(register)
+        if not (self.is_elastic and self.recovery):
+            self._check_room(register)
 
     def _check_joiner(self, register: Register) -> None:
         if register.has_past:

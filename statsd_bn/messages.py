@@ -409,7 +409,7 @@ BY_TYPE: dict[int, type[Message]] = {message.type: message for message in get_ar
 
 def missing_members(group: str, size: int, present: Members, missing: int) -> str:
     """Returns in words whom a group still waits for: by number only in the world, where the numbers are known."""
-    if group == WORLD:
+    if group == WORLD and len(present) + missing == size:
         return f"members {sorted(set(range(size)).difference(present))}"
     return f"{missing} member{'' if missing == 1 else 's'} besides {list(present)}"
 

@@ -9,7 +9,7 @@ from server import service
 from server.dispatcher import Dispatcher
 from server.liveness import RECONNECT_SECONDS
 from statsd_bn import limits
-from statsd_bn.members import NOBODY, Members
+from statsd_bn.members import NOBODY
 from statsd_bn.messages import NO_SERVER, Failure, Heartbeat, Leave, Message, Registered
 from statsd_bn.wire import decode, encode
 from strategies import KEY, contribution, key, register, session_of
