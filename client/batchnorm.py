@@ -246,7 +246,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         exchange = Exchange(self._pipe(), self.layer_name, self.eps, self.eps_mode)
         outputs = batch_norm(slices, exchange)
         if self._tally is None:
-            exchanges.remember(exchange)
+            exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
         else:
             self._tally.add(exchange.moments)
         return [(output, exchange) for output in outputs]

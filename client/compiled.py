@@ -85,7 +85,7 @@ def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
     if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.pipe, 0, local)):
         return earlier
     fresh.forward([local])
-    exchanges.remember(fresh)
+    exchanges.remember(fresh, has_graph=False)  # the graph has the ticket instead
     return fresh
 
 

@@ -277,6 +277,15 @@ def call_twice_in_a_checkpoint(connection: client.Connection, reentrant: bool) -
     return results
 
 
+def checkpoint_that_begins_before_what_learns(connection: client.Connection, steps: int) -> tuple[int, int]:
+    """Rounds, and batches tracked, of a layer whose output needs no gradient."""
+    layer = _layer(3).double().requires_grad_(requires_grad=False)
+    head = nn.Linear(3, 2).double()
+    for x in _batches_of(connection.member.member, steps):
+        checkpoint(lambda x: head(layer(x)).sigmoid(), x.detach(), use_reentrant=False).sum().backward()
+    return connection.rounds, int(layer.num_batches_tracked)
+
+
 def pipeline_of_checkpoints(connection: client.Connection, reentrant: bool) -> list[Buffers]:
     """The same with and without checkpoints."""
     results = []
