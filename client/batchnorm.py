@@ -205,8 +205,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
     def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The same as one operator, in which the compiler does not look."""
         output: Tensor
+        lane = compiled.named(self.group) if self.training else compiled.ALONE
         output, statistics, ticket = compiled.batch_norm(
-            x, self.weight, self.bias, mask, self.layer_name, *compiled.named(self.group), self.eps, self.eps_mode
+            x, self.weight, self.bias, mask, self.layer_name, *lane, self.eps, self.eps_mode
         )
         if self.training:
             statistics = statistics.detach()

@@ -25,6 +25,9 @@ MEAN, INVSTD, SLOPE, UNBIASED_VARIANCE = range(4)
 # Entries of the ticket: the round's count, step and call, and 1 unless a checkpoint computes the call again.
 COUNT, STEP, CALL, FIRST_RUN = range(4)
 
+# The name and size of a group that sends nothing, for eval: of one member.
+ALONE = ("eval", 1)
+
 
 def named(group: Group | str | None) -> tuple[str, int]:
     """Returns a layer's group as plain values, name and size: ("", 0) for None, the rule's name and 0 for a rule."""

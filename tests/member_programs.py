@@ -433,6 +433,19 @@ def compiled_masks(connection: client.Connection, backend: str) -> list[Buffers]
     return found
 
 
+def compiled_masks_in_eval(connection: client.Connection, backend: str) -> tuple[list[Buffers], int]:
+    """Without running statistics eval uses those of the counted positions of its own batch."""
+    torch.compiler.reset()
+    layer = client.SynchronizedBatchNorm1d(3, track_running_stats=False).double().eval()
+    results = []
+    for run in (torch.compile(layer, fullgraph=True, backend=backend), layer):
+        (x,) = _batches_of(connection.member.member, 1)
+        output = run(x, torch.arange(len(x)) % 3 > 0)
+        (output**3).sum().backward()
+        results.append({"output": output.detach().numpy(), "gradient": x.grad.numpy()})
+    return results, connection.rounds
+
+
 def compiled_checkpoint(connection: client.Connection, backend: str) -> list[tuple[Buffers, int]]:
     """State and rounds: a checkpoint of a compiled layer, a compiled model with a checkpoint, and without any."""
     torch.compiler.reset()
