@@ -128,7 +128,7 @@ def parallel_apply(
     finish: Callable[[int], None],
     fail: Callable[[int, BaseException], None],
 ) -> list[Any]:
-    """Runs every replica in a thread of its own, in the caller's grad and autocast modes.
+    """Runs every replica in a thread of its own, in the caller's grad, inference and autocast modes.
 
     Args:
         replicas: the modules.
@@ -170,13 +170,14 @@ def parallel_apply(
 def _modes(device: Device) -> Callable[[], list[AbstractContextManager[Any]]]:
     """Reads the calling thread's modes; the result enters them in another thread."""
     kind = device.type
-    grad = torch.is_grad_enabled()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     cache = torch.is_autocast_cache_enabled()
     stream = torch.cuda.current_stream(device) if kind == "cuda" else None
 
     def enter() -> list[AbstractContextManager[Any]]:
         modes: list[AbstractContextManager[Any]] = [
+            torch.inference_mode(inference),  # it sets the grad mode too, so it comes first
             torch.set_grad_enabled(grad),
             torch.autocast(kind, dtype=dtype, enabled=autocast, cache_enabled=cache),
         ]

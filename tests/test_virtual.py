@@ -86,7 +86,12 @@ class Modes(nn.Module):
     """Tells the modes it runs in."""
 
     def forward(self):
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+        )
 
 
 def run(replicas, inputs=(), kwargs=None):
@@ -102,10 +107,12 @@ def run(replicas, inputs=(), kwargs=None):
     return outputs, finished, failed
 
 
-def test_replicas_run_in_the_callers_grad_and_autocast_modes():
-    assert run([Modes()] * 2)[0] == [(True, False, torch.bfloat16)] * 2
+def test_replicas_run_in_the_callers_grad_inference_and_autocast_modes():
+    assert run([Modes()] * 2)[0] == [(True, False, False, torch.bfloat16)] * 2
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
-        assert run([Modes()] * 2)[0] == [(False, True, torch.float16)] * 2
+        assert run([Modes()] * 2)[0] == [(False, False, True, torch.float16)] * 2
+    with torch.inference_mode():
+        assert run([Modes()] * 2)[0] == [(False, True, False, torch.bfloat16)] * 2
 
 
 def test_who_is_through_is_told():
