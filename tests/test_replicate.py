@@ -62,6 +62,18 @@ def test_patching_a_data_parallel_gives_it_callbacks(calls, monkeypatch):
     assert torch.cat(outputs).tolist() == [1.0, 1.0]
 
 
+def test_patching_again_calls_back_no_more_often(calls):
+    wrapped = DataParallelWithCallback(nn.Sequential(Recorder()), ["cpu"] * 2)
+    client.patch_replication_callback(wrapped)
+    wrapped(torch.ones(2, 2))
+    assert [copy_id for _, copy_id in calls] == [0, 1]
+    plain = nn.DataParallel(nn.Sequential(Recorder()))
+    client.patch_replication_callback(plain)
+    once = plain.replicate
+    client.patch_replication_callback(plain)
+    assert plain.replicate is once
+
+
 def test_patching_anything_else_is_refused():
     with pytest.raises(TypeError, match=r"expected an nn.DataParallel, got Linear"):
         client.patch_replication_callback(nn.Linear(1, 1))
