@@ -174,9 +174,12 @@ class _SecondBackward(torch.autograd.Function):
         parts = [SecondOrder(*part) for part in zip(*saved, walk.local, by_input, by_weight, by_bias, strict=True)]
         if walk.total is None:
             return *(part.without_input(statistics) for part in parts), *[None] * 2 * len(parts)
-        local = [part.sums(statistics) for part in parts]
-        second = walk.exchange.backward(SECOND_BACKWARD, np.stack(local))
-        found = [part.gradients(statistics, walk.total, second, sums) for part, sums in zip(parts, local, strict=True)]
+        with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
+            local = [part.sums(statistics) for part in parts]
+            second = walk.exchange.backward(SECOND_BACKWARD, np.stack(local))
+            found = [
+                part.gradients(statistics, walk.total, second, sums) for part, sums in zip(parts, local, strict=True)
+            ]
         by_grad, by_input, by_weight = zip(*found, strict=True)
         return *by_grad, *by_input, *by_weight
 
