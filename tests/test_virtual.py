@@ -36,6 +36,30 @@ def test_another_dimension_can_hold_the_batch():
     assert [arg[0].shape for arg in args] == [(3, 2), (3, 2)]
 
 
+class Batch(dict):
+    """What a data loader gives."""
+
+
+class Images(list):
+    """One tensor per size."""
+
+
+class Both(tuple):
+    __slots__ = ()
+
+
+def test_containers_of_the_users_own_are_split_and_joined_as_well():
+    """Torch's do so; a replica that got the whole batch instead would compute what the others do."""
+    batch = Batch(x=torch.arange(4), more=Images([torch.arange(4), Both((torch.arange(4), None))]), empty=Batch())
+    args, _ = virtual.scatter((batch,), {}, [CPU] * 2, 0)
+    (first,), (second,) = args
+    assert first["x"].tolist() == first["more"][0].tolist() == first["more"][1][0].tolist() == [0, 1]
+    assert [type(first), type(second["more"]), type(second["more"][1])] == [Batch, Images, Both]
+    joined = virtual.gather([first, second], CPU, 0)
+    assert type(joined) is Batch
+    assert joined["x"].tolist() == joined["more"][1][0].tolist() == [0, 1, 2, 3]
+
+
 def test_no_arguments_give_no_parts():
     assert virtual.scatter((), {}, [CPU] * 2, 0) == ((), ())
 
