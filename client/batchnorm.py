@@ -230,7 +230,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             output, exchange = self._normalise([mine])[0]
         else:
             rendezvous, replica = seat
-            output, exchange = rendezvous.meet(replica, f"layer {self.layer_name!r}", mine, self._normalise)
+            place = f"layer {self.layer_name!r}"
+            output, exchange = rendezvous.meet(replica, place, mine, self._normalise_replicas)
+            output = output if torch.is_grad_enabled() else output.detach()
         if self.training and not self._is_tallied():
             mean, variance = (torch.from_numpy(vector) for vector in exchange.for_running_statistics)
             running.move(self, mean, variance, has_values=exchange.moments.count > 0)
@@ -242,6 +244,11 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             return None
         with torch.no_grad():
             return exchanges.find(self.layer_name, self._pipe(), replica, kernels.moments(mine.input, mine.mask))
+
+    def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Exchange]]:
+        """Runs in the thread of the last to come, whose grad mode is only its own."""
+        with torch.enable_grad():
+            return self._normalise(slices)
 
     def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Exchange]]:
         exchange = Exchange(self._pipe(), self.layer_name, self.eps, self.eps_mode)

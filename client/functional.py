@@ -37,9 +37,14 @@ class Slice:
 def held(slice_: Slice) -> Slice:
     """Saves the input now, in the calling thread, where a checkpoint around this replica can see it.
 
+    A thread without gradients has nothing to save and wants none, whatever its siblings do.
+
     The replicas' one batch norm is made by the thread that comes last, and what it saved itself that thread's
     checkpoint would take for its own.
     """
+    if not torch.is_grad_enabled():
+        weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
+        return Slice(slice_.input.detach(), weight, bias, slice_.mask)
     x = _Hold.apply(slice_.input)
     return replace(slice_, input=x, holder=x.grad_fn)
 

@@ -119,6 +119,37 @@ def test_a_layer_skipped_in_one_replica_is_reported_at_once():
         wrapped(torch.arange(3.0).view(3, 1))
 
 
+class GradModes(nn.Module):
+    """Replicas run the layer with gradients or without, and those named in `last` reach it after the others."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.bn = client.SynchronizedBatchNorm1d(1)
+        self.last = last
+        self.others_are_there = threading.Event()
+
+    def forward(self, x, number, grad):
+        if number.item() in self.last:
+            assert self.others_are_there.wait(10)
+        else:
+            self.others_are_there.set()
+        with torch.set_grad_enabled(bool(grad)):
+            return self.bn(x)
+
+
+@pytest.mark.parametrize("last", [{0}, {1}])
+def test_each_replica_has_gradients_or_not_by_its_own_mode_whoever_comes_last(last):
+    model = GradModes(last)
+    wrapped = DataParallelWithCallback(model, ["cpu"] * 2)
+    x = torch.randn(4, 1, requires_grad=True)
+    whole = x.detach().clone().requires_grad_()
+    factors = torch.randn(4, 1)
+    (wrapped(x, torch.arange(2), torch.tensor([True, False])) * factors).sum().backward()
+    (nn.BatchNorm1d(1)(torch.cat([whole[:2], whole[2:].detach()]))[:2] * factors[:2]).sum().backward()
+    torch.testing.assert_close(x.grad, whole.grad)
+    torch.testing.assert_close(model.bn.bias.grad, factors[:2].sum(0))
+
+
 def test_replica_0_keeps_the_running_statistics_in_the_module():
     layer = client.SynchronizedBatchNorm1d(2)
     DataParallelWithCallback(layer, ["cpu"] * 3)(torch.randn(6, 2) + 4)
