@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -426,6 +427,16 @@ def test_converting_twice_changes_nothing():
     before, layers, called = anatomy(once), list(once.modules()), names(once)
     assert client.convert_model(once) is once
     assert (anatomy(once), list(once.modules()), names(once)) == (before, layers, called)
+
+
+def test_a_reverted_model_is_scripted_and_traced_as_it_ever_was():
+    converted = client.convert_model(nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))).eval()
+    reverted = client.revert_model(copy.deepcopy(converted))
+    x = torch.randn(2, 2, 4, 4)
+    torch.testing.assert_close(torch.fx.symbolic_trace(reverted)(x), converted(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.testing.assert_close(torch.jit.script(reverted)(x), converted(x))
 
 
 def test_revert_is_the_exact_inverse():
