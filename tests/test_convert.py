@@ -461,6 +461,17 @@ def test_revert_is_the_exact_inverse():
     }
 
 
+def test_while_patched_a_synchronised_layer_is_converted_and_reverted_as_ever():
+    with client.patch_sync_batchnorm():
+        model = nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm2d(3))
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        assert [layer.layer_name for layer in converted] == ["0", "1"]
+        assert not any("process_group" in vars(layer) for layer in converted)
+        reverted = client.revert_model(converted)
+    assert kinds(reverted) == [nn.SyncBatchNorm, nn.BatchNorm2d]
+    assert reverted[0].process_group is None
+
+
 @pytest.mark.parametrize("plain", TWINS)
 def test_layers_made_by_hand_are_reverted_to_torchs_with_torchs_attributes(plain):
     arguments = [] if "Lazy" in plain.__name__ else [4]
