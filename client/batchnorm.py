@@ -205,8 +205,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
     def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The same as one operator, in which the compiler does not look."""
         output: Tensor
+        lane = compiled.named(self.group) if self.training else compiled.ALONE
         output, statistics, ticket = compiled.batch_norm(
-            x, self.weight, self.bias, mask, self.layer_name, *compiled.named(self.group), self.eps, self.eps_mode
+            x, self.weight, self.bias, mask, self.layer_name, *lane, self.eps, self.eps_mode
         )
         if self.training:
             statistics = statistics.detach()
@@ -229,7 +230,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             output, exchange = self._normalise([mine])[0]
         else:
             rendezvous, replica = seat
-            output, exchange = rendezvous.meet(replica, f"layer {self.layer_name!r}", mine, self._normalise)
+            place = f"layer {self.layer_name!r}"
+            output, exchange = rendezvous.meet(replica, place, mine, self._normalise_replicas)
+            output = output if torch.is_grad_enabled() else output.detach()
         if self.training and not self._is_tallied():
             mean, variance = (torch.from_numpy(vector) for vector in exchange.for_running_statistics)
             running.move(self, mean, variance, has_values=exchange.moments.count > 0)
@@ -242,11 +245,16 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         with torch.no_grad():
             return exchanges.find(self.layer_name, self._pipe(), replica, kernels.moments(mine.input, mine.mask))
 
+    def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Exchange]]:
+        """Runs in the thread of the last to come, whose grad mode is only its own."""
+        with torch.enable_grad():
+            return self._normalise(slices)
+
     def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Exchange]]:
         exchange = Exchange(self._pipe(), self.layer_name, self.eps, self.eps_mode)
         outputs = batch_norm(slices, exchange)
         if self._tally is None:
-            exchanges.remember(exchange)
+            exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
         else:
             self._tally.add(exchange.moments)
         return [(output, exchange) for output in outputs]

@@ -25,6 +25,9 @@ MEAN, INVSTD, SLOPE, UNBIASED_VARIANCE = range(4)
 # Entries of the ticket: the round's count, step and call, and 1 unless a checkpoint computes the call again.
 COUNT, STEP, CALL, FIRST_RUN = range(4)
 
+# The name and size of a group that sends nothing, for eval: of one member.
+ALONE = ("eval", 1)
+
 
 def named(group: Group | str | None) -> tuple[str, int]:
     """Returns a layer's group as plain values, name and size: ("", 0) for None, the rule's name and 0 for a rule."""
@@ -85,7 +88,7 @@ def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
     if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.pipe, 0, local)):
         return earlier
     fresh.forward([local])
-    exchanges.remember(fresh)
+    exchanges.remember(fresh, has_graph=False)  # the graph has the ticket instead
     return fresh
 
 

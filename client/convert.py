@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from torch import nn
+from torch.nn import SyncBatchNorm  # torch's own, also while `patch_sync_batchnorm` replaces it in `torch.nn`
 
 from client import groups
 from client.batchnorm import (
@@ -125,7 +126,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
 def _refuse_process_groups(module: nn.Module) -> None:
     for place, layer in _places(module):
-        if type(layer) is nn.SyncBatchNorm and layer.process_group is not None:
+        if type(layer) is SyncBatchNorm and layer.process_group is not None:
             raise ValueError(
                 f"layer {place!r}: expected an nn.SyncBatchNorm without a process_group, got one with "
                 f"{layer.process_group!r}, which means nothing to the aggregation server; say with whom it "
@@ -164,7 +165,7 @@ def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:
         vars(new).pop(name, None)
     if isinstance(new, SynchronizedBatchNorm):
         new.eps_mode = "plus"
-    if isinstance(new, nn.SyncBatchNorm):
+    if isinstance(new, SyncBatchNorm):
         vars(new).setdefault("process_group", None)  # a layer of ours that was made as such has none
     return new
 

@@ -37,9 +37,14 @@ class Slice:
 def held(slice_: Slice) -> Slice:
     """Saves the input now, in the calling thread, where a checkpoint around this replica can see it.
 
+    A thread without gradients has nothing to save and wants none, whatever its siblings do.
+
     The replicas' one batch norm is made by the thread that comes last, and what it saved itself that thread's
     checkpoint would take for its own.
     """
+    if not torch.is_grad_enabled():
+        weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
+        return Slice(slice_.input.detach(), weight, bias, slice_.mask)
     x = _Hold.apply(slice_.input)
     return replace(slice_, input=x, holder=x.grad_fn)
 
@@ -174,9 +179,12 @@ class _SecondBackward(torch.autograd.Function):
         parts = [SecondOrder(*part) for part in zip(*saved, walk.local, by_input, by_weight, by_bias, strict=True)]
         if walk.total is None:
             return *(part.without_input(statistics) for part in parts), *[None] * 2 * len(parts)
-        local = [part.sums(statistics) for part in parts]
-        second = walk.exchange.backward(SECOND_BACKWARD, np.stack(local))
-        found = [part.gradients(statistics, walk.total, second, sums) for part, sums in zip(parts, local, strict=True)]
+        with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
+            local = [part.sums(statistics) for part in parts]
+            second = walk.exchange.backward(SECOND_BACKWARD, np.stack(local))
+            found = [
+                part.gradients(statistics, walk.total, second, sums) for part, sums in zip(parts, local, strict=True)
+            ]
         by_grad, by_input, by_weight = zip(*found, strict=True)
         return *by_grad, *by_input, *by_weight
 

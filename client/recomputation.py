@@ -16,8 +16,9 @@ from client.exchange import Exchange
 from client.pipe import Pipe
 from statsd_bn.moments import Moments
 
-# A reentrant checkpoint runs first without a graph that would keep the exchange. Pipelines have up to a few dozen
-# micro-batches under way; an exchange holds four vectors per layer.
+# Nothing keeps the exchange of a reentrant checkpoint's first run, of a layer before the first parameter that learns,
+# or of a compiled one. Pipelines have up to a few dozen micro-batches under way; an exchange holds four vectors per
+# layer.
 KEPT_WITHOUT_GRAPH = 32
 
 # How far a recomputed sum may be from the first, relative to the largest of its vector: kernels that add in
@@ -38,10 +39,10 @@ class Exchanges:
         self._without_graph: defaultdict[str, deque[Exchange]] = defaultdict(lambda: deque(maxlen=KEPT_WITHOUT_GRAPH))
         self._lock = threading.Lock()
 
-    def remember(self, exchange: Exchange) -> None:
+    def remember(self, exchange: Exchange, *, has_graph: bool) -> None:
         """Keeps a call as long as its graph lives, or, if it has none, until newer calls displace it."""
         with self._lock:
-            if torch.is_grad_enabled():
+            if has_graph:
                 self._with_graph[exchange.layer].add(exchange)
             else:
                 self._without_graph[exchange.layer].append(exchange)

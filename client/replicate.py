@@ -110,13 +110,15 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:
     """Teaches an existing `nn.DataParallel` what `DataParallelWithCallback` does.
 
     Args:
-        data_parallel: the wrapped model; changed in place.
+        data_parallel: the wrapped model; changed in place. One that can do so already stays as it is.
 
     Raises:
         TypeError: it is no `nn.DataParallel`.
     """
     if not isinstance(data_parallel, nn.DataParallel):
         raise TypeError(f"data_parallel: expected an nn.DataParallel, got {type(data_parallel).__name__}")
+    if isinstance(data_parallel, DataParallelWithCallback) or "parallel_apply" in vars(data_parallel):
+        return
     # Partials of module-level functions, not closures: they are copied and pickled with the module they belong to.
     data_parallel.replicate = partial(_replicate, data_parallel.replicate)  # type: ignore[method-assign]
     data_parallel.parallel_apply = partial(_parallel_apply, data_parallel)  # type: ignore[method-assign]

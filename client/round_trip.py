@@ -86,7 +86,7 @@ class RoundTrip:
 
     def _tell_changes(self, before: Members, answer: Aggregate) -> None:
         """Nothing is dropped silently; in a strict group only members whose data has ended come and go."""
-        if answer.members != before and self._session.member.is_elastic:
+        if self._session.member.is_elastic and answer.members != before:
             logger.warning("%s: from now on members %s, not %s", answer.key, answer.members, before)
 
     def _introduce(self, channel: Channel) -> None:

@@ -13,12 +13,14 @@ def move(layer: Any, mean: Tensor, variance: Tensor, *, first_run: int | Tensor 
     The numbers may be tensors that a compiler has yet to compute, so nothing here asks for their values.
 
     Args:
-        layer: with `running_mean`, `running_var`, `num_batches_tracked` and `momentum`, as an `nn.BatchNorm2d`.
+        layer: with the attributes of an `nn.BatchNorm2d`; without `track_running_stats` nothing moves.
         mean: shape (C,).
         variance: shape (C,), unbiased.
         first_run: 1, or 0 where a checkpoint computes the call again.
         has_values: whether there was any value in the batch; an empty one is counted, and moves nothing.
     """
+    if not layer.track_running_stats:  # it may be switched off for a while in a layer that has them
+        return
     tracked = layer.num_batches_tracked
     if tracked is not None:
         tracked.add_(first_run.to(tracked.device) if isinstance(first_run, Tensor) else first_run)

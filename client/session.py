@@ -177,7 +177,10 @@ class Session:
             StatsdBNError: the round failed; the error is the master's.
         """
         message = self._read(frame, key)
-        if self._is_registered(message) or not isinstance(message, Aggregate | Pending) or message.key != key:
+        if not isinstance(message, Aggregate | Pending):
+            self._is_registered(message)
+            return None
+        if message.key != key:
             return None
         if isinstance(message, Aggregate):
             self._take(message)

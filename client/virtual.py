@@ -18,6 +18,9 @@ from torch.utils import _pytree as pytree
 
 Device = torch.device
 
+# Classes derived from these are leaves to pytree, which knows only those that are registered with it.
+CONTAINERS = (dict, list, tuple)
+
 
 def scatter(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device], dim: int
@@ -27,20 +30,31 @@ def scatter(
     Returns:
         Positional and keyword arguments per replica; fewer than devices if the batch is smaller.
     """
-    leaves, structure = pytree.tree_flatten((inputs, kwargs))
-    if not leaves:
+    if not pytree.tree_leaves((inputs, kwargs)):
         return (), ()
-    parts = [_split(leaf, devices, dim) for leaf in leaves]
-    replicas = min(len(part) for part in parts)
-    arguments = [pytree.tree_unflatten([part[replica] for part in parts], structure) for replica in range(replicas)]
+    arguments = _split((inputs, kwargs), devices, dim)
     return tuple(args for args, _ in arguments), tuple(keywords for _, keywords in arguments)
 
 
-def _split(leaf: Any, devices: Sequence[Device], dim: int) -> list[Any]:
-    if not isinstance(leaf, Tensor):
-        return [leaf] * len(devices)
-    chunks = leaf.chunk(len(devices), dim)
-    return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
+def _split(tree: Any, devices: Sequence[Device], dim: int) -> list[Any]:
+    """Returns a part per replica."""
+    leaves, structure = pytree.tree_flatten(tree)
+    parts = [_split_leaf(leaf, devices, dim) for leaf in leaves]
+    replicas = min(map(len, parts), default=len(devices))
+    return [pytree.tree_unflatten([part[replica] for part in parts], structure) for replica in range(replicas)]
+
+
+def _split_leaf(leaf: Any, devices: Sequence[Device], dim: int) -> list[Any]:
+    if isinstance(leaf, Tensor):
+        chunks = leaf.chunk(len(devices), dim)
+        return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
+    if isinstance(leaf, CONTAINERS):
+        return [type(leaf)(part) for part in _split(_plain(leaf), devices, dim)]
+    return [leaf] * len(devices)
+
+
+def _plain(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
@@ -128,7 +142,7 @@ def parallel_apply(
     finish: Callable[[int], None],
     fail: Callable[[int, BaseException], None],
 ) -> list[Any]:
-    """Runs every replica in a thread of its own, in the caller's grad and autocast modes.
+    """Runs every replica in a thread of its own, in the caller's grad, inference and autocast modes.
 
     Args:
         replicas: the modules.
@@ -170,13 +184,14 @@ def parallel_apply(
 def _modes(device: Device) -> Callable[[], list[AbstractContextManager[Any]]]:
     """Reads the calling thread's modes; the result enters them in another thread."""
     kind = device.type
-    grad = torch.is_grad_enabled()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     cache = torch.is_autocast_cache_enabled()
     stream = torch.cuda.current_stream(device) if kind == "cuda" else None
 
     def enter() -> list[AbstractContextManager[Any]]:
         modes: list[AbstractContextManager[Any]] = [
+            torch.inference_mode(inference),  # it sets the grad mode too, so it comes first
             torch.set_grad_enabled(grad),
             torch.autocast(kind, dtype=dtype, enabled=autocast, cache_enabled=cache),
         ]
@@ -205,6 +220,8 @@ def gather(outputs: Sequence[Any], device: Device, dim: int) -> Any:
 def _join(parts: list[Any], device: Device, dim: int) -> Any:
     if all(part is None for part in parts):
         return None
+    if isinstance(parts[0], CONTAINERS) and len({type(part) for part in parts}) == 1:
+        return type(parts[0])(gather([_plain(part) for part in parts], device, dim))
     if not all(isinstance(part, Tensor) for part in parts):
         raise TypeError(f"outputs: expected tensors, got {sorted({type(part).__name__ for part in parts})}")
     with torch.autocast(device.type, enabled=False):  # joining changes no type

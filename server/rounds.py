@@ -10,7 +10,7 @@ Whatever the table below does not name cannot happen, and raises if it does.
 """
 
 from collections.abc import Iterable
-from enum import Enum
+from enum import StrEnum
 
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout, StatsdBNError
@@ -19,7 +19,7 @@ from statsd_bn.messages import Aggregate, Failure, RoundKey, Rows
 from statsd_bn.wire import encode
 
 
-class State(Enum):
+class State(StrEnum):
     """Where a round is in its life."""
 
     WAITING = "waiting"
@@ -27,7 +27,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-class Event(Enum):
+class Event(StrEnum):
     """What happens to a round."""
 
     CONTRIBUTED = "contributed"

@@ -5,7 +5,8 @@ Members are numbered from 0 and mostly all there, so a set of thousands is one r
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from functools import lru_cache
+from itertools import islice
 from typing import Self
 
 from statsd_bn import limits
@@ -27,24 +28,19 @@ class Members:
     runs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        end = -1
         for first, count in self.runs:
-            if not (type(first) is type(count) is int and first >= 0 and 1 <= count <= limits.MAX_MEMBERS - first):
-                raise ProtocolError(f"members: expected runs of numbers below {limits.MAX_MEMBERS}, got {first, count}")
-        for (first, count), (following, _) in pairwise(self.runs):
-            if following <= first + count:
-                raise ProtocolError(f"members: expected a gap before {following}, got a run of {count} from {first}")
+            if not (type(first) is type(count) is int and end < first and 1 <= count <= limits.MAX_MEMBERS - first):
+                raise ProtocolError(
+                    f"members: expected ascending runs of numbers below {limits.MAX_MEMBERS}, with gaps between them, "
+                    f"got {first!r:.80}, {count!r:.80} after {end}"
+                )
+            end = first + count
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> Self:
         """Returns the set of some numbers, in any order."""
-        runs: list[tuple[int, int]] = []
-        for number in sorted(numbers):
-            first, count = runs[-1] if runs else (-1, 0)
-            if runs and number == first + count:
-                runs[-1] = (first, count + 1)
-            else:
-                runs.append((number, 1))
-        return cls(tuple(runs))
+        return cls(_runs(tuple(sorted(numbers))))
 
     def __iter__(self) -> Iterator[int]:
         return (number for first, count in self.runs for number in range(first, first + count))
@@ -60,6 +56,19 @@ class Members:
         told = (str(first) if count == 1 else f"{first}-{first + count - 1}" for first, count in self.runs)
         text = ", ".join(islice(told, MAX_TOLD_RUNS))
         return text if len(self.runs) <= MAX_TOLD_RUNS else f"{text} and others, {len(self)} in all"
+
+
+# One round after the other covers the same members.
+@lru_cache(maxsize=64)
+def _runs(numbers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        first, count = runs[-1] if runs else (-1, 0)
+        if runs and number == first + count:
+            runs[-1] = (first, count + 1)
+        else:
+            runs.append((number, 1))
+    return tuple(runs)
 
 
 NOBODY = Members()

@@ -5,8 +5,11 @@ Each message checks itself when it is built, so one that exists is sound, whethe
 """
 
 import reprlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
+from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar, get_args
 
 import numpy as np
@@ -96,6 +99,10 @@ class RoundKey:
         check_text("layer", self.layer, limits.MAX_NAME_BYTES)
         check_integer("call", self.call, 0, limits.MAX_COUNTER)
         check_text("phase", self.phase, limits.MAX_PHASE_BYTES)
+
+    def __hash__(self) -> int:
+        # A master's keys differ in nothing else, and it looks each one up some times.
+        return hash((self.step, self.layer, self.call, self.phase))
 
     def __str__(self) -> str:
         return (
@@ -416,4 +423,11 @@ def missing_members(group: str, size: int, present: Members, missing: int) -> st
 
 def values_of(message: Any) -> list[Any]:
     """Returns a message's field values in wire order."""
-    return [getattr(message, field.name) for field in fields(message)]
+    return list(_getter(type(message))(message))
+
+
+@cache
+def _getter(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    names = [field.name for field in fields(kind)]
+    # One name would give the bare value.
+    return attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)

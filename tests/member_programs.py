@@ -277,6 +277,15 @@ def call_twice_in_a_checkpoint(connection: client.Connection, reentrant: bool) -
     return results
 
 
+def checkpoint_that_begins_before_what_learns(connection: client.Connection, steps: int) -> tuple[int, int]:
+    """Rounds, and batches tracked, of a layer whose output needs no gradient."""
+    layer = _layer(3).double().requires_grad_(requires_grad=False)
+    head = nn.Linear(3, 2).double()
+    for x in _batches_of(connection.member.member, steps):
+        checkpoint(lambda x: head(layer(x)).sigmoid(), x.detach(), use_reentrant=False).sum().backward()
+    return connection.rounds, int(layer.num_batches_tracked)
+
+
 def pipeline_of_checkpoints(connection: client.Connection, reentrant: bool) -> list[Buffers]:
     """The same with and without checkpoints."""
     results = []
@@ -422,6 +431,19 @@ def compiled_masks(connection: client.Connection, backend: str) -> list[Buffers]
             tensors = {"output": output, "gradient": leaf.grad, **dict(layer.named_buffers())}
             result |= {f"{options} {name}": tensor.detach().numpy().copy() for name, tensor in tensors.items()}
     return found
+
+
+def compiled_masks_in_eval(connection: client.Connection, backend: str) -> tuple[list[Buffers], int]:
+    """Without running statistics eval uses those of the counted positions of its own batch."""
+    torch.compiler.reset()
+    layer = client.SynchronizedBatchNorm1d(3, track_running_stats=False).double().eval()
+    results = []
+    for run in (torch.compile(layer, fullgraph=True, backend=backend), layer):
+        (x,) = _batches_of(connection.member.member, 1)
+        output = run(x, torch.arange(len(x)) % 3 > 0)
+        (output**3).sum().backward()
+        results.append({"output": output.detach().numpy(), "gradient": x.grad.numpy()})
+    return results, connection.rounds
 
 
 def compiled_checkpoint(connection: client.Connection, backend: str) -> list[tuple[Buffers, int]]:

@@ -121,6 +121,19 @@ def test_without_running_statistics_training_is_synchronised_and_eval_is_local()
     torch.testing.assert_close(layer.eval()(x), halves)
 
 
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_tracking_switched_off_for_a_while_moves_nothing_as_in_torch(momentum):
+    """Adversarial training does so around the passes that are not to count."""
+    expected = nn.BatchNorm1d(3, momentum=momentum)
+    found = client.convert_model(copy.deepcopy(expected))
+    wrapped = client.DataParallelWithCallback(found, ["cpu"] * 2)
+    for tracked in (True, False, True):
+        expected.track_running_stats = found.track_running_stats = tracked
+        x = torch.randn(8, 3) + 2
+        torch.testing.assert_close(wrapped(x), expected(x))
+        torch.testing.assert_close(dict(found.named_buffers()), dict(expected.named_buffers()))
+
+
 def test_copies_and_pickles_hold_no_connection(server, job):
     with client.connect(server.endpoint, job=job):
         layer = client.convert_model(nn.Sequential(nn.BatchNorm1d(3)))[0]

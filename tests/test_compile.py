@@ -49,6 +49,12 @@ def test_masks_and_layers_without_parameters_or_statistics_compile(members):
     assert_equal(members(2, member_programs.compiled_masks, TRACE))
 
 
+def test_in_eval_masks_send_nothing(members):
+    results = members(2, member_programs.compiled_masks_in_eval, TRACE)
+    assert [rounds for _, rounds in results] == [0, 0]
+    assert_equal([found for found, _ in results])
+
+
 def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once(members):
     """Inside, the operator must be named as one to keep: torch cannot compute again what has an effect."""
     for around, inside, none in members(2, member_programs.compiled_checkpoint, TRACE):

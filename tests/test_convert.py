@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -428,6 +429,16 @@ def test_converting_twice_changes_nothing():
     assert (anatomy(once), list(once.modules()), names(once)) == (before, layers, called)
 
 
+def test_a_reverted_model_is_scripted_and_traced_as_it_ever_was():
+    converted = client.convert_model(nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))).eval()
+    reverted = client.revert_model(copy.deepcopy(converted))
+    x = torch.randn(2, 2, 4, 4)
+    torch.testing.assert_close(torch.fx.symbolic_trace(reverted)(x), converted(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.testing.assert_close(torch.jit.script(reverted)(x), converted(x))
+
+
 def test_revert_is_the_exact_inverse():
     original = everything()
     original["lists"][0].eval()
@@ -448,6 +459,17 @@ def test_revert_is_the_exact_inverse():
         "parallel",
         *("parallel.module" + rest for rest in (".0", ".1", ".1.module")),
     }
+
+
+def test_while_patched_a_synchronised_layer_is_converted_and_reverted_as_ever():
+    with client.patch_sync_batchnorm():
+        model = nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm2d(3))
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        assert [layer.layer_name for layer in converted] == ["0", "1"]
+        assert not any("process_group" in vars(layer) for layer in converted)
+        reverted = client.revert_model(converted)
+    assert kinds(reverted) == [nn.SyncBatchNorm, nn.BatchNorm2d]
+    assert reverted[0].process_group is None
 
 
 @pytest.mark.parametrize("plain", TWINS)

@@ -42,7 +42,7 @@ def test_thousands_in_a_row_are_one_run():
     ],
 )
 def test_runs_that_are_none_are_refused(runs):
-    with pytest.raises(ProtocolError, match=r"members: expected"):
+    with pytest.raises(ProtocolError, match=r"members: expected ascending runs"):
         Members(runs)
 
 

@@ -99,6 +99,18 @@ def test_a_layer_that_is_called_twice_in_a_checkpoint(members, reentrant):
             np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
+def test_a_layer_before_what_learns_is_not_exchanged_again_on_members(members):
+    """It has no graph that keeps its call, but its checkpoint runs it again for the sake of what follows."""
+    assert members(2, member_programs.checkpoint_that_begins_before_what_learns, 3) == [(3, 3)] * 2
+
+
+def test_a_layer_before_what_learns_is_not_exchanged_again_by_virtual_replicas():
+    first = nn.BatchNorm1d(3).requires_grad_(requires_grad=False)
+    model = client.convert_model(Checkpointed(nn.Sequential(first, nn.Linear(3, 2), nn.Sigmoid()), reentrant=False))
+    client.DataParallelWithCallback(model, ["cpu"] * 2)(torch.randn(4, 3)).sum().backward()
+    assert model.inner[0].num_batches_tracked == 1
+
+
 @REENTRANT
 def test_micro_batches_in_a_pipelines_order(members, reentrant):
     """F1 F2 B1 F3 B2 B3: a checkpoint is computed again after a later micro-batch has begun another step."""
@@ -142,7 +154,7 @@ def test_a_call_over_another_lane_is_not_found():
     """That of an earlier connection, say, whose members may have had other shards."""
     exchanges = Exchanges()
     call = exchange_of([1.0, 2.0])
-    exchanges.remember(call)
+    exchanges.remember(call, has_graph=True)
     assert exchanges.find("bn", LocalPipe("another lane"), 0, moments_of([1.0, 2.0])) is None
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is call
 
@@ -152,7 +164,7 @@ def test_of_equal_calls_each_is_found_before_one_is_found_again():
     exchanges = Exchanges()
     calls = [exchange_of([1.0, 2.0]) for _ in range(2)]
     for call in calls:
-        exchanges.remember(call)
+        exchanges.remember(call, has_graph=True)
     found = [find(exchanges, 0, moments_of([1.0, 2.0])) for _ in range(2)]
     assert {id(call) for call in found} == {id(call) for call in calls}
     assert find(exchanges, 0, moments_of([1.0, 2.0])) in calls
@@ -162,7 +174,7 @@ def test_the_nearest_call_is_found_and_a_far_one_is_none():
     exchanges = Exchanges()
     calls = [exchange_of([1.0, 2.0 + offset]) for offset in (0.0, 1e-6, 1.0)]
     for call in calls:
-        exchanges.remember(call)
+        exchanges.remember(call, has_graph=True)
     for call, offset in zip(calls, (0.0, 1e-6, 1.0), strict=True):
         assert find(exchanges, 0, moments_of([1.0, 2.0 + offset])) is call
     assert find(exchanges, 0, moments_of([1.0, 2.0 + 9e-7])) is calls[1]
@@ -175,22 +187,21 @@ def test_the_nearest_call_is_found_and_a_far_one_is_none():
 def test_values_that_are_not_finite_are_found_too():
     exchanges = Exchanges()
     call = exchange_of([1.0, np.nan])
-    exchanges.remember(call)
+    exchanges.remember(call, has_graph=True)
     assert find(exchanges, 0, moments_of([1.0, np.nan])) is call
 
 
 def test_a_call_is_forgotten_with_its_graph():
     exchanges = Exchanges()
     call = exchange_of([1.0, 2.0])
-    exchanges.remember(call)
+    exchanges.remember(call, has_graph=True)
     del call
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is None
 
 
 def test_calls_without_a_graph_are_forgotten_after_some_more():
     exchanges = Exchanges()
-    with torch.no_grad():
-        for number in range(KEPT_WITHOUT_GRAPH + 1):
-            exchanges.remember(exchange_of([1.0, float(number)]))
+    for number in range(KEPT_WITHOUT_GRAPH + 1):
+        exchanges.remember(exchange_of([1.0, float(number)]), has_graph=False)
     assert find(exchanges, 0, moments_of([1.0, 0.0])) is None
     assert find(exchanges, 0, moments_of([1.0, 1.0])) is not None

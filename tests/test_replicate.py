@@ -62,6 +62,18 @@ def test_patching_a_data_parallel_gives_it_callbacks(calls, monkeypatch):
     assert torch.cat(outputs).tolist() == [1.0, 1.0]
 
 
+def test_patching_again_calls_back_no_more_often(calls):
+    wrapped = DataParallelWithCallback(nn.Sequential(Recorder()), ["cpu"] * 2)
+    client.patch_replication_callback(wrapped)
+    wrapped(torch.ones(2, 2))
+    assert [copy_id for _, copy_id in calls] == [0, 1]
+    plain = nn.DataParallel(nn.Sequential(Recorder()))
+    client.patch_replication_callback(plain)
+    once = plain.replicate
+    client.patch_replication_callback(plain)
+    assert plain.replicate is once
+
+
 def test_patching_anything_else_is_refused():
     with pytest.raises(TypeError, match=r"expected an nn.DataParallel, got Linear"):
         client.patch_replication_callback(nn.Linear(1, 1))
@@ -105,6 +117,37 @@ def test_a_layer_skipped_in_one_replica_is_reported_at_once():
     wrapped = DataParallelWithCallback(client.convert_model(Skipper()), ["cpu"] * 3)
     with pytest.raises(RoundMismatch, match="replica 2 has finished its forward pass"):
         wrapped(torch.arange(3.0).view(3, 1))
+
+
+class GradModes(nn.Module):
+    """Replicas run the layer with gradients or without, and those named in `last` reach it after the others."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.bn = client.SynchronizedBatchNorm1d(1)
+        self.last = last
+        self.others_are_there = threading.Event()
+
+    def forward(self, x, number, grad):
+        if number.item() in self.last:
+            assert self.others_are_there.wait(10)
+        else:
+            self.others_are_there.set()
+        with torch.set_grad_enabled(bool(grad)):
+            return self.bn(x)
+
+
+@pytest.mark.parametrize("last", [{0}, {1}])
+def test_each_replica_has_gradients_or_not_by_its_own_mode_whoever_comes_last(last):
+    model = GradModes(last)
+    wrapped = DataParallelWithCallback(model, ["cpu"] * 2)
+    x = torch.randn(4, 1, requires_grad=True)
+    whole = x.detach().clone().requires_grad_()
+    factors = torch.randn(4, 1)
+    (wrapped(x, torch.arange(2), torch.tensor([True, False])) * factors).sum().backward()
+    (nn.BatchNorm1d(1)(torch.cat([whole[:2], whole[2:].detach()]))[:2] * factors[:2]).sum().backward()
+    torch.testing.assert_close(x.grad, whole.grad)
+    torch.testing.assert_close(model.bn.bias.grad, factors[:2].sum(0))
 
 
 def test_replica_0_keeps_the_running_statistics_in_the_module():

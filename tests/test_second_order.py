@@ -123,6 +123,16 @@ def test_torch_func_takes_first_and_second_gradients():
     torch.testing.assert_close(torch.cat(second), expected)
 
 
+def test_an_infinite_gradient_passes_through_as_in_torch_and_nothing_warns():
+    """As a gradient scaler's does that has gone too far: it looks for infinities and skips the step."""
+    *inputs, weight, bias = leaves()
+    outputs = in_process()(*inputs, weight, bias)
+    grads = [torch.full_like(output, sign * torch.inf) for output, sign in zip(outputs, (1, 1, -1), strict=True)]
+    first = torch.autograd.grad(outputs, inputs, grads, create_graph=True)
+    sum(gradient.square().sum() for gradient in first).backward()
+    assert all(x.grad.isnan().all() for x in inputs)
+
+
 def test_a_third_derivative_is_refused_rather_than_wrong():
     *inputs, weight, bias = leaves()
     outputs = in_process()(*inputs, weight, bias)

@@ -36,6 +36,30 @@ def test_another_dimension_can_hold_the_batch():
     assert [arg[0].shape for arg in args] == [(3, 2), (3, 2)]
 
 
+class Batch(dict):
+    """What a data loader gives."""
+
+
+class Images(list):
+    """One tensor per size."""
+
+
+class Both(tuple):
+    __slots__ = ()
+
+
+def test_containers_of_the_users_own_are_split_and_joined_as_well():
+    """Torch's do so; a replica that got the whole batch instead would compute what the others do."""
+    batch = Batch(x=torch.arange(4), more=Images([torch.arange(4), Both((torch.arange(4), None))]), empty=Batch())
+    args, _ = virtual.scatter((batch,), {}, [CPU] * 2, 0)
+    (first,), (second,) = args
+    assert first["x"].tolist() == first["more"][0].tolist() == first["more"][1][0].tolist() == [0, 1]
+    assert [type(first), type(second["more"]), type(second["more"][1])] == [Batch, Images, Both]
+    joined = virtual.gather([first, second], CPU, 0)
+    assert type(joined) is Batch
+    assert joined["x"].tolist() == joined["more"][1][0].tolist() == [0, 1, 2, 3]
+
+
 def test_no_arguments_give_no_parts():
     assert virtual.scatter((), {}, [CPU] * 2, 0) == ((), ())
 
@@ -86,7 +110,12 @@ class Modes(nn.Module):
     """Tells the modes it runs in."""
 
     def forward(self):
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+        )
 
 
 def run(replicas, inputs=(), kwargs=None):
@@ -102,10 +131,12 @@ def run(replicas, inputs=(), kwargs=None):
     return outputs, finished, failed
 
 
-def test_replicas_run_in_the_callers_grad_and_autocast_modes():
-    assert run([Modes()] * 2)[0] == [(True, False, torch.bfloat16)] * 2
+def test_replicas_run_in_the_callers_grad_inference_and_autocast_modes():
+    assert run([Modes()] * 2)[0] == [(True, False, False, torch.bfloat16)] * 2
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
-        assert run([Modes()] * 2)[0] == [(False, True, torch.float16)] * 2
+        assert run([Modes()] * 2)[0] == [(False, False, True, torch.float16)] * 2
+    with torch.inference_mode():
+        assert run([Modes()] * 2)[0] == [(False, True, False, torch.bfloat16)] * 2
 
 
 def test_who_is_through_is_told():
