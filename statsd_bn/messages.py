@@ -5,7 +5,7 @@ Each message checks itself when it is built, so one that exists is sound, whethe
 """
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from functools import cache
@@ -427,7 +427,7 @@ def values_of(message: Any) -> list[Any]:
 
 
 @cache
-def _getter(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+def _getter(kind: Hashable) -> Callable[[Any], tuple[Any, ...]]:
     names = [field.name for field in fields(kind)]
     # One name would give the bare value.
     return attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)
