@@ -423,11 +423,12 @@ def missing_members(group: str, size: int, present: Members, missing: int) -> st
 
 def values_of(message: Any) -> list[Any]:
     """Returns a message's field values in wire order."""
-    return list(_getter(type(message))(message))
+    kind: Hashable = type(message)
+    return list(_getter(kind)(message))
 
 
 @cache
-def _getter(kind: Hashable) -> Callable[[Any], tuple[Any, ...]]:
+def _getter(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     names = [field.name for field in fields(kind)]
     # One name would give the bare value.
     return attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)
