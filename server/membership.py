@@ -277,13 +277,13 @@ class Membership:
         if register.world_size != self.world_size:
             raise self._mismatch(
                 register,
-                f"expected world_size {self.world_size}, as members {list(self.slaves)} have it, "
+                f"expected world_size {self.world_size}, as members {list(self.present)} have it, "
                 f"got {register.world_size}",
                 register.world_size,
             )
         if register.min_members != self.min_members:
             raise RegistrationRefused(
-                f"{self._name}: expected policy {_policy(self.min_members)}, as members {list(self.slaves)} have it, "
+                f"{self._name}: expected policy {_policy(self.min_members)}, as members {list(self.present)} have it, "
                 f"got {_policy(register.min_members)} from member {register.member} ({register.place})"
             )
 
@@ -322,7 +322,7 @@ class Membership:
         if self.group == WORLD and not self.is_elastic and number >= self.world_size:
             raise self._mismatch(
                 register,
-                f"expected a number in [0, {self.world_size}), as members {list(self.slaves)} have it, got {number}",
+                f"expected a number in [0, {self.world_size}), as members {list(self.present)} have it, got {number}",
                 number + 1,
             )
         # One that was away when the server was restarted was not waited for.

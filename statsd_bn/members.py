@@ -38,7 +38,7 @@ class Members:
     def of(cls, numbers: Iterable[int]) -> Self:
         """Returns the set of some numbers, in any order."""
         runs: list[tuple[int, int]] = []
-        for number in sorted(numbers):
+        for number in sorted(set(numbers)):
             first, count = runs[-1] if runs else (-1, 0)
             if runs and number == first + count:
                 runs[-1] = (first, count + 1)

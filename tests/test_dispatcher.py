@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from server.dispatcher import Dispatcher
 from statsd_bn import limits
-from statsd_bn.members import NOBODY
+from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     Aggregate,
     Failure,
@@ -84,20 +84,20 @@ def play() -> Play:
 
 
 def test_a_group_opens_when_all_have_registered_and_everybody_is_told(play):
-    assert {whom: (answer.missing, answer.present) for whom, answer in play.join(1, 3).items()} == {peer(1): (2, (1,))}
-    assert {whom: (answer.missing, answer.present) for whom, answer in play.join(0, 3).items()} == {
-        peer(0): (1, (0, 1))
+    assert {whom: (answer.missing, [*answer.present]) for whom, answer in play.join(1, 3).items()} == {peer(1): (2, [1])}
+    assert {whom: (answer.missing, [*answer.present]) for whom, answer in play.join(0, 3).items()} == {
+        peer(0): (1, [0, 1])
     }
     answers = play.join(2, 3)
     assert set(answers) == {peer(0), peer(1), peer(2)}
-    assert {(answer.missing, answer.present) for answer in answers.values()} == {(0, ())}
+    assert {(answer.missing, answer.present) for answer in answers.values()} == {(0, Members.of(range(3)))}
     assert {(answer.server, answer.epoch) for answer in answers.values()} == {(SERVER, 0)}
     assert {answer.session for answer in answers.values()} == {session_of(member) for member in range(3)}
 
 
 def test_registering_again_asks_again(play):
     play.join(0)
-    assert play.join(0, at=b"new peer")[b"new peer"].present == (0,)
+    assert play.join(0, at=b"new peer")[b"new peer"].present == Members.of([0])
     answers = play.join(1)
     assert set(answers) == {b"new peer", peer(1)}
 
@@ -194,7 +194,7 @@ def test_a_number_that_does_not_fit_the_world_is_refused_and_leaves_nothing_behi
 
 
 def test_members_of_any_number_form_a_group_and_one_more_is_refused(play):
-    assert play.join(7, 2, group="pair")[peer(7)].present == (7,)
+    assert play.join(7, 2, group="pair")[peer(7)].present == Members.of([7])
     assert set(play.join(4, 2, group="pair")) == {peer(4), peer(7)}
     answers = play.join(5, 2, group="pair")
     assert codes(answers) == {peer(5): "world_size"}
@@ -257,14 +257,15 @@ def test_a_later_epoch_replaces_the_group_and_tells_who_waits(play):
     failed = answers.pop(peer(0))
     assert (failed.code, failed.key) == ("refused", key(epoch=1))
     assert "a new run of the group was begun by member 1 (host 2)" in failed.message
-    assert {whom: (answer.epoch, answer.present) for whom, answer in answers.items()} == {b"new": (2, (1,))}
+    assert {whom: (answer.epoch, answer.present) for whom, answer in answers.items()} == {b"new": (2, Members.of([1]))}
     assert play.groups == [("job", "world", 2)]
-    assert codes(play.bring(0, 1.0, key(epoch=1))) == {peer(0): "unknown_session"}
+    assert codes(play.bring(0, 1.0, key(epoch=1))) == {peer(0): "refused"}
 
 
 def test_the_same_sessions_may_begin_the_later_epoch(play):
     play.open(epoch=1)
     play.join(0, epoch=2)
+    assert play.join(0, epoch=2)[peer(0)].missing == 1
     assert set(play.join(1, epoch=2)) == {peer(0), peer(1)}
     play.bring(0, 1.0, key(epoch=2))
     assert play.bring(1, 2.0, key(epoch=2))[peer(0)].values.item() == 3.0
@@ -287,13 +288,15 @@ def test_a_new_run_can_begin_under_the_name_of_a_broken_one(play):
     play.open()
     play.leave(1, "boom")
     new = [b"new-run0", b"new-run1"]
-    assert play.join(1, session=new[1], at=new[1])[new[1]].present == (1,)
+    assert play.join(1, session=new[1], at=new[1])[new[1]].present == Members.of([1])
     assert set(play.join(0, session=new[0], at=new[0])) == set(new)
     play.say(contribution(0, 1.0, session=new[0]), new[0])
     answers = play.say(contribution(1, 2.0, session=new[1]), new[1])
     assert {whom: answer.values.item() for whom, answer in answers.items()} == dict.fromkeys(new, 3.0)
     # The survivor of the broken run is not taken for the new run's member.
-    assert codes(play.bring(0)) == {peer(0): "unknown_session"}
+    for answers in (play.bring(0), play.join(0)):
+        assert codes(answers) == {peer(0): "refused"}
+        assert "a new run of the group was begun by member 1 (place 1)" in answers[peer(0)].message
 
 
 def test_a_new_run_may_have_another_number_of_members(play):
@@ -306,13 +309,15 @@ def test_leaving_before_the_group_is_open_just_frees_the_place(play):
     play.join(0)
     assert play.leave(0) == {}
     play.join(1, session=STRANGER, at=b"one")
-    assert play.join(0)[b"one"].missing == 0
+    assert play.join(0, session=b"a fresh1", at=b"zero")[b"one"].missing == 0
 
 
-def test_who_has_left_is_unknown(play):
+def test_who_has_left_is_told_so(play):
     play.open()
     play.leave(0)
-    assert codes(play.bring(0)) == {peer(0): "unknown_session"}
+    for answers in (play.bring(0), play.join(0)):
+        assert codes(answers) == {peer(0): "refused"}
+        assert "expected a new one, this one has left" in answers[peer(0)].message
     assert play.leave(0) == {}
 
 
@@ -322,7 +327,7 @@ def test_the_last_one_out_removes_the_group(play):
     assert play.groups == [("job", "world", 0)]
     play.leave(1)
     assert play.groups == []
-    assert play.join(0)[peer(0)].present == (0,)
+    assert play.join(0, session=STRANGER)[peer(0)].present == Members.of([0])
 
 
 def test_an_unknown_session_is_told_for_its_round(play):
@@ -405,9 +410,10 @@ def test_a_status_report_says_what_the_server_is_doing(play):
                 "group": "world",
                 "epoch": 0,
                 "world_size": 2,
+                "min_members": 0,
                 "members": [
-                    {"member": 0, "place": "host 1", "step": 0, "replicas": 2},
-                    {"member": 1, "place": "host 1", "step": 0, "replicas": 0},
+                    {"member": 0, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 2},
+                    {"member": 1, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 0},
                 ],
                 "missing": 0,
                 "lost": "",

@@ -53,6 +53,9 @@ class FakeBeacon:
         except queue.Empty:
             return False
 
+    def received(self):
+        return []
+
     def wake(self):
         self.events.put("woken")
 

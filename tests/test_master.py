@@ -359,7 +359,7 @@ def test_a_round_past_its_deadline_fails_and_names_who_did_not_arrive():
     assert set(failures) == everyone(0, 2)
     for failure_ in failures.values():
         assert (failure_.code, failure_.key) == ("timeout", KEY)
-        assert "members [1] did not arrive within 10 s; members [0, 2] are waiting" in failure_.message
+        assert "member 1 (place 1) did not arrive within 10 s; members [0, 2] are waiting" in failure_.message
         assert (failure_.fields["missing"], failure_.fields["waiting"]) == ([1], [0, 2])
     assert group.master.expire(16.0) == []
     assert told(group.bring(1))[peer(1)].code == "timeout"
@@ -443,7 +443,7 @@ def test_break_all_gives_each_round_its_own_reason():
     group = Group(2)
     group.bring(0)
     group.bring(1, key=key("other"))
-    failures = told(group.master.break_all(lambda round_: StatsdBNError(f"no {round_.key.layer}")))
+    failures = told(group.master.break_all(lambda key: StatsdBNError(f"no {key.layer}")))
     assert {whom: failure.message for whom, failure in failures.items()} == {peer(0): "no bn", peer(1): "no other"}
 
 
@@ -463,7 +463,8 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
         "group": "world",
         "epoch": 0,
         "world_size": 2,
-        "members": [{"member": 1, "place": "place 1", "step": 0, "replicas": 0}],
+        "min_members": 0,
+        "members": [{"member": 1, "place": "place 1", "stand": "takes_part", "step": 0, "replicas": 0}],
         "missing": 1,
         "lost": "",
         "rounds_done": 0,

@@ -213,8 +213,8 @@ def test_trailing_bytes_are_refused(frame):
 def test_padding_that_is_not_zero_is_refused():
     header = [3, b"session0", *KEY_FIELDS, 0, [3, 0], 1, 2]
     values = bytes(32)
-    assert decode(hand_built(header, values, padding=bytes(4))).rows.counts == (3, 0)
-    for padding in (b"\0\0\0\1", b"\1\0\0\0", bytes(3), b"", bytes(5), bytes(12)):
+    assert decode(hand_built(header, values, padding=bytes(5))).rows.counts == (3, 0)
+    for padding in (b"\0\0\0\0\1", b"\1\0\0\0\0", bytes(4), b"", bytes(6), bytes(13)):
         with pytest.raises(ProtocolError, match="zero padding"):
             decode(hand_built(header, values, padding=padding))
 
