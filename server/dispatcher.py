@@ -137,6 +137,7 @@ class Dispatcher:
                 replies = self._register(now, message, peer)
                 self._liveness.begin(now, message.session, peer)
             case Result():
+                self._liveness.hear(now, message.session, peer)
                 replies = self._recall(now, message, peer)
             case Leave():
                 replies = self._leave(now, message)

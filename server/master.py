@@ -106,7 +106,7 @@ class SyncMaster:
         slave.peer = peer
         if key in self._kept:
             return self._answer_again(self._kept[key], slave, rows, peer)
-        if self.membership.recovery:
+        if self.membership.recovery and not self.membership.lost:
             return self._defer(slave, contribution, peer)
         try:
             round_ = self._open.get(key) or self._begin(now, slave, key)

@@ -13,6 +13,7 @@ from statsd_bn.messages import (
     Failure,
     Leave,
     Message,
+    Pending,
     Registered,
     RoundKey,
     Rows,
@@ -84,7 +85,9 @@ def play() -> Play:
 
 
 def test_a_group_opens_when_all_have_registered_and_everybody_is_told(play):
-    assert {whom: (answer.missing, [*answer.present]) for whom, answer in play.join(1, 3).items()} == {peer(1): (2, [1])}
+    assert {whom: (answer.missing, [*answer.present]) for whom, answer in play.join(1, 3).items()} == {
+        peer(1): (2, [1])
+    }
     assert {whom: (answer.missing, [*answer.present]) for whom, answer in play.join(0, 3).items()} == {
         peer(0): (1, [0, 1])
     }
@@ -534,7 +537,7 @@ def test_whatever_comes_in_never_raises_and_every_answer_is_sound(received):
     for at, frame in received:
         for whom, answer in play.dispatcher.receive(play.now, at, frame):
             assert isinstance(whom, bytes)
-            assert isinstance(decode(answer), (Registered, Aggregate, Failure, Status))
+            assert isinstance(decode(answer), (Registered, Aggregate, Failure, Status, Pending))
         play.now += 200.0
         for _, answer in play.dispatcher.tick(play.now):
             decode(answer)
