@@ -132,7 +132,7 @@ class SyncMaster:
             return [(peer, failure(error, key))]
         self.membership.recall(slave, key)
         if kept := self._kept.get(key):
-            return self._compare(kept, slave, aggregate)
+            return self._compare(kept, slave, aggregate) + self._settle(now)
         if self.membership.recovery:
             round_ = Round(key, (), now, 0.0)
             round_.end(aggregate)
