@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server import dispatcher
 from server.dispatcher import Dispatcher
 from statsd_bn import limits
 from statsd_bn.members import NOBODY, Members
@@ -15,6 +16,7 @@ from statsd_bn.messages import (
     Message,
     Pending,
     Registered,
+    Result,
     RoundKey,
     Rows,
     Status,
@@ -324,6 +326,48 @@ def test_who_has_left_is_told_so(play):
     assert play.leave(0) == {}
 
 
+def test_who_was_lost_is_told_so_when_it_registers_again_though_the_group_is_gone(play):
+    play.open()
+    for _ in range(8):
+        play.now += limits.SILENCE_SECONDS / 7
+        play.dispatcher.tick(play.now)
+    assert play.groups == []
+    for answers in (play.join(0), play.bring(0)):
+        assert codes(answers) == {peer(0): "replica_lost"}
+        assert answers[peer(0)].fields["member"] == 0
+
+
+def test_a_replaced_session_is_refused_at_its_old_epoch_and_taken_in_at_a_later_one(play):
+    play.open(epoch=1)
+    play.leave(1, "boom")
+    play.join(1, epoch=1, session=STRANGER, at=b"new")
+    assert codes(play.join(0, epoch=1)) == {peer(0): "refused"}
+    assert play.join(0, epoch=2)[peer(0)].missing == 1
+    assert play.join(0, epoch=2)[peer(0)].missing == 1
+
+
+def test_only_so_many_ended_sessions_are_remembered(play, monkeypatch):
+    monkeypatch.setattr(dispatcher, "REMEMBERED_SESSIONS", 2)
+    for number in range(3):
+        play.join(0, session=b"session%d" % number)
+        play.say(Leave(b"session%d" % number, ""), peer(0))
+    found = [play.bring(0, session=b"session%d" % number)[peer(0)].code for number in range(3)]
+    assert found == ["unknown_session", "refused", "refused"]
+
+
+def test_what_an_unknown_session_was_given_is_asked_for_from_the_beginning(play):
+    result = Result(STRANGER, Aggregate(KEY, 1, 1, Members.of([0]), np.zeros((1, 1))))
+    answers = play.say(result, b"who")
+    assert codes(answers) == {b"who": "unknown_session"}
+    assert answers[b"who"].fields == {"session": STRANGER.hex()}
+
+
+def test_nobody_is_told_of_a_step_that_no_message_can_name(play):
+    """A stranger may claim to be in the last step there is."""
+    play.join(0, 1, min_members=1, step=limits.MAX_COUNTER)
+    assert play.join(1, 1, min_members=1)[peer(1)].first_step == limits.MAX_COUNTER
+
+
 def test_the_last_one_out_removes_the_group(play):
     play.open()
     play.leave(0)
@@ -393,6 +437,15 @@ def test_stop_tells_who_waits_in_every_job(play):
     answers = read(play.dispatcher.stop())
     assert codes(answers) == dict.fromkeys([b"left 1", b"right 1"], "master_stopped")
     assert play.dispatcher.stop() == []
+
+
+def test_stop_tells_who_waits_for_a_group_to_open(play):
+    play.join(0, 3)
+    play.join(2, 3)
+    answers = read(play.dispatcher.stop())
+    assert codes(answers) == dict.fromkeys([peer(0), peer(2)], "master_stopped")
+    told = answers[peer(0)]
+    assert (told.key, told.message) == (None, "the master stopped before job 'job', group 'world' was open")
 
 
 def test_a_status_report_says_what_the_server_is_doing(play):

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from server import service
@@ -10,12 +11,13 @@ from server.dispatcher import Dispatcher
 from server.liveness import RECONNECT_SECONDS
 from statsd_bn import limits
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import NO_SERVER, Failure, Heartbeat, Leave, Message, Registered
+from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Heartbeat, Leave, Message, Registered, Result
 from statsd_bn.wire import decode, encode
 from strategies import KEY, contribution, key, register, session_of
 
 STRANGER = b"stranger"
 SILENCE = limits.SILENCE_SECONDS
+RESULT = Result(session_of(2), Aggregate(KEY, 1, 1, Members.of([2]), np.ones((1, 1))))
 
 Answers = list[tuple[bytes, Message]]
 
@@ -110,8 +112,9 @@ def test_a_member_has_all_of_its_time(clock):
         lambda clock: clock.bring(2),
         lambda clock: clock.bring(2, key(epoch=7)),
         lambda clock: clock.say(register(2, 3), peer(2)),
+        lambda clock: clock.say(RESULT, peer(2)),
     ],
-    ids=["heartbeat", "contribution", "a refused contribution", "registration"],
+    ids=["heartbeat", "contribution", "a refused contribution", "registration", "result"],
 )
 def test_whatever_a_member_says_is_a_sign_of_life(clock, sign):
     clock.open()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server import master
 from server.master import Reply, SyncMaster
 from server.rounds import FutureResult, Round, State, failure
 from statsd_bn import limits
@@ -425,6 +426,28 @@ def test_a_group_has_no_more_open_rounds_than_the_limit():
     assert failures[peer(0)].fields == {"limit": limits.MAX_OPEN_ROUNDS, "what": "open rounds"}
     the_aggregate(group.bring(1, key=key(call=0)), 0, 1)
     assert group.bring(0, key=beyond) == []
+
+
+def test_a_late_copy_of_a_contribution_begins_no_round_that_is_over():
+    group = Group(2)
+    for step in range(limits.KEPT_ROUNDS + 1):
+        group.bring(0, key=key(step=step))
+        group.bring(1, key=key(step=step))
+    ((_, kept),) = group.bring(0, key=key(step=1))
+    assert isinstance(decode(kept), Aggregate)
+    late = told(group.bring(0, key=key(step=0)))[peer(0)]
+    assert (late.code, late.key) == ("round_failed", key(step=0))
+    assert "it ended long ago, and its answer is no longer kept" in late.message
+    assert list(group.master.open_rounds) == []
+
+
+def test_only_so_many_rounds_that_are_over_are_remembered(monkeypatch):
+    monkeypatch.setattr(master, "REMEMBERED_ROUNDS", 2)
+    group = Group(1)
+    for step in range(limits.KEPT_ROUNDS + 4):
+        group.bring(0, key=key(step=step))
+    answers = [decode(frame) for step in (3, 2, 1) for _, frame in group.bring(0, key=key(step=step))]
+    assert [type(answer) for answer in answers] == [Failure, Failure, Aggregate]
 
 
 def test_stop_tells_who_waits():

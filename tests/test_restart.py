@@ -19,7 +19,7 @@ from server.dispatcher import Dispatcher
 from statsd_bn import limits
 from statsd_bn.errors import RegistrationRefused, ReplicaLost
 from statsd_bn.members import Members
-from statsd_bn.messages import BACKWARD, Aggregate, Failure, Pending, Result, Rows
+from statsd_bn.messages import BACKWARD, Aggregate, Failure, Pending, Registered, Result, Rows
 from statsd_bn.wire import decode, encode
 
 # A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.
@@ -183,7 +183,7 @@ def test_what_comes_before_all_are_back_is_answered_when_they_are():
     assert "waiting for members [2] to come back to a restarted server" in pending.message
     world.say(third, *third.introduction())
     for session in world.members:
-        (registered,) = world.read(session)[-1:]
+        *_, registered = (answer for answer in world.read(session) if isinstance(answer, Registered))
         assert (registered.missing, registered.server) == (0, b"server-1")
     world.say(third, third.contribution(key, rows_of(2)))
     assert len({world.take(session, key) for session in world.members}) == 1
@@ -196,10 +196,13 @@ def test_a_contribution_that_was_deferred_is_forgotten_with_its_member():
     first, second, _ = world.members
     world.say(first, *first.introduction())
     world.say(second, *second.introduction())
-    world.say(first, first.contribution(first.forward_key("bn2"), rows_of(0)))
-    world.read(first)
+    for number, session in enumerate((first, second)):
+        world.say(session, session.contribution(session.forward_key("bn2"), rows_of(number)))
+        world.read(session)
     world.say(first, first.leave("boom"))
     assert world.read(first) == []
+    (lost,) = world.read(second)
+    assert (lost.code, lost.fields["member"], lost.fields["cause"]) == ("replica_lost", 0, "boom")
 
 
 def test_only_the_latest_results_are_told_and_in_order():
