@@ -56,6 +56,14 @@ class Seat:
     slave: Slave
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a session is told that has no seat any more; in a later epoch it may have one again."""
+
+    error: StatsdBNError
+    epoch: int
+
+
 class Dispatcher:
     """All groups of all jobs.
 
@@ -70,7 +78,7 @@ class Dispatcher:
         self._masters: dict[tuple[str, str], SyncMaster] = {}
         self._seats: dict[bytes, Seat] = {}
         self._liveness = Liveness(started)
-        self._ended: dict[bytes, StatsdBNError] = {}
+        self._ended: dict[bytes, Ended] = {}
         # Nobody has the session of zero bytes, so nobody takes it for an answer.
         self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
         self.received = 0
@@ -130,6 +138,7 @@ class Dispatcher:
                 replies = self._register(now, message, peer)
                 self._liveness.begin(now, message.session, peer)
             case Result():
+                self._liveness.hear(now, message.session, peer)
                 replies = self._recall(now, message, peer)
             case Leave():
                 replies = self._leave(now, message)
@@ -176,12 +185,14 @@ class Dispatcher:
 
     def _stranger(self, session: bytes) -> StatsdBNError:
         """Returns what somebody is told who has no seat: why it has none any more, or that it is unknown."""
-        return self._ended.get(session) or unknown(session)
+        ended = self._ended.get(session)
+        return ended.error if ended else unknown(session)
 
     def _register(self, now: float, register: Register, peer: bytes) -> list[Reply]:
         name = (register.job, register.group)
-        if ended := self._ended.get(register.session):
-            raise ended
+        ended = self._ended.get(register.session)
+        if ended and register.epoch <= ended.epoch:
+            raise ended.error
         self._check_session(register)
         self._check_world(register)
         master = self._masters.get(name)
@@ -219,6 +230,7 @@ class Dispatcher:
         if seat is None or seat.slave is not slave:
             slave.since = now
         self._seats[register.session] = Seat(master, slave)
+        self._ended.pop(register.session, None)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
         if master.membership.is_open and not was_open:
@@ -275,7 +287,7 @@ class Dispatcher:
         master = self._masters.pop(name)
         for session in [session for session, seat in self._seats.items() if seat.master is master]:
             self._forget(session)
-            self._remember(session, lost)
+            self._remember(session, master.epoch, lost)
         return master.break_all(lambda _: lost)
 
     def _leave(self, now: float, leave: Leave) -> list[Reply]:
@@ -288,7 +300,8 @@ class Dispatcher:
     def _take_out(self, now: float, session: bytes, seat: Seat, cause: str) -> list[Reply]:
         """Ends what a member began that says goodbye."""
         _, replies = seat.master.remove_slave(now, seat.slave, cause)
-        self._remember(session, RegistrationRefused(f"session {session.hex()}: expected a new one, this one has left"))
+        left = RegistrationRefused(f"session {session.hex()}: expected a new one, this one has left")
+        self._remember(session, seat.master.epoch, left)
         return self._end_if_empty(seat.master, replies)
 
     def _lose(self, now: float, session: bytes, cause: str) -> list[Reply]:
@@ -298,11 +311,11 @@ class Dispatcher:
         self._log_end(seat, f"is lost: {cause}")
         loss, replies = seat.master.banish_slave(now, seat.slave, cause)
         if loss:
-            self._remember(session, loss)
+            self._remember(session, seat.master.epoch, loss)
         return self._end_if_empty(seat.master, replies)
 
-    def _remember(self, session: bytes, error: StatsdBNError) -> None:
-        self._ended[session] = error
+    def _remember(self, session: bytes, epoch: int, error: StatsdBNError) -> None:
+        self._ended[session] = Ended(error, epoch)
         if len(self._ended) > REMEMBERED_SESSIONS:
             del self._ended[next(iter(self._ended))]
 

@@ -106,7 +106,7 @@ class SyncMaster:
         slave.peer = peer
         if key in self._kept:
             return self._answer_again(self._kept[key], slave, rows, peer)
-        if self.membership.recovery:
+        if self.membership.recovery and not self.membership.lost:
             return self._defer(slave, contribution, peer)
         try:
             round_ = self._open.get(key) or self._begin(now, slave, key)
@@ -132,7 +132,7 @@ class SyncMaster:
             return [(peer, failure(error, key))]
         self.membership.recall(slave, key)
         if kept := self._kept.get(key):
-            return self._compare(kept, slave, aggregate)
+            return self._compare(kept, slave, aggregate) + self._settle(now)
         if self.membership.recovery:
             round_ = Round(key, (), now, 0.0)
             round_.end(aggregate)

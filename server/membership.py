@@ -10,6 +10,7 @@ A member may be away for a while, because its data has ended, and takes part aga
 from dataclasses import dataclass, field
 
 from server.recovery import Recovery
+from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import Members
 from statsd_bn.messages import WORLD, Register, RoundKey, Stand
@@ -205,7 +206,7 @@ class Membership:
             register.place,
             peer,
             register.step,
-            self.latest_step + 1 if joins else register.first_step,
+            self._next_step if joins else register.first_step,
             Stand(register.stand),
             register.has_past,
             register.results if self.recovery else 0,
@@ -237,7 +238,7 @@ class Membership:
         begun = max((slave.first_step for slave in self.slaves.values() if slave.stand is Stand.TAKES_PART), default=0)
         for slave in self.slaves.values():
             if self.is_elastic and not slave.has_past:
-                slave.first_step = self.latest_step + 1
+                slave.first_step = self._next_step
             elif slave.stand is Stand.BACK and slave.first_step < begun:
                 slave.first_step, slave.stand = begun, Stand.TAKES_PART
 
@@ -246,7 +247,7 @@ class Membership:
         if not slaves or sum(slave.stand is Stand.BACK for slave in slaves) < self._size:
             return False
         for slave in slaves:
-            slave.first_step, slave.stand = self.latest_step + 1, Stand.TAKES_PART
+            slave.first_step, slave.stand = self._next_step, Stand.TAKES_PART
         return True
 
     def _take_out(self, slave: Slave, reason: str, cause: str) -> ReplicaLost | None:
@@ -277,13 +278,13 @@ class Membership:
         if register.world_size != self.world_size:
             raise self._mismatch(
                 register,
-                f"expected world_size {self.world_size}, as members {list(self.slaves)} have it, "
+                f"expected world_size {self.world_size}, as members {list(self.present)} have it, "
                 f"got {register.world_size}",
                 register.world_size,
             )
         if register.min_members != self.min_members:
             raise RegistrationRefused(
-                f"{self._name}: expected policy {_policy(self.min_members)}, as members {list(self.slaves)} have it, "
+                f"{self._name}: expected policy {_policy(self.min_members)}, as members {list(self.present)} have it, "
                 f"got {_policy(register.min_members)} from member {register.member} ({register.place})"
             )
 
@@ -323,7 +324,7 @@ class Membership:
         if self.group == WORLD and not self.is_elastic and number >= self.world_size:
             raise self._mismatch(
                 register,
-                f"expected a number in [0, {self.world_size}), as members {list(self.slaves)} have it, got {number}",
+                f"expected a number in [0, {self.world_size}), as members {list(self.present)} have it, got {number}",
                 number + 1,
             )
         # One that was away when the server was restarted was not waited for.
@@ -355,6 +356,12 @@ class Membership:
             expected=self.world_size,
             got=got,
         )
+
+    @property
+    def _next_step(self) -> int:
+        """The first step that nobody has begun."""
+        # A stranger may claim to be in the last step there is.
+        return min(self.latest_step + 1, limits.MAX_COUNTER)
 
     @property
     def _size(self) -> int:

@@ -40,7 +40,7 @@ class Members:
     @classmethod
     def of(cls, numbers: Iterable[int]) -> Self:
         """Returns the set of some numbers, in any order."""
-        return cls(_runs(tuple(sorted(numbers))))
+        return cls(_runs(tuple(sorted(set(numbers)))))
 
     def __iter__(self) -> Iterator[int]:
         return (number for first, count in self.runs for number in range(first, first + count))

@@ -5,10 +5,9 @@ Each message checks itself when it is built, so one that exists is sound, whethe
 """
 
 import reprlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
-from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar, get_args
 
@@ -423,12 +422,13 @@ def missing_members(group: str, size: int, present: Members, missing: int) -> st
 
 def values_of(message: Any) -> list[Any]:
     """Returns a message's field values in wire order."""
-    kind: Hashable = type(message)
-    return list(_getter(kind)(message))
+    return list(_VALUES_OF[type(message)](message))
 
 
-@cache
-def _getter(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+def _getter(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
     names = [field.name for field in fields(kind)]
     # One name would give the bare value.
     return attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)
+
+
+_VALUES_OF = {kind: _getter(kind) for kind in (RoundKey, *BY_TYPE.values())}

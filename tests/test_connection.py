@@ -209,7 +209,7 @@ def test_a_member_that_does_not_arrive_is_named_at_the_deadline():
 
     (late, _), _ = in_threads([lambda: run_members(2, first, master), clock])
     assert isinstance(late, RoundTimeout)
-    assert "members [1] did not arrive within 20 s; members [0] are waiting" in str(late)
+    assert "member 1 (thread 1) did not arrive within 20 s; members [0] are waiting" in str(late)
     assert (late.fields["layer"], late.fields["missing"], late.fields["waiting"]) == ("layer1.0.bn2", [1], [0])
 
 

@@ -5,15 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server import dispatcher
 from server.dispatcher import Dispatcher
 from statsd_bn import limits
-from statsd_bn.members import NOBODY
+from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     Aggregate,
     Failure,
     Leave,
     Message,
+    Pending,
     Registered,
+    Result,
     RoundKey,
     Rows,
     Status,
@@ -84,20 +87,22 @@ def play() -> Play:
 
 
 def test_a_group_opens_when_all_have_registered_and_everybody_is_told(play):
-    assert {whom: (answer.missing, answer.present) for whom, answer in play.join(1, 3).items()} == {peer(1): (2, (1,))}
-    assert {whom: (answer.missing, answer.present) for whom, answer in play.join(0, 3).items()} == {
-        peer(0): (1, (0, 1))
+    assert {whom: (answer.missing, [*answer.present]) for whom, answer in play.join(1, 3).items()} == {
+        peer(1): (2, [1])
+    }
+    assert {whom: (answer.missing, [*answer.present]) for whom, answer in play.join(0, 3).items()} == {
+        peer(0): (1, [0, 1])
     }
     answers = play.join(2, 3)
     assert set(answers) == {peer(0), peer(1), peer(2)}
-    assert {(answer.missing, answer.present) for answer in answers.values()} == {(0, ())}
+    assert {(answer.missing, answer.present) for answer in answers.values()} == {(0, Members.of(range(3)))}
     assert {(answer.server, answer.epoch) for answer in answers.values()} == {(SERVER, 0)}
     assert {answer.session for answer in answers.values()} == {session_of(member) for member in range(3)}
 
 
 def test_registering_again_asks_again(play):
     play.join(0)
-    assert play.join(0, at=b"new peer")[b"new peer"].present == (0,)
+    assert play.join(0, at=b"new peer")[b"new peer"].present == Members.of([0])
     answers = play.join(1)
     assert set(answers) == {b"new peer", peer(1)}
 
@@ -194,7 +199,7 @@ def test_a_number_that_does_not_fit_the_world_is_refused_and_leaves_nothing_behi
 
 
 def test_members_of_any_number_form_a_group_and_one_more_is_refused(play):
-    assert play.join(7, 2, group="pair")[peer(7)].present == (7,)
+    assert play.join(7, 2, group="pair")[peer(7)].present == Members.of([7])
     assert set(play.join(4, 2, group="pair")) == {peer(4), peer(7)}
     answers = play.join(5, 2, group="pair")
     assert codes(answers) == {peer(5): "world_size"}
@@ -257,14 +262,15 @@ def test_a_later_epoch_replaces_the_group_and_tells_who_waits(play):
     failed = answers.pop(peer(0))
     assert (failed.code, failed.key) == ("refused", key(epoch=1))
     assert "a new run of the group was begun by member 1 (host 2)" in failed.message
-    assert {whom: (answer.epoch, answer.present) for whom, answer in answers.items()} == {b"new": (2, (1,))}
+    assert {whom: (answer.epoch, answer.present) for whom, answer in answers.items()} == {b"new": (2, Members.of([1]))}
     assert play.groups == [("job", "world", 2)]
-    assert codes(play.bring(0, 1.0, key(epoch=1))) == {peer(0): "unknown_session"}
+    assert codes(play.bring(0, 1.0, key(epoch=1))) == {peer(0): "refused"}
 
 
 def test_the_same_sessions_may_begin_the_later_epoch(play):
     play.open(epoch=1)
     play.join(0, epoch=2)
+    assert play.join(0, epoch=2)[peer(0)].missing == 1
     assert set(play.join(1, epoch=2)) == {peer(0), peer(1)}
     play.bring(0, 1.0, key(epoch=2))
     assert play.bring(1, 2.0, key(epoch=2))[peer(0)].values.item() == 3.0
@@ -287,13 +293,15 @@ def test_a_new_run_can_begin_under_the_name_of_a_broken_one(play):
     play.open()
     play.leave(1, "boom")
     new = [b"new-run0", b"new-run1"]
-    assert play.join(1, session=new[1], at=new[1])[new[1]].present == (1,)
+    assert play.join(1, session=new[1], at=new[1])[new[1]].present == Members.of([1])
     assert set(play.join(0, session=new[0], at=new[0])) == set(new)
     play.say(contribution(0, 1.0, session=new[0]), new[0])
     answers = play.say(contribution(1, 2.0, session=new[1]), new[1])
     assert {whom: answer.values.item() for whom, answer in answers.items()} == dict.fromkeys(new, 3.0)
     # The survivor of the broken run is not taken for the new run's member.
-    assert codes(play.bring(0)) == {peer(0): "unknown_session"}
+    for answers in (play.bring(0), play.join(0)):
+        assert codes(answers) == {peer(0): "refused"}
+        assert "a new run of the group was begun by member 1 (place 1)" in answers[peer(0)].message
 
 
 def test_a_new_run_may_have_another_number_of_members(play):
@@ -306,14 +314,58 @@ def test_leaving_before_the_group_is_open_just_frees_the_place(play):
     play.join(0)
     assert play.leave(0) == {}
     play.join(1, session=STRANGER, at=b"one")
-    assert play.join(0)[b"one"].missing == 0
+    assert play.join(0, session=b"a fresh1", at=b"zero")[b"one"].missing == 0
 
 
-def test_who_has_left_is_unknown(play):
+def test_who_has_left_is_told_so(play):
     play.open()
     play.leave(0)
-    assert codes(play.bring(0)) == {peer(0): "unknown_session"}
+    for answers in (play.bring(0), play.join(0)):
+        assert codes(answers) == {peer(0): "refused"}
+        assert "expected a new one, this one has left" in answers[peer(0)].message
     assert play.leave(0) == {}
+
+
+def test_who_was_lost_is_told_so_when_it_registers_again_though_the_group_is_gone(play):
+    play.open()
+    for _ in range(8):
+        play.now += limits.SILENCE_SECONDS / 7
+        play.dispatcher.tick(play.now)
+    assert play.groups == []
+    for answers in (play.join(0), play.bring(0)):
+        assert codes(answers) == {peer(0): "replica_lost"}
+        assert answers[peer(0)].fields["member"] == 0
+
+
+def test_a_replaced_session_is_refused_at_its_old_epoch_and_taken_in_at_a_later_one(play):
+    play.open(epoch=1)
+    play.leave(1, "boom")
+    play.join(1, epoch=1, session=STRANGER, at=b"new")
+    assert codes(play.join(0, epoch=1)) == {peer(0): "refused"}
+    assert play.join(0, epoch=2)[peer(0)].missing == 1
+    assert play.join(0, epoch=2)[peer(0)].missing == 1
+
+
+def test_only_so_many_ended_sessions_are_remembered(play, monkeypatch):
+    monkeypatch.setattr(dispatcher, "REMEMBERED_SESSIONS", 2)
+    for number in range(3):
+        play.join(0, session=b"session%d" % number)
+        play.say(Leave(b"session%d" % number, ""), peer(0))
+    found = [play.bring(0, session=b"session%d" % number)[peer(0)].code for number in range(3)]
+    assert found == ["unknown_session", "refused", "refused"]
+
+
+def test_what_an_unknown_session_was_given_is_asked_for_from_the_beginning(play):
+    result = Result(STRANGER, Aggregate(KEY, 1, 1, Members.of([0]), np.zeros((1, 1))))
+    answers = play.say(result, b"who")
+    assert codes(answers) == {b"who": "unknown_session"}
+    assert answers[b"who"].fields == {"session": STRANGER.hex()}
+
+
+def test_nobody_is_told_of_a_step_that_no_message_can_name(play):
+    """A stranger may claim to be in the last step there is."""
+    play.join(0, 1, min_members=1, step=limits.MAX_COUNTER)
+    assert play.join(1, 1, min_members=1)[peer(1)].first_step == limits.MAX_COUNTER
 
 
 def test_the_last_one_out_removes_the_group(play):
@@ -322,7 +374,7 @@ def test_the_last_one_out_removes_the_group(play):
     assert play.groups == [("job", "world", 0)]
     play.leave(1)
     assert play.groups == []
-    assert play.join(0)[peer(0)].present == (0,)
+    assert play.join(0, session=STRANGER)[peer(0)].present == Members.of([0])
 
 
 def test_an_unknown_session_is_told_for_its_round(play):
@@ -387,6 +439,15 @@ def test_stop_tells_who_waits_in_every_job(play):
     assert play.dispatcher.stop() == []
 
 
+def test_stop_tells_who_waits_for_a_group_to_open(play):
+    play.join(0, 3)
+    play.join(2, 3)
+    answers = read(play.dispatcher.stop())
+    assert codes(answers) == dict.fromkeys([peer(0), peer(2)], "master_stopped")
+    told = answers[peer(0)]
+    assert (told.key, told.message) == (None, "the master stopped before job 'job', group 'world' was open")
+
+
 def test_a_status_report_says_what_the_server_is_doing(play):
     play.open(place="host 1")
     play.bring(0, rows(1.0, 2.0))
@@ -405,9 +466,10 @@ def test_a_status_report_says_what_the_server_is_doing(play):
                 "group": "world",
                 "epoch": 0,
                 "world_size": 2,
+                "min_members": 0,
                 "members": [
-                    {"member": 0, "place": "host 1", "step": 0, "replicas": 2},
-                    {"member": 1, "place": "host 1", "step": 0, "replicas": 0},
+                    {"member": 0, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 2},
+                    {"member": 1, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 0},
                 ],
                 "missing": 0,
                 "lost": "",
@@ -528,7 +590,7 @@ def test_whatever_comes_in_never_raises_and_every_answer_is_sound(received):
     for at, frame in received:
         for whom, answer in play.dispatcher.receive(play.now, at, frame):
             assert isinstance(whom, bytes)
-            assert isinstance(decode(answer), (Registered, Aggregate, Failure, Status))
+            assert isinstance(decode(answer), (Registered, Aggregate, Failure, Status, Pending))
         play.now += 200.0
         for _, answer in play.dispatcher.tick(play.now):
             decode(answer)

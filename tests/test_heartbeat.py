@@ -53,6 +53,9 @@ class FakeBeacon:
         except queue.Empty:
             return False
 
+    def received(self):
+        return []
+
     def wake(self):
         self.events.put("woken")
 
@@ -210,7 +213,14 @@ def test_answers_and_probes_do_not_pile_up_at_a_beacon(context, tmp_path):
         for _ in range(100):
             router.send_multipart([peer, b"probe"])
         wait_until(lambda: bool(beacon._socket.poll(10)))
-        wait_until(lambda: not (beacon.wait(0.1) or beacon._socket.poll(50)))
+        read: list[bytes] = []
+
+        def nothing_comes_any_more():
+            read.extend(beacon.received())
+            return not (beacon.wait(0.1) or beacon._socket.poll(50))
+
+        wait_until(nothing_comes_any_more)
+        assert read == [b"probe"] * 100
     beacon.close()
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server import master
 from server.master import Reply, SyncMaster
 from server.rounds import FutureResult, Round, State, failure
 from statsd_bn import limits
@@ -359,7 +360,7 @@ def test_a_round_past_its_deadline_fails_and_names_who_did_not_arrive():
     assert set(failures) == everyone(0, 2)
     for failure_ in failures.values():
         assert (failure_.code, failure_.key) == ("timeout", KEY)
-        assert "members [1] did not arrive within 10 s; members [0, 2] are waiting" in failure_.message
+        assert "member 1 (place 1) did not arrive within 10 s; members [0, 2] are waiting" in failure_.message
         assert (failure_.fields["missing"], failure_.fields["waiting"]) == ([1], [0, 2])
     assert group.master.expire(16.0) == []
     assert told(group.bring(1))[peer(1)].code == "timeout"
@@ -427,6 +428,28 @@ def test_a_group_has_no_more_open_rounds_than_the_limit():
     assert group.bring(0, key=beyond) == []
 
 
+def test_a_late_copy_of_a_contribution_begins_no_round_that_is_over():
+    group = Group(2)
+    for step in range(limits.KEPT_ROUNDS + 1):
+        group.bring(0, key=key(step=step))
+        group.bring(1, key=key(step=step))
+    ((_, kept),) = group.bring(0, key=key(step=1))
+    assert isinstance(decode(kept), Aggregate)
+    late = told(group.bring(0, key=key(step=0)))[peer(0)]
+    assert (late.code, late.key) == ("round_failed", key(step=0))
+    assert "it ended long ago, and its answer is no longer kept" in late.message
+    assert list(group.master.open_rounds) == []
+
+
+def test_only_so_many_rounds_that_are_over_are_remembered(monkeypatch):
+    monkeypatch.setattr(master, "REMEMBERED_ROUNDS", 2)
+    group = Group(1)
+    for step in range(limits.KEPT_ROUNDS + 4):
+        group.bring(0, key=key(step=step))
+    answers = [decode(frame) for step in (3, 2, 1) for _, frame in group.bring(0, key=key(step=step))]
+    assert [type(answer) for answer in answers] == [Failure, Failure, Aggregate]
+
+
 def test_stop_tells_who_waits():
     group = Group(3)
     group.bring(0)
@@ -443,7 +466,7 @@ def test_break_all_gives_each_round_its_own_reason():
     group = Group(2)
     group.bring(0)
     group.bring(1, key=key("other"))
-    failures = told(group.master.break_all(lambda round_: StatsdBNError(f"no {round_.key.layer}")))
+    failures = told(group.master.break_all(lambda key: StatsdBNError(f"no {key.layer}")))
     assert {whom: failure.message for whom, failure in failures.items()} == {peer(0): "no bn", peer(1): "no other"}
 
 
@@ -463,7 +486,8 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
         "group": "world",
         "epoch": 0,
         "world_size": 2,
-        "members": [{"member": 1, "place": "place 1", "step": 0, "replicas": 0}],
+        "min_members": 0,
+        "members": [{"member": 1, "place": "place 1", "stand": "takes_part", "step": 0, "replicas": 0}],
         "missing": 1,
         "lost": "",
         "rounds_done": 0,

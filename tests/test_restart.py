@@ -5,19 +5,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import restart_programs
-from client.groups import Group
 from client.session import Member, Session
 from memory_members import SERVER, MemoryMaster
 from memory_members import run_members as run_in_memory
 from server.dispatcher import Dispatcher
-from statsd_bn.errors import RegistrationRefused, UnknownSession
-from statsd_bn.messages import BACKWARD, Aggregate, Pending, Rows
-from statsd_bn.wire import decode
+from statsd_bn import limits
+from statsd_bn.errors import RegistrationRefused, ReplicaLost
+from statsd_bn.members import Members
+from statsd_bn.messages import BACKWARD, Aggregate, Failure, Pending, Registered, Result, Rows
+from statsd_bn.wire import decode, encode
 
 # A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.
 STEPS = 150
@@ -77,90 +80,253 @@ N = 3
 
 
 class World:
-    """Members that speak with a master, which may forget everything."""
+    """Members that speak with a master, which may forget everything; each reads its answers when it likes."""
 
-    def __init__(self):
+    def __init__(self, group="world", n=N):
         self.members = [
-            Session(bytes([number]) * 8, Member("job", "world", 0, number, N, 60.0, f"place {number}"))
-            for number in range(N)
+            Session(bytes([number]) * 8, Member("job", group, 0, number, n, 60.0, f"place {number}"))
+            for number in range(n)
         ]
+        self.now = 0.0
         self.restart(b"server-0")
         for session in self.members:
             self.say(session, session.register())
+        for session in self.members:
+            assert [answer.missing for answer in self.read(session)][-1] == 0
 
     def restart(self, server):
-        self.dispatcher = Dispatcher(server, 0.0)
+        self.dispatcher = Dispatcher(server, self.now)
+        self.inboxes = defaultdict(list)
 
-    def say(self, session, frame):
-        """Returns what this session is answered; the others read theirs later."""
-        peer = session.token
-        answers = [answer for to, answer in self.dispatcher.receive(0.0, peer, frame) if to == peer]
-        for answer in answers:
-            session.registered(answer) if self.is_registered(answer) else None
-        return [decode(answer) for answer in answers]
+    def say(self, session, *frames):
+        for frame in frames:
+            self.deliver(self.dispatcher.receive(self.now, session.token, frame))
 
-    @staticmethod
-    def is_registered(answer):
-        return type(decode(answer)).__name__ == "Registered"
+    def deliver(self, replies):
+        for to, frame in replies:
+            self.inboxes[to].append(frame)
+
+    def read(self, session):
+        """Returns what this session was answered since it last read."""
+        frames = self.inboxes.pop(session.token, [])
+        for frame in frames:
+            session.overhear(frame)
+        return [decode(frame) for frame in frames]
+
+    def take(self, session, key):
+        """Lets a session take the answer to a round as its program would; returns the frame."""
+        (frame,) = self.inboxes.pop(session.token)
+        assert isinstance(session.answer(key, frame), Aggregate)
+        return frame
+
+    def exchange(self, layer):
+        """A round of all members."""
+        for number, session in enumerate(self.members):
+            self.say(session, session.contribution(key := session.forward_key(layer), rows_of(number)))
+        return [self.take(session, key) for session in self.members]
+
+    def heartbeats(self, *sessions):
+        for session in sessions:
+            self.say(session, session.heartbeat())
 
 
 def rows_of(number, value=1.0):
     return Rows((1,), np.full((1, 2, 1), value * (number + 1)))
 
 
-def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_taken_up_again():
+def codes(answers):
+    return [answer.code for answer in answers]
+
+
+def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_answered_with_the_same_bytes():
     """The old master answered member 0 and died before it answered the others."""
     world = World()
-    keys = [session.forward_key("bn") for session in world.members]
+    ahead, *others = world.members
     for number, session in enumerate(world.members):
-        answers = world.say(session, session.contribution(keys[number], rows_of(number)))
-    (expected,) = answers
-    ahead = world.members[0]
-    following = ahead.forward_key("bn2")
+        key = session.forward_key("bn")
+        world.say(session, session.contribution(key, rows_of(number)))
+    expected = world.take(ahead, key)
     world.restart(b"server-1")
-    frames = {0: ahead.contribution(following, rows_of(0, 7.0))}
-    frames |= {n: world.members[n].contribution(keys[n], rows_of(n), attempt=1) for n in (1, 2)}
-    for number, session in enumerate(world.members):
-        (failure,) = world.say(session, frames[number])
-        assert (failure.code, failure.fields["server"]) == ("unknown_session", b"server-1".hex())
+    following = ahead.forward_key("bn2")
+    world.say(ahead, ahead.contribution(following, rows_of(0, 7.0)))
+    for number, session in enumerate(others, 1):
+        world.say(session, session.contribution(key, rows_of(number), attempt=1))
     for session in world.members:
-        world.say(session, session.register())
-    for frame in ahead.replay():
-        assert world.say(ahead, frame) == []
-    assert isinstance(world.say(ahead, ahead.contribution(following, rows_of(0, 7.0), attempt=1))[0], Pending)
-    world.say(world.members[1], frames[1])
-    (answer,) = world.say(world.members[2], frames[2])
-    assert isinstance(answer, Aggregate)
-    assert answer.values.tobytes() == expected.values.tobytes()
+        (failure,) = world.read(session)
+        assert (failure.code, failure.fields) == ("unknown_session", {"session": session.token.hex()})
+        world.say(session, *session.introduction())
+    world.say(ahead, ahead.contribution(following, rows_of(0, 7.0), attempt=1))
+    for session in world.members:
+        world.read(session)
+    for number, session in enumerate(others, 1):
+        world.say(session, session.contribution(key, rows_of(number), attempt=2))
+        assert world.take(session, key) == expected
+    for number, session in enumerate(others, 1):
+        world.say(session, session.contribution(session.forward_key("bn2"), rows_of(number, 7.0)))
+    assert len({world.take(session, following) for session in world.members}) == 1
 
 
-def test_a_round_of_replays_only_is_answered_to_nobody_and_does_not_time_out():
+def test_what_comes_before_all_are_back_is_answered_when_they_are():
     world = World()
+    world.exchange("bn")
+    world.restart(b"server-1")
+    key, *_ = [session.forward_key("bn2") for session in world.members]
+    first, second, third = world.members
+    for session in (first, second):
+        world.say(session, *session.introduction())
+        world.read(session)
+    world.say(first, first.contribution(key, rows_of(0)))
+    world.say(second, second.contribution(key, rows_of(1), attempt=1))
+    assert world.read(first) == []
+    (pending,) = world.read(second)
+    assert isinstance(pending, Pending)
+    assert "waiting for members [2] to come back to a restarted server" in pending.message
+    world.say(third, *third.introduction())
+    for session in world.members:
+        *_, registered = (answer for answer in world.read(session) if isinstance(answer, Registered))
+        assert (registered.missing, registered.server) == (0, b"server-1")
+    world.say(third, third.contribution(key, rows_of(2)))
+    assert len({world.take(session, key) for session in world.members}) == 1
+
+
+def test_a_contribution_that_was_deferred_is_forgotten_with_its_member():
+    world = World()
+    world.exchange("bn")
+    world.restart(b"server-1")
+    first, second, _ = world.members
+    world.say(first, *first.introduction())
+    world.say(second, *second.introduction())
+    for number, session in enumerate((first, second)):
+        world.say(session, session.contribution(session.forward_key("bn2"), rows_of(number)))
+        world.read(session)
+    world.say(first, first.leave("boom"))
+    assert world.read(first) == []
+    (lost,) = world.read(second)
+    assert (lost.code, lost.fields["member"], lost.fields["cause"]) == ("replica_lost", 0, "boom")
+
+
+def test_only_the_latest_results_are_told_and_in_order():
+    world = World(n=1)
+    (session,) = world.members
+    frames = [frame for number in range(20) for frame in world.exchange(f"bn{number}")]
+    register, *results = [decode(frame) for frame in session.introduction()]
+    assert (register.session, register.server, register.known) == (session.token, b"server-0", Members.of([0]))
+    assert register.results == len(results) == limits.KEPT_ROUNDS
+    assert [encode(result.aggregate) for result in results] == frames[-limits.KEPT_ROUNDS :]
+
+
+def test_results_that_were_lost_on_the_way_are_asked_for_again():
+    """They are frames of their own: a connection that breaks may swallow some of them."""
+    world = World()
+    for layer in ("bn", "bn2"):
+        world.exchange(layer)
+    world.restart(b"server-1")
     session = world.members[0]
-    session.contribution(session.forward_key("bn"), rows_of(0))
-    for frame in session.replay():
-        assert world.say(session, frame) == []
-    assert world.dispatcher.tick(1e6) == []
-    assert world.dispatcher.report(1e6)["groups"][0]["waiting"] == []
+    register, *results = session.introduction()
+    world.say(session, register, results[1])
+    world.read(session)
+    key = session.forward_key("bn3")
+    world.say(session, session.heartbeat(), session.contribution(key, rows_of(0)))
+    assert codes(world.read(session)) == ["unknown_session", "unknown_session"]
+    for other in world.members[1:]:
+        world.say(other, *other.introduction())
+        assert world.read(other)[0].missing > 0, "the group waits for what is missing"
+    world.say(session, *session.introduction())
+    assert world.read(session)[-1].missing == 0
+    world.heartbeats(session)
+    assert world.read(session) == []
 
 
-def test_only_the_latest_rounds_are_replayed_and_in_order():
-    session = Session(b"session0", Member("job", "world", 0, 0, 1, 60.0, "here"))
-    keys = [session.forward_key(f"bn{number}") for number in range(20)]
-    for key in keys:
-        session.contribution(key, rows_of(0))
-        session.contribution(key, rows_of(0), attempt=1)
-    replayed = [decode(frame) for frame in session.replay()]
-    assert [message.key for message in replayed] == keys[-8:]
-    assert {(message.waits, message.attempt) for message in replayed} == {(0, 1)}
+def test_a_group_to_which_one_member_has_no_more_to_say_is_taken_up_again():
+    """The master answers member 1 of the pair and dies; member 1 goes on elsewhere, and member 0 still waits."""
+    pair = World("pair", 2)
+    waiting, done = pair.members
+    for number, session in enumerate(pair.members):
+        key = session.forward_key("bn")
+        pair.say(session, session.contribution(key, rows_of(number)))
+    expected = pair.take(done, key)
+    pair.restart(b"server-1")
+    pair.say(waiting, *waiting.introduction(), waiting.contribution(key, rows_of(0), attempt=1))
+    pair.heartbeats(done)
+    (unknown,) = pair.inboxes.pop(done.token)
+    assert waiting.overhear(unknown) == [], "it is about another session"
+    pair.read(waiting)
+    pair.say(done, *done.overhear(unknown))
+    # It was told that all are back, and what it waits for.
+    *_, answer = pair.inboxes[waiting.token]
+    pair.say(waiting, waiting.contribution(key, rows_of(0), attempt=2))
+    assert pair.inboxes[waiting.token][-1] == expected
+    assert answer == expected
+
+
+def test_a_session_overhears_nothing_but_what_it_must_answer():
+    session = World(n=1).members[0]
+    for failure in (Failure("replica_lost", "gone", {}), Failure("unknown_session", "who?", {})):
+        assert session.overhear(encode(failure)) == []
+    assert session.overhear(b"garbage") == []
+    assert session.overhear(encode(Pending(session.forward_key("bn"), 0, "waiting"))) == []
+
+
+def test_a_member_that_does_not_come_back_is_named_when_it_would_be_lost():
+    world = World()
+    world.exchange("bn")
+    world.now = 10.0
+    world.restart(b"server-1")
+    first, second, _ = world.members
+    key, *_ = [session.forward_key("bn2") for session in world.members]
+    for number, session in enumerate((first, second)):
+        world.say(session, *session.introduction(), session.contribution(key, rows_of(number)))
+        world.read(session)
+    for world.now in np.arange(10.5, 13.5, 0.5):
+        world.heartbeats(first, second)
+        assert world.dispatcher.tick(world.now) == []
+    world.now = 10.0 + limits.SILENCE_SECONDS
+    world.deliver(world.dispatcher.tick(world.now))
+    for session in (first, second):
+        (lost,) = world.read(session)
+        assert (lost.code, lost.key, lost.fields["member"]) == ("replica_lost", key, 2)
+        assert "members [2] did not come back after the server was restarted" in lost.message
+    world.say(first, first.register())
+    assert codes(world.read(first)) == ["replica_lost"]
+
+
+def test_members_with_different_results_of_one_round_break_the_group():
+    world = World()
+    world.exchange("bn")
+    world.restart(b"server-1")
+    key, *_ = [session.forward_key("bn2") for session in world.members]
+    first, second, third = world.members
+    for number, session in enumerate((first, second)):
+        world.say(session, *session.introduction(), session.contribution(key, rows_of(number)))
+        world.read(session)
+    register, result = map(decode, third.introduction())
+    other = replace(result.aggregate, values=result.aggregate.values + 1.0)
+    world.say(third, encode(register), encode(replace(result, aggregate=other)))
+    world.say(third, third.contribution(key, rows_of(2)))
+    for session in world.members:
+        failure = world.read(session)[-1]
+        assert (failure.code, failure.key) == ("conflict", key)
+        assert "member 2 (place 2) was given another aggregate than others were" in failure.message
+        assert failure.fields["member"] == 2
+
+
+def test_results_of_another_group_are_refused():
+    world, other = World(), World("pair", 1)
+    other.exchange("bn")
+    (foreign,) = (decode(frame).aggregate for frame in other.members[0].introduction()[1:])
+    session = world.members[0]
+    world.say(session, encode(Result(session.token, foreign)))
+    assert codes(world.read(session)) == ["protocol"]
 
 
 def test_a_contribution_that_is_sent_again_is_told_whom_the_round_waits_for():
     world = World()
     session = world.members[1]
     key = session.forward_key("bn")
-    assert world.say(session, session.contribution(key, rows_of(1))) == []
-    (pending,) = world.say(session, session.contribution(key, rows_of(1), attempt=1))
+    world.say(session, session.contribution(key, rows_of(1)))
+    assert world.read(session) == []
+    world.say(session, session.contribution(key, rows_of(1), attempt=1))
+    (pending,) = world.read(session)
     assert pending.key == key
     assert pending.message.endswith("waiting since 0 s for member 0 (place 0), member 2 (place 2)")
 
@@ -171,7 +337,7 @@ def test_a_newcomer_cannot_be_among_members_that_are_far_into_a_run():
     old = world.members[0]
     key = old.forward_key("bn")
     old.contribution(key, rows_of(0))
-    old.contribution(key.__class__(**{**key.fields, "phase": BACKWARD}), rows_of(0))
+    old.contribution(replace(key, phase=BACKWARD), rows_of(0))
     old.forward_key("bn")
     world.restart(b"server-1")
     world.say(old, old.register())
@@ -181,20 +347,20 @@ def test_a_newcomer_cannot_be_among_members_that_are_far_into_a_run():
         newcomer.registered(frames[0])
 
 
-def test_a_member_that_its_own_server_does_not_know_is_told_so():
-    """It was taken for lost: to register again and go on would be a guess."""
+def test_a_member_that_its_own_server_took_for_lost_is_told_so():
+    """To register again and go on would be a guess."""
     master = MemoryMaster()
     connection = master.connect(0, 1)
     for session in list(master.dispatcher._seats):
-        master.dispatcher._lose(session, "no sign of life")
-    with pytest.raises(UnknownSession, match="taken for lost"):
+        master.dispatcher._lose(0.0, session, "no sign of life")
+    with pytest.raises(ReplicaLost, match=r"member 0 \(thread 0\) was lost: no sign of life"):
         connection.exchange("bn", rows_of(0))
     connection.close()
 
 
-def test_a_group_to_which_one_member_has_no_more_to_say_is_taken_up_again():
-    """The master answers member 1 of the pair and dies; member 1 goes on with the world, member 0 still waits."""
-    master = MemoryMaster()
+def test_members_in_rounds_return_by_themselves():
+    """The master answers member 1 and dies; both go on, and get what an undisturbed run gets."""
+    undisturbed, master = MemoryMaster(), MemoryMaster()
     deliver = master.transport.deliver
 
     def deliver_to_one(replies):
@@ -208,10 +374,9 @@ def test_a_group_to_which_one_member_has_no_more_to_say_is_taken_up_again():
     master.transport.deliver = deliver_to_one
 
     def program(connection):
-        pair = connection.exchange("bn", rows_of(connection.member.member), group=Group("pair", 2))
-        world = connection.exchange("bn", rows_of(connection.member.member))
-        return pair.values.tobytes(), world.values.tobytes()
+        rounds = [connection.exchange(layer, rows_of(connection.member.member)) for layer in ("bn", "bn2")]
+        return [aggregate.values.tobytes() for aggregate in rounds]
 
-    results = run_in_memory(2, program, master)
-    assert results[0] == results[1]
+    expected = run_in_memory(2, program, undisturbed)
+    assert run_in_memory(2, program, master) == expected
     assert master.dispatcher.report(0.0)["server"] == b"server-1".hex()

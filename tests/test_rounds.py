@@ -6,7 +6,9 @@ import pytest
 
 from server.rounds import TRANSITIONS, Event, FutureResult, Round, State, failed
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch
-from statsd_bn.messages import Rows
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Rows
+from statsd_bn.wire import encode
 from strategies import key, rows
 
 KEY = key("layer3.bn", step=7, call=1)
@@ -19,6 +21,7 @@ def a_round(*members: int, seconds: float = 600.0) -> Round:
 def test_a_round_waits_then_ends_once():
     assert TRANSITIONS == {
         (State.WAITING, Event.CONTRIBUTED): State.WAITING,
+        (State.WAITING, Event.WITHDRAWN): State.WAITING,
         (State.WAITING, Event.COMPLETED): State.REDUCED,
         (State.WAITING, Event.BROKEN): State.FAILED,
     }
@@ -33,19 +36,47 @@ def test_nothing_happens_to_a_round_that_has_ended(state, event):
     assert ended.state is state
 
 
-def test_the_last_contribution_reduces_a_round():
+def test_the_last_contribution_completes_a_round():
     round_ = a_round(0, 1, 2)
-    states = []
+    complete = []
     for member in (2, 0, 1):
         round_.put(member, rows(1.0), b"peer")
-        states.append(round_.state)
-    assert states == [State.WAITING, State.WAITING, State.REDUCED]
+        complete.append(round_.is_complete)
+    assert complete == [False, False, True]
 
 
-def test_a_round_of_one_is_reduced_at_once():
+def test_a_round_of_one_is_complete_at_once():
     round_ = a_round(0)
     round_.put(0, rows(1.0), b"peer")
+    assert round_.is_complete
+
+
+def test_a_round_that_ends_is_reduced_and_its_answer_is_the_aggregate():
+    round_ = a_round(0, 2)
+    aggregate = Aggregate(KEY, 2, 2, Members.of([0, 2]), np.ones((1, 1)))
+    round_.end(aggregate)
     assert round_.state is State.REDUCED
+    assert round_.covers == aggregate.members
+    assert round_.answer == encode(aggregate)
+
+
+def test_a_round_does_not_wait_for_a_member_that_is_withdrawn():
+    round_ = a_round(0, 1, 2)
+    round_.put(0, rows(1.0), b"zero")
+    round_.withdraw(1)
+    assert (round_.missing, round_.waiting, round_.is_complete) == ([2], [0], False)
+    round_.withdraw(2)
+    assert round_.is_complete
+
+
+def test_what_a_withdrawn_member_has_contributed_stays_and_nobody_is_answered_for_it():
+    round_ = a_round(0, 1)
+    round_.put(0, rows(1.0), b"zero")
+    round_.withdraw(0)
+    assert (round_.missing, round_.waiting, round_.peers) == ([1], [0], [])
+    round_.put(1, rows(5.0), b"one")
+    assert (round_.is_complete, round_.peers) == (True, [b"one"])
+    assert round_.futures[0].get().values == 1.0
 
 
 def test_a_round_knows_who_is_missing_and_who_waits():
@@ -144,7 +175,7 @@ def test_two_different_contributions_of_one_member_conflict_and_the_first_counts
     assert caught.value.fields == {**KEY.fields, "member": 0}
     assert round_.peers == [b"first"]
     round_.put(1, rows(5.0), b"other")
-    assert round_.state is State.REDUCED
+    assert round_.is_complete
     assert round_.futures[0].get().values == 1.0
 
 
@@ -179,14 +210,14 @@ def test_members_may_hold_different_numbers_of_replicas():
     round_ = a_round(0, 1)
     round_.put(0, rows(1.0, 2.0, 3.0), b"")
     round_.put(1, rows(4.0), b"")
-    assert round_.state is State.REDUCED
+    assert round_.is_complete
 
 
 def test_a_timeout_names_who_is_missing_who_waits_and_how_long():
     round_ = a_round(0, 1, 2, seconds=2.5)
     round_.put(1, rows(1.0), b"")
-    error = round_.timeout()
-    assert "members [0, 2] did not arrive within 2.5 s; members [1] are waiting" in str(error)
+    error = round_.timeout("member 0 (here), member 2 (there)")
+    assert "member 0 (here), member 2 (there) did not arrive within 2.5 s; members [1] are waiting" in str(error)
     assert str(KEY) in str(error)
     assert error.fields == {**KEY.fields, "missing": [0, 2], "waiting": [1], "seconds": 2.5}
 

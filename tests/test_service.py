@@ -20,7 +20,7 @@ from server import Config, Service
 from server.status import ask
 from statsd_bn import limits
 from statsd_bn.errors import BindError
-from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Leave, Message, Registered, Status, StatusRequest
+from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Leave, Message, Registered, Rows, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from strategies import contribution, key, register, rows, session_of
 
@@ -557,11 +557,8 @@ async def take_part(context: zmq.asyncio.Context, endpoint: str, job: str, membe
             pass
         frames = []
         for step in range(ROUNDS):
-            brought = contribution(member, rows(1.0), key(job=job, step=step))
-            brought = type(brought)(
-                brought.session, brought.key, 0, 1, type(brought.rows)((3,), a_row(member, step)[None])
-            )
-            await dealer.send(encode(brought))
+            brought = Rows((3,), a_row(member, step)[None])
+            await dealer.send(encode(contribution(member, brought, key(job=job, step=step))))
             frames.append(await next_frame(dealer))
         await dealer.send(encode(Leave(session_of(member, job), "")))
         return frames

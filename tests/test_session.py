@@ -25,7 +25,7 @@ def session():
 
 
 def test_it_registers_with_who_it_is(session):
-    assert decode(session.register()) == Register(TOKEN, "job", "world", 2, 1, 3, 600.0, "here")
+    assert decode(session.register()) == Register(TOKEN, "job", "world", 2, 1, 3, 0, 600.0, "here")
 
 
 def test_in_a_group_it_keeps_its_number_in_the_job():

@@ -20,9 +20,10 @@ GROUP = {
     "group": "world",
     "epoch": 3,
     "world_size": 2,
+    "min_members": 0,
     "members": [
-        {"member": 0, "place": "host 1", "step": 0, "replicas": 4},
-        {"member": 1, "place": "host 2", "step": 5, "replicas": 0},
+        {"member": 0, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 4},
+        {"member": 1, "place": "host 2", "stand": "takes_part", "step": 5, "replicas": 0},
     ],
     "missing": 0,
     "lost": "",

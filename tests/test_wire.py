@@ -19,6 +19,7 @@ from statsd_bn.messages import (
     Pending,
     Register,
     Registered,
+    Result,
     RoundKey,
     Rows,
     Status,
@@ -47,6 +48,7 @@ FRAMES = {
         StatusRequest(),
         Status({"groups": [{"job": "j"}]}),
         Pending(KEY, 12, "waiting"),
+        Result(b"session0", AGGREGATE),
     )
 }
 every_frame = pytest.mark.parametrize("frame", FRAMES.values(), ids=[kind.__name__ for kind in FRAMES])
@@ -124,6 +126,27 @@ def test_the_golden_frame_of_an_aggregate():
         "00000000"  # up to a multiple of 8
         "000000000000f83f 9c7500883ce4377e"
     ).replace(" ", "")
+
+
+def test_the_golden_frame_of_a_result_is_that_of_its_aggregate_with_the_session():
+    header = [11, b"session0", *KEY_FIELDS, 2, 3, [0, 1, 2, 1], 1, 2]
+    frame = encode(Result(b"session0", AGGREGATE))
+    assert frame == hand_built(header, struct.pack("<2d", 1.5, 1e300))
+    assert encode(decode(frame).aggregate) == encode(AGGREGATE)
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [[0], [0, 1, 2], [0, 0], [0, -1], [0, 2, 2, 1], [4, 1, 0, 1], [0, limits.MAX_MEMBERS + 1], [0, True], [0.0, 1]],
+)
+def test_members_that_are_no_runs_are_refused(flat):
+    for header in (
+        [2, b"session0", b"server00", 1, 2, 5, flat],
+        [1, b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, flat],
+    ):
+        assert decode(hand_built([*header[:-1], [0, 1, 2, 1]])).type == header[0]
+        with pytest.raises(ProtocolError, match="members: expected"):
+            decode(hand_built(header))
 
 
 def test_the_golden_frames_of_messages_without_values():
@@ -213,8 +236,8 @@ def test_trailing_bytes_are_refused(frame):
 def test_padding_that_is_not_zero_is_refused():
     header = [3, b"session0", *KEY_FIELDS, 0, [3, 0], 1, 2]
     values = bytes(32)
-    assert decode(hand_built(header, values, padding=bytes(4))).rows.counts == (3, 0)
-    for padding in (b"\0\0\0\1", b"\1\0\0\0", bytes(3), b"", bytes(5), bytes(12)):
+    assert decode(hand_built(header, values, padding=bytes(5))).rows.counts == (3, 0)
+    for padding in (b"\0\0\0\0\1", b"\1\0\0\0\0", bytes(4), b"", bytes(6), bytes(13)):
         with pytest.raises(ProtocolError, match="zero padding"):
             decode(hand_built(header, values, padding=padding))
 
