@@ -202,7 +202,7 @@ class Dispatcher:
         try:
             slave, told = master.register_slave(now, register, peer)
         except ReplicaLost as loss:
-            self._remember(register.session, loss)
+            self._remember(register.session, register.epoch, loss)
             raise
         self._sit(now, master, slave, register, was_open=was_open)
         return told
