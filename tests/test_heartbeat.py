@@ -18,8 +18,8 @@ from client.session import Member, Session
 from memory_members import MemoryMaster, wait_until
 from statsd_bn import limits
 from statsd_bn.members import NOBODY
+from statsd_bn.messages import Failure, Register, Registered
 from statsd_bn.messages import Heartbeat as HeartbeatMessage
-from statsd_bn.messages import Registered
 from statsd_bn.wire import decode, encode
 
 INTERVAL = 0.2
@@ -40,9 +40,12 @@ class FakeBeacon:
         self.attempts = 0
         self.events: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.closed = False
+        self.incoming: list[bytes] = []
+        self.kinds: list[type] = []
 
     def send(self, frame):
         self.attempts += 1
+        self.kinds.append(type(decode(frame)))
         if self.connected:
             self.sent.append((time.monotonic(), decode(frame).session))
         return self.connected
@@ -54,7 +57,8 @@ class FakeBeacon:
             return False
 
     def received(self):
-        return []
+        frames, self.incoming = self.incoming, []
+        return frames
 
     def wake(self):
         self.events.put("woken")
@@ -116,6 +120,18 @@ def test_a_session_that_speaks_by_itself_is_introduced_and_sends_no_heartbeat(st
     wait_until(speak_until_the_other_was_heard)
     heartbeat.stop()
     assert beacon.sessions().count(b"session0") <= 1
+
+
+def test_a_session_that_a_restarted_master_asks_for_introduces_itself(start, beacon):
+    session, other = a_session(), a_session(b"session1")
+    heartbeat = start(lambda: [session, other])
+    wait_until(lambda: len(beacon.sent) == 2)
+    beacon.incoming = [encode(Failure("unknown_session", "who?", {"session": session.token.hex()}))]
+    heartbeat.look()
+    wait_until(lambda: len(beacon.sent) > 2)
+    heartbeat.stop()
+    assert beacon.kinds[2:] == [Register]
+    assert beacon.sessions()[2] == session.token
 
 
 @pytest.mark.usefixtures("quick")
