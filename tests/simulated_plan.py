@@ -89,8 +89,14 @@ def draw(seed: int) -> Plan:
     rng = random.Random(seed)
     size = rng.choice((1, 2, 2, 2, 3, 3, 4, 5))
     groups = _draw_groups(rng, size)
-    layers = [Call(f"bn{n}", rng.randint(2, 4) if rng.random() < 0.8 else 8, _group(rng, groups)) for n in range(3)]
+    layers = [
+        Call(f"bn{n}", rng.randint(2, 4) if rng.random() < 0.8 else 8, _group(rng, groups))
+        for n in range(3)
+    ]
     calls = [rng.choice(layers[: rng.randint(1, 3)]) for _ in range(rng.choice((1, 1, 2, 2, 3)))]
+    if groups:
+        # A member that has no round with the others would be through, and leave the group, before they have begun.
+        calls[0] = replace(calls[0], group="")
     plan = Plan(
         seed=seed,
         replicas=tuple(_draw_counts(rng) for _ in range(size)),

@@ -470,7 +470,7 @@ def _message(frame: bytes) -> str:
         message = decode(frame)
     except StatsdBNError as error:
         return f"<{error}>"
-    text = repr(message)
+    text = " ".join(repr(message).split())
     return text if len(text) < 400 else f"{text[:400]}..."
 
 
