@@ -22,6 +22,7 @@ from client.replicate import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
+from client.uneven_inputs import join
 
 __all__ = [
     "CallbackContext",
@@ -41,6 +42,7 @@ __all__ = [
     "current_connection",
     "disconnect",
     "execute_replication_callbacks",
+    "join",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "recalibrate",

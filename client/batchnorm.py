@@ -193,7 +193,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         if not self.training:
             return False
         connection = current_connection()
-        if connection is not None and connection.group(self.group).size > 1:
+        if connection is not None and not connection.is_alone(self.group):
             return True
         return self._seat is not None and self._seat[0].nr_replicas > 1
 

@@ -17,7 +17,7 @@ RECONNECT_MILLISECONDS = 50
 
 
 class Beacon:
-    """Sends frames and expects no answer; all but `wake` belongs to one thread at a time.
+    """Sends frames and waits for no answer; all but `wake` belongs to one thread at a time.
 
     Args:
         context: what the socket belongs to.
@@ -49,13 +49,19 @@ class Beacon:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Waits until the connection comes up, `wake` is called, or the time is over; returns whether it came up."""
+        """Waits until the connection comes up, a frame comes, `wake` is called, or the time is over.
+
+        Returns:
+            Whether the connection has come up.
+        """
         ready = dict(self._poller.poll(max(0, math.ceil(seconds * 1000))))
-        # Answers say that a session is unknown, which its next contribution will say as well; probes say nothing.
-        self._drain(self._socket)
         with suppress(BlockingIOError):
             self._reader.recv(64)
-        return self._monitor in ready and self._drain(self._monitor)
+        return self._monitor in ready and bool(self._drain(self._monitor))
+
+    def received(self) -> list[bytes]:
+        """Returns the frames that have come."""
+        return self._drain(self._socket)
 
     def wake(self) -> None:
         """Ends a `wait`; from any thread."""
@@ -72,8 +78,9 @@ class Beacon:
         self._writer.close()
 
     @staticmethod
-    def _drain(readable: "zmq.Socket[bytes]") -> bool:
+    def _drain(readable: "zmq.Socket[bytes]") -> list[bytes]:
+        frames = []
         with suppress(zmq.Again):
             while True:
-                readable.recv_multipart(zmq.NOBLOCK)
-        return True
+                frames.append(readable.recv_multipart(zmq.NOBLOCK)[-1])
+        return frames

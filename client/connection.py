@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from client import groups
-from client.environment import DEFAULT_DEADLINE, member_from
+from client.environment import DEFAULT_DEADLINE, STRICT, member_from
 from client.groups import LOCAL, Group
 from client.registration import Sessions, cause_of
 from client.round_trip import RoundTrip
@@ -26,7 +26,7 @@ from statsd_bn.errors import (
     ConnectionClosed,
     ProtocolError,
 )
-from statsd_bn.messages import Aggregate, RoundKey, Rows
+from statsd_bn.messages import Aggregate, RoundKey, Rows, Stand
 
 # Round trips remembered for `median_round_trip`.
 REMEMBERED_ROUND_TRIPS = 4096
@@ -89,6 +89,16 @@ class Connection:
         return self._closed
 
     @property
+    def members(self) -> list[int]:
+        """The members of the job that the latest round covers; before any, those that were there at the beginning."""
+        return list(self._sessions.of(self._world).members)
+
+    @property
+    def first_step(self) -> int:
+        """The first step that this member takes part in; more than 0 for one that joined an elastic job later."""
+        return self._sessions.of(self._world).first_step
+
+    @property
     def median_round_trip(self) -> float:
         """Seconds from sending a contribution to having the aggregate, the median of the latest; 0 before any.
 
@@ -112,6 +122,25 @@ class Connection:
                 f"got size {found.size}"
             )
         return found
+
+    def is_alone(self, group: Group | str | None) -> bool:
+        """Returns whether a group has no other members, and can have none."""
+        return self.group(group).size == 1 and not self.member.is_elastic
+
+    def stay_away(self, group: Group | str | None) -> None:
+        """Takes no part in the rounds of a group until it comes back; `client.join` is the way to it."""
+        self._check_usable()
+        self._sessions.change_stand(self.group(group), Stand.AWAY)
+
+    def come_back(self, group: Group | str | None) -> None:
+        """Takes part in the rounds of a group again, as soon as all its members want to.
+
+        Raises:
+            GroupIncomplete: they did not within the deadline.
+            ReplicaLost: one of them has left the job.
+        """
+        self._check_usable()
+        self._sessions.change_stand(self.group(group), Stand.BACK)
 
     def exchange(
         self, layer: str, rows: Rows, key: RoundKey | None = None, group: Group | str | None = None
@@ -138,7 +167,7 @@ class Connection:
             frame = session.contribution(key, rows)
         started = time.perf_counter()
         with self._transport.channel() as channel:
-            aggregate = RoundTrip(self._sessions, session, self._transport.endpoint, key, rows).run(channel, frame)
+            aggregate = RoundTrip(session, self._transport.endpoint, key, rows).run(channel, frame)
         if aggregate.values.shape != rows.values.shape[1:]:
             raise ProtocolError(
                 f"{key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"
@@ -185,6 +214,9 @@ def connect(
     member: int | None = None,
     world_size: int | None = None,
     deadline: float = DEFAULT_DEADLINE,
+    fill_deadline: float | None = None,
+    policy: str = STRICT,
+    min_members: int | None = None,
 ) -> Connection:
     """Connects this process's synchronised layers to a master, and waits until all members are there.
 
@@ -192,8 +224,13 @@ def connect(
         endpoint: where `python -m server` listens, `tcp://host:port` or `ipc://path`; else STATSD_BN_ENDPOINT.
         job: the training run's name; else STATSD_BN_JOB, else TORCHELASTIC_RUN_ID, else "default".
         member: this process's number; else RANK, else 0.
-        world_size: how many processes take part; else WORLD_SIZE, else 1.
-        deadline: seconds that the group may take to fill, and any round to complete.
+        world_size: how many processes the job begins with; else WORLD_SIZE, else 1.
+        deadline: seconds that any round may take to complete.
+        fill_deadline: seconds that the members may take to come; else as long as a round.
+        policy: what happens when a member is lost. "strict": all others raise `ReplicaLost`. "elastic": they go on
+            without it, and newcomers may join at a step boundary, see `Connection.first_step`.
+        min_members: how few members an elastic job may go on with; with fewer all wait for newcomers, as long as a
+            round may take; default 1.
 
     Returns:
         The connection, also a context manager: leaving it disconnects, and tells the others why if an
@@ -204,7 +241,8 @@ def connect(
         ServerUnreachable: nobody answers at the endpoint, within seconds.
         DuplicateMember: another process is this member.
         WorldSizeMismatch: the members disagree on `world_size`.
-        GroupIncomplete: not all members came within `deadline`.
+        GroupIncomplete: not all members came in time.
+        RegistrationRefused: the members do not agree on the policy, or another reason that it names.
     """
     global _current  # noqa: PLW0603 - a process has one current connection, as it has one rank
     if open_connection := current_connection():
@@ -214,7 +252,16 @@ def connect(
         raise ConfigurationError(
             "endpoint: none given and STATSD_BN_ENDPOINT is not set; start `python -m server` and pass what it prints"
         )
-    who = member_from(os.environ, job=job, member=member, world_size=world_size, deadline=deadline)
+    who = member_from(
+        os.environ,
+        job=job,
+        member=member,
+        world_size=world_size,
+        deadline=deadline,
+        fill_deadline=fill_deadline,
+        policy=policy,
+        min_members=min_members,
+    )
     connection = Connection(ZmqTransport(endpoint), who)
     _current = connection
     return connection

@@ -14,6 +14,10 @@ from statsd_bn.messages import WORLD
 
 DEFAULT_DEADLINE = 600.0
 
+# What happens when a member is lost: the others fail with its name, or go on without it.
+STRICT = "strict"
+ELASTIC = "elastic"
+
 
 def member_from(
     environ: Mapping[str, str],
@@ -22,6 +26,9 @@ def member_from(
     member: int | None = None,
     world_size: int | None = None,
     deadline: float = DEFAULT_DEADLINE,
+    fill_deadline: float | None = None,
+    policy: str = STRICT,
+    min_members: int | None = None,
 ) -> Member:
     """Returns who this process is, from arguments and, where they are None, environment variables.
 
@@ -34,10 +41,15 @@ def member_from(
     member = integer(environ, "RANK", 0) if member is None else member
     if not 1 <= world_size <= limits.MAX_MEMBERS:
         raise ConfigurationError(f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {world_size}")
-    if not 0 <= member < world_size:
-        raise ConfigurationError(f"member: expected a number in [0, world_size), here [0, {world_size}), got {member}")
-    if not 0 < deadline <= limits.MAX_DEADLINE:
-        raise ConfigurationError(f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {deadline}")
+    least = _min_members(policy, min_members, world_size)
+    # Newcomers to an elastic job may bring it above the size that it began with.
+    numbers = limits.MAX_MEMBERS if least else world_size
+    if not 0 <= member < numbers:
+        what = "MAX_MEMBERS" if least else "world_size"
+        raise ConfigurationError(f"member: expected a number in [0, {what}), here [0, {numbers}), got {member}")
+    for name, seconds in (("deadline", deadline), ("fill_deadline", fill_deadline)):
+        if seconds is not None and not 0 < seconds <= limits.MAX_DEADLINE:
+            raise ConfigurationError(f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {seconds}")
     if not 1 <= len(job.encode()) <= limits.MAX_NAME_BYTES:
         raise ConfigurationError(f"job: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes, got {job!r:.80}")
     return Member(
@@ -48,7 +60,22 @@ def member_from(
         world_size=world_size,
         deadline=float(deadline),
         place=f"{socket.gethostname()[:200]}, pid {os.getpid()}",
+        min_members=least,
+        fill_deadline=fill_deadline,
     )
+
+
+def _min_members(policy: str, min_members: int | None, world_size: int) -> int:
+    if policy not in {STRICT, ELASTIC}:
+        raise ConfigurationError(f"policy: expected {STRICT!r} or {ELASTIC!r}, got {policy!r:.80}")
+    if policy == STRICT:
+        if min_members is not None:
+            raise ConfigurationError(f"min_members: expected none under the policy {STRICT!r}, got {min_members!r:.80}")
+        return 0
+    least = 1 if min_members is None else min_members
+    if type(least) is not int or not 1 <= least <= world_size:
+        raise ConfigurationError(f"min_members: expected 1 to world_size, here {world_size}, got {least!r:.80}")
+    return least
 
 
 def integer(environ: Mapping[str, str], name: str, default: int) -> int:

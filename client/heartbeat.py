@@ -46,9 +46,17 @@ class Heartbeat:
             while not self._stopping:
                 if self._beacon.wait(self._pause()):
                     self._introduced.clear()
+                self._listen()
                 self._beat()
         finally:
             self._beacon.close()
+
+    def _listen(self) -> None:
+        """A member that is between two rounds returns to a restarted master from here, so that nobody waits for it."""
+        for frame in self._beacon.received():
+            for session in self._known():
+                for reply in session.overhear(frame):
+                    self._beacon.send(reply)
 
     def _pause(self) -> float:
         """Seconds until the next heartbeat is due, if nothing is said until then."""

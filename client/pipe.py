@@ -9,8 +9,11 @@ from typing import Protocol
 
 from client.connection import Connection, current_connection
 from client.groups import Group
+from statsd_bn.members import Members
 from statsd_bn.messages import FORWARD, Aggregate, RoundKey, Rows
 from statsd_bn.reduction import sum_in_order
+
+_THIS_PROCESS = Members.of([0])
 
 
 class Pipe(Protocol):
@@ -73,7 +76,8 @@ class LocalPipe:
     def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Adds the rows in replica order."""
         total = sum_in_order(contribution.values)
-        return Aggregate(key or self.key(0, 0, FORWARD), len(contribution.counts), sum(contribution.counts), total)
+        counts = contribution.counts
+        return Aggregate(key or self.key(0, 0, FORWARD), len(counts), sum(counts), _THIS_PROCESS, total)
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
@@ -88,6 +92,6 @@ def pipe_of(layer: str, group: Group | str | None) -> Pipe:
         group: with whom it synchronises.
     """
     connection = current_connection()
-    if connection is None or connection.group(group).size == 1:
+    if connection is None or connection.is_alone(group):
         return LocalPipe(layer)
     return SlavePipe(connection, layer, group)

@@ -23,12 +23,18 @@ from statsd_bn.errors import (
     GroupIncomplete,
     ServerUnreachable,
 )
-from statsd_bn.messages import WORLD, Registered, missing_members
+from statsd_bn.messages import WORLD, Registered, Stand, missing_members
 
 logger = logging.getLogger("statsd_bn.client")
 
 # A server that is there answers a registration in milliseconds; a loaded network may take seconds.
 ANSWER_SECONDS = 5.0
+
+# Asking again sooner than that finds an answer that was lost, or a group that has opened.
+ASK_AGAIN_SECONDS = 1.0
+
+# From when on, and then in growing intervals, a wait is worth a warning.
+WARN_SECONDS = 10.0
 
 # A master notices within a second that a killed process has left its place, so asking again helps.
 TAKEN_SECONDS = 1.0
@@ -61,7 +67,6 @@ class Sessions:
         self._transport = transport
         self._member = member
         self._lock = threading.Lock()
-        self._rejoining = threading.Lock()
         self._seats: dict[str, _Seat] = {}
         self._closed = False
         beacon = transport.beacon()
@@ -97,42 +102,21 @@ class Sessions:
         seat.opened.result()
         return seat.session
 
+    def change_stand(self, group: Group, stand: Stand) -> None:
+        """Tells the master how this member stands to a group's rounds from now on; BACK waits for all others.
+
+        Raises:
+            GroupIncomplete: the others did not come back in time.
+            ReplicaLost: one of them has left for good, or the group is broken.
+        """
+        session = self.of(group)
+        session.stand = stand
+        join(self._transport, session, session.member.deadline)
+
     def all(self) -> list[Session]:
         """Returns the sessions there are, registered or about to be."""
         with self._lock:
             return [seat.session for seat in self._seats.values()]
-
-    def rejoin(self, session: Session, forgotten_by: bytes) -> None:
-        """Registers all sessions again with a master that has no memory, and tells it their latest rounds.
-
-        All, because another member may wait in a group that this one has no more to say to for a while. Of threads
-        that ask at the same time one does so.
-
-        Args:
-            session: that the master does not know.
-            forgotten_by: `session.server` as it was when the master said so.
-
-        Raises:
-            RegistrationRefused: the master does not take this member, or the others did not come back in time.
-        """
-        with self._rejoining:
-            if session.server != forgotten_by:
-                return
-            self._take_part_again()
-            while len({other.server for other in self._opened()}) > 1:  # killed once more meanwhile
-                self._take_part_again()
-
-    def _take_part_again(self) -> None:
-        for session in self._opened():
-            join(self._transport, session, session.member.deadline)
-            with self._transport.channel() as channel:
-                for frame in session.replay():
-                    channel.send(frame)
-
-    def _opened(self) -> list[Session]:
-        """In an order that is the same on all members, so that nobody waits for two groups crosswise."""
-        with self._lock:
-            return [seat.session for name, seat in sorted(self._seats.items()) if seat.opened.done()]
 
     def leave(self, cause: str) -> None:
         """Says goodbye for every session; there will be no further ones."""
@@ -144,12 +128,14 @@ class Sessions:
             self._say_goodbye(list(self._seats.values()), cause)
 
     def _session(self, group: Group) -> Session:
-        who = replace(self._member, group=group.name, world_size=group.size)
+        who = self._member
+        min_members = min(who.min_members, group.size)
+        who = replace(who, group=group.name, world_size=group.size, min_members=min_members)
         return Session(os.urandom(limits.TOKEN_BYTES), who)
 
     def _open(self, seat: _Seat) -> None:
         try:
-            join(self._transport, seat.session, ANSWER_SECONDS)
+            join(self._transport, seat.session, seat.session.member.patience)
         except BaseException as error:  # noqa: BLE001 - every thread that waits for the group raises it
             self._give_up(seat, error)
         else:
@@ -179,23 +165,30 @@ def join(transport: Transport, session: Session, patience: float) -> None:
     Args:
         transport: how to reach the master.
         session: the one to register.
-        patience: how long the master may take to answer, in seconds.
+        patience: how long the other members may take, in seconds.
 
     Raises:
         ServerUnreachable: nobody answers at the endpoint.
-        RegistrationRefused: the master does not take this member, or the group did not fill within its deadline.
+        RegistrationRefused: the master does not take this member, or the group did not fill in time.
         ReplicaLost: the group is broken.
     """
     who = session.member
-    expiry = time.monotonic() + who.deadline
+    started = time.monotonic()
+    next_warning = WARN_SECONDS
     with transport.channel() as channel:
-        answer = _ask(channel, session, transport.endpoint, patience)
+        answer = _ask(channel, session, transport.endpoint, ANSWER_SECONDS)
         while answer.missing:
-            if time.monotonic() >= expiry:
-                raise _incomplete(who, answer)
-            logger.info("group %r waits for %s", who.group, missing_members(who.group, who.world_size, answer.present))
-            seconds = min(ANSWER_SECONDS, expiry - time.monotonic())
-            answer = _next_registered(channel, session, seconds) or _ask(channel, session, transport.endpoint, patience)
+            waited = time.monotonic() - started
+            if waited >= patience:
+                raise _incomplete(who, answer, patience)
+            if waited >= next_warning:
+                next_warning = waited * 2
+                name, awaited = f"job {who.job!r}, group {who.group!r}", _awaited(who, answer)
+                logger.warning("%s: waiting since %.0f s for %s to connect", name, waited, awaited)
+            left = patience - waited
+            answer = _next_registered(channel, session, min(ANSWER_SECONDS, left)) or _ask(
+                channel, session, transport.endpoint, left
+            )
 
 
 def _ask(channel: Channel, session: Session, endpoint: str, patience: float) -> Registered:
@@ -212,10 +205,10 @@ def _ask(channel: Channel, session: Session, endpoint: str, patience: float) -> 
 
 def _ask_once(channel: Channel, session: Session, endpoint: str, patience: float) -> Registered:
     expiry = time.monotonic() + patience
-    while time.monotonic() < expiry:
+    while (left := expiry - time.monotonic()) > 0:
         channel.send(session.register())
         session.spoke = time.monotonic()
-        if answer := _next_registered(channel, session, min(ANSWER_SECONDS, expiry - time.monotonic())):
+        if answer := _next_registered(channel, session, min(left, ASK_AGAIN_SECONDS)):
             return answer
     raise ServerUnreachable(
         f"no answer from {endpoint} within {patience:g} s; is `python -m server` running there?",
@@ -232,12 +225,16 @@ def _next_registered(channel: Channel, session: Session, seconds: float) -> Regi
     return None
 
 
-def _incomplete(who: Member, answer: Registered) -> GroupIncomplete:
+def _incomplete(who: Member, answer: Registered, patience: float) -> GroupIncomplete:
     fields = {"job": who.job, "group": who.group, "size": who.world_size, "present": list(answer.present)}
     if who.group == WORLD:
         fields["missing"] = sorted(set(range(who.world_size)).difference(answer.present))
     return GroupIncomplete(
-        f"job {who.job!r}, group {who.group!r} of {who.world_size}: "
-        f"{missing_members(who.group, who.world_size, answer.present)} did not connect within {who.deadline:g} s",
+        f"job {who.job!r}, group {who.group!r} of {who.world_size}: {_awaited(who, answer)} did not connect within "
+        f"{patience:g} s",
         **fields,
     )
+
+
+def _awaited(who: Member, answer: Registered) -> str:
+    return missing_members(who.group, who.world_size, answer.present, answer.missing)

@@ -8,10 +8,10 @@ import logging
 import random
 import time
 
-from client.registration import Sessions
 from client.session import Session
 from client.transport import Channel
 from statsd_bn.errors import RoundTimeout, UnknownSession
+from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, RoundKey, Rows
 
 logger = logging.getLogger("statsd_bn.client")
@@ -32,21 +32,18 @@ class RoundTrip:
     """One exchange with the master.
 
     Args:
-        sessions: to register again with a master that has no memory.
         session: who speaks.
         endpoint: where the master is, for people.
         key: of the round.
         rows: what to contribute.
     """
 
-    def __init__(self, sessions: Sessions, session: Session, endpoint: str, key: RoundKey, rows: Rows) -> None:
-        self._sessions = sessions
+    def __init__(self, session: Session, endpoint: str, key: RoundKey, rows: Rows) -> None:
         self._session = session
         self._endpoint = endpoint
         self._key = key
         self._rows = rows
         self._attempt = 0
-        self._registered_since = 0
         self._started = self._heard = time.monotonic()
         self._next_warning = WARN_SECONDS
 
@@ -74,26 +71,28 @@ class RoundTrip:
 
     def _read(self, frame: bytes, channel: Channel) -> Aggregate | None:
         self._heard = time.monotonic()
-        server = self._session.server
+        before = self._session.members
         try:
             answer = self._session.answer(self._key, frame)
-        except UnknownSession as error:
-            if int(str(error.fields.get("attempt", 0))) >= self._registered_since:
-                self._rejoin(channel, error, server)
+        except UnknownSession:
+            self._introduce(channel)
             return None
         if isinstance(answer, Aggregate):
+            self._tell_changes(before, answer)
             return answer
         if answer is not None:
             self._warn(answer.seconds, answer.message)
         return None
 
-    def _rejoin(self, channel: Channel, error: UnknownSession, server: bytes) -> None:
-        if error.fields.get("server") == server.hex():
-            raise error
-        logger.warning("the master at %s has been restarted; taking part again", self._endpoint)
-        self._sessions.rejoin(self._session, server)
-        # What was sent before may be answered with the same error once more.
-        self._registered_since = self._attempt + 1
+    def _tell_changes(self, before: Members, answer: Aggregate) -> None:
+        """Nothing is dropped silently; in a strict group only members whose data has ended come and go."""
+        if answer.members != before and self._session.member.is_elastic:
+            logger.warning("%s: from now on members %s, not %s", answer.key, answer.members, before)
+
+    def _introduce(self, channel: Channel) -> None:
+        logger.info("the master at %s has been restarted; taking part again", self._endpoint)
+        for frame in self._session.introduction():
+            channel.send(frame)
         self._ask_again(channel)
 
     def _ask_again(self, channel: Channel) -> None:

@@ -8,9 +8,11 @@ forward rounds within the step. A backward round keeps the key of its forward ro
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from statsd_bn import limits
-from statsd_bn.errors import from_wire
+from statsd_bn.errors import ReplicaLost, StatsdBNError, UnknownSession, from_wire
+from statsd_bn.members import NOBODY
 from statsd_bn.messages import (
     FORWARD,
     NO_SERVER,
@@ -23,8 +25,10 @@ from statsd_bn.messages import (
     Pending,
     Register,
     Registered,
+    Result,
     RoundKey,
     Rows,
+    Stand,
 )
 from statsd_bn.wire import decode, encode
 
@@ -38,9 +42,11 @@ class Member:
         group: the members of the job that synchronise together.
         epoch: one life of the group's membership.
         member: this process's number in the job, the same in all its groups.
-        world_size: how many members the group has.
+        world_size: how many members the group begins with.
         deadline: how long one of its rounds may take, in seconds.
         place: host and process, for people.
+        min_members: how few members may go on when others are lost; 0: none may, the group is strict.
+        fill_deadline: how long the group may take to fill; None: as long as a round.
     """
 
     job: str
@@ -50,6 +56,18 @@ class Member:
     world_size: int
     deadline: float
     place: str
+    min_members: int = 0
+    fill_deadline: float | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the members that are left go on when one is lost."""
+        return self.min_members > 0
+
+    @property
+    def patience(self) -> float:
+        """How long it waits for the group to fill, in seconds."""
+        return self.deadline if self.fill_deadline is None else self.fill_deadline
 
 
 class Session:
@@ -60,23 +78,24 @@ class Session:
         member: who it is.
 
     Attributes:
+        stand: how it stands to the group's rounds.
+        first_step: the first step it takes part in, as the master said.
+        members: who belongs to the group, as it last heard.
         spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
     """
 
     def __init__(self, token: bytes, member: Member) -> None:
         self.token = token
         self.member = member
+        self.stand = Stand.TAKES_PART
+        self.first_step = 0
+        self.members = NOBODY
         self.spoke = 0.0
         self._server = NO_SERVER
         self._step = 0
         self._calls: Counter[str] = Counter()
         self._backward_seen = False
-        self._latest: deque[tuple[RoundKey, Rows]] = deque(maxlen=limits.KEPT_ROUNDS)
-
-    @property
-    def server(self) -> bytes:
-        """The life of the server that has taken it in."""
-        return self._server
+        self._results: deque[Aggregate] = deque(maxlen=limits.KEPT_ROUNDS)
 
     @property
     def is_known(self) -> bool:
@@ -84,7 +103,7 @@ class Session:
         return self._server != NO_SERVER
 
     def register(self) -> bytes:
-        """Returns the frame that asks to belong to the group, and whether it is open."""
+        """Returns the frame that asks to belong to the group, and how the group stands."""
         who = self.member
         return encode(
             Register(
@@ -94,12 +113,26 @@ class Session:
                 who.epoch,
                 who.member,
                 who.world_size,
+                who.min_members,
                 who.deadline,
                 who.place,
-                self._server if self._latest else NO_SERVER,
+                self.stand.value,
+                self._server,
                 self._step,
+                self.first_step,
+                len(self._results),
+                self.members,
             )
         )
+
+    def introduction(self) -> list[bytes]:
+        """Returns the frames that tell a master without a memory who this member is and what it was given.
+
+        Another member may wait still for an answer that this one has, which was lost with the old master. Nobody can be
+        further behind than these: no round ends without its contribution.
+        """
+        # Results last: the master waits for as many as the registration announces, or for more.
+        return [self.register(), *(encode(Result(self.token, result)) for result in tuple(self._results))]
 
     def leave(self, cause: str) -> bytes:
         """Returns the frame that says goodbye."""
@@ -123,18 +156,8 @@ class Session:
 
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
         """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
-        if attempt == 0:
-            self._backward_seen = self._backward_seen or key.phase != FORWARD
-            self._latest.append((key, rows))
-        return encode(Contribution(self.token, key, attempt, 1, rows))
-
-    def replay(self) -> list[bytes]:
-        """Returns the frames that tell a master without a memory what this member brought to its latest rounds.
-
-        Another member may wait for one of them still, whose answer was lost with the old master. Nobody can be
-        further behind: no round ends without its contribution.
-        """
-        return [encode(Contribution(self.token, key, 1, 0, rows)) for key, rows in self._latest]
+        self._backward_seen = self._backward_seen or (key.phase != FORWARD and attempt == 0)
+        return encode(Contribution(self.token, key, attempt, rows))
 
     def registered(self, frame: bytes) -> Registered | None:
         """Returns the answer to `register`; None if `frame` is about something else.
@@ -143,19 +166,65 @@ class Session:
             StatsdBNError: the master refused.
         """
         message = self._read(frame, None)
-        if not isinstance(message, Registered) or message.session != self.token:
-            return None
-        self._server = message.server
-        return message
+        return message if self._is_registered(message) else None
 
     def answer(self, key: RoundKey, frame: bytes) -> Aggregate | Pending | None:
         """Returns what the master says of the round `key`; None if `frame` is about something else.
 
         Raises:
+            UnknownSession: the master has no memory, and wants an `introduction`.
+            ReplicaLost: the round has ended without this member.
             StatsdBNError: the round failed; the error is the master's.
         """
         message = self._read(frame, key)
-        return message if isinstance(message, Aggregate | Pending) and message.key == key else None
+        if self._is_registered(message) or not isinstance(message, Aggregate | Pending) or message.key != key:
+            return None
+        if isinstance(message, Aggregate):
+            self._take(message)
+        return message
+
+    def overhear(self, frame: bytes) -> list[bytes]:
+        """Takes a frame that came while nothing was asked; returns what is to be sent because of it."""
+        try:
+            self._is_registered(self._read(frame, None))
+        except UnknownSession as error:
+            return self.introduction() if error.fields.get("session") == self.token.hex() else []
+        except StatsdBNError:
+            # Whatever ends it, its next contribution will be told.
+            pass
+        return []
+
+    def _is_registered(self, message: Message | None) -> TypeGuard[Registered]:
+        if not isinstance(message, Registered) or message.session != self.token:
+            return False
+        self._server = message.server
+        if not message.missing:
+            self.members = message.present
+            self._begin_at(message.first_step)
+        return True
+
+    def _begin_at(self, first_step: int) -> None:
+        if first_step <= self.first_step:
+            return
+        self.stand = Stand.TAKES_PART
+        self.first_step = self._step = first_step
+        self._calls.clear()
+        self._backward_seen = False
+
+    def _take(self, aggregate: Aggregate) -> None:
+        who = self.member
+        if who.member not in aggregate.members:
+            raise ReplicaLost(
+                f"{aggregate.key}: member {who.member} was taken for lost, and members {aggregate.members} have gone "
+                "on without it",
+                job=who.job,
+                group=who.group,
+                member=who.member,
+                step=aggregate.key.step,
+                cause="taken for lost",
+            )
+        self.members = aggregate.members
+        self._results.append(aggregate)
 
     def _read(self, frame: bytes, key: RoundKey | None) -> Message | None:
         message = decode(frame)

@@ -13,12 +13,12 @@ So one member that still runs keeps all from being stuck who wait for it, and fo
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from server.master import SyncMaster
 from statsd_bn import limits
 from statsd_bn.errors import RoundMismatch
+from statsd_bn.members import Members
 from statsd_bn.messages import WORLD, RoundKey
 
 # How long nothing may have changed for the members that seem stuck. A member may have further threads, which the server
@@ -33,8 +33,7 @@ THREADED_QUIET_SECONDS = 10.0
 # Places listed in an error, the most crowded first: more would bury the odd one, and the text has its limit.
 MAX_TOLD_PLACES = 8
 
-# Runs of numbers in "members 0-6, 8", and numbers in the fields of an error.
-MAX_TOLD_RUNS = 8
+# Numbers of members in the fields of an error.
 MAX_TOLD_MEMBERS = 64
 
 # Somebody who is not known here, and so not known to be blocked. Member numbers are not negative.
@@ -118,7 +117,7 @@ def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterabl
 def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
     """Whether enough members wait for one place to have no runner left; all there is to do while training goes well."""
     sizes = [(round_.nr_waiting, len(round_.futures)) for master in masters for round_ in master.open_rounds]
-    sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if not master.membership.is_open]
+    sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if _fills(master)]
     return bool(sizes) and sum(waiting for waiting, _ in sizes) >= min(size for _, size in sizes)
 
 
@@ -126,10 +125,16 @@ def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
     for master in masters:
         for round_ in master.open_rounds:
             since = {member: future.since for member, future in round_.futures.items() if future.peer}
-            yield Wait(master, round_.key, since, round_.missing)
-        if not master.membership.is_open:
+            # Where nobody is missing the round waits for any newcomer, because its group has become too small.
+            yield Wait(master, round_.key, since, round_.missing or (ANYBODY,))
+        if _fills(master):
             slaves = master.membership.slaves
             yield Wait(master, None, {member: slaves[member].since for member in slaves}, _candidates(master, masters))
+
+
+def _fills(master: SyncMaster) -> bool:
+    """Whether members wait for the group to open; while they come back after a restart of the server they may run."""
+    return not master.membership.is_open and master.membership.recovery is None
 
 
 def _candidates(master: SyncMaster, masters: Iterable[SyncMaster]) -> Collection[int]:
@@ -181,7 +186,7 @@ class Table:
 
     def _line(self, wait: Wait) -> str:
         first, *others = sorted(wait.since)
-        who = f"members {runs([first, *others])}" if others else str(wait.master.membership.slaves[first])
+        who = f"members {Members.of(wait.since)}" if others else str(wait.master.membership.slaves[first])
         return f"{who}: {self._where(wait)}, for {self._seconds(wait):.1f} s"
 
     def _where(self, wait: Wait) -> str:
@@ -204,15 +209,3 @@ class Table:
 
     def _seconds(self, wait: Wait) -> float:
         return self._now - min(wait.since.values())
-
-
-def runs(members: Sequence[int]) -> str:
-    """Returns ascending numbers as people write them: 0-6, 8."""
-    found: list[list[int]] = []
-    for member in members:
-        if found and found[-1][-1] == member - 1:
-            found[-1][1:] = [member]
-        else:
-            found.append([member])
-    text = ", ".join("-".join(map(str, run)) for run in islice(found, MAX_TOLD_RUNS))
-    return text if len(found) <= MAX_TOLD_RUNS else f"{text} and others, {len(members)} in all"

@@ -12,32 +12,40 @@ from typing import Any
 
 from server import deadlock
 from server.liveness import Liveness
-from server.master import Reply, SyncMaster, failure
+from server.master import Reply, SyncMaster, unknown
 from server.membership import Slave
+from server.rounds import failure
 from statsd_bn import limits
 from statsd_bn.errors import (
     LimitExceeded,
     ProtocolError,
     RegistrationRefused,
+    ReplicaLost,
     RoundMismatch,
     StaleEpoch,
     StatsdBNError,
-    UnknownSession,
 )
+from statsd_bn.members import NOBODY
 from statsd_bn.messages import (
     NO_SERVER,
     WORLD,
     Contribution,
     Heartbeat,
     Leave,
+    Message,
     Register,
     Registered,
+    Result,
     Status,
     StatusRequest,
 )
 from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.server")
+
+# Sessions that have ended and are remembered, so that a late copy of what they once sent begins nothing. The members of
+# a big job may all end at once.
+REMEMBERED_SESSIONS = 32_768
 
 
 @dataclass(slots=True)
@@ -62,8 +70,9 @@ class Dispatcher:
         self._masters: dict[tuple[str, str], SyncMaster] = {}
         self._seats: dict[bytes, Seat] = {}
         self._liveness = Liveness(started)
+        self._ended: dict[bytes, StatsdBNError] = {}
         # Nobody has the session of zero bytes, so nobody takes it for an answer.
-        self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, ()))
+        self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
         self.received = 0
         self.bad_frames = 0
 
@@ -71,30 +80,14 @@ class Dispatcher:
         """Takes one frame from a peer and returns the frames to send."""
         self.received += 1
         try:
-            message = decode(frame)
-            match message:
-                case Contribution():
-                    self._liveness.hear(now, message.session, peer)
-                    return self._contribute(now, message, peer)
-                case Heartbeat():
-                    return self._beat(now, message, peer)
-                case Register():
-                    replies = self._register(now, message, peer)
-                    self._liveness.begin(now, message.session, peer)
-                    return replies
-                case Leave():
-                    return self._leave(message)
-                case StatusRequest():
-                    return [(peer, self._status(now))]
-                case _:
-                    raise ProtocolError(f"expected a request, got {type(message).__name__}")
+            return self._handle(now, peer, decode(frame))
         except StatsdBNError as error:
             return [(peer, self._refuse(error))]
 
     def tick(self, now: float) -> list[Reply]:
         """Ends what is over its time, members and rounds; to be called several times a second."""
         # Members first: who is lost says more than who is late.
-        replies = [reply for session, cause in self._liveness.lost(now) for reply in self._lose(session, cause)]
+        replies = [reply for session, cause in self._liveness.lost(now) for reply in self._lose(now, session, cause)]
         replies += [reply for master in self._masters.values() for reply in master.expire(now)]
         return replies + self._end_deadlocks(now)
 
@@ -113,7 +106,7 @@ class Dispatcher:
         return [(other, self._probe) for other in self._liveness.unreachable(now, peer)]
 
     def stop(self) -> list[Reply]:
-        """Ends all open rounds because the server stops."""
+        """Ends all waits because the server stops."""
         return [reply for master in self._masters.values() for reply in master.stop()]
 
     def report(self, now: float) -> dict[str, Any]:
@@ -125,6 +118,26 @@ class Dispatcher:
             "bad_frames": self.bad_frames,
             "groups": [master.report(now) for master in self._masters.values()],
         }
+
+    def _handle(self, now: float, peer: bytes, message: Message) -> list[Reply]:
+        match message:
+            case Contribution():
+                self._liveness.hear(now, message.session, peer)
+                replies = self._contribute(now, message, peer)
+            case Heartbeat():
+                replies = self._beat(now, message, peer)
+            case Register():
+                replies = self._register(now, message, peer)
+                self._liveness.begin(now, message.session, peer)
+            case Result():
+                replies = self._recall(now, message, peer)
+            case Leave():
+                replies = self._leave(now, message)
+            case StatusRequest():
+                replies = [(peer, self._status(now))]
+            case _:
+                raise ProtocolError(f"expected a request, got {type(message).__name__}")
+        return replies
 
     def _status(self, now: float) -> bytes:
         """Returns as many groups as a frame holds, and says how many it leaves out."""
@@ -146,31 +159,40 @@ class Dispatcher:
     def _contribute(self, now: float, contribution: Contribution, peer: bytes) -> list[Reply]:
         seat = self._seats.get(contribution.session)
         if seat is None:
-            key = contribution.key
-            error = self._banished(contribution.session, key.job, key.group) or self._unknown(
-                contribution.session, f"{key}: ", contribution.attempt
-            )
-            return [(peer, failure(error, key))]
+            return [(peer, failure(self._stranger(contribution.session), contribution.key))]
         return seat.master.contribute(now, seat.slave, contribution, peer)
+
+    def _recall(self, now: float, result: Result, peer: bytes) -> list[Reply]:
+        seat = self._seats.get(result.session)
+        if seat is None:
+            return [(peer, failure(self._stranger(result.session)))]
+        return seat.master.recall(now, seat.slave, result.aggregate, peer)
 
     def _beat(self, now: float, heartbeat: Heartbeat, peer: bytes) -> list[Reply]:
         known = self._liveness.beat(now, heartbeat.session, peer)
-        return [] if known else [(peer, failure(self._unknown(heartbeat.session)))]
+        if known and not self._seats[heartbeat.session].slave.owes:
+            return []
+        return [(peer, failure(self._stranger(heartbeat.session)))]
 
-    def _banished(self, session: bytes, job: str, group: str) -> StatsdBNError | None:
-        """Returns the error of a member that was taken for lost and comes back; None for any other."""
-        master = self._masters.get((job, group))
-        return master.membership.lost if master and session in master.membership.banished else None
+    def _stranger(self, session: bytes) -> StatsdBNError:
+        """Returns what somebody is told who has no seat: why it has none any more, or that it is unknown."""
+        return self._ended.get(session) or unknown(session)
 
     def _register(self, now: float, register: Register, peer: bytes) -> list[Reply]:
         name = (register.job, register.group)
+        if ended := self._ended.get(register.session):
+            raise ended
         self._check_session(register)
         self._check_world(register)
         master = self._masters.get(name)
         if master is None or self._is_replaced(master, register):
             return self._begin(now, name, register, peer)
         was_open = master.membership.is_open
-        slave, told = master.register_slave(register, peer)
+        try:
+            slave, told = master.register_slave(now, register, peer)
+        except ReplicaLost as loss:
+            self._remember(register.session, loss)
+            raise
         self._sit(now, master, slave, register, was_open=was_open)
         return told
 
@@ -182,8 +204,8 @@ class Dispatcher:
                 limit=limits.MAX_GROUPS,
                 what="groups",
             )
-        master = SyncMaster(self._server, register)
-        slave, told = master.register_slave(register, peer)
+        master = SyncMaster(self._server, register, now)
+        slave, told = master.register_slave(now, register, peer)
         replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
         self._masters[name] = master
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
@@ -224,7 +246,7 @@ class Dispatcher:
         group = self._masters.get((register.job, register.group))
         stands = group is not None and group.membership.is_open and not group.membership.lost
         lost = world.membership.lost
-        if lost and lost.fields["cause"] and not stands:
+        if lost and lost.fields.get("cause") and not stands:
             raise lost
 
     def _replaced(self, name: tuple[str, str]) -> list[tuple[str, str]]:
@@ -244,9 +266,8 @@ class Dispatcher:
                 expected=master.epoch,
                 got=register.epoch,
             )
-        membership = master.membership
-        newcomer = register.session not in self._seats and register.session not in membership.banished
-        return register.epoch > master.epoch or (newcomer and membership.lost is not None)
+        newcomer = register.session not in self._seats
+        return register.epoch > master.epoch or (newcomer and master.membership.lost is not None)
 
     def _close(self, name: tuple[str, str], register: Register) -> list[Reply]:
         reason = f"a new run of the group was begun by member {register.member} ({register.place})"
@@ -254,21 +275,36 @@ class Dispatcher:
         master = self._masters.pop(name)
         for session in [session for session, seat in self._seats.items() if seat.master is master]:
             self._forget(session)
+            self._remember(session, lost)
         return master.break_all(lambda _: lost)
 
-    def _leave(self, leave: Leave) -> list[Reply]:
+    def _leave(self, now: float, leave: Leave) -> list[Reply]:
         seat = self._forget(leave.session)
         if seat is None:
             return []
         self._log_end(seat, f"leaves: {leave.cause}" if leave.cause else "leaves")
-        return self._end_if_empty(seat.master, seat.master.remove_slave(seat.slave, leave.cause))
+        return self._take_out(now, leave.session, seat, leave.cause)
 
-    def _lose(self, session: bytes, cause: str) -> list[Reply]:
+    def _take_out(self, now: float, session: bytes, seat: Seat, cause: str) -> list[Reply]:
+        """Ends what a member began that says goodbye."""
+        _, replies = seat.master.remove_slave(now, seat.slave, cause)
+        self._remember(session, RegistrationRefused(f"session {session.hex()}: expected a new one, this one has left"))
+        return self._end_if_empty(seat.master, replies)
+
+    def _lose(self, now: float, session: bytes, cause: str) -> list[Reply]:
         seat = self._forget(session)
         if seat is None:
             return []
         self._log_end(seat, f"is lost: {cause}")
-        return self._end_if_empty(seat.master, seat.master.banish_slave(seat.slave, cause))
+        loss, replies = seat.master.banish_slave(now, seat.slave, cause)
+        if loss:
+            self._remember(session, loss)
+        return self._end_if_empty(seat.master, replies)
+
+    def _remember(self, session: bytes, error: StatsdBNError) -> None:
+        self._ended[session] = error
+        if len(self._ended) > REMEMBERED_SESSIONS:
+            del self._ended[next(iter(self._ended))]
 
     def _end_deadlocks(self, now: float) -> list[Reply]:
         """Tells members that wait for one another; only the members of a job can."""
@@ -280,10 +316,10 @@ class Dispatcher:
             if waits := deadlock.find(masters, now):
                 table = deadlock.Table(waits, now)
                 logger.warning("%s", table.error(waits[0]))
-                replies += [reply for wait in waits for reply in self._end_wait(wait, table.error(wait))]
+                replies += [reply for wait in waits for reply in self._end_wait(now, wait, table.error(wait))]
         return replies
 
-    def _end_wait(self, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:
+    def _end_wait(self, now: float, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:
         if wait.key:
             return wait.master.fail(wait.key, error)
         # Whoever waits for a group to open is told, and is out of it again: so it is told once.
@@ -291,7 +327,7 @@ class Dispatcher:
         replies = [(slave.peer, failure(error)) for slave in slaves]
         for slave in slaves:
             self._forget(slave.session)
-            replies += self._end_if_empty(wait.master, wait.master.remove_slave(slave, ""))
+            replies += self._take_out(now, slave.session, Seat(wait.master, slave), "")
         return replies
 
     def _forget(self, session: bytes) -> Seat | None:
@@ -304,13 +340,5 @@ class Dispatcher:
 
     def _end_if_empty(self, master: SyncMaster, replies: list[Reply]) -> list[Reply]:
         if not master.nr_slaves:
-            del self._masters[master.membership.job, master.membership.group]
+            self._masters.pop((master.membership.job, master.membership.group), None)
         return replies
-
-    def _unknown(self, session: bytes, where: str = "", attempt: int = 0) -> UnknownSession:
-        return UnknownSession(
-            f"{where}session {session.hex()} is not registered here: it was taken for lost, or another run of this "
-            "job has replaced it",
-            server=self._server.hex(),
-            attempt=attempt,
-        )

@@ -9,25 +9,28 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from server.membership import Membership, Slave
-from server.rounds import Event, Round, State, failed
+from server.rounds import FutureResult, Round, State, failed, failure
 from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,
     LimitExceeded,
     MasterStopped,
     ProtocolError,
+    ReplicaLost,
     RoundFailed,
     StatsdBNError,
+    UnknownSession,
 )
+from statsd_bn.members import Members
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
-    Failure,
     Pending,
     Register,
     Registered,
     RoundKey,
     Rows,
+    Stand,
     missing_members,
 )
 from statsd_bn.reduction import sum_in_order
@@ -36,14 +39,13 @@ from statsd_bn.wire import encode
 # How many late members a message names.
 TOLD_OF = 8
 
+# Rounds of one group that ended before the kept ones and are remembered by a number each: a late copy of a
+# contribution must not begin such a round anew, and wait for members that will never come. A copy can be late by what
+# a broken connection had under way, which is far less than this.
+REMEMBERED_ROUNDS = 1024
+
 Reply = tuple[bytes, bytes]
 """(peer, frame): what to send to whom."""
-
-
-def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
-    """Returns the frame that carries an error to a member."""
-    text = str(error).encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
-    return encode(Failure(error.code, text, error.fields, key))
 
 
 class SyncMaster:
@@ -51,21 +53,24 @@ class SyncMaster:
 
     Args:
         server: the id of this master's life.
-        register: the registration that begins the group; it sets job, group, epoch and world_size.
+        register: the registration that begins the group; it sets job, group, epoch and policy.
+        now: the time.
 
     Attributes:
         answered: when members were last told that a round has ended, or that the group is open.
     """
 
-    def __init__(self, server: bytes, register: Register) -> None:
+    def __init__(self, server: bytes, register: Register, now: float) -> None:
         self.epoch = register.epoch
-        self.membership = Membership(register.job, register.group, register.world_size)
+        self.membership = Membership(register, now)
         self.rounds_done = 0
         self.rounds_failed = 0
         self.answered = -math.inf
         self._server = server
         self._open: dict[RoundKey, Round] = {}
         self._kept: dict[RoundKey, Round] = {}
+        self._ended: dict[int, None] = {}
+        self._deferred: list[tuple[Slave, Contribution, bytes]] = []
 
     @property
     def nr_slaves(self) -> int:
@@ -77,18 +82,17 @@ class SyncMaster:
         """The rounds that have not ended."""
         return self._open.values()
 
-    def register_slave(self, register: Register, peer: bytes) -> tuple[Slave, list[Reply]]:
-        """Takes a slave in and tells it whom the group still waits for; tells everybody when it opens.
+    def register_slave(self, now: float, register: Register, peer: bytes) -> tuple[Slave, list[Reply]]:
+        """Takes a slave in and tells it whom the group still waits for; tells everybody when nobody is missing.
 
         Raises:
             RegistrationRefused: with the reason.
-            ReplicaLost: the group is broken.
+            ReplicaLost: the group is broken, or the slave was taken for lost.
         """
-        was_open = self.membership.is_open
         slave = self.membership.admit(register, peer)
-        opens = self.membership.is_open and not was_open
-        told = self.membership.slaves.values() if opens else [slave]
-        return slave, [(slave.peer, self._registered(slave)) for slave in told]
+        replies = self._withdraw(slave) if slave.stand is not Stand.TAKES_PART else []
+        replies += self._settle(now) or [(peer, self._registered(slave))]
+        return slave, replies + self._complete()
 
     def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
         """Takes a slave's rows for one round.
@@ -100,32 +104,40 @@ class SyncMaster:
         """
         key, rows = contribution.key, contribution.rows
         slave.peer = peer
-        if contribution.waits:
-            slave.step, slave.replicas = key.step, len(rows.counts)
-        else:
-            peer = b""
         if key in self._kept:
             return self._answer_again(self._kept[key], slave, rows, peer)
+        if self.membership.recovery:
+            return self._defer(slave, contribution, peer)
         try:
             round_ = self._open.get(key) or self._begin(now, slave, key)
+            future = self._future(round_, slave)
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
-        future = round_.futures[slave.member]
-        earlier = future.peer
-        if not future.peer:
+        slave.step, slave.replicas = key.step, len(rows.counts)
+        if not future.done:
             future.since = now
             self._count_threads(slave, contribution)
+        return self._put(now, round_, slave, contribution, peer)
+
+    def recall(self, now: float, slave: Slave, aggregate: Aggregate, peer: bytes) -> list[Reply]:
+        """Takes the aggregate that an earlier life of the server gave a slave for one round.
+
+        Whoever asks for that round will get it. Slaves that were given different ones break the group: nobody can say
+        who is right.
+        """
+        key = aggregate.key
         try:
-            round_.put(slave.member, rows, peer)
-        except ContributionConflict as conflict:
-            return [(told, failure(conflict, key)) for told in dict.fromkeys((earlier, peer)) if told]
-        except RoundFailed as error:
-            self.answered = now
-            return self._break(round_, error, also=[peer])
-        if round_.state is not State.WAITING:
-            self.answered = now
-            return self._finish(round_)
-        return [(peer, self._pending(now, round_))] if contribution.attempt and peer else []
+            self._check_key(slave, key)
+        except StatsdBNError as error:
+            return [(peer, failure(error, key))]
+        self.membership.recall(slave, key)
+        if kept := self._kept.get(key):
+            return self._compare(kept, slave, aggregate)
+        if self.membership.recovery:
+            round_ = Round(key, (), now, 0.0)
+            round_.end(aggregate)
+            self._close(round_)
+        return self._settle(now)
 
     def run_master(self, round_: Round) -> Aggregate:
         """Reduces one complete round: adds all rows in replica order.
@@ -136,43 +148,49 @@ class SyncMaster:
         contributions = [future.get() for future in round_.futures.values()]
         counts = [count for rows in contributions for count in rows.counts]
         total = sum_in_order(row for rows in contributions for row in rows.values)
-        return Aggregate(round_.key, len(counts), sum(counts), total)
+        return Aggregate(round_.key, len(counts), sum(counts), Members.of(round_.futures), total)
 
-    def remove_slave(self, slave: Slave, cause: str) -> list[Reply]:
-        """Takes a slave out; the rounds of an open group fail for everyone, with the cause."""
-        self.membership.remove(slave, cause)
-        return self._break_if_lost()
+    def remove_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
+        """Takes a slave out that says goodbye.
 
-    def banish_slave(self, slave: Slave, cause: str) -> list[Reply]:
+        Returns:
+            What it is told if it comes back, and what the others are told: the rounds of a strict group fail, with the
+            cause, and those of an elastic one go on.
+        """
+        return self._without(now, slave, self.membership.remove(slave, cause))
+
+    def banish_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
         """Takes a slave out that is lost without a goodbye; else as `remove_slave`."""
-        self.membership.banish(slave, cause)
-        return self._break_if_lost()
+        return self._without(now, slave, self.membership.banish(slave, cause))
 
     def expire(self, now: float) -> list[Reply]:
-        """Ends the rounds whose deadline has passed."""
+        """Ends what is over its time: the wait for members after a restart of the server, and rounds."""
+        self.membership.give_up_waiting(now)
+        replies = self._break_if_lost() + self._settle(now)
         late = [round_ for round_ in self._open.values() if now >= round_.opened + round_.seconds]
-        told = [round_ for round_ in late if round_.peers]
-        for round_ in late:
-            if not round_.peers:
-                del self._open[round_.key]
-        self.answered = now if told else self.answered
-        return [reply for round_ in told for reply in self._break(round_, round_.timeout())]
+        self.answered = now if late else self.answered
+        return replies + [
+            reply for round_ in late for reply in self._break(round_, round_.timeout(self._awaited(round_)))
+        ]
 
     def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
         """Ends an open round with an error."""
         return self._break(self._open[key], error)
 
     def stop(self) -> list[Reply]:
-        """Ends all open rounds because the master stops."""
-        return self.break_all(lambda round_: MasterStopped(f"the master stopped during {round_.key}"))
+        """Ends all open rounds, and the wait of a group that is not open, because the master stops."""
+        replies = self.break_all(lambda key: MasterStopped(f"the master stopped during {key}"))
+        if self.membership.is_open:
+            return replies
+        stopped = failure(MasterStopped(f"the master stopped before {self._name} was open"))
+        return replies + [(slave.peer, stopped) for slave in self.membership.slaves.values()]
 
-    def break_all(self, reason: Callable[[Round], StatsdBNError]) -> list[Reply]:
-        """Ends all open rounds, each for its own reason."""
-        return [reply for round_ in list(self._open.values()) for reply in self._break(round_, reason(round_))]
-
-    def _break_if_lost(self) -> list[Reply]:
-        lost = self.membership.lost
-        return self.break_all(lambda _: lost) if lost else []
+    def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
+        """Ends all open rounds and all deferred contributions, each for its own reason."""
+        replies = [reply for round_ in list(self._open.values()) for reply in self._break(round_, reason(round_.key))]
+        deferred, self._deferred = self._deferred, []
+        keys = ((peer, contribution.key) for _, contribution, peer in deferred)
+        return replies + [(peer, failure(reason(key), key)) for peer, key in keys]
 
     def report(self, now: float) -> dict[str, Any]:
         """Returns what a status report says of this group."""
@@ -182,8 +200,15 @@ class SyncMaster:
             "group": membership.group,
             "epoch": self.epoch,
             "world_size": membership.world_size,
+            "min_members": membership.min_members,
             "members": [
-                {"member": slave.member, "place": slave.place, "step": slave.step, "replicas": slave.replicas}
+                {
+                    "member": slave.member,
+                    "place": slave.place,
+                    "stand": slave.stand.name.lower(),
+                    "step": slave.step,
+                    "replicas": slave.replicas,
+                }
                 for slave in sorted(membership.slaves.values(), key=lambda slave: slave.member)
             ],
             "missing": membership.missing,
@@ -196,67 +221,187 @@ class SyncMaster:
             ],
         }
 
+    @property
+    def _name(self) -> str:
+        return f"job {self.membership.job!r}, group {self.membership.group!r}"
+
+    def _settle(self, now: float) -> list[Reply]:
+        """Lets the members go on if nobody is missing any more, and tells them."""
+        if not self.membership.settle(now):
+            return []
+        self.answered = now
+        replies = [(slave.peer, self._registered(slave)) for slave in self.membership.slaves.values()]
+        deferred, self._deferred = self._deferred, []
+        for slave, contribution, peer in deferred:
+            replies += self.contribute(now, slave, contribution, peer)
+        return replies
+
+    def _without(self, now: float, slave: Slave, loss: ReplicaLost | None) -> tuple[ReplicaLost | None, list[Reply]]:
+        self._deferred = [wait for wait in self._deferred if wait[0] is not slave]
+        if self.membership.lost:
+            return loss, self._break_if_lost()
+        return loss, self._tell_departure() + self._withdraw(slave) + self._settle(now)
+
+    def _tell_departure(self) -> list[Reply]:
+        """Those who are back for another pass wait in vain for one that has left."""
+        departed = self.membership.departed
+        if not departed:
+            return []
+        slaves = self.membership.slaves.values()
+        return [(slave.peer, failure(departed)) for slave in slaves if slave.stand is Stand.BACK]
+
+    def _withdraw(self, slave: Slave) -> list[Reply]:
+        for round_ in self._open.values():
+            round_.withdraw(slave.member)
+        return self._complete()
+
+    def _complete(self) -> list[Reply]:
+        """Ends the rounds that lack nothing any more."""
+        ready = [round_ for round_ in self._open.values() if self._is_ready(round_)]
+        return [reply for round_ in ready for reply in self._finish(round_)]
+
+    def _is_ready(self, round_: Round) -> bool:
+        return round_.is_complete and self.membership.suffices
+
+    def _break_if_lost(self) -> list[Reply]:
+        lost = self.membership.lost
+        return self.break_all(lambda _: lost) if lost else []
+
+    def _awaited(self, round_: Round) -> str:
+        """Returns in words whom a round waits for."""
+        if round_.is_complete:
+            return f"enough members ({self.nr_slaves} of min_members {self.membership.min_members} are there)"
+        late = ", ".join(str(self.membership.slaves[member]) for member in round_.missing[:TOLD_OF])
+        return f"{late} and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else late
+
     def _pending(self, now: float, round_: Round) -> bytes:
         """Returns what tells a member that asks again whom its round waits for."""
         seconds = int(now - round_.opened)
-        late = ", ".join(str(self.membership.slaves[member]) for member in round_.missing[:TOLD_OF])
-        more = f" and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else ""
-        text = f"{round_.key}: waiting since {seconds} s for {late}{more}".encode()
-        return encode(Pending(round_.key, seconds, text[: limits.MAX_TEXT_BYTES].decode(errors="ignore")))
+        return _pending(round_.key, seconds, f"waiting since {seconds} s for {self._awaited(round_)}")
 
     def _registered(self, slave: Slave) -> bytes:
-        missing = self.membership.missing
-        present = tuple(self.membership.present) if missing else ()
-        return encode(Registered(slave.session, self._server, self.epoch, 0, missing, present))
+        missing, present = self.membership.missing_for(slave)
+        return encode(Registered(slave.session, self._server, self.epoch, slave.first_step, missing, present))
+
+    def _defer(self, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
+        """Keeps a contribution until the members are back after a restart of the server."""
+        key = contribution.key
+        if slave.owes:
+            return [(peer, failure(unknown(slave.session), key))]
+        if len(self._deferred) >= limits.MAX_OPEN_ROUNDS * self.nr_slaves:
+            return [(peer, failure(self._too_many(key), key))]
+        self._deferred.append((slave, contribution, peer))
+        text = f"waiting for members {self.membership.absent} to come back to a restarted server"
+        return [(peer, _pending(key, 0, text))] if contribution.attempt else []
 
     def _begin(self, now: float, slave: Slave, key: RoundKey) -> Round:
         membership = self.membership
         if membership.lost:
             raise membership.lost
+        self._check_key(slave, key)
+        if not membership.is_open:
+            missing, present = membership.missing_for(slave)
+            awaited = missing_members(membership.group, membership.world_size, present, missing)
+            raise failed(key, f"the group is not open, it waits for {awaited}")
+        if hash(key) in self._ended:
+            raise failed(key, "it ended long ago, and its answer is no longer kept")
+        if len(self._open) >= limits.MAX_OPEN_ROUNDS:
+            raise self._too_many(key)
+        members = membership.participants(key.step)
+        if slave.member not in members:
+            raise failed(key, f"{slave} is not one of the members that take part, {Members.of(members)}")
+        membership.reach(key.step)
+        round_ = Round(key, members, now, slave.deadline)
+        self._open[key] = round_
+        return round_
+
+    def _put(self, now: float, round_: Round, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
+        earlier = round_.futures[slave.member].peer
+        try:
+            round_.put(slave.member, contribution.rows, peer)
+        except ContributionConflict as conflict:
+            return [(told, failure(conflict, round_.key)) for told in dict.fromkeys((earlier, peer)) if told]
+        except RoundFailed as error:
+            self.answered = now
+            return self._break(round_, error, also=[peer])
+        if self._is_ready(round_):
+            self.answered = now
+            return self._finish(round_)
+        return [(peer, self._pending(now, round_))] if contribution.attempt else []
+
+    def _future(self, round_: Round, slave: Slave) -> FutureResult:
+        if slave.member not in round_.futures:
+            raise failed(round_.key, f"{slave} is not one of the members that take part, {Members.of(round_.futures)}")
+        return round_.futures[slave.member]
+
+    def _check_key(self, slave: Slave, key: RoundKey) -> None:
+        membership = self.membership
         if (key.job, key.group, key.epoch) != (membership.job, membership.group, self.epoch):
             raise ProtocolError(
                 f"round key: expected job {membership.job!r}, group {membership.group!r}, epoch {self.epoch}, "
                 f"as {slave} registered, got {key}"
             )
-        if not membership.is_open:
-            awaited = missing_members(membership.group, membership.world_size, membership.present)
-            raise failed(key, f"the group is not open, it waits for {awaited}")
-        if len(self._open) >= limits.MAX_OPEN_ROUNDS:
-            raise LimitExceeded(
-                f"group {key.group!r} of job {key.job!r} has {len(self._open)} open rounds already",
-                limit=limits.MAX_OPEN_ROUNDS,
-                what="open rounds",
-            )
-        round_ = Round(key, membership.slaves, now, slave.deadline)
-        self._open[key] = round_
-        return round_
+
+    def _too_many(self, key: RoundKey) -> LimitExceeded:
+        return LimitExceeded(
+            f"group {key.group!r} of job {key.job!r} has {limits.MAX_OPEN_ROUNDS} open rounds already",
+            limit=limits.MAX_OPEN_ROUNDS,
+            what="open rounds",
+        )
 
     def _count_threads(self, slave: Slave, contribution: Contribution) -> None:
         # What is sent again may come in a bunch, from one thread.
         if len(self._open) > slave.threads and not contribution.attempt:
-            others = sum(round_.futures[slave.member].done for round_ in self._open.values())
-            slave.threads = max(slave.threads, others + 1)
+            futures = (round_.futures.get(slave.member) for round_ in self._open.values())
+            slave.threads = max(slave.threads, 1 + sum(future is not None and future.done for future in futures))
 
     def _answer_again(self, round_: Round, slave: Slave, rows: Rows, peer: bytes) -> list[Reply]:
-        future = round_.futures[slave.member]
-        told = [peer] if peer else []
-        if future.done and not future.put(rows, peer):
-            return [(one, failure(round_.conflict(slave.member), round_.key)) for one in told]
-        return [(one, round_.answer) for one in told]
+        future = round_.futures.get(slave.member)
+        if future and future.done and not future.put(rows, peer):
+            return [(peer, failure(round_.conflict(slave.member), round_.key))]
+        return [(peer, round_.answer)]
+
+    def _compare(self, kept: Round, slave: Slave, aggregate: Aggregate) -> list[Reply]:
+        if kept.state is State.FAILED or kept.answer == encode(aggregate):
+            return []
+        self.membership.lost = ContributionConflict(
+            f"{kept.key}: {slave} was given another aggregate than others were, before the server was restarted",
+            **kept.key.fields,
+            member=slave.member,
+        )
+        return self._break_if_lost()
 
     def _finish(self, round_: Round) -> list[Reply]:
         self.rounds_done += 1
-        return self._close(round_, encode(self.run_master(round_)))
+        round_.end(self.run_master(round_))
+        return self._close(round_)
 
     def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
-        round_.advance(Event.BROKEN)
         self.rounds_failed += 1
-        return self._close(round_, failure(error, round_.key), also)
+        round_.fail(error)
+        return self._close(round_, also)
 
-    def _close(self, round_: Round, answer: bytes, also: Iterable[bytes] = ()) -> list[Reply]:
-        round_.answer = answer
-        del self._open[round_.key]
+    def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:
+        self._open.pop(round_.key, None)
         self._kept[round_.key] = round_
-        if len(self._kept) > limits.KEPT_ROUNDS:
-            del self._kept[next(iter(self._kept))]
-        return [(peer, answer) for peer in dict.fromkeys((*round_.peers, *also))]
+        # Members that come back differ in which rounds they tell of, and the latest come first from some of them.
+        most = limits.KEPT_ROUNDS * (2 if self.membership.recovery else 1)
+        while len(self._kept) > most:
+            self._remember(next(iter(self._kept)))
+        return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
+
+    def _remember(self, key: RoundKey) -> None:
+        del self._kept[key]
+        self._ended[hash(key)] = None
+        if len(self._ended) > REMEMBERED_ROUNDS:
+            del self._ended[next(iter(self._ended))]
+
+
+def unknown(session: bytes) -> UnknownSession:
+    """Returns the error that asks a member to say who it is, and what it was given."""
+    return UnknownSession(f"session {session.hex()} is not registered here", session=session.hex())
+
+
+def _pending(key: RoundKey, seconds: int, text: str) -> bytes:
+    told = f"{key}: {text}".encode()[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
+    return encode(Pending(key, seconds, told))

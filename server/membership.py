@@ -1,13 +1,18 @@
-"""Who belongs to a group, since when, until when.
+"""Who belongs to a group, since which step, until when.
 
-A group is strict: it opens when `world_size` members have registered and is broken as soon as one leaves it
-after that. A broken group answers everything with the reason; the first member of a new run replaces it.
+A group opens when `world_size` members have registered. A strict group is broken as soon as one leaves it after that:
+it answers everything with the reason, and the first member of a new run replaces it. In an elastic group the others go
+on, and newcomers take part from a step on that nobody has begun.
+
+A member may be away for a while, because its data has ended, and takes part again when all others are back as well.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, WorldSizeMismatch
-from statsd_bn.messages import WORLD, Register
+from server.recovery import Recovery
+from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
+from statsd_bn.members import Members
+from statsd_bn.messages import WORLD, Register, RoundKey, Stand
 
 
 @dataclass(slots=True)
@@ -21,10 +26,14 @@ class Slave:
         place: where it runs, for people.
         peer: whom to answer.
         step: the step it is in.
-        has_past: whether it had taken part in a round when it registered, with an earlier life of the server.
+        first_step: the first step it takes part in.
+        stand: whether it takes part.
+        has_past: whether an earlier life of the server had taken it in.
+        owed: how many results of that life it has announced.
         replicas: rows in its latest contribution; 0 before the first.
         since: when it registered first.
         threads: how many rounds it has had under way at once, at most: so many threads of it exchange.
+        recalled: the rounds whose results have come.
     """
 
     session: bytes
@@ -33,7 +42,11 @@ class Slave:
     place: str
     peer: bytes
     step: int
-    has_past: bool = False
+    first_step: int
+    stand: Stand
+    has_past: bool
+    owed: int
+    recalled: set[RoundKey] = field(default_factory=set)
     replicas: int = 0
     since: float = 0.0
     threads: int = 1
@@ -41,138 +54,317 @@ class Slave:
     def __str__(self) -> str:
         return f"member {self.member} ({self.place})"
 
+    @property
+    def owes(self) -> bool:
+        """Whether results that it has announced have not come: they may have been lost on the way."""
+        return len(self.recalled) < self.owed
+
 
 class Membership:
     """The slaves of one life of a group.
 
     Args:
-        job: the job's name.
-        group: the group's name.
-        world_size: how many members make it complete.
+        register: the registration that begins it.
+        now: the time.
+
+    Attributes:
+        slaves: by member number.
+        latest_step: the highest step that any member has begun.
+        is_open: whether rounds can take place.
+        recovery: who is still to come back after a restart of the server; None if that is over, or never was.
+        lost: why the group is broken; None while it is not.
+        departed: what those are told who come back for another pass that can never have all its members.
     """
 
-    def __init__(self, job: str, group: str, world_size: int) -> None:
-        self.job = job
-        self.group = group
-        self.world_size = world_size
+    def __init__(self, register: Register, now: float) -> None:
+        self.job = register.job
+        self.group = register.group
+        self.world_size = register.world_size
+        self.min_members = register.min_members
         self.slaves: dict[int, Slave] = {}
+        self.latest_step = 0
         self.is_open = False
-        self.lost: ReplicaLost | None = None
-        self.banished: set[bytes] = set()
+        self.recovery = Recovery(now) if register.has_past and register.known.runs else None
+        self.lost: StatsdBNError | None = None
+        self.departed: ReplicaLost | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the group goes on when a member is lost."""
+        return self.min_members > 0
+
+    @property
+    def suffices(self) -> bool:
+        """Whether enough members are there for a round to be completed."""
+        return len(self.slaves) >= self.min_members
+
+    @property
+    def present(self) -> Members:
+        """The members that are registered."""
+        return Members.of(self.slaves)
 
     @property
     def missing(self) -> int:
         """How many members the group still waits for before it opens."""
-        return 0 if self.is_open else self.world_size - len(self.slaves)
+        if self.is_open:
+            return 0
+        return len(self.absent) if self.recovery else self.world_size - len(self.slaves)
 
     @property
-    def present(self) -> list[int]:
-        """The members that are registered, in order."""
-        return sorted(self.slaves)
+    def absent(self) -> list[int]:
+        """The members that have not come back after a restart of the server, with all that they know."""
+        return self.recovery.missing(self._returned) if self.recovery else []
+
+    @property
+    def _returned(self) -> list[int]:
+        return [slave.member for slave in self.slaves.values() if not slave.owes]
+
+    def missing_for(self, slave: Slave) -> tuple[int, Members]:
+        """Returns how many members must come before a slave can go on, and who is there."""
+        if not self.is_open or slave.stand is not Stand.BACK:
+            return self.missing, self.present
+        back = Members.of(other.member for other in self.slaves.values() if other.stand is Stand.BACK)
+        return self._size - len(back), back
+
+    def participants(self, step: int) -> list[int]:
+        """Returns the members that take part in the rounds of a step that begin now."""
+        return [
+            slave.member
+            for slave in self.slaves.values()
+            if slave.stand is Stand.TAKES_PART and slave.first_step <= step
+        ]
+
+    def reach(self, step: int) -> None:
+        """Takes note that a member has begun a step."""
+        self.latest_step = max(self.latest_step, step)
+
+    def recall(self, slave: Slave, key: RoundKey) -> None:
+        """Takes note that a slave has told the result of a round that an earlier life of the server gave it."""
+        self.reach(key.step)
+        if self.recovery:
+            slave.recalled.add(key)
 
     def admit(self, register: Register, peer: bytes) -> Slave:
         """Takes a member in, or finds it again.
 
         Raises:
-            ReplicaLost: the group is broken.
+            ReplicaLost: the group is broken, or the member was taken for lost.
             WorldSizeMismatch: the member expects another number of members, or is one too many.
-            RegistrationRefused: some members are far into a run that others have not begun.
+            RegistrationRefused: the member's policy is another; some members are far into a run that others have not
+                begun.
             DuplicateMember: another process is this member already.
         """
         if self.lost:
             raise self.lost
-        self._check_size(register)
-        self._check_past(register)
+        self._check_terms(register)
         slave = self.slaves.get(register.member)
         if slave is None:
-            self._check_room(register)
-            slave = Slave(
-                register.session,
-                register.member,
-                register.deadline,
-                register.place,
-                peer,
-                register.step,
-                register.has_past,
-            )
-            self.slaves[register.member] = slave
+            self._check_newcomer(register)
+            slave = self._take_in(register, peer)
         elif slave.session != register.session:
-            raise DuplicateMember(
-                f"job {self.job!r}, group {self.group!r} already has a member {register.member}: "
-                f"{slave.place} is registered, {register.place} was refused. Give every process its own RANK, "
-                "or every run its own job name",
-                job=self.job,
-                group=self.group,
-                member=register.member,
-                place=slave.place,
-            )
+            raise self._duplicate(register, slave)
         slave.peer = peer
-        self.is_open = self.is_open or len(self.slaves) == self.world_size
+        self._change_stand(slave, register)
+        if self.recovery:
+            self.recovery.name(register.known)
+            self.recovery.name(Members.of([register.member]))
         return slave
 
-    def remove(self, slave: Slave, cause: str) -> None:
-        """Takes a member out that said goodbye; an open group is broken by it."""
-        self._take_out(slave, f"failed with {cause}" if cause else "left while others went on", cause)
-
-    def banish(self, slave: Slave, cause: str) -> None:
-        """Takes a member out that is lost without a goodbye; if it comes back to a broken group, it is told so."""
-        self._take_out(slave, f"was lost: {cause}", cause)
+    def settle(self, now: float) -> bool:
+        """Opens the group, or lets its members begin another pass, if nobody is missing; returns whether it did."""
         if self.lost:
-            self.banished.add(slave.session)
+            return False
+        return self._call_back() if self.is_open else self._open(now)
 
-    def _take_out(self, slave: Slave, reason: str, cause: str) -> None:
+    def give_up_waiting(self, now: float) -> bool:
+        """Takes members for lost that have not come back after a restart of the server; returns whether there are."""
+        late = self.recovery.late(now, self._returned) if self.recovery else []
+        if not late:
+            return False
+        if not self.is_elastic:
+            cause = "did not come back after the server was restarted"
+            self.lost = self._loss(late[0], self.latest_step, f"members {late} {cause}", cause)
+            self.recovery = None
+        return True
+
+    def remove(self, slave: Slave, cause: str) -> ReplicaLost | None:
+        """Takes a member out that said goodbye; returns what it is told if it comes back."""
+        return self._take_out(slave, f"failed with {cause}" if cause else "left while others went on", cause)
+
+    def banish(self, slave: Slave, cause: str) -> ReplicaLost | None:
+        """Takes a member out that is lost without a goodbye; returns what it is told if it comes back."""
+        return self._take_out(slave, f"was lost: {cause}", cause)
+
+    def _take_in(self, register: Register, peer: bytes) -> Slave:
+        self.reach(register.step)
+        joins = self.is_open
+        slave = Slave(
+            register.session,
+            register.member,
+            register.deadline,
+            register.place,
+            peer,
+            register.step,
+            self.latest_step + 1 if joins else register.first_step,
+            Stand(register.stand),
+            register.has_past,
+            register.results if self.recovery else 0,
+        )
+        self.slaves[register.member] = slave
+        return slave
+
+    def _change_stand(self, slave: Slave, register: Register) -> None:
+        # One that was sent before the latest pass began says nothing any more.
+        if register.stand == Stand.TAKES_PART or register.step < slave.first_step:
+            return
+        if register.stand == Stand.BACK and self.departed:
+            raise self.departed
+        self.reach(register.step)
+        slave.stand = Stand(register.stand)
+
+    def _open(self, now: float) -> bool:
+        if self.recovery:
+            self.is_open = self.recovery.is_over(now, self._returned, is_elastic=self.is_elastic)
+        else:
+            self.is_open = len(self.slaves) == self.world_size
+        if self.is_open and self.recovery:
+            self._let_in_after_recovery()
+            self.recovery = None
+        return self.is_open
+
+    def _let_in_after_recovery(self) -> None:
+        """Whoever is new begins after the others; whoever was about to be called back begins with those who were."""
+        begun = max((slave.first_step for slave in self.slaves.values() if slave.stand is Stand.TAKES_PART), default=0)
+        for slave in self.slaves.values():
+            if self.is_elastic and not slave.has_past:
+                slave.first_step = self.latest_step + 1
+            elif slave.stand is Stand.BACK and slave.first_step < begun:
+                slave.first_step, slave.stand = begun, Stand.TAKES_PART
+
+    def _call_back(self) -> bool:
+        slaves = self.slaves.values()
+        if not slaves or sum(slave.stand is Stand.BACK for slave in slaves) < self._size:
+            return False
+        for slave in slaves:
+            slave.first_step, slave.stand = self.latest_step + 1, Stand.TAKES_PART
+        return True
+
+    def _take_out(self, slave: Slave, reason: str, cause: str) -> ReplicaLost | None:
         del self.slaves[slave.member]
-        if self.is_open and not self.lost:
-            self.lost = ReplicaLost(
-                f"job {self.job!r}, group {self.group!r}, step {slave.step}: {slave} {reason}",
-                job=self.job,
-                group=self.group,
-                member=slave.member,
-                step=slave.step,
-                cause=cause,
-            )
+        if not (self.is_open or self.recovery):
+            return None
+        loss = self._loss(slave.member, slave.step, f"{slave} {reason}", cause)
+        if self.is_elastic:
+            if self.recovery:
+                self.recovery.forget(slave.member)
+        elif slave.stand is Stand.AWAY and not cause:
+            self.departed = loss
+        else:
+            self.lost = self.lost or loss
+        return loss
 
-    def _check_size(self, register: Register) -> None:
+    def _loss(self, member: int, step: int, text: str, cause: str) -> ReplicaLost:
+        return ReplicaLost(
+            f"job {self.job!r}, group {self.group!r}, step {step}: {text}",
+            job=self.job,
+            group=self.group,
+            member=member,
+            step=step,
+            cause=cause,
+        )
+
+    def _check_terms(self, register: Register) -> None:
         if register.world_size != self.world_size:
             raise self._mismatch(
                 register,
-                f"expected world_size {self.world_size}, as members {self.present} have it, got {register.world_size}",
+                f"expected world_size {self.world_size}, as members {list(self.slaves)} have it, "
+                f"got {register.world_size}",
                 register.world_size,
+            )
+        if register.min_members != self.min_members:
+            raise RegistrationRefused(
+                f"{self._name}: expected policy {_policy(self.min_members)}, as members {list(self.slaves)} have it, "
+                f"got {_policy(register.min_members)} from member {register.member} ({register.place})"
+            )
+
+    def _check_newcomer(self, register: Register) -> None:
+        if self.is_open and self.is_elastic:
+            self._check_joiner(register)
+            return
+        if not self.is_elastic:
+            self._check_past(register)
+        if not (self.is_elastic and self.recovery):
+            self._check_room(register)
+
+    def _check_joiner(self, register: Register) -> None:
+        if register.has_past:
+            who = f"member {register.member} ({register.place})"
+            text = f"{who} came back too late after the server was restarted; the others have gone on without it"
+            raise self._loss(register.member, register.step, text, "came back too late")
+        if self.group != WORLD:
+            raise RegistrationRefused(
+                f"{self._name}: expected one of the members that it began with, got member {register.member} "
+                f"({register.place}); newcomers join the group {WORLD!r} only"
             )
 
     def _check_past(self, register: Register) -> None:
         """After a restart of the master its members tell it how far they are; a newcomer cannot be among them."""
-        others = [slave for slave in self.slaves.values() if slave.session != register.session]
-        for slave in others:
+        for slave in self.slaves.values():
             older, newer = (slave, register) if slave.step else (register, slave)
             if older.step and not newer.step and not newer.has_past:
                 raise RegistrationRefused(
-                    f"job {self.job!r}, group {self.group!r}: member {older.member} ({older.place}) is at step "
+                    f"{self._name}: member {older.member} ({older.place}) is at step "
                     f"{older.step}, and member {newer.member} ({newer.place}) has taken part in no round; all members "
                     "of a strict group begin together. Begin a new run, with a later epoch or another job name"
                 )
 
     def _check_room(self, register: Register) -> None:
         number = register.member
-        if self.group == WORLD and number >= self.world_size:
+        if self.group == WORLD and not self.is_elastic and number >= self.world_size:
             raise self._mismatch(
                 register,
-                f"expected a number in [0, {self.world_size}), as members {self.present} have it, got {number}",
+                f"expected a number in [0, {self.world_size}), as members {list(self.slaves)} have it, got {number}",
                 number + 1,
             )
-        if len(self.slaves) == self.world_size:
+        # One that was away when the server was restarted was not waited for.
+        was_away = register.has_past and register.stand != Stand.TAKES_PART
+        if len(self.slaves) == self.world_size or (self.is_open and not was_away):
             raise self._mismatch(
                 register,
-                f"expected {self.world_size} members, and {self.present} are there, got one more",
+                f"expected {self.world_size} members, and {list(self.present)} are there, got one more",
                 self.world_size + 1,
             )
 
+    def _duplicate(self, register: Register, slave: Slave) -> DuplicateMember:
+        return DuplicateMember(
+            f"{self._name} already has a member {register.member}: "
+            f"{slave.place} is registered, {register.place} was refused. Give every process its own RANK, "
+            "or every run its own job name",
+            job=self.job,
+            group=self.group,
+            member=register.member,
+            place=slave.place,
+        )
+
     def _mismatch(self, register: Register, reason: str, got: int) -> WorldSizeMismatch:
         return WorldSizeMismatch(
-            f"job {self.job!r}, group {self.group!r}: {reason} from member {register.member} ({register.place})",
+            f"{self._name}: {reason} from member {register.member} ({register.place})",
             job=self.job,
             group=self.group,
             member=register.member,
             expected=self.world_size,
             got=got,
         )
+
+    @property
+    def _size(self) -> int:
+        """How many members make the group complete."""
+        return len(self.slaves) if self.is_elastic else self.world_size
+
+    @property
+    def _name(self) -> str:
+        return f"job {self.job!r}, group {self.group!r}"
+
+
+def _policy(min_members: int) -> str:
+    return f'"elastic" with min_members {min_members}' if min_members else '"strict"'

@@ -3,7 +3,7 @@
 A round is opened by the first contribution that names its key, with one `FutureResult` for every slave of the
 group. It ends once, in one of two ways, and the frame that ended it answers everybody, late or repeated:
 
-- the last missing contribution arrives: REDUCED, and the answer is the aggregate;
+- no contribution is missing any more: REDUCED, and the answer is the aggregate;
 - something makes that impossible: FAILED, and the answer is the failure, with its cause.
 
 Whatever the table below does not name cannot happen, and raises if it does.
@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from enum import Enum
 
 from statsd_bn import limits
-from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout
-from statsd_bn.messages import RoundKey, Rows
+from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout, StatsdBNError
+from statsd_bn.members import NOBODY
+from statsd_bn.messages import Aggregate, Failure, RoundKey, Rows
+from statsd_bn.wire import encode
 
 
 class State(Enum):
@@ -29,12 +31,14 @@ class Event(Enum):
     """What happens to a round."""
 
     CONTRIBUTED = "contributed"
+    WITHDRAWN = "withdrawn"
     COMPLETED = "completed"
     BROKEN = "broken"
 
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.WAITING, Event.CONTRIBUTED): State.WAITING,
+    (State.WAITING, Event.WITHDRAWN): State.WAITING,
     (State.WAITING, Event.COMPLETED): State.REDUCED,
     (State.WAITING, Event.BROKEN): State.FAILED,
 }
@@ -61,7 +65,7 @@ class FutureResult:
         return self._rows is not None
 
     def put(self, rows: Rows, peer: bytes) -> bool:
-        """Takes a contribution; `peer` is whom to answer from now on, empty for nobody.
+        """Takes a contribution; `peer` is whom to answer from now on.
 
         Returns:
             True if these are the rows kept: the first, or the same bytes again. False if they differ.
@@ -69,7 +73,7 @@ class FutureResult:
         if self._rows is not None and not _same(self._rows, rows):
             return False
         self._rows = self._rows or rows
-        self.peer = peer or self.peer
+        self.peer = peer
         return True
 
     def get(self) -> Rows:
@@ -96,12 +100,12 @@ class Round:
 
     Args:
         key: what identifies it.
-        members: the slaves of the group.
+        members: the slaves that take part.
         opened: when its first contribution came, in seconds.
         seconds: how long it may stay open.
     """
 
-    __slots__ = ("_pending", "answer", "count", "futures", "key", "opened", "seconds", "shape", "state")
+    __slots__ = ("_pending", "answer", "count", "covers", "futures", "key", "opened", "seconds", "shape", "state")
 
     def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
         self.key = key
@@ -111,6 +115,7 @@ class Round:
         self.seconds = seconds
         self.shape: tuple[int, ...] = ()
         self.count = 0
+        self.covers = NOBODY
         self._pending = len(self.futures)
         self.answer = b""
 
@@ -119,7 +124,7 @@ class Round:
         self.state = TRANSITIONS[self.state, event]
 
     def put(self, member: int, rows: Rows, peer: bytes) -> None:
-        """Takes a member's rows; once all have come the round is REDUCED.
+        """Takes a member's rows.
 
         Raises:
             RoundMismatch: their shape is not that of the rows that came first.
@@ -135,7 +140,34 @@ class Round:
             raise self.conflict(member)
         if fresh:
             self._pending -= 1
-            self.advance(Event.CONTRIBUTED if self._pending else Event.COMPLETED)
+            self.advance(Event.CONTRIBUTED)
+
+    def withdraw(self, member: int) -> None:
+        """Expects no more of a member: what it has contributed stays, and nobody waits for what it has not."""
+        future = self.futures.get(member)
+        if future is None:
+            return
+        future.peer = b""
+        if not future.done:
+            del self.futures[member]
+            self._pending -= 1
+        self.advance(Event.WITHDRAWN)
+
+    def end(self, aggregate: Aggregate) -> None:
+        """Ends with this aggregate as the answer."""
+        self.advance(Event.COMPLETED)
+        self.covers = aggregate.members
+        self.answer = encode(aggregate)
+
+    def fail(self, error: StatsdBNError) -> None:
+        """Ends with an error as the answer."""
+        self.advance(Event.BROKEN)
+        self.answer = failure(error, self.key)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no contribution is missing."""
+        return not self._pending
 
     @property
     def missing(self) -> list[int]:
@@ -154,7 +186,7 @@ class Round:
 
     @property
     def peers(self) -> list[bytes]:
-        """Whom to answer: nobody, where all who have contributed have told of a round that they are through with."""
+        """Whom to answer."""
         return [future.peer for future in self.futures.values() if future.peer]
 
     def conflict(self, member: int) -> ContributionConflict:
@@ -165,10 +197,10 @@ class Round:
             member=member,
         )
 
-    def timeout(self) -> RoundTimeout:
-        """Returns the error that names who is missing."""
+    def timeout(self, whom: str) -> RoundTimeout:
+        """Returns the error of a round that waited too long, and says for whom."""
         return RoundTimeout(
-            f"{self.key}: members {self.missing} did not arrive within {self.seconds:g} s; "
+            f"{self.key}: {whom} did not arrive within {self.seconds:g} s; "
             f"members {self.waiting} are waiting. Look at the missing members' logs, or raise "
             "connect(deadline=...) if a step may take longer",
             **self.key.fields,
@@ -205,3 +237,9 @@ class Round:
 def failed(key: RoundKey, reason: str) -> RoundFailed:
     """Returns the error of a round that no finer error describes."""
     return RoundFailed(f"{key}: {reason}", **key.fields)
+
+
+def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
+    """Returns the frame that carries an error to a member."""
+    text = str(error).encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
+    return encode(Failure(error.code, text, error.fields, key))

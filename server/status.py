@@ -5,6 +5,7 @@ from typing import Any
 import zmq
 
 from statsd_bn.errors import ProtocolError, ServerUnreachable
+from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Status, StatusRequest, missing_members
 from statsd_bn.wire import decode, encode
 
@@ -63,8 +64,8 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     if group["lost"]:
         state = f"broken: {group['lost']}"
     elif group["missing"]:
-        present = [slave["member"] for slave in group["members"]]
-        state = f"waiting for {missing_members(group['group'], group['world_size'], present)}"
+        present = Members.of(slave["member"] for slave in group["members"])
+        state = f"waiting for {missing_members(group['group'], group['world_size'], present, group['missing'])}"
     head = (
         f"job {group['job']!r}, group {group['group']!r}, epoch {group['epoch']}: "
         f"{len(group['members'])} of {group['world_size']} members, {state}; "

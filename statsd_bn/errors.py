@@ -17,7 +17,7 @@ into the class, so that the error a master raises about a member is the error th
     │   ├── StaleEpoch          a newer life of the group has begun
     │   └── GroupIncomplete     the group did not fill in time
     ├── UnknownSession          the master does not know who is speaking
-    ├── MasterStopped           the master was told to stop while a round was open
+    ├── MasterStopped           the master was told to stop while members waited
     ├── LimitExceeded           more than the master agrees to keep
     └── RoundFailed             one exchange failed, for everyone in it
         ├── RoundMismatch       the contributions do not fit together
@@ -106,19 +106,22 @@ class StaleEpoch(RegistrationRefused):
 
 
 class GroupIncomplete(RegistrationRefused):
-    """The group did not fill in time. Fields: job, group, size, present, and in the world missing, by number."""
+    """The group did not fill, or its members did not come back for another pass, in time.
+
+    Fields: job, group, size, present, and in the world missing, by number.
+    """
 
     code = "group_incomplete"
 
 
 class UnknownSession(StatsdBNError):
-    """The master does not know who is speaking: it was restarted, or the member has left. Fields: server, attempt."""
+    """The master does not know who is speaking, because it was restarted; members say so. Fields: session."""
 
     code = "unknown_session"
 
 
 class MasterStopped(StatsdBNError):
-    """The master was told to stop while a round was open."""
+    """The master was told to stop while members waited for a round, or for a group to open."""
 
     code = "master_stopped"
 
@@ -154,13 +157,19 @@ class ContributionConflict(RoundFailed):
 
 
 class RoundTimeout(RoundFailed):
-    """Somebody did not arrive before the deadline. Fields: the key's, missing, waiting, seconds."""
+    """Somebody did not arrive before the deadline. Fields: the key's, missing, waiting, seconds.
+
+    Where the master did not answer at all: the key's, seconds.
+    """
 
     code = "timeout"
 
 
 class ReplicaLost(RoundFailed):
-    """A member left the group, died, or raised. Fields: job, group, member, step, cause."""
+    """A member left the group, died, raised, or was taken for lost; it may be the one that is told.
+
+    Fields: job, group, member, step, cause.
+    """
 
     code = "replica_lost"
 

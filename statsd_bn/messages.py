@@ -5,14 +5,15 @@ Each message checks itself when it is built, so one that exists is sound, whethe
 """
 
 import reprlib
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from enum import IntEnum
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
+from statsd_bn.members import NOBODY, Members
 from statsd_bn.reduction import FloatArray
 
 FORWARD = "forward"
@@ -130,13 +131,38 @@ class Rows:
             raise ProtocolError(f"values: expected {len(self.counts)} rows, one per count, got {self.values.shape[0]}")
 
 
+class Stand(IntEnum):
+    """How a member stands to the rounds of its group.
+
+    It TAKES_PART; it is AWAY, and is left out, because its data has ended; or it is BACK, and waits for all others to
+    be back as well.
+    """
+
+    TAKES_PART = 0
+    AWAY = 1
+    BACK = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A member asks to belong to a group. Sent again, it asks again whether the group is open.
+    """A member says who it is and what it knows, to belong to a group; sent again, it asks again how the group stands.
 
-    `member` is its number in the job, the same in all its groups; `world_size` is how many members the group has.
-    `server` and `step` say what the member knows: the life of the server with which it last took part in a round, and
-    the step it is in.
+    Attributes:
+        session: who speaks; drawn anew for each life of a member in a group.
+        job: the training run.
+        group: the members of the job that synchronise together.
+        epoch: one life of the group's membership.
+        member: its number in the job, the same in all its groups.
+        world_size: how many members the group begins with.
+        min_members: how few of them may go on when others are lost; 0: none may, the group is strict.
+        deadline: seconds that a round opened by this member may stay open.
+        place: host and process, for people.
+        stand: how it stands to the group's rounds.
+        server: the life of the server that last took it in.
+        step: the step it is in.
+        first_step: the first step that it takes part in, as it was told.
+        results: how many `Result`s it can tell a server that does not know it.
+        known: the members of the group, as it last heard of them.
     """
 
     type: ClassVar[int] = 1
@@ -147,30 +173,39 @@ class Register:
     epoch: int
     member: int
     world_size: int
+    min_members: int
     deadline: float
     place: str
+    stand: int = Stand.TAKES_PART.value
     server: bytes = NO_SERVER
     step: int = 0
+    first_step: int = 0
+    results: int = 0
+    known: Members = NOBODY
 
     @property
     def has_past(self) -> bool:
-        """Whether the member has taken part in a round before."""
+        """Whether a server has taken the member in before."""
         return self.server != NO_SERVER
 
     def __post_init__(self) -> None:
         check_token("session", self.session)
-        check_token("server", self.server)
-        check_integer("step", self.step, 0, limits.MAX_COUNTER)
         check_text("job", self.job, limits.MAX_NAME_BYTES)
         check_text("group", self.group, limits.MAX_NAME_BYTES)
         check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
-        check_integer("world_size", self.world_size, 1, limits.MAX_MEMBERS)
         check_integer("member", self.member, 0, limits.MAX_MEMBERS - 1)
+        check_integer("world_size", self.world_size, 1, limits.MAX_MEMBERS)
+        check_integer("min_members", self.min_members, 0, self.world_size)
         if type(self.deadline) is not float or not 0 < self.deadline <= limits.MAX_DEADLINE:
             raise ProtocolError(
                 f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {shown(self.deadline)}"
             )
         check_text("place", self.place, limits.MAX_NAME_BYTES)
+        check_integer("stand", self.stand, min(Stand), max(Stand))
+        check_token("server", self.server)
+        check_integer("step", self.step, 0, limits.MAX_COUNTER)
+        check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)
+        check_integer("results", self.results, 0, limits.KEPT_ROUNDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +218,7 @@ class Registered:
         epoch: of the group.
         first_step: the first step that the member takes part in.
         missing: how many members the group still waits for; 0: it is open.
-        present: the members that are there, in order; empty once it is open, or a big group's opening would cost the
-            square of its size.
+        present: the members that are there.
     """
 
     type: ClassVar[int] = 2
@@ -194,16 +228,14 @@ class Registered:
     epoch: int
     first_step: int
     missing: int
-    present: tuple[int, ...]
+    present: Members
 
     def __post_init__(self) -> None:
         check_token("session", self.session)
         check_token("server", self.server)
         check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
         check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)
-        check_integer("missing", self.missing, 0, limits.MAX_MEMBERS - 1)
-        for member in self.present:
-            check_integer("present", member, 0, limits.MAX_MEMBERS - 1)
+        check_integer("missing", self.missing, 0, limits.MAX_MEMBERS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,7 +246,6 @@ class Contribution:
         session: who speaks.
         key: which round.
         attempt: how often it was sent before.
-        waits: 1 if the member waits for the answer; 0 if it tells a master without a memory of a round.
         rows: what its replicas bring.
     """
 
@@ -223,13 +254,11 @@ class Contribution:
     session: bytes
     key: RoundKey
     attempt: int
-    waits: int
     rows: Rows
 
     def __post_init__(self) -> None:
         check_token("session", self.session)
         check_integer("attempt", self.attempt, 0, limits.MAX_COUNTER)
-        check_integer("waits", self.waits, 0, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,6 +269,7 @@ class Aggregate:
         key: the round.
         replicas: how many rows were added.
         count: the sum of their counts.
+        members: who contributed them.
         values: shape (vectors, channels), float64: the sum of the rows in replica order.
     """
 
@@ -248,6 +278,7 @@ class Aggregate:
     key: RoundKey
     replicas: int
     count: int
+    members: Members
     values: FloatArray
 
     def __post_init__(self) -> None:
@@ -341,33 +372,46 @@ class Pending:
         check_text("message", self.message, limits.MAX_TEXT_BYTES)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What a member was given for a round, told to a master that has no memory of it.
+
+    Attributes:
+        session: who speaks.
+        aggregate: the aggregate that an earlier life of the server gave it.
+    """
+
+    type: ClassVar[int] = 11
+
+    session: bytes
+    aggregate: Aggregate
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+
+
 Message = (
-    Register | Registered | Contribution | Aggregate | Leave | Failure | StatusRequest | Status | Heartbeat | Pending
-)  # fmt: skip
+    Register
+    | Registered
+    | Contribution
+    | Aggregate
+    | Leave
+    | Failure
+    | StatusRequest
+    | Status
+    | Heartbeat
+    | Pending
+    | Result
+)
 
-BY_TYPE: dict[int, type[Message]] = {
-    message.type: message
-    for message in (
-        Register,
-        Registered,
-        Contribution,
-        Aggregate,
-        Leave,
-        Failure,
-        StatusRequest,
-        Status,
-        Heartbeat,
-        Pending,
-    )
-}
+BY_TYPE: dict[int, type[Message]] = {message.type: message for message in get_args(Message)}
 
 
-def missing_members(group: str, size: int, present: Collection[int]) -> str:
+def missing_members(group: str, size: int, present: Members, missing: int) -> str:
     """Returns in words whom a group still waits for: by number only in the world, where the numbers are known."""
-    if group == WORLD:
+    if group == WORLD and len(present) + missing == size:
         return f"members {sorted(set(range(size)).difference(present))}"
-    missing = size - len(present)
-    return f"{missing} member{'' if missing == 1 else 's'} besides {sorted(present)}"
+    return f"{missing} member{'' if missing == 1 else 's'} besides {list(present)}"
 
 
 def values_of(message: Any) -> list[Any]:

@@ -14,6 +14,7 @@ rather than msgpack floats, because they need neither a loop nor a copy to becom
 
 import dataclasses
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -21,6 +22,7 @@ import numpy as np
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, VersionMismatch
+from statsd_bn.members import Members
 from statsd_bn.messages import (
     BY_TYPE,
     Aggregate,
@@ -28,7 +30,9 @@ from statsd_bn.messages import (
     Failure,
     Message,
     Pending,
+    Register,
     Registered,
+    Result,
     RoundKey,
     Rows,
     check_integer,
@@ -113,42 +117,99 @@ def _refuse_extension(code: int, _data: bytes) -> Any:
 
 
 def _flatten(message: Message) -> tuple[list[Any], FloatArray | None]:
+    values: FloatArray | None = None
     match message:
-        case Contribution(session, key, attempt, waits, rows):
-            vectors, channels = rows.values.shape[1:]
-            return [session, *values_of(key), attempt, waits, list(rows.counts), vectors, channels], rows.values
-        case Aggregate(key, replicas, count, values):
-            return [*values_of(key), replicas, count, *values.shape], values
+        case Contribution(session, key, attempt, rows):
+            values = rows.values
+            header = [session, *values_of(key), attempt, list(rows.counts), *values.shape[1:]]
+        case Aggregate(key, replicas, count, members, total):
+            values = total
+            header = [*values_of(key), replicas, count, _flat(members), *total.shape]
+        case Result(session, aggregate):
+            header, values = _flatten(aggregate)
+            header = [session, *header]
         case Pending(key, seconds, text):
-            return [*values_of(key), seconds, text], None
+            header = [*values_of(key), seconds, text]
         case Failure(code, text, fields, key):
-            return [code, text, fields, values_of(key) if key else None], None
+            header = [code, text, fields, values_of(key) if key else None]
+        case Register() | Registered():
+            *plain, members = values_of(message)
+            header = [*plain, _flat(members)]
         case _:
-            return values_of(message), None
+            header = values_of(message)
+    return header, values
+
+
+def _flat(members: Members) -> list[int]:
+    return [number for run in members.runs for number in run]
 
 
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
-    if kind is Contribution:
-        session, *key, attempt, waits, counts, vectors, channels = fields
-        values = _values(frame, end, (len(_array("counts", counts)), vectors, channels))
-        return Contribution(session, _key(key), attempt, waits, Rows(tuple(counts), values))
-    if kind is Aggregate:
-        *key, replicas, count, vectors, channels = fields
-        return Aggregate(_key(key), replicas, count, _values(frame, end, (vectors, channels)))
+    if build_with_values := _WITH_VALUES.get(kind):
+        return build_with_values(fields, frame, end)
     if end != len(frame):
         raise ProtocolError(f"frame: expected to end after its header at byte {end}, got {len(frame)}")
-    if kind is Pending:
-        *key, seconds, text = fields
-        return Pending(_key(key), seconds, text)
-    if kind is Failure:
-        code, text, facts, key = fields
-        return Failure(code, text, facts, None if key is None else _key(key))
-    if kind is Registered:
-        session, server, epoch, first_step, missing, present = fields
-        return Registered(session, server, epoch, first_step, missing, tuple(_array("present", present)))
+    if build := _WITHOUT_VALUES.get(kind):
+        return build(fields)
     if len(fields) != len(dataclasses.fields(kind)):
         raise ProtocolError(f"{kind.__name__}: expected {len(dataclasses.fields(kind))} fields, got {len(fields)}")
     return kind(*fields)
+
+
+def _contribution(fields: list[Any], frame: bytes, end: int) -> Contribution:
+    session, *key, attempt, counts, vectors, channels = fields
+    values = _values(frame, end, (len(_array("counts", counts)), vectors, channels))
+    return Contribution(session, _key(key), attempt, Rows(tuple(counts), values))
+
+
+def _aggregate(fields: list[Any], frame: bytes, end: int) -> Aggregate:
+    *key, replicas, count, members, vectors, channels = fields
+    return Aggregate(_key(key), replicas, count, _members(members), _values(frame, end, (vectors, channels)))
+
+
+def _result(fields: list[Any], frame: bytes, end: int) -> Result:
+    session, *aggregate = fields
+    return Result(session, _aggregate(aggregate, frame, end))
+
+
+def _pending(fields: list[Any]) -> Pending:
+    *key, seconds, text = fields
+    return Pending(_key(key), seconds, text)
+
+
+def _failure(fields: list[Any]) -> Failure:
+    code, text, facts, key = fields
+    return Failure(code, text, facts, None if key is None else _key(key))
+
+
+def _register(fields: list[Any]) -> Register:
+    *plain, known = fields
+    return Register(*[*plain, _members(known)])
+
+
+def _registered(fields: list[Any]) -> Registered:
+    *plain, present = fields
+    return Registered(*[*plain, _members(present)])
+
+
+_WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = {
+    Contribution: _contribution,
+    Aggregate: _aggregate,
+    Result: _result,
+}
+_WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
+    Pending: _pending,
+    Failure: _failure,
+    Register: _register,
+    Registered: _registered,
+}
+
+
+def _members(value: Any) -> Members:
+    flat = _array("members", value)
+    if len(flat) % 2:
+        raise ProtocolError(f"members: expected pairs, got {len(flat)} numbers")
+    return Members(tuple(zip(flat[::2], flat[1::2], strict=True)))
 
 
 def _array(name: str, value: Any) -> list[Any]:

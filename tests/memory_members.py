@@ -21,8 +21,10 @@ class MemoryMaster:
         self.dispatcher = Dispatcher(SERVER, self.now)
         self.transport = MemoryTransport(lambda peer, frame: self.dispatcher.receive(self.now, peer, frame))
 
-    def connect(self, member: int, world_size: int, *, job: str = "job", deadline: float = 20.0) -> Connection:
-        who = Member(job, "world", 0, member, world_size, deadline, f"thread {member}")
+    def connect(
+        self, member: int, world_size: int, *, job: str = "job", deadline: float = 20.0, min_members: int = 0
+    ) -> Connection:
+        who = Member(job, "world", 0, member, world_size, deadline, f"thread {member}", min_members)
         return Connection(self.transport, who)
 
     def report(self, group: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from statsd_bn import limits
+from statsd_bn.members import Members
 from statsd_bn.messages import (
     BACKWARD,
     FORWARD,
@@ -19,8 +20,10 @@ from statsd_bn.messages import (
     Pending,
     Register,
     Registered,
+    Result,
     RoundKey,
     Rows,
+    Stand,
     Status,
     StatusRequest,
 )
@@ -38,6 +41,7 @@ def register(member: int = 0, world_size: int = 2, **given: Any) -> Register:
         "session": session_of(member, job),
         "group": "world",
         "epoch": 0,
+        "min_members": 0,
         "deadline": 600.0,
         "place": f"place {member}",
     }
@@ -66,7 +70,7 @@ def contribution(
     """What a member brings to a round: `Rows`, or one row of one number."""
     if not isinstance(brought, Rows):
         brought = rows(brought)
-    return Contribution(session or session_of(member, key.job), key, 0, 1, brought)
+    return Contribution(session or session_of(member, key.job), key, 0, brought)
 
 
 counters = st.integers(0, limits.MAX_COUNTER)
@@ -112,29 +116,41 @@ def registers(draw: st.DrawFn) -> Register:
         group=draw(names),
         epoch=draw(counters),
         member=draw(member_numbers),
-        world_size=draw(st.integers(1, limits.MAX_MEMBERS)),
+        world_size=(world_size := draw(st.integers(1, limits.MAX_MEMBERS))),
+        min_members=draw(st.integers(0, world_size)),
         deadline=draw(st.floats(0.0, limits.MAX_DEADLINE, exclude_min=True)),
         place=draw(names),
+        stand=draw(st.sampled_from([stand.value for stand in Stand])),
         server=draw(tokens),
         step=draw(counters),
+        first_step=draw(counters),
+        results=draw(st.integers(0, limits.KEPT_ROUNDS)),
+        known=draw(members),
     )
 
 
-present = st.lists(member_numbers, max_size=20).map(tuple)
+members = st.lists(member_numbers, max_size=20).map(Members.of)
+
+
+@st.composite
+def aggregates(draw: st.DrawFn) -> Aggregate:
+    """Any aggregate."""
+    replicas = draw(st.integers(1, limits.MAX_REPLICAS * limits.MAX_MEMBERS))
+    return Aggregate(draw(keys), replicas, draw(counts), draw(members), draw(values(*vectors_and_channels)))
+
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Register: registers(),
-    Registered: st.builds(Registered, tokens, tokens, counters, counters, member_numbers, present),
-    Contribution: st.builds(Contribution, tokens, keys, counters, st.integers(0, 1), any_rows()),
-    Aggregate: st.builds(
-        Aggregate, keys, st.integers(1, limits.MAX_REPLICAS * limits.MAX_MEMBERS), counts, values(*vectors_and_channels)
-    ),
+    Registered: st.builds(Registered, tokens, tokens, counters, counters, member_numbers, members),
+    Contribution: st.builds(Contribution, tokens, keys, counters, any_rows()),
+    Aggregate: aggregates(),
     Leave: st.builds(Leave, tokens, texts),
     Failure: st.builds(Failure, names, texts, facts, st.none() | keys),
     StatusRequest: st.builds(StatusRequest),
     Status: st.builds(Status, facts),
     Heartbeat: st.builds(Heartbeat, tokens),
     Pending: st.builds(Pending, keys, counters, texts.filter(bool)),
+    Result: st.builds(Result, tokens, aggregates()),
 }
 
 messages = st.one_of(*MESSAGES.values())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import deadlock
-from server.deadlock import QUIET_SECONDS, THREADED_QUIET_SECONDS, runs, stuck
+from server.deadlock import QUIET_SECONDS, THREADED_QUIET_SECONDS, stuck
 from server.dispatcher import Dispatcher
 from statsd_bn import limits
 from statsd_bn.messages import BACKWARD, Aggregate, Failure, Heartbeat, Message, RoundKey
@@ -421,20 +421,6 @@ def test_a_member_at_every_place_is_told_the_most_crowded_places():
         assert answer.message.endswith(f"places more. {deadlock.ADVICE}")
         assert len(encode(answer)) < 8 * limits.MAX_TEXT_BYTES
         assert (answer.fields["places"], len(answer.fields["table"])) == (199, deadlock.MAX_TOLD_PLACES)
-
-
-@pytest.mark.parametrize(
-    ("members", "text"),
-    [
-        ([3], "3"),
-        ([0, 1, 2], "0-2"),
-        ([0, 2, 3, 7], "0, 2-3, 7"),
-        (range(0, 16, 2), "0, 2, 4, 6, 8, 10, 12, 14"),
-        (range(0, 18, 2), "0, 2, 4, 6, 8, 10, 12, 14 and others, 9 in all"),
-    ],
-)
-def test_numbers_are_written_as_runs(members, text):
-    assert runs(list(members)) == text
 
 
 # The rule, against what it says in so many words.

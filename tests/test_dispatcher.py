@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from server.dispatcher import Dispatcher
 from statsd_bn import limits
+from statsd_bn.members import NOBODY
 from statsd_bn.messages import (
     Aggregate,
     Failure,
@@ -449,8 +450,8 @@ def test_a_server_that_is_full_still_says_what_it_is_doing(play):
 @pytest.mark.parametrize(
     "answer",
     [
-        Registered(b"session0", SERVER, 0, 0, 0, ()),
-        Aggregate(KEY, 1, 1, np.zeros((1, 1))),
+        Registered(b"session0", SERVER, 0, 0, 0, NOBODY),
+        Aggregate(KEY, 1, 1, NOBODY, np.zeros((1, 1))),
         Failure("mismatch", "no", {}),
         Status({}),
     ],

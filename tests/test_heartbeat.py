@@ -17,6 +17,7 @@ from client.heartbeat import Heartbeat
 from client.session import Member, Session
 from memory_members import MemoryMaster, wait_until
 from statsd_bn import limits
+from statsd_bn.members import NOBODY
 from statsd_bn.messages import Heartbeat as HeartbeatMessage
 from statsd_bn.messages import Registered
 from statsd_bn.wire import decode, encode
@@ -65,7 +66,7 @@ class FakeBeacon:
 def a_session(token=b"session0", known=True):
     session = Session(token, Member("job", "world", 0, 0, 1, 30.0, "here"))
     if known:
-        session.registered(encode(Registered(token, b"server-0", 0, 0, 0, ())))
+        session.registered(encode(Registered(token, b"server-0", 0, 0, 0, NOBODY)))
     session.spoke = time.monotonic()
     return session
 

@@ -9,6 +9,7 @@ from server import service
 from server.dispatcher import Dispatcher
 from server.liveness import RECONNECT_SECONDS
 from statsd_bn import limits
+from statsd_bn.members import NOBODY
 from statsd_bn.messages import NO_SERVER, Failure, Heartbeat, Leave, Message, Registered
 from statsd_bn.wire import decode, encode
 from strategies import KEY, contribution, key, register, session_of
@@ -218,7 +219,7 @@ def test_probes_go_to_each_member_once_and_are_no_answer_to_anybody(clock):
     clock.open(2)
     clock.say(register(0, 1, group="alone", session=STRANGER), peer(0))
     assert read(clock.dispatcher.probes(clock.now)) == [
-        (whom, Registered(NO_SERVER, b"server-0", 0, 0, 0, ()))
+        (whom, Registered(NO_SERVER, b"server-0", 0, 0, 0, NOBODY))
         for whom in dict.fromkeys(whom for whom, _ in clock.dispatcher.probes(clock.now))
     ]
     assert {whom for whom, _ in clock.dispatcher.probes(clock.now)} == {peer(0), peer(1)}

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.master import Reply, SyncMaster, failure
-from server.rounds import FutureResult, Round, State
+from server.master import Reply, SyncMaster
+from server.rounds import FutureResult, Round, State, failure
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, LimitExceeded, ReplicaLost, StatsdBNError
+from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Registered, RoundKey, Rows
 from statsd_bn.wire import decode
 from strategies import KEY, contribution, key, register, rows
@@ -24,7 +25,7 @@ class Group:
         self.now = 0.0
         self.deadline = deadline
         self.world_size = world_size
-        self.master = SyncMaster(SERVER, self.registration(0))
+        self.master = SyncMaster(SERVER, self.registration(0), 0.0)
         if opened:
             for member in range(world_size):
                 self.join(member)
@@ -33,14 +34,14 @@ class Group:
         return register(member, self.world_size, deadline=self.deadline)
 
     def join(self, member: int) -> list[Reply]:
-        return self.master.register_slave(self.registration(member), peer(member))[1]
+        return self.master.register_slave(self.now, self.registration(member), peer(member))[1]
 
     def bring(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, at: bytes = b"") -> list[Reply]:
         slave = self.master.membership.slaves[member]
         return self.master.contribute(self.now, slave, contribution(member, brought, key), at or peer(member))
 
     def leave(self, member: int, cause: str = "") -> list[Reply]:
-        return self.master.remove_slave(self.master.membership.slaves[member], cause)
+        return self.master.remove_slave(self.now, self.master.membership.slaves[member], cause)[1]
 
 
 def peer(member: int) -> bytes:
@@ -81,15 +82,15 @@ def test_a_registered_slave_is_told_whom_the_group_waits_for():
     group = Group(3, opened=False)
     ((whom, frame),) = group.join(1)
     assert whom == peer(1)
-    assert decode(frame) == Registered(group.registration(1).session, SERVER, 0, 0, 2, (1,))
+    assert decode(frame) == Registered(group.registration(1).session, SERVER, 0, 0, 2, Members.of([1]))
     assert group.master.nr_slaves == 1
 
 
 def test_a_group_of_any_numbers_tells_how_many_are_missing_and_who_is_there():
-    master = SyncMaster(SERVER, register(9, 4, group="four"))
-    told_ = [master.register_slave(register(member, 4, group="four"), peer(member))[1] for member in (9, 3)]
+    master = SyncMaster(SERVER, register(9, 4, group="four"), 0.0)
+    told_ = [master.register_slave(0.0, register(member, 4, group="four"), peer(member))[1] for member in (9, 3)]
     answers = [decode(frame) for ((_, frame),) in told_]
-    assert [(answer.missing, answer.present) for answer in answers] == [(3, (9,)), (2, (3, 9))]
+    assert [(answer.missing, tuple(answer.present)) for answer in answers] == [(3, (9,)), (2, (3, 9))]
     assert master.report(0.0)["missing"] == 2
     early = contribution(9, 1.0, key(group="four"))
     failures = told(master.contribute(0.0, master.membership.slaves[9], early, peer(9)))
@@ -104,13 +105,13 @@ def test_everybody_is_told_when_the_group_opens():
     assert {whom for whom, _ in replies} == everyone(0, 1, 2)
     for whom, frame in replies:
         member = int(whom.split()[1])
-        assert decode(frame) == Registered(group.registration(member).session, SERVER, 0, 0, 0, ())
+        assert decode(frame) == Registered(group.registration(member).session, SERVER, 0, 0, 0, Members.of(range(3)))
     assert group.master.nr_slaves == 3
 
 
 def test_registering_again_is_answered_to_that_slave_only():
     group = Group(2)
-    replies = group.master.register_slave(group.registration(0), b"new peer")[1]
+    replies = group.master.register_slave(0.0, group.registration(0), b"new peer")[1]
     assert [whom for whom, _ in replies] == [b"new peer"]
     assert decode(replies[0][1]).missing == 0
     assert group.master.nr_slaves == 2
@@ -120,7 +121,7 @@ def test_a_refused_slave_is_not_registered():
     group = Group(2, opened=False)
     group.join(0)
     with pytest.raises(DuplicateMember):
-        group.master.register_slave(register(0, 2, session=b"stranger"), b"")
+        group.master.register_slave(0.0, register(0, 2, session=b"stranger"), b"")
     assert group.master.nr_slaves == 1
 
 

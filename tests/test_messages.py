@@ -6,6 +6,7 @@ import pytest
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
+from statsd_bn.members import Members
 from statsd_bn.messages import (
     BY_TYPE,
     FORWARD,
@@ -18,6 +19,7 @@ from statsd_bn.messages import (
     Pending,
     Register,
     Registered,
+    Result,
     RoundKey,
     Rows,
     Status,
@@ -37,6 +39,7 @@ SOUND: dict[type, dict[str, Any]] = {
         "epoch": 0,
         "member": 1,
         "world_size": 2,
+        "min_members": 0,
         "deadline": 600.0,
         "place": "here",
     },
@@ -46,22 +49,22 @@ SOUND: dict[type, dict[str, Any]] = {
         "epoch": 0,
         "first_step": 0,
         "missing": 2,
-        "present": (0, 3),
+        "present": Members.of([0, 3]),
     },
     Contribution: {
         "session": b"session0",
         "key": KEY,
         "attempt": 0,
-        "waits": 1,
         "rows": Rows((1,), np.zeros((1, 2, 3))),
     },
-    Aggregate: {"key": KEY, "replicas": 2, "count": 3, "values": np.zeros((2, 3))},
+    Aggregate: {"key": KEY, "replicas": 2, "count": 3, "members": Members.of([0]), "values": np.zeros((2, 3))},
     Leave: {"session": b"session0", "cause": ""},
     Failure: {"code": "mismatch", "message": "no", "fields": {"member": 1}, "key": KEY},
     StatusRequest: {},
     Status: {"report": {"groups": []}},
     Heartbeat: {"session": b"session0"},
     Pending: {"key": KEY, "seconds": 3, "message": "waiting"},
+    Result: {"session": b"session0", "aggregate": Aggregate(KEY, 1, 1, Members.of([0]), np.zeros((2, 3)))},
 }
 
 TOKENS = ([b"12345678", bytes(8)], [b"", bytes(7), bytes(9), "12345678", bytearray(8), 8, None])
@@ -119,7 +122,7 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     (Register, "group", *NAMES),
     (Register, "epoch", *COUNTERS),
     (Register, "member", *MEMBERS),
-    (Register, "world_size", [1, limits.MAX_MEMBERS], [-1, 0, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
+    (Register, "world_size", [1, 2, limits.MAX_MEMBERS], [-1, 0, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
     (
         Register,
         "deadline",
@@ -128,14 +131,17 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     ),
     (Register, "place", *NAMES),
     (Register, "step", *COUNTERS),
+    (Register, "min_members", [0, 1, 2], [-1, 3, *NOT_INTEGERS]),
+    (Register, "stand", [0, 1, 2], [-1, 3, *NOT_INTEGERS]),
+    (Register, "first_step", *COUNTERS),
+    (Register, "results", [0, limits.KEPT_ROUNDS], [-1, limits.KEPT_ROUNDS + 1, *NOT_INTEGERS]),
     (Registered, "session", *TOKENS),
     (Registered, "epoch", *COUNTERS),
     (Registered, "first_step", *COUNTERS),
-    (Registered, "missing", *MEMBERS),
-    (Registered, "present", [(), *[(value,) for value in MEMBERS[0]]], [(value,) for value in MEMBERS[1]]),
+    (Registered, "missing", [0, limits.MAX_MEMBERS], [-1, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
     (Contribution, "session", *TOKENS),
     (Contribution, "attempt", *COUNTERS),
-    (Contribution, "waits", [0, 1], [-1, 2, *NOT_INTEGERS]),
+    (Result, "session", *TOKENS),
     (Pending, "seconds", *COUNTERS),
     (
         Aggregate,

@@ -7,6 +7,7 @@ import pytest
 
 from client.session import Member, Session
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch, StatsdBNError, VersionMismatch
+from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import BACKWARD, Aggregate, Contribution, Failure, Leave, Register, Registered, Rows
 from statsd_bn.wire import decode, encode
 
@@ -36,7 +37,7 @@ def test_in_a_group_it_keeps_its_number_in_the_job():
 
 def test_it_registers_again_with_what_it_knows(session):
     """So that a master that has forgotten everything can learn it from its members."""
-    session.registered(encode(Registered(TOKEN, b"server-0", 2, 0, 0, ())))
+    session.registered(encode(Registered(TOKEN, b"server-0", 2, 0, 0, NOBODY)))
     walk(session, session.forward_key("a"))
     session.forward_key("a")
     again = decode(session.register())
@@ -83,20 +84,20 @@ def test_a_contribution_carries_its_session_and_rows(session):
 
 def test_it_takes_the_aggregate_of_its_round_and_no_other(session):
     mine, other = session.forward_key("a"), session.forward_key("a")
-    frame = encode(Aggregate(mine, 2, 6, np.ones((2, 2))))
+    frame = encode(Aggregate(mine, 2, 6, Members.of(range(3)), np.ones((2, 2))))
     assert session.answer(mine, frame).count == 6
     assert session.answer(other, frame) is None
 
 
 def test_it_takes_registered_and_nothing_else_as_the_answer_to_register(session):
-    answer = Registered(TOKEN, b"server-0", 2, 0, 2, (1,))
+    answer = Registered(TOKEN, b"server-0", 2, 0, 2, Members.of([1]))
     assert session.registered(encode(answer)) == answer
     key = session.forward_key("a")
-    assert session.registered(encode(Aggregate(key, 1, 1, np.ones((2, 2))))) is None
+    assert session.registered(encode(Aggregate(key, 1, 1, NOBODY, np.ones((2, 2))))) is None
 
 
 def test_it_takes_no_answer_that_is_for_another_session(session):
-    assert session.registered(encode(Registered(b"another0", b"server-0", 2, 0, 0, ()))) is None
+    assert session.registered(encode(Registered(b"another0", b"server-0", 2, 0, 0, NOBODY))) is None
 
 
 def test_a_failure_of_its_round_is_raised_as_the_masters_error(session):

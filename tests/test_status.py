@@ -8,6 +8,7 @@ import zmq
 import server.__main__ as command
 from server.status import ask, describe
 from statsd_bn.errors import ServerUnreachable
+from statsd_bn.members import NOBODY
 from statsd_bn.messages import Failure, Leave, Registered
 from statsd_bn.wire import decode, encode
 from strategies import register, session_of
@@ -163,7 +164,7 @@ def another_version(frame: bytes) -> bytes:
     ("answer", "words"),
     [
         (encode(Failure("protocol", "I am a teapot", {})), "gave no status: I am a teapot"),
-        (encode(Registered(b"session0", b"server00", 0, 0, 0, ())), "gave no status: Registered"),
+        (encode(Registered(b"session0", b"server00", 0, 0, 0, NOBODY)), "gave no status: Registered"),
         (another_version(encode(Failure("version", "no", {}))), "protocol version: expected 1, got 99"),
         (b"SSH-2.0", "expected to begin with b'SBN'"),
     ],

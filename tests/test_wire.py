@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, VersionMismatch
+from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
@@ -30,15 +31,15 @@ relaxed = settings(deadline=None)
 
 KEY = RoundKey("job", "world", 1, 2, "bn1", 3, "forward")
 KEY_FIELDS = ["job", "world", 1, 2, "bn1", 3, "forward"]
-CONTRIBUTION = Contribution(b"session0", KEY, 0, 1, Rows((3, 0), np.array([[[1.5, -2.0]], [[0.0, 1e300]]])))
-AGGREGATE = Aggregate(KEY, 2, 3, np.array([[1.5, 1e300]]))
+CONTRIBUTION = Contribution(b"session0", KEY, 0, Rows((3, 0), np.array([[[1.5, -2.0]], [[0.0, 1e300]]])))
+AGGREGATE = Aggregate(KEY, 2, 3, Members.of([0, 2]), np.array([[1.5, 1e300]]))
 
 # One small frame of each type.
 FRAMES = {
     type(message): encode(message)
     for message in (
         register(),
-        Registered(b"session0", b"server00", 1, 2, 4, (3, 300)),
+        Registered(b"session0", b"server00", 1, 2, 4, Members.of([3, 300])),
         CONTRIBUTION,
         AGGREGATE,
         Leave(b"session0", "boom"),
@@ -101,36 +102,38 @@ def test_a_message_without_values_comes_back_equal(sent):
 
 
 def test_the_golden_frame_of_a_contribution():
-    header = [3, b"session0", *KEY_FIELDS, 0, 1, [3, 0], 1, 2]
+    header = [3, b"session0", *KEY_FIELDS, 0, [3, 0], 1, 2]
     assert encode(CONTRIBUTION) == hand_built(header, struct.pack("<4d", 1.5, -2.0, 0.0, 1e300))
     assert encode(CONTRIBUTION).hex() == (
-        "53424e01 2c000000"  # "SBN", version 1, a header of 44 bytes
-        "9e 03 c408 73657373696f6e30"  # 14 fields: type 3, the session
+        "53424e01 2b000000"  # "SBN", version 1, a header of 43 bytes
+        "9d 03 c408 73657373696f6e30"  # 13 fields: type 3, the session
         "a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
-        "00 01 920300 01 02"  # attempt, waits, counts, vectors, channels
-        "00000000"  # up to a multiple of 8
+        "00 920300 01 02"  # attempt, counts, vectors, channels
+        "0000000000"  # up to a multiple of 8
         "000000000000f83f 00000000000000c0 0000000000000000 9c7500883ce4377e"
     ).replace(" ", "")
 
 
 def test_the_golden_frame_of_an_aggregate():
-    assert encode(AGGREGATE) == hand_built([4, *KEY_FIELDS, 2, 3, 1, 2], struct.pack("<2d", 1.5, 1e300))
+    assert encode(AGGREGATE) == hand_built([4, *KEY_FIELDS, 2, 3, [0, 1, 2, 1], 1, 2], struct.pack("<2d", 1.5, 1e300))
     assert encode(AGGREGATE).hex() == (
-        "53424e01 1f000000"  # "SBN", version 1, a header of 31 bytes
-        "9c 04"  # 12 fields: type 4
+        "53424e01 24000000"  # "SBN", version 1, a header of 36 bytes
+        "9d 04"  # 13 fields: type 4
         "a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
-        "02 03 01 02"  # replicas, count, vectors, channels
-        "00"  # up to a multiple of 8
+        "02 03 9400010201 01 02"  # replicas, count, members 0 and 2, vectors, channels
+        "00000000"  # up to a multiple of 8
         "000000000000f83f 9c7500883ce4377e"
     ).replace(" ", "")
 
 
 def test_the_golden_frames_of_messages_without_values():
     golden = {
-        Register(b"session0", "j", "g", 1, 2, 3, 4.5, "here", b"server00", 6): (
-            [1, b"session0", "j", "g", 1, 2, 3, 4.5, "here", b"server00", 6]
+        Register(b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, Members.of([0, 1, 4])): (
+            [1, b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, [0, 2, 4, 1]]
         ),
-        Registered(b"session0", b"server00", 1, 2, 5, (3, 4)): [2, b"session0", b"server00", 1, 2, 5, [3, 4]],
+        Registered(b"session0", b"server00", 1, 2, 5, Members.of([3, 4])): (
+            [2, b"session0", b"server00", 1, 2, 5, [3, 2]]
+        ),
         Leave(b"session0", "boom"): [5, b"session0", "boom"],
         StatusRequest(): [7],
     }
@@ -159,8 +162,8 @@ def test_values_in_any_memory_order_travel_in_c_order():
         straight[:, ::-1, ::-1][:, ::-1, ::-1],
         np.repeat(straight, 2, 2)[..., ::2],
     ):
-        assert encode(Contribution(b"session0", KEY, 0, 1, Rows((1,), values))) == encode(
-            Contribution(b"session0", KEY, 0, 1, Rows((1,), straight))
+        assert encode(Contribution(b"session0", KEY, 0, Rows((1,), values))) == encode(
+            Contribution(b"session0", KEY, 0, Rows((1,), straight))
         )
 
 
@@ -208,7 +211,7 @@ def test_trailing_bytes_are_refused(frame):
 
 
 def test_padding_that_is_not_zero_is_refused():
-    header = [3, b"session0", *KEY_FIELDS, 0, 1, [3, 0], 1, 2]
+    header = [3, b"session0", *KEY_FIELDS, 0, [3, 0], 1, 2]
     values = bytes(32)
     assert decode(hand_built(header, values, padding=bytes(4))).rows.counts == (3, 0)
     for padding in (b"\0\0\0\1", b"\1\0\0\0", bytes(3), b"", bytes(5), bytes(12)):
@@ -238,20 +241,20 @@ def test_a_frame_beyond_the_limit_is_refused():
 def test_a_frame_beyond_the_limit_is_not_sent():
     values = np.zeros((limits.MAX_REPLICAS, 1, limits.MAX_CHANNELS))
     with pytest.raises(ProtocolError, match=f"expected at most {limits.MAX_FRAME_BYTES} bytes") as caught:
-        encode(Contribution(b"session0", KEY, 0, 1, Rows((1,) * limits.MAX_REPLICAS, values)))
+        encode(Contribution(b"session0", KEY, 0, Rows((1,) * limits.MAX_REPLICAS, values)))
     assert str(values.shape) in str(caught.value)
 
 
 def test_a_member_with_every_replica_at_16384_channels_fits():
     values = np.zeros((limits.MAX_REPLICAS, 2, 16_384))
     long_key = key("l" * 256, job="j" * 256, group="g" * 256)
-    frame = encode(Contribution(b"session0", long_key, 0, 1, Rows((limits.MAX_COUNT,) * limits.MAX_REPLICAS, values)))
+    frame = encode(Contribution(b"session0", long_key, 0, Rows((limits.MAX_COUNT,) * limits.MAX_REPLICAS, values)))
     assert decode(frame).rows.values.shape == values.shape
 
 
 def test_the_widest_aggregate_fits():
     values = np.zeros((limits.MAX_VECTORS, limits.MAX_CHANNELS))
-    assert decode(encode(Aggregate(KEY, 1, 1, values))).values.shape == values.shape
+    assert decode(encode(Aggregate(KEY, 1, 1, NOBODY, values))).values.shape == values.shape
 
 
 def test_a_header_beyond_the_limit_is_neither_sent_nor_read():

@@ -1,0 +1,65 @@
+"""Members: sets of member numbers, as runs.
+
+Members are numbered from 0 and mostly all there, so a set of thousands is one run: two numbers on the wire.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Self
+
+from statsd_bn import limits
+from statsd_bn.errors import ProtocolError
+
+# Runs of numbers in a text.
+MAX_TOLD_RUNS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Member numbers in ascending order.
+
+    Attributes:
+        runs: pairs of the first number of a run and how many follow one another, (0, 4) for 0, 1, 2, 3; there is a gap
+            between any two runs.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for first, count in self.runs:
+            if not (type(first) is type(count) is int and first >= 0 and 1 <= count <= limits.MAX_MEMBERS - first):
+                raise ProtocolError(f"members: expected runs of numbers below {limits.MAX_MEMBERS}, got {first, count}")
+        for (first, count), (following, _) in pairwise(self.runs):
+            if following <= first + count:
+                raise ProtocolError(f"members: expected a gap before {following}, got a run of {count} from {first}")
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> Self:
+        """Returns the set of some numbers, in any order."""
+        runs: list[tuple[int, int]] = []
+        for number in sorted(numbers):
+            first, count = runs[-1] if runs else (-1, 0)
+            if runs and number == first + count:
+                runs[-1] = (first, count + 1)
+            else:
+                runs.append((number, 1))
+        return cls(tuple(runs))
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for first, count in self.runs for number in range(first, first + count))
+
+    def __len__(self) -> int:
+        return sum(count for _, count in self.runs)
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and any(first <= number < first + count for first, count in self.runs)
+
+    def __str__(self) -> str:
+        """As people write them, in bounded length: 0-6, 8."""
+        told = (str(first) if count == 1 else f"{first}-{first + count - 1}" for first, count in self.runs)
+        text = ", ".join(islice(told, MAX_TOLD_RUNS))
+        return text if len(self.runs) <= MAX_TOLD_RUNS else f"{text} and others, {len(self)} in all"
+
+
+NOBODY = Members()
