@@ -21,6 +21,7 @@ from server.master import SyncMaster
 from server.membership import Membership
 from server.rounds import FutureResult, Round
 from statsd_bn import limits
+from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Rows
 from statsd_bn.wire import decode, encode
 
@@ -51,7 +52,8 @@ def no_duplicate_check() -> Iterator[None]:
             self._pending -= 1
 
     def run_master(_right: Any, self: SyncMaster, round_: Round) -> Aggregate:
-        return _reduced(round_, [future.get() for future in round_.futures.values() if future.done])
+        there = [member for member, future in round_.futures.items() if future.done]
+        return _reduced(round_, [round_.futures[member].get() for member in there])
 
     with instead(Round, "put", put), instead(SyncMaster, "run_master", run_master):
         yield
@@ -71,15 +73,13 @@ def arrival_order_sum() -> Any:
 @bug
 def reply_lost_on_restart() -> Any:
     """A member tells a new master nothing of its latest rounds."""
-    return mock.patch.object(Session, "replay", lambda self: [])
+    return mock.patch.object(Session, "introduction", lambda self: [self.register()])
 
 
 @bug
-@contextmanager
-def ring_too_short() -> Iterator[None]:
-    """The member keeps no more than the round that it is in."""
-    with instead(Session, "replay", lambda right, self: right(self)[-1:]):
-        yield
+def ring_too_short() -> Any:
+    """A member keeps one result too few to tell a new master: not the latest but one."""
+    return instead(Session, "introduction", lambda right, self: [self.register(), *right(self)[1:][:-1]])
 
 
 @bug
@@ -97,7 +97,12 @@ def kept_too_few() -> Any:
 @bug
 def death_not_announced() -> Any:
     """A lost member is taken out, and nobody is told."""
-    return instead(SyncMaster, "banish_slave", lambda right, *args: right(*args)[:0])
+
+    def banish(right: Any, *args: Any) -> Any:
+        loss, _ = right(*args)
+        return loss, []
+
+    return instead(SyncMaster, "banish_slave", banish)
 
 
 @bug
@@ -184,14 +189,46 @@ def session_not_checked() -> Any:
 
 
 @bug
-def membership_not_broken() -> Any:
-    """A group goes on without a member it has lost."""
+def late_rows_dropped() -> Any:
+    """The aggregate of a round from which a member was lost leaves out what it had brought."""
 
-    def take_out(right: Any, self: Membership, *args: Any) -> None:
-        right(self, *args)
-        self.lost = None
+    def withdraw(right: Any, self: Round, member: int) -> None:
+        if member in self.futures and self.futures[member].done and len(self.futures) > 1:
+            self.futures[member]._rows = None
+            self._pending += 1
+        right(self, member)
 
-    return instead(Membership, "_take_out", take_out)
+    return instead(Round, "withdraw", withdraw)
+
+
+@bug
+def lost_still_covered() -> Any:
+    """An aggregate says that it covers the whole group, whoever is left."""
+
+    def run_master(right: Any, self: SyncMaster, round_: Round) -> Aggregate:
+        return replace(right(self, round_), members=Members.of(range(self.membership.world_size)))
+
+    return instead(SyncMaster, "run_master", run_master)
+
+
+@bug
+def membership_frozen_late() -> Any:
+    """Who takes part in a round is decided when it ends rather than when it begins."""
+
+    def is_ready(right: Any, self: SyncMaster, round_: Round) -> bool:
+        for member in self.membership.slaves:
+            if member not in round_.futures:
+                round_.futures[member] = FutureResult()
+                round_._pending += 1
+        return right(self, round_)
+
+    return instead(SyncMaster, "_is_ready", is_ready)
+
+
+@bug
+def too_few_go_on() -> Any:
+    """An elastic group goes on with fewer members than it may."""
+    return mock.patch.object(Membership, "suffices", property(lambda self: True))
 
 
 @bug
@@ -233,6 +270,5 @@ def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:
     rows = [row for one in contributions for row in one.values]
     counts = [count for one in contributions for count in one.counts]
     with np.errstate(all="ignore"):
-        return Aggregate(round_.key, len(counts), sum(counts), functools.reduce(np.add, rows))
-
-
+        total = functools.reduce(np.add, rows)
+    return Aggregate(round_.key, len(counts), sum(counts), Members.of(round_.futures), total)

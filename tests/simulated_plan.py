@@ -51,6 +51,7 @@ class Plan:
     weather: Weather
     faults: tuple[Fault, ...] = ()
     relaunch: bool = False
+    min_members: int = 0
     oddities: bool = False
     dry: frozenset[int] = field(default_factory=frozenset)
 
@@ -109,7 +110,14 @@ def draw(seed: int) -> Plan:
         oddities=rng.random() < 0.05,
         dry=frozenset(step for step in range(6) if rng.random() < 0.03),
     )
-    return _draw_faults(rng, plan)
+    return _draw_policy(random.Random(seed + 2**42), _draw_faults(rng, plan))
+
+
+def _draw_policy(rng: random.Random, plan: Plan) -> Plan:
+    """Makes some worlds elastic; their groups beyond the world are strict like all others."""
+    if plan.size == 1 or plan.groups or plan.has("skips", "swaps") or rng.random() < 0.6:
+        return plan
+    return replace(plan, min_members=rng.choice((1, 1, max(1, plan.size - 1), plan.size)), relaunch=False)
 
 
 def _draw_groups(rng: random.Random, size: int) -> dict[str, tuple[int, ...]]:

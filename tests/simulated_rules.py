@@ -11,11 +11,12 @@ from client.registration import ANSWER_SECONDS, TAKEN_SECONDS
 from client.round_trip import ASK_AGAIN_AT_MOST, ASK_AGAIN_SECONDS, GRACE_SECONDS
 from server.deadlock import THREADED_QUIET_SECONDS
 from server.liveness import RECONNECT_SECONDS
+from server.master import REMEMBERED_ROUNDS
 from server.service import PROBE_SECONDS, TICK_SECONDS
 from statsd_bn import errors, limits
 
 if TYPE_CHECKING:
-    from simulator import Outcome, World
+    from simulator import Outcome, Process, World
 
 # What a wait may last beyond its bound: the frames' way, and the server's ticks.
 MARGIN = 1.0
@@ -42,6 +43,19 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
         world.find(f"{type(outcome.error).__name__} tells the truth", f"{outcome.process}: {_words(outcome.error)}")
 
 
+def check_coverage(world: "World", process: "Process", aggregate: Any) -> list[int]:
+    """An elastic aggregate covers its receiver, enough members, and all of whom nothing is known that excuses them."""
+    covered = list(aggregate.members)
+    absent = set(range(world.plan.size)).difference(covered)
+    if process.number not in covered:
+        world.find("an aggregate covers its receiver", f"{process}: {aggregate.key} covers {covered}")
+    if len(covered) < world.plan.min_members:
+        world.find("no round completes with too few", f"{process}: {aggregate.key} covers {covered}")
+    if unfounded := [member for member in absent if not _was_away(world, member)]:
+        world.find("membership changes only where it may", f"{process}: {aggregate.key} lacks {unfounded}")
+    return covered
+
+
 def check_memory(world: "World") -> None:
     """Nothing that the server keeps grows without bound."""
     dispatcher = world.server.dispatcher
@@ -50,7 +64,9 @@ def check_memory(world: "World") -> None:
     if seats > most or pulses > most or pulses > seats:
         world.find("memory is bounded", f"{seats} seats and {pulses} pulses for {len(world.processes)} processes")
     for master in dispatcher._masters.values():
-        if len(master._kept) > limits.KEPT_ROUNDS or len(master._open) > limits.MAX_OPEN_ROUNDS:
+        # While members come back after a restart, each tells of as many rounds, and not of the same ones.
+        kept = limits.KEPT_ROUNDS * (2 if world.server.outages else 1)
+        if len(master._kept) > kept or len(master._ended) > REMEMBERED_ROUNDS or len(master._open) > limits.MAX_OPEN_ROUNDS:
             world.find("memory is bounded", f"{len(master._kept)} rounds kept, {len(master._open)} open")
 
 
@@ -133,9 +149,18 @@ def _replica_lost_is_true(world: "World", outcome: "Outcome", error: Any) -> boo
         return any(fact.how in {"killed", "failed", "left"} or _is_long_cut(fact) for fact in facts) or _napped(world)
     if cause.startswith("no sign of life"):
         return any(fact.how in ENDS for fact in facts) or _was_mute(world, member)
+    if cause.startswith("did not come back"):
+        return bool(world.server.outages) and _was_away(world, member)
+    if cause == "taken for lost":
+        return _was_away(world, member)
     if cause == "":
         return any(fact.how == "left" for fact in facts)
     return any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
+
+
+def _was_away(world: "World", member: int) -> bool:
+    facts = (fact.how for fact in world.facts if fact.member == member)
+    return any(how in {*ENDS, "frozen", "cut"} for how in facts) or _was_mute(world, member)
 
 
 def _is_cause_of_refusal(world: "World", member: int, cause: str) -> bool:

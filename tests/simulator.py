@@ -14,7 +14,7 @@ import time
 import types
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,9 @@ from statsd_bn.messages import BACKWARD, FORWARD, Aggregate, Contribution, Round
 from statsd_bn.wire import decode
 
 TRACE_TOLD = 60
+
+# A world in which more happens has messages that beget messages; the busiest others have a third of it.
+MOST_EVENTS = 30_000
 
 # A world that lasts longer than this has a wait without an end.
 LONGEST_WORLD = 2000.0
@@ -132,8 +135,17 @@ class Process:
     def delivered(self, channel: SimulatedChannel) -> None:
         if channel is self._waits_on:
             self._wake(self._ticket)
-        elif channel is self._beacon:
-            channel.inbox.clear()
+        elif channel is self._beacon and self.world.clock.now >= self.frozen_until:
+            self._listen()
+
+    def _listen(self) -> None:
+        """Does what the heartbeat's thread does with what it hears."""
+        sessions = self.connection._sessions.all() if self.connection else []
+        while self._beacon.inbox:
+            frame = self._beacon.inbox.popleft()
+            for session in sessions:
+                for reply in session.overhear(frame) if session.is_known and not self.connection.closed else ():
+                    self._beacon.send(reply)
 
     def connected_anew(self, channel: SimulatedChannel) -> None:
         if channel is self._beacon:
@@ -171,6 +183,7 @@ class Process:
         now = self.world.clock.now
         if not self.alive or self.connection is None or self.connection.closed or now < self.frozen_until:
             return
+        self._listen()
         sessions = [session for session in self.connection._sessions.all() if session.is_known]
         for session in sessions:
             if now - session.spoke >= limits.HEARTBEAT_SECONDS or session.token not in self._introduced:
@@ -211,7 +224,7 @@ class Process:
         plan = self.world.plan
         for fault in self._faults("joins late"):
             self.wait(fault.seconds)
-        who = Member("job", "world", self.epoch, self.number, plan.size, plan.deadline, repr(self))
+        who = Member("job", "world", self.epoch, self.number, plan.size, plan.deadline, repr(self), plan.min_members)
         self._beacon = SimulatedChannel(self.world.network, self, BEACON_RECONNECT_SECONDS)
         # Its heartbeats begin while it is being made.
         self.connection = Connection.__new__(Connection)
@@ -277,7 +290,7 @@ class Process:
         rows = world.rows(self, key, call)
         brought = Brought(self.number, self.life, rows)
         world.ledger.bring(key, brought)
-        members = world.plan.members_of(call.group)
+        members: Iterable[int] = world.plan.members_of(call.group)
         group = Group(call.group, len(members)) if call.group else None
         asked = None if key.phase == FORWARD else key
         aggregate: Aggregate = self._observed(
@@ -285,6 +298,10 @@ class Process:
         )
         if aggregate.key != key:
             world.find("keys follow the rule", f"{self}: expected {key}, got {aggregate.key}")
+        if world.plan.min_members:
+            members = rules.check_coverage(world, self, aggregate)
+        elif list(aggregate.members) != list(members):
+            world.find("membership changes only where it may", f"{self}: {aggregate.key} covers {aggregate.members}")
         if complaint := world.ledger.complaint(aggregate, members, brought):
             world.find("aggregates are exact", complaint)
         world.rounds += 1
@@ -322,6 +339,7 @@ class World:
         self.heard: dict[int, float] = {}
         self.longest_silence: dict[int, float] = {}
         self.rounds = 0
+        self._events = 0
         self._finding: Finding | None = None
         self._numbers = self._draw_numbers()
 
@@ -394,6 +412,9 @@ class World:
     def _run_until(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
             self.clock.step()
+            self._events += 1
+            if self._events > MOST_EVENTS:
+                self.find("messages do not beget messages without end", f"{self._events} events")
             if self._finding:
                 raise self._finding
             if self.clock.now > LONGEST_WORLD:
