@@ -51,7 +51,7 @@ def no_duplicate_check() -> Iterator[None]:
         if was_done and self._pending > 1:
             self._pending -= 1
 
-    def run_master(_right: Any, self: SyncMaster, round_: Round) -> Aggregate:
+    def run_master(_right: Any, _self: SyncMaster, round_: Round) -> Aggregate:
         there = [member for member, future in round_.futures.items() if future.done]
         return _reduced(round_, [round_.futures[member].get() for member in there])
 
@@ -63,7 +63,7 @@ def no_duplicate_check() -> Iterator[None]:
 def arrival_order_sum() -> Any:
     """Rows are added as they came."""
 
-    def run_master(_right: Any, self: SyncMaster, round_: Round) -> Aggregate:
+    def run_master(_right: Any, _self: SyncMaster, round_: Round) -> Aggregate:
         futures = sorted(round_.futures.values(), key=lambda future: future.since)
         return _reduced(round_, [future.get() for future in futures])
 
@@ -139,7 +139,7 @@ def second_write_wins() -> Any:
 @bug
 def deadlock_unseen() -> Any:
     """Nobody looks whether members wait for one another."""
-    return mock.patch.object(deadlock, "find", lambda *_: [])
+    return mock.patch.object(deadlock, "find", return_value=[])
 
 
 @bug
@@ -151,7 +151,7 @@ def deadlock_too_quick() -> Any:
 @bug
 def never_expires() -> Any:
     """Rounds have no deadline."""
-    return mock.patch.object(SyncMaster, "expire", lambda *_: [])
+    return mock.patch.object(SyncMaster, "expire", return_value=[])
 
 
 @bug
@@ -228,7 +228,7 @@ def membership_frozen_late() -> Any:
 @bug
 def too_few_go_on() -> Any:
     """An elastic group goes on with fewer members than it may."""
-    return mock.patch.object(Membership, "suffices", property(lambda self: True))
+    return mock.patch.object(Membership, "suffices", property(lambda _: True))
 
 
 @bug
@@ -240,7 +240,7 @@ def silence_too_short() -> Any:
 @bug
 def dead_kept() -> Any:
     """Nobody forgets the pulse of one who has left."""
-    return mock.patch.object(Liveness, "forget", lambda *_: None)
+    return mock.patch.object(Liveness, "forget", return_value=None)
 
 
 @bug

@@ -90,10 +90,7 @@ def draw(seed: int) -> Plan:
     rng = random.Random(seed)
     size = rng.choice((1, 2, 2, 2, 3, 3, 4, 5))
     groups = _draw_groups(rng, size)
-    layers = [
-        Call(f"bn{n}", rng.randint(2, 4) if rng.random() < 0.8 else 8, _group(rng, groups))
-        for n in range(3)
-    ]
+    layers = [Call(f"bn{n}", rng.randint(2, 4) if rng.random() < 0.8 else 8, _group(rng, groups)) for n in range(3)]
     calls = [rng.choice(layers[: rng.randint(1, 3)]) for _ in range(rng.choice((1, 1, 2, 2, 3)))]
     if groups:
         # A member that has no round with the others would be through, and leave the group, before they have begun.

@@ -66,7 +66,11 @@ def check_memory(world: "World") -> None:
     for master in dispatcher._masters.values():
         # While members come back after a restart, each tells of as many rounds, and not of the same ones.
         kept = limits.KEPT_ROUNDS * (2 if world.server.outages else 1)
-        if len(master._kept) > kept or len(master._ended) > REMEMBERED_ROUNDS or len(master._open) > limits.MAX_OPEN_ROUNDS:
+        if (
+            len(master._kept) > kept
+            or len(master._ended) > REMEMBERED_ROUNDS
+            or len(master._open) > limits.MAX_OPEN_ROUNDS
+        ):
             world.find("memory is bounded", f"{len(master._kept)} rounds kept, {len(master._open)} open")
 
 
@@ -209,7 +213,9 @@ def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
     gone = [fact for fact in world.facts if fact.member == member and fact.how in ENDS]
     if gone and outcome.ended - max(gone[-1].when, outcome.started) > NEWS_SECONDS + 2 * _nap_seconds(world):
         return False
-    waits = [one for process in world.processes if process.number == member for one in process.outcomes if not one.ended]
+    waits = [
+        one for process in world.processes if process.number == member for one in process.outcomes if not one.ended
+    ]
     for wait in waits:
         since = outcome.ended - wait.started
         if wait.key == outcome.key and since > 2 * ASK_AGAIN_AT_MOST + MARGIN and world.plan.weather.is_fair:
@@ -252,7 +258,9 @@ def _refusal_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
 def _incomplete_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
     """Somebody of the group did not come, or did not stay."""
     members = world.plan.members_of("" if outcome.group == "world" else outcome.group)
-    absent = any(fact.member in members and (fact.how in ENDS or fact.how in {"frozen", "slow"}) for fact in world.facts)
+    absent = any(
+        fact.member in members and (fact.how in ENDS or fact.how in {"frozen", "slow"}) for fact in world.facts
+    )
     late = world.plan.has("joins late", "skips", "swaps")
     return absent or late or not world.plan.weather.is_fair or bool(world.server.outages)
 

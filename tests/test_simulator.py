@@ -9,12 +9,12 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-import oracle
 import pytest
+
+import oracle
 import simulate
 from planted_bugs import BUGS
 from simulator import World
-
 from statsd_bn.messages import Rows
 
 SEEDS = 3000
