@@ -147,6 +147,10 @@ def _words(error: BaseException) -> str:
 
 def _replica_lost_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
     """It names a member that is gone or was mute, with the cause, and in time."""
+    return _is_in_time(world, outcome, error) and _is_gone(world, error)
+
+
+def _is_gone(world: "World", error: Any) -> bool:
     member, cause = error.fields["member"], error.fields["cause"]
     facts = [fact for fact in world.facts if fact.member == member]
     if cause == "the connection was lost":
@@ -155,11 +159,23 @@ def _replica_lost_is_true(world: "World", outcome: "Outcome", error: Any) -> boo
         return any(fact.how in ENDS for fact in facts) or _was_mute(world, member)
     if cause.startswith("did not come back"):
         return bool(world.server.outages) and _was_away(world, member)
-    if cause == "taken for lost":
-        return _was_away(world, member)
     if cause == "":
         return any(fact.how == "left" for fact in facts)
-    return any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
+    taken_for_lost = cause == "taken for lost" and _was_away(world, member)
+    return taken_for_lost or any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
+
+
+def _is_in_time(world: "World", outcome: "Outcome", error: Any) -> bool:
+    """A dead member is known at once where its connection ends, and a silent one after the time for that."""
+    cause = error.fields["cause"]
+    facts = [fact for fact in world.facts if fact.member == error.fields["member"]]
+    disturbed = world.server.outages or _nap_seconds(world) or not world.plan.weather.is_fair
+    own = world.plan.has("frozen", "cut") or outcome.what == "connect" or not facts
+    if disturbed or own or not cause.startswith(("the connection", "no sign")):
+        return True
+    allowed = PROBE_SECONDS + RECONNECT_SECONDS if cause == "the connection was lost" else limits.SILENCE_SECONDS
+    late = outcome.ended - max(facts[-1].when, outcome.started)
+    return late <= allowed + 2 * TICK_SECONDS + 4 * world.plan.weather.latency
 
 
 def _was_away(world: "World", member: int) -> bool:
@@ -203,7 +219,10 @@ def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
     """Whoever is missing has really not come, is not known to be gone, and is not itself waiting for others."""
     missing = error.fields.get("missing")
     if missing is None:
-        return bool(world.server.outages) or not world.plan.weather.is_fair or world.plan.has("frozen", "cut")
+        # The master itself would have told: it was away for long, or the member slept through the answer.
+        away = sum(back - gone for gone, back in world.server.outages)
+        deadline = world.plan.deadline
+        return away > deadline / 2 or outcome.process.frozen_seconds >= deadline or world.plan.weather.dropped > 0
     if world.server.outages:
         return True
     return all(_is_late(world, outcome, member) for member in missing)
@@ -220,17 +239,17 @@ def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
         since = outcome.ended - wait.started
         if wait.key == outcome.key and since > 2 * ASK_AGAIN_AT_MOST + MARGIN and world.plan.weather.is_fair:
             return _was_frozen(world, member)
-        if since > THREADED_QUIET_SECONDS + MARGIN and _all_wait(world, since):
+        if since > THREADED_QUIET_SECONDS + MARGIN and _all_wait(world, outcome, since):
             return _was_frozen(world, member)
     return True
 
 
-def _all_wait(world: "World", seconds: float) -> bool:
-    alive = [process for process in world.processes if process.result is None]
-    return all(process.outcomes and not process.outcomes[-1].ended for process in alive) and all(
-        world.clock.now - process.outcomes[-1].started >= min(seconds, THREADED_QUIET_SECONDS + MARGIN)
-        for process in alive
-    )
+def _all_wait(world: "World", outcome: "Outcome", seconds: float) -> bool:
+    """Whether all others have waited as long, each somewhere."""
+    others = [process for process in world.processes if process.result is None and process is not outcome.process]
+    least = min(seconds, THREADED_QUIET_SECONDS + MARGIN)
+    waits = [process.outcomes[-1] if process.outcomes else None for process in others]
+    return all(wait and not wait.ended and world.clock.now - wait.started >= least for wait in waits)
 
 
 def _was_frozen(world: "World", member: int) -> bool:
