@@ -19,7 +19,7 @@ from server.dispatcher import Dispatcher
 from server.liveness import Liveness
 from server.master import SyncMaster
 from server.membership import Membership
-from server.rounds import FutureResult, Round
+from server.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Rows
@@ -189,19 +189,6 @@ def session_not_checked() -> Any:
 
 
 @bug
-def late_rows_dropped() -> Any:
-    """The aggregate of a round from which a member was lost leaves out what it had brought."""
-
-    def withdraw(right: Any, self: Round, member: int) -> None:
-        if member in self.futures and self.futures[member].done and len(self.futures) > 1:
-            self.futures[member]._rows = None
-            self._pending += 1
-        right(self, member)
-
-    return instead(Round, "withdraw", withdraw)
-
-
-@bug
 def lost_still_covered() -> Any:
     """An aggregate says that it covers the whole group, whoever is left."""
 
@@ -209,20 +196,6 @@ def lost_still_covered() -> Any:
         return replace(right(self, round_), members=Members.of(range(self.membership.world_size)))
 
     return instead(SyncMaster, "run_master", run_master)
-
-
-@bug
-def membership_frozen_late() -> Any:
-    """Who takes part in a round is decided when it ends rather than when it begins."""
-
-    def is_ready(right: Any, self: SyncMaster, round_: Round) -> bool:
-        for member in self.membership.slaves:
-            if member not in round_.futures:
-                round_.futures[member] = FutureResult()
-                round_._pending += 1
-        return right(self, round_)
-
-    return instead(SyncMaster, "_is_ready", is_ready)
 
 
 @bug
@@ -241,16 +214,6 @@ def silence_too_short() -> Any:
 def dead_kept() -> Any:
     """Nobody forgets the pulse of one who has left."""
     return mock.patch.object(Liveness, "forget", return_value=None)
-
-
-@bug
-def answers_first_socket() -> Any:
-    """The answer goes to where the contribution came from first."""
-
-    def put(right: Any, self: FutureResult, rows: Rows, peer: bytes) -> bool:
-        return right(self, rows, self.peer or peer)
-
-    return instead(FutureResult, "put", put)
 
 
 @bug
