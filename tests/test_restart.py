@@ -63,7 +63,7 @@ def run_members(pool, endpoint, job, n):
 def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed):
     server = servers()
     undisturbed = [future.result(timeout=60) for future in run_members(pool, endpoint, "undisturbed", 3)]
-    chance = random.Random(seed)  # noqa: S311 - the moments must be the same again
+    chance = random.Random(seed)
     futures = run_members(pool, endpoint, "killed", 3)
     for _ in range(KILLS):
         time.sleep(chance.uniform(0.05, 0.3))

@@ -1,0 +1,134 @@
+"""What a round must give, computed by other means than the product: plain Python floats, one after the other.
+
+A Python float is a binary64 number and `+` rounds to nearest, ties to even, which is what docs/protocol.md demands of
+each addition. `math.fsum`, which is exact, bounds what the order may cost.
+"""
+
+import itertools
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statsd_bn.messages import Aggregate, RoundKey, Rows
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What one life of a member brought to one round."""
+
+    member: int
+    life: int
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An aggregate that would be right."""
+
+    replicas: int
+    count: int
+    values: list[float]
+
+
+def add_up(rows: Sequence[list[float]]) -> list[float]:
+    """Adds vectors from left to right, beginning with the first one itself."""
+    total = list(rows[0])
+    for row in rows[1:]:
+        total = [one + other for one, other in zip(total, row, strict=True)]
+    return total
+
+
+def expected(brought: Iterable[Brought]) -> Expected:
+    """Returns what the members' rows make, in the order of member number and row."""
+    ordered = sorted(brought, key=lambda one: one.member)
+    rows = [row.ravel().tolist() for one in ordered for row in one.rows.values]
+    counts = [count for one in ordered for count in one.rows.counts]
+    return Expected(len(rows), sum(counts), add_up(rows))
+
+
+def is_same(one: list[float], other: list[float]) -> bool:
+    """Whether two vectors are the same to the bit; which NaN it is does not matter."""
+    if struct.pack(f"<{len(one)}d", *one) == struct.pack(f"<{len(other)}d", *other):
+        return True
+    return len(one) == len(other) and all(
+        (a != a and b != b) or struct.pack("<d", a) == struct.pack("<d", b)  # noqa: PLR0124 - NaN
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def is_near_the_exact_sum(rows: Sequence[list[float]], total: list[float]) -> bool:
+    """Whether a sum of finite numbers is as near to the exact one as n additions in any order can be."""
+    for column, got in zip(zip(*rows, strict=True), total, strict=True):
+        size = sum(abs(value) for value in column)
+        if math.isfinite(size) and abs(math.fsum(column) - got) > len(column) * 2**-52 * size:
+            return False
+    return True
+
+
+class Ledger:
+    """Everything that members bring, and what they get for it."""
+
+    def __init__(self) -> None:
+        self._brought: dict[RoundKey, dict[int, list[Brought]]] = {}
+        self._delivered: dict[RoundKey, dict[tuple[int, ...], bytes]] = {}
+
+    def bring(self, key: RoundKey, one: Brought) -> None:
+        self._brought.setdefault(key, {}).setdefault(one.member, []).append(one)
+
+    def complaint(self, aggregate: Aggregate, members: Iterable[int], receiver: Brought) -> str:
+        """Returns what is wrong with an aggregate that must cover `members`; empty if nothing is."""
+        brought = self._brought.get(aggregate.key, {})
+        if absent := sorted(set(members) - brought.keys()):
+            return f"{aggregate.key}: an aggregate, though members {absent} brought nothing"
+        got = aggregate.values.ravel().tolist()
+        for choice in self._choices(brought, members, receiver):
+            right = expected(choice)
+            counts_match = (aggregate.replicas, aggregate.count) == (right.replicas, right.count)
+            if counts_match and is_same(right.values, got):
+                return self._note(aggregate, choice, got)
+        return f"{aggregate.key}: got {_shown(aggregate, got)}, expected {right}"
+
+    def _choices(
+        self, brought: dict[int, list[Brought]], members: Iterable[int], receiver: Brought
+    ) -> Iterator[tuple[Brought, ...]]:
+        """A member that was started again has brought something in each of its lives; the receiver knows its own."""
+        lives = [[receiver] if member == receiver.member else brought[member] for member in sorted(members)]
+        return itertools.product(*lives)
+
+    def _note(self, aggregate: Aggregate, choice: tuple[Brought, ...], got: list[float]) -> str:
+        rows = [row.ravel().tolist() for one in choice for row in one.rows.values]
+        if not is_near_the_exact_sum(rows, got):
+            return f"{aggregate.key}: {got} is far from the exact sum"
+        lives = tuple(one.life for one in choice)
+        raw = aggregate.values.tobytes()
+        if self._delivered.setdefault(aggregate.key, {}).setdefault(lives, raw) != raw:
+            return f"{aggregate.key}: two members got different bytes"
+        return ""
+
+
+def _shown(aggregate: Aggregate, got: list[float]) -> Any:
+    return aggregate.replicas, aggregate.count, got
+
+
+class KeyCounter:
+    """The keys of a member's rounds, by the rule of docs/protocol.md, section Identity."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._mark = False
+        self._calls: Counter[str] = Counter()
+
+    def forward(self, layer: str) -> tuple[int, int]:
+        """Returns step and call."""
+        if self._mark:
+            self._step += 1
+            self._calls.clear()
+            self._mark = False
+        self._calls[layer] += 1
+        return self._step, self._calls[layer] - 1
+
+    def backward(self) -> None:
+        self._mark = True
