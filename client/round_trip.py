@@ -46,6 +46,7 @@ class RoundTrip:
         self._attempt = 0
         self._started = self._heard = time.monotonic()
         self._next_warning = WARN_SECONDS
+        self._told = ""
 
     def run(self, channel: Channel, frame: bytes) -> Aggregate:
         """Sends `frame`, the contribution, and returns the aggregate.
@@ -81,6 +82,7 @@ class RoundTrip:
             self._tell_changes(before, answer)
             return answer
         if answer is not None:
+            self._told = answer.message
             self._warn(answer.seconds, answer.message)
         return None
 
@@ -109,8 +111,10 @@ class RoundTrip:
 
     def _timeout(self) -> RoundTimeout:
         seconds = self._session.member.deadline + GRACE_SECONDS
+        # A restarted master counts the round's time anew, so it may have had no reason to end it yet.
+        reason = f"; the latest was: {self._told}" if self._told else ""
         return RoundTimeout(
-            f"{self._key}: no answer from the master at {self._endpoint} within {seconds:g} s",
+            f"{self._key}: no aggregate from the master at {self._endpoint} within {seconds:g} s{reason}",
             **self._key.fields,
             seconds=seconds,
         )

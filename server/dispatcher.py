@@ -13,7 +13,8 @@ from typing import Any
 from server import deadlock
 from server.liveness import Liveness
 from server.master import Reply, SyncMaster, unknown
-from server.membership import Slave
+from server.membership import Slave, too_late
+from server.past import Past
 from server.rounds import failure
 from statsd_bn import limits
 from statsd_bn.errors import (
@@ -43,10 +44,6 @@ from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.server")
 
-# Sessions that have ended and are remembered, so that a late copy of what they once sent begins nothing. The members of
-# a big job may all end at once.
-REMEMBERED_SESSIONS = 32_768
-
 
 @dataclass(slots=True)
 class Seat:
@@ -54,14 +51,6 @@ class Seat:
 
     master: SyncMaster
     slave: Slave
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """What a session is told that has no seat any more; in a later epoch it may have one again."""
-
-    error: StatsdBNError
-    epoch: int
 
 
 class Dispatcher:
@@ -78,7 +67,7 @@ class Dispatcher:
         self._masters: dict[tuple[str, str], SyncMaster] = {}
         self._seats: dict[bytes, Seat] = {}
         self._liveness = Liveness(started)
-        self._ended: dict[bytes, Ended] = {}
+        self._past = Past()
         # Nobody has the session of zero bytes, so nobody takes it for an answer.
         self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
         self.received = 0
@@ -174,7 +163,8 @@ class Dispatcher:
     def _recall(self, now: float, result: Result, peer: bytes) -> list[Reply]:
         seat = self._seats.get(result.session)
         if seat is None:
-            return [(peer, failure(self._stranger(result.session)))]
+            # Many come together, and each answer would ask for all again. A contribution will be answered.
+            return []
         return seat.master.recall(now, seat.slave, result.aggregate, peer)
 
     def _beat(self, now: float, heartbeat: Heartbeat, peer: bytes) -> list[Reply]:
@@ -185,14 +175,12 @@ class Dispatcher:
 
     def _stranger(self, session: bytes) -> StatsdBNError:
         """Returns what somebody is told who has no seat: why it has none any more, or that it is unknown."""
-        ended = self._ended.get(session)
-        return ended.error if ended else unknown(session)
+        return self._past.fate(session) or unknown(session)
 
     def _register(self, now: float, register: Register, peer: bytes) -> list[Reply]:
         name = (register.job, register.group)
-        ended = self._ended.get(register.session)
-        if ended and register.epoch <= ended.epoch:
-            raise ended.error
+        if fate := self._past.fate(register.session, register.epoch):
+            raise fate
         self._check_session(register)
         self._check_world(register)
         master = self._masters.get(name)
@@ -202,7 +190,7 @@ class Dispatcher:
         try:
             slave, told = master.register_slave(now, register, peer)
         except ReplicaLost as loss:
-            self._remember(register.session, register.epoch, loss)
+            self._past.end_session(register.session, register.epoch, loss)
             raise
         self._sit(now, master, slave, register, was_open=was_open)
         return told
@@ -215,10 +203,13 @@ class Dispatcher:
                 limit=limits.MAX_GROUPS,
                 what="groups",
             )
-        master = SyncMaster(self._server, register, now)
+        if register.has_past and self._past.has_ended(name, register.epoch):
+            raise too_late(register)
+        master = SyncMaster(self._server, register)
         slave, told = master.register_slave(now, register, peer)
         replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
         self._masters[name] = master
+        self._past.begin_group(name)
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
         self._sit(now, master, slave, register, was_open=False)
         return replies + told
@@ -230,7 +221,7 @@ class Dispatcher:
         if seat is None or seat.slave is not slave:
             slave.since = now
         self._seats[register.session] = Seat(master, slave)
-        self._ended.pop(register.session, None)
+        self._past.begin_session(register.session)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
         if master.membership.is_open and not was_open:
@@ -287,7 +278,7 @@ class Dispatcher:
         master = self._masters.pop(name)
         for session in [session for session, seat in self._seats.items() if seat.master is master]:
             self._forget(session)
-            self._remember(session, master.epoch, lost)
+            self._past.end_session(session, master.epoch, lost)
         return master.break_all(lambda _: lost)
 
     def _leave(self, now: float, leave: Leave) -> list[Reply]:
@@ -301,7 +292,7 @@ class Dispatcher:
         """Ends what a member began that says goodbye."""
         _, replies = seat.master.remove_slave(now, seat.slave, cause)
         left = RegistrationRefused(f"session {session.hex()}: expected a new one, this one has left")
-        self._remember(session, seat.master.epoch, left)
+        self._past.end_session(session, seat.master.epoch, left)
         return self._end_if_empty(seat.master, replies)
 
     def _lose(self, now: float, session: bytes, cause: str) -> list[Reply]:
@@ -311,13 +302,8 @@ class Dispatcher:
         self._log_end(seat, f"is lost: {cause}")
         loss, replies = seat.master.banish_slave(now, seat.slave, cause)
         if loss:
-            self._remember(session, seat.master.epoch, loss)
+            self._past.end_session(session, seat.master.epoch, loss)
         return self._end_if_empty(seat.master, replies)
-
-    def _remember(self, session: bytes, epoch: int, error: StatsdBNError) -> None:
-        self._ended[session] = Ended(error, epoch)
-        if len(self._ended) > REMEMBERED_SESSIONS:
-            del self._ended[next(iter(self._ended))]
 
     def _end_deadlocks(self, now: float) -> list[Reply]:
         """Tells members that wait for one another; only the members of a job can."""
@@ -352,6 +338,24 @@ class Dispatcher:
         logger.info("job %r, group %r: %s %s", membership.job, membership.group, seat.slave, how)
 
     def _end_if_empty(self, master: SyncMaster, replies: list[Reply]) -> list[Reply]:
-        if not master.nr_slaves:
-            self._masters.pop((master.membership.job, master.membership.group), None)
+        """Forgets a group without members; else tells those who wait for one of its job that can never open."""
+        membership = master.membership
+        name = (membership.job, membership.group)
+        if not master.nr_slaves and self._masters.get(name) is master:
+            del self._masters[name]
+            if membership.is_open:
+                self._past.end_group(name, master.epoch)
+        if membership.group == WORLD and membership.lost and membership.lost.fields.get("cause"):
+            replies += self._end_fillings(master, membership.lost)
         return replies
+
+    def _end_fillings(self, world: SyncMaster, lost: StatsdBNError) -> list[Reply]:
+        """Whoever waits for a group to open may wait for the member that the world has lost."""
+        job = world.membership.job
+        groups = [master for name, master in self._masters.items() if name[0] == job and master.epoch == world.epoch]
+        return [
+            (slave.peer, failure(lost))
+            for master in groups
+            if master is not world and not master.membership.is_open
+            for slave in master.membership.slaves.values()
+        ]

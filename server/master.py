@@ -54,15 +54,14 @@ class SyncMaster:
     Args:
         server: the id of this master's life.
         register: the registration that begins the group; it sets job, group, epoch and policy.
-        now: the time.
 
     Attributes:
         answered: when members were last told that a round has ended, or that the group is open.
     """
 
-    def __init__(self, server: bytes, register: Register, now: float) -> None:
+    def __init__(self, server: bytes, register: Register) -> None:
         self.epoch = register.epoch
-        self.membership = Membership(register, now)
+        self.membership = Membership(register)
         self.rounds_done = 0
         self.rounds_failed = 0
         self.answered = -math.inf
@@ -70,6 +69,7 @@ class SyncMaster:
         self._open: dict[RoundKey, Round] = {}
         self._kept: dict[RoundKey, Round] = {}
         self._ended: dict[int, None] = {}
+        self._is_broken = False
         self._deferred: list[tuple[Slave, Contribution, bytes]] = []
 
     @property
@@ -89,7 +89,7 @@ class SyncMaster:
             RegistrationRefused: with the reason.
             ReplicaLost: the group is broken, or the slave was taken for lost.
         """
-        slave = self.membership.admit(register, peer)
+        slave = self.membership.admit(now, register, peer)
         replies = self._withdraw(slave) if slave.stand is not Stand.TAKES_PART else []
         replies += self._settle(now) or [(peer, self._registered(slave))]
         return slave, replies + self._complete()
@@ -265,7 +265,12 @@ class SyncMaster:
 
     def _break_if_lost(self) -> list[Reply]:
         lost = self.membership.lost
-        return self.break_all(lambda _: lost) if lost else []
+        if lost is None or self._is_broken:
+            return []
+        self._is_broken = True
+        slaves = self.membership.slaves.values()
+        waiting = [slave for slave in slaves if not self.membership.is_open or slave.stand is Stand.BACK]
+        return self.break_all(lambda _: lost) + [(slave.peer, failure(lost)) for slave in waiting]
 
     def _awaited(self, round_: Round) -> str:
         """Returns in words whom a round waits for."""
@@ -291,7 +296,9 @@ class SyncMaster:
         if len(self._deferred) >= limits.MAX_OPEN_ROUNDS * self.nr_slaves:
             return [(peer, failure(self._too_many(key), key))]
         self._deferred.append((slave, contribution, peer))
-        text = f"waiting for members {self.membership.absent} to come back to a restarted server"
+        absent = self.membership.absent
+        whom = f"members {absent}" if absent else "all members"
+        text = f"waiting for {whom} to come back to a restarted server"
         return [(peer, _pending(key, 0, text))] if contribution.attempt else []
 
     def _begin(self, now: float, slave: Slave, key: RoundKey) -> Round:

@@ -66,7 +66,6 @@ class Membership:
 
     Args:
         register: the registration that begins it.
-        now: the time.
 
     Attributes:
         slaves: by member number.
@@ -77,7 +76,7 @@ class Membership:
         departed: what those are told who come back for another pass that can never have all its members.
     """
 
-    def __init__(self, register: Register, now: float) -> None:
+    def __init__(self, register: Register) -> None:
         self.job = register.job
         self.group = register.group
         self.world_size = register.world_size
@@ -85,7 +84,7 @@ class Membership:
         self.slaves: dict[int, Slave] = {}
         self.latest_step = 0
         self.is_open = False
-        self.recovery = Recovery(now) if register.has_past and register.known.runs else None
+        self.recovery: Recovery | None = None
         self.lost: StatsdBNError | None = None
         self.departed: ReplicaLost | None = None
 
@@ -109,7 +108,8 @@ class Membership:
         """How many members the group still waits for before it opens."""
         if self.is_open:
             return 0
-        return len(self.absent) if self.recovery else self.world_size - len(self.slaves)
+        # Nobody may begin before a recovery is over, though all who are known to be missing may be there before.
+        return max(1, len(self.absent)) if self.recovery else self.world_size - len(self.slaves)
 
     @property
     def absent(self) -> list[int]:
@@ -145,7 +145,7 @@ class Membership:
         if self.recovery:
             slave.recalled.add(key)
 
-    def admit(self, register: Register, peer: bytes) -> Slave:
+    def admit(self, now: float, register: Register, peer: bytes) -> Slave:
         """Takes a member in, or finds it again.
 
         Raises:
@@ -158,6 +158,8 @@ class Membership:
         if self.lost:
             raise self.lost
         self._check_terms(register)
+        if register.has_past and register.known.runs and not self.is_open:
+            self.recovery = self.recovery or Recovery(now)
         slave = self.slaves.get(register.member)
         if slave is None:
             self._check_newcomer(register)
@@ -237,10 +239,15 @@ class Membership:
         """Whoever is new begins after the others; whoever was about to be called back begins with those who were."""
         begun = max((slave.first_step for slave in self.slaves.values() if slave.stand is Stand.TAKES_PART), default=0)
         for slave in self.slaves.values():
-            if self.is_elastic and not slave.has_past:
+            if self.is_elastic and not slave.has_past and self._has_begun:
                 slave.first_step = self._next_step
             elif slave.stand is Stand.BACK and slave.first_step < begun:
                 slave.first_step, slave.stand = begun, Stand.TAKES_PART
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a round has ended; before that whoever is new was there from the beginning, and was never told."""
+        return self.latest_step > 0 or any(slave.recalled for slave in self.slaves.values())
 
     def _call_back(self) -> bool:
         slaves = self.slaves.values()
@@ -299,9 +306,7 @@ class Membership:
 
     def _check_joiner(self, register: Register) -> None:
         if register.has_past:
-            who = f"member {register.member} ({register.place})"
-            text = f"{who} came back too late after the server was restarted; the others have gone on without it"
-            raise self._loss(register.member, register.step, text, "came back too late")
+            raise too_late(register)
         if self.group != WORLD:
             raise RegistrationRefused(
                 f"{self._name}: expected one of the members that it began with, got member {register.member} "
@@ -371,6 +376,19 @@ class Membership:
     @property
     def _name(self) -> str:
         return f"job {self.job!r}, group {self.group!r}"
+
+
+def too_late(register: Register) -> ReplicaLost:
+    """Returns the error of a member that comes back when the others have done without it."""
+    return ReplicaLost(
+        f"job {register.job!r}, group {register.group!r}, step {register.step}: member {register.member} "
+        f"({register.place}) came back too late after the server was restarted; the others have gone on without it",
+        job=register.job,
+        group=register.group,
+        member=register.member,
+        step=register.step,
+        cause="came back too late",
+    )
 
 
 def _policy(min_members: int) -> str:

@@ -68,7 +68,8 @@ class Plan:
     @property
     def is_harmless(self) -> bool:
         """Whether everybody must get every aggregate in spite of the faults."""
-        return all(_is_harmless(fault) for fault in self.faults) and not self.weather.corrupted
+        late = sum(fault.seconds for fault in self.faults if fault.kind == "joins late")
+        return all(_is_harmless(fault) for fault in self.faults) and late < self.deadline and not self.weather.corrupted
 
     @property
     def is_faultless(self) -> bool:

@@ -13,6 +13,7 @@ from server.deadlock import THREADED_QUIET_SECONDS
 from server.liveness import RECONNECT_SECONDS
 from server.master import REMEMBERED_ROUNDS
 from server.service import PROBE_SECONDS, TICK_SECONDS
+from simulated_plan import HARMLESS_FREEZE
 from statsd_bn import errors, limits
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ def _costs_one_message_each_way(world: "World") -> None:
     again = sum(int((one.ended - one.started) / (0.9 * ASK_AGAIN_SECONDS)) for one in waits)
     if any(isinstance(process.result, BaseException) for process in world.processes):
         world.find("a round costs one message each way", "an error in a world without a fault")
-    if not exchanges <= world.contributions <= exchanges + again or world.aggregates != exchanges:
+    counts = (world.contributions, world.aggregates)
+    if not all(exchanges <= count <= exchanges + again for count in counts):
         told = f"{world.contributions} contributions and {world.aggregates} aggregates for {exchanges} exchanges"
         world.find("a round costs one message each way", told)
 
@@ -128,7 +130,7 @@ def _nobody_was_mute(world: "World") -> bool:
     """Whether the network let through enough heartbeats of everyone."""
     now = world.clock.now
     silences = [now - heard for number, heard in world.heard.items() if _lives(world, number)]
-    return max([*world.longest_silence.values(), *silences], default=0.0) < limits.SILENCE_SECONDS - TICK_SECONDS
+    return max([*world.longest_silence.values(), *silences], default=0.0) < _mute_seconds(world) - TICK_SECONDS
 
 
 def _lives(world: "World", member: int) -> bool:
@@ -154,14 +156,19 @@ def _is_gone(world: "World", error: Any) -> bool:
     member, cause = error.fields["member"], error.fields["cause"]
     facts = [fact for fact in world.facts if fact.member == member]
     if cause == "the connection was lost":
-        return any(fact.how in {"killed", "failed", "left"} or _is_long_cut(fact) for fact in facts) or _napped(world)
+        ended = any(fact.how in {"killed", "failed", "left"} or _is_long_cut(fact) for fact in facts)
+        # A short cut is no end where the news of the new connection gets through.
+        cut = any(fact.how == "cut" for fact in facts)
+        muted = not world.plan.weather.is_fair or any(fact.how == "frozen" for fact in facts)
+        return ended or _napped(world) or (cut and muted)
     if cause.startswith("no sign of life"):
-        return any(fact.how in ENDS for fact in facts) or _was_mute(world, member)
+        long_freeze = any(fact.how == "frozen" and fact.until - fact.when > HARMLESS_FREEZE for fact in facts)
+        return long_freeze or any(fact.how in ENDS for fact in facts) or _was_mute(world, member)
     if cause.startswith("did not come back"):
         return bool(world.server.outages) and _was_away(world, member)
     if cause == "":
         return any(fact.how == "left" for fact in facts)
-    taken_for_lost = cause == "taken for lost" and _was_away(world, member)
+    taken_for_lost = cause in {"taken for lost", "came back too late"} and _was_away(world, member)
     return taken_for_lost or any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
 
 
@@ -208,7 +215,12 @@ def _napped(world: "World") -> bool:
 
 def _was_mute(world: "World", member: int) -> bool:
     silence = max(world.longest_silence.get(member, 0.0), world.clock.now - world.heard.get(member, 0.0))
-    return silence >= limits.SILENCE_SECONDS - 0.01
+    return silence >= _mute_seconds(world) - 0.01
+
+
+def _mute_seconds(world: "World") -> float:
+    """Each session must be heard; one that speaks in another group meanwhile is heard up to a second later in this."""
+    return limits.SILENCE_SECONDS - (limits.HEARTBEAT_SECONDS if world.plan.groups else 0.0)
 
 
 def _mismatch_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
@@ -219,6 +231,8 @@ def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
     """Whoever is missing has really not come, is not known to be gone, and is not itself waiting for others."""
     missing = error.fields.get("missing")
     if missing is None:
+        if "the latest was: " in str(error):
+            return _was_counted_anew(world)
         # The master itself would have told: it was away for long, or the member slept through the answer.
         away = sum(back - gone for gone, back in world.server.outages)
         deadline = world.plan.deadline
@@ -226,6 +240,11 @@ def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
     if world.server.outages:
         return True
     return all(_is_late(world, outcome, member) for member in missing)
+
+
+def _was_counted_anew(world: "World") -> bool:
+    """A restarted master counts a round's time anew; one that slept, or heard late of the round, is late itself."""
+    return bool(world.server.outages) or bool(_nap_seconds(world)) or not world.plan.weather.is_fair
 
 
 def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
@@ -290,7 +309,7 @@ def _duplicate_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
 
 def _unreachable_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
     long = any(back - gone >= ANSWER_SECONDS / 2 for gone, back in world.server.outages)
-    return long or not world.plan.weather.is_fair or world.plan.has("cut", "server naps")
+    return long or not world.plan.weather.is_fair or world.plan.has("cut", "server naps", "frozen")
 
 
 def _stopped_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:

@@ -376,6 +376,8 @@ class World:
     def note(self, process: Process, how: str, cause: str = "", seconds: float = 0.0) -> None:
         fact = Fact(self.clock.now, process.number, how, cause, self.clock.now + seconds)
         self.facts.append(fact)
+        if how in rules.ENDS and process.number in self.heard:
+            self._hear(process.number)
         self.trace.append((self.clock.now, how, process, cause))
 
     def judge(self, outcome: Outcome) -> None:
@@ -465,10 +467,12 @@ class World:
         return sum(entry[1] == "to member" and _kind(entry[3]) is Aggregate for entry in self.trace)
 
     def _heard(self, process: Process, _frame: bytes) -> None:
-        now, number = self.clock.now, process.number
-        silence = now - self.heard.get(number, now)
+        self._hear(process.number)
+
+    def _hear(self, number: int) -> None:
+        silence = self.clock.now - self.heard.get(number, self.clock.now)
         self.longest_silence[number] = max(silence, self.longest_silence.get(number, 0.0))
-        self.heard[number] = now
+        self.heard[number] = self.clock.now
 
     def _tally(self) -> Tally:
         faults = Counter(self.network.faults)

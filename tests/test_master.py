@@ -26,7 +26,7 @@ class Group:
         self.now = 0.0
         self.deadline = deadline
         self.world_size = world_size
-        self.master = SyncMaster(SERVER, self.registration(0), 0.0)
+        self.master = SyncMaster(SERVER, self.registration(0))
         if opened:
             for member in range(world_size):
                 self.join(member)
@@ -88,7 +88,7 @@ def test_a_registered_slave_is_told_whom_the_group_waits_for():
 
 
 def test_a_group_of_any_numbers_tells_how_many_are_missing_and_who_is_there():
-    master = SyncMaster(SERVER, register(9, 4, group="four"), 0.0)
+    master = SyncMaster(SERVER, register(9, 4, group="four"))
     told_ = [master.register_slave(0.0, register(member, 4, group="four"), peer(member))[1] for member in (9, 3)]
     answers = [decode(frame) for ((_, frame),) in told_]
     assert [(answer.missing, tuple(answer.present)) for answer in answers] == [(3, (9,)), (2, (3, 9))]

@@ -12,11 +12,11 @@ from strategies import register
 
 @pytest.fixture
 def group() -> Membership:
-    return Membership(register(0, 3), 0.0)
+    return Membership(register(0, 3))
 
 
 def admit(group: Membership, register: Register, peer: bytes) -> Slave:
-    slave = group.admit(register, peer)
+    slave = group.admit(0.0, register, peer)
     group.settle(0.0)
     return slave
 
@@ -36,7 +36,7 @@ def test_a_group_opens_when_all_members_have_registered(group):
 
 @given(st.sampled_from(["world", "pair"]), st.integers(1, 4), st.lists(st.integers(0, 5), max_size=12))
 def test_a_group_takes_the_members_it_has_room_for_and_no_other(name, size, numbers):
-    group = Membership(register(0, size, group=name), 0.0)
+    group = Membership(register(0, size, group=name))
     fit: list[int] = []
     for number in numbers:
         fits = number in fit or (len(fit) < size and (name != "world" or number < size))
@@ -96,7 +96,7 @@ def test_the_world_counts_its_members_from_0(group):
 
 
 def test_any_other_group_takes_whoever_names_it_until_it_is_full():
-    group = Membership(register(0, 2, group="pair"), 0.0)
+    group = Membership(register(0, 2, group="pair"))
     for member in (9, 4):
         admit(group, register(member, 2, group="pair"), b"")
     assert (group.is_open, list(group.present)) == (True, [4, 9])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from client import beacon, connection, registration, round_trip, transport
-from server import deadlock, dispatcher, liveness, master, service
+from server import deadlock, liveness, master, past, service
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
 from statsd_bn import PROTOCOL_VERSION, errors, limits
@@ -416,7 +416,7 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service, deadlock, liveness, master, dispatcher],
+        "server": [service, deadlock, liveness, master, past],
         "client": [beacon, connection, registration, round_trip, transport],
         "both": [service, transport],
     }

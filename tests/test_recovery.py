@@ -55,15 +55,18 @@ def coming_back(member: int, **given):
     return register(member, 3, server=SERVER, **{"known": Members.of(range(3)), **given})
 
 
-def test_a_group_recovers_only_if_its_first_member_was_in_an_open_one():
-    assert Membership(coming_back(0), 0.0).recovery
-    assert Membership(coming_back(0, known=NOBODY), 0.0).recovery is None
-    assert Membership(register(0, 3), 0.0).recovery is None
+def test_a_group_recovers_from_when_one_comes_that_was_in_an_open_one():
+    group = Membership(register(0, 3))
+    for newcomer in (register(0, 3), coming_back(1, known=NOBODY)):
+        group.admit(0.0, newcomer, b"")
+        assert group.recovery is None
+    group.admit(0.0, coming_back(2), b"")
+    assert group.recovery
 
 
 def test_a_member_owes_the_results_that_it_has_announced():
-    group = Membership(coming_back(0), 0.0)
-    slave = group.admit(coming_back(0, results=2), b"")
+    group = Membership(coming_back(0))
+    slave = group.admit(0.0, coming_back(0, results=2), b"")
     assert slave.owes
     for layer in ("bn", "bn", "bn2"):
         assert slave.owes
@@ -73,9 +76,9 @@ def test_a_member_owes_the_results_that_it_has_announced():
 
 
 def test_one_that_owes_results_is_missing_though_it_is_there():
-    group = Membership(coming_back(0), 0.0)
+    group = Membership(coming_back(0))
     for member in range(3):
-        group.admit(coming_back(member, results=int(member == 1)), b"")
+        group.admit(0.0, coming_back(member, results=int(member == 1)), b"")
     assert not group.settle(0.0)
     assert (group.missing, group.absent) == (1, [1])
     group.recall(group.slaves[1], key())
@@ -84,13 +87,13 @@ def test_one_that_owes_results_is_missing_though_it_is_there():
 
 
 def test_a_newcomer_to_a_group_that_has_not_been_restarted_owes_nothing():
-    group = Membership(register(0, 1), 0.0)
-    assert not group.admit(register(0, 1, results=2), b"").owes
+    group = Membership(register(0, 1))
+    assert not group.admit(0.0, register(0, 1, results=2), b"").owes
 
 
 def test_a_strict_group_is_broken_by_those_who_do_not_come_back():
-    group = Membership(coming_back(0), 0.0)
-    group.admit(coming_back(0, step=5), b"")
+    group = Membership(coming_back(0))
+    group.admit(0.0, coming_back(0, step=5), b"")
     assert not group.give_up_waiting(SILENCE - 0.01)
     assert group.give_up_waiting(SILENCE)
     assert isinstance(group.lost, ReplicaLost)
@@ -102,7 +105,7 @@ def test_a_strict_group_is_broken_by_those_who_do_not_come_back():
 
 
 def test_a_member_that_leaves_while_others_come_back_breaks_a_strict_group():
-    group = Membership(coming_back(0), 0.0)
-    slave = group.admit(coming_back(0), b"")
+    group = Membership(coming_back(0))
+    slave = group.admit(0.0, coming_back(0), b"")
     assert group.remove(slave, "boom") is group.lost
     assert "member 0 (place 0) failed with boom" in str(group.lost)
