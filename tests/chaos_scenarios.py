@@ -34,10 +34,10 @@ COMING_BACK_SECONDS = 0.3
 ENDLESS = 10**6
 
 # A deadline that a test can wait for.
-SHORT_DEADLINE = 8.0
+SHORT_DEADLINE = 5.0
 
 # Longer than a member may be silent, which is 3.5 s.
-LONG_STALL_SECONDS = 6.0
+LONG_STALL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import chaos_programs
 from chaos_programs import READY, Part, Told
@@ -26,7 +26,6 @@ WORLD = 3
 
 # New processes from one that has loaded everything: it takes milliseconds, and nothing is inherited from here.
 STARTER = multiprocessing.get_context("forkserver")
-STARTER.set_forkserver_preload(["client", "chaos_programs"])
 
 
 class Finding(AssertionError):
@@ -39,11 +38,20 @@ def require(condition: object, text: str) -> None:
         raise Finding(text)
 
 
+def warm_up() -> None:
+    """Starts what starts the members, with all that is slow to load; it lives as long as this process."""
+    # Otherwise the first optimizer of each member would load torch._dynamo, which takes seconds.
+    STARTER.set_forkserver_preload(["client", "torch._dynamo"])
+    process = STARTER.Process(target=int)
+    process.start()
+    process.join(WAIT_SECONDS)
+
+
 class Server:
     """`python -m server` on one endpoint, which may be killed and started again; a context manager.
 
     Args:
-        folder: for what it leaves: its log, and the socket of an ipc endpoint.
+        folder: for its log.
         endpoint: where it listens; default: a free port.
 
     Attributes:
@@ -54,7 +62,6 @@ class Server:
     def __init__(self, folder: Path, endpoint: str = "tcp://127.0.0.1:*") -> None:
         self.endpoint = endpoint
         self._log = folder / "server.log"
-        self._folder = folder
         self._process = self._start()
 
     def __enter__(self) -> Self:
@@ -99,8 +106,6 @@ class Server:
             self._process.wait(WAIT_SECONDS)
         require(self._process.poll() == 0, f"the server was told to stop and ended with {self._process.poll()}")
         require(not self._log.read_text(), f"the server complained: {self._log.read_text()}")
-        left = [path.name for path in self._folder.iterdir() if path.is_socket()]
-        require(not left, f"the server left sockets behind: {left}")
 
     def _end(self) -> None:
         self._process.wait(WAIT_SECONDS)
@@ -110,8 +115,8 @@ class Server:
 @dataclass(frozen=True)
 class _Process:
     process: multiprocessing.process.BaseProcess
-    pipe: "multiprocessing.connection.Connection[object, object]"
-    progress: object
+    pipe: Any
+    progress: Any
 
 
 class Members:
@@ -208,7 +213,7 @@ class Members:
             process.join(WAIT_SECONDS)
             require(process.exitcode == 0, f"member {member} was let go and ended with {process.exitcode}")
 
-    def _receive(self, member: int) -> object:
+    def _receive(self, member: int) -> Any:
         pipe = self._members[member].pipe
         require(pipe.poll(WAIT_SECONDS), f"member {member} said nothing for {WAIT_SECONDS:g} s; steps {self.steps}")
         try:
