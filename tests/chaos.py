@@ -19,7 +19,9 @@ import chaos_world
 from chaos_scenarios import Result
 from chaos_world import Finding
 
-HEADER = f"{'scenario':32} {'runs':>5} {'troubles':>8} {'median s':>9} {'worst s':>9} {'bit-identical':>14} {'findings':>9}"
+HEADER = (
+    f"{'scenario':32} {'runs':>5} {'troubles':>8} {'median s':>9} {'worst s':>9} {'bit-identical':>14} {'findings':>9}"
+)
 
 
 @dataclass

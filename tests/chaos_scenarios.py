@@ -20,8 +20,8 @@ from chaos_proxy import DIRECTIONS, DOWN, ENDS, UP, Proxy
 from chaos_world import WAIT_SECONDS, WORLD, Members, Server, require
 from statsd_bn.errors import GroupIncomplete, ReplicaLost, RoundTimeout
 
-# Of a run that goes through its troubles, which are 20 at most where nothing else is said: so it has eight for each.
-STEPS = 160
+# Of a run that goes through its troubles, which are 20 at most: so it has four for each.
+STEPS = 80
 
 # Of these, allowed only after the trouble, so that nobody who goes on has nothing left to do.
 STEPS_AFTER = 2
@@ -331,7 +331,7 @@ def _go_through(members: Members, chance: random.Random, times: int, trouble: Ca
         over = trouble()
         before = members.steps
         members.allow(STEPS_AFTER)
-        is_coming_back = chance.random() < TROUBLED_AGAIN
+        is_coming_back = turn < times - 1 and chance.random() < TROUBLED_AGAIN
         if not is_coming_back:
             members.wait_until(functools.partial(_all_went_on, before), f"after trouble {turn} of {times}")
             seconds.append(time.monotonic() - over)

@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +29,9 @@ WORLD = 3
 
 # New processes from one that has loaded everything: it takes milliseconds, and nothing is inherited from here.
 STARTER = multiprocessing.get_context("forkserver")
+
+# Whoever starts or joins a process looks at all others too, and two threads may not read one exit code.
+_LIFE = threading.Lock()
 
 
 class Finding(AssertionError):
@@ -114,7 +120,7 @@ class Server:
 
 @dataclass(frozen=True)
 class _Process:
-    process: multiprocessing.process.BaseProcess
+    process: BaseProcess
     pipe: Any
     progress: Any
 
@@ -145,7 +151,8 @@ class Members:
             ours, theirs = STARTER.Pipe()
             progress = STARTER.RawValue("q", 0)
             process = STARTER.Process(target=chaos_programs.take_part, args=(part, theirs, progress), daemon=True)
-            process.start()
+            with _LIFE:
+                process.start()
             theirs.close()
             self._members.append(_Process(process, ours, progress))
 
@@ -210,7 +217,7 @@ class Members:
             self._members[member].pipe.send(0)
         for member in members:
             process = self._members[member].process
-            process.join(WAIT_SECONDS)
+            _join(process)
             require(process.exitcode == 0, f"member {member} was let go and ended with {process.exitcode}")
 
     def _receive(self, member: int) -> Any:
@@ -218,7 +225,7 @@ class Members:
         require(pipe.poll(WAIT_SECONDS), f"member {member} said nothing for {WAIT_SECONDS:g} s; steps {self.steps}")
         try:
             return pipe.recv()
-        except EOFError as error:
+        except (EOFError, ConnectionResetError) as error:
             raise Finding(f"member {member} ended without a word") from error
 
     def _kill(self) -> None:
@@ -226,7 +233,13 @@ class Members:
             member.pipe.close()
             member.process.kill()
         for member in self._members:
-            member.process.join(WAIT_SECONDS)
+            _join(member.process)
+
+
+def _join(process: BaseProcess) -> None:
+    wait([process.sentinel], WAIT_SECONDS)
+    with _LIFE:
+        process.join(0)
 
 
 def descendants() -> set[int]:
