@@ -36,8 +36,8 @@ class Line:
     def __str__(self) -> str:
         seconds = [second for result in self.results for second in result.seconds]
         median, worst = (f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}") if seconds else ("-", "-")
-        is_compared = any(result.identical for result in self.results)
-        identical = "no" if is_compared and self.findings else "yes" if is_compared else "-"
+        compared = [result.identical for result in self.results if result.identical is not None]
+        identical = f"{sum(compared)} of {self.runs}" if compared else "-"
         return (
             f"{self.name:32} {self.runs:>5} {len(seconds):>8} {median:>9} {worst:>9} {identical:>14} {self.findings:>9}"
         )
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/chaos",
-        description="Kills, stops, jams and cuts off members and the server while real layers train, and says what came "
-        "of it. Seconds are from each trouble until all who live knew of it, or until all had trained one more step; "
-        "for a member in a loop, beyond the deadline.",
+        description="Kills, stops, jams and cuts off members and the server while real layers train, and shows what "
+        "came of it. Seconds are from each trouble until all who live knew of it, or until all had trained one more "
+        "step; for a member in a loop, beyond the deadline.",
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--rounds", type=_positive(int), default=3, help="of all scenarios (default 3)")

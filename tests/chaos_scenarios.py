@@ -60,10 +60,13 @@ def undisturbed() -> list[str]:
 
 @functools.cache
 def _undisturbed() -> tuple[str, ...]:
-    with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
-        with Members([server.endpoint] * WORLD, "undisturbed", STEPS) as members:
-            members.allow(STEPS)
-            return tuple(_digests(members))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Server(Path(folder)) as server,
+        Members([server.endpoint] * WORLD, "undisturbed", STEPS) as members,
+    ):
+        members.allow(STEPS)
+        return tuple(_digests(members))
 
 
 def killed_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
@@ -83,7 +86,7 @@ def _lose(chance: random.Random, folder: Path, times: int, number: signal.Signal
             victim = chance.randrange(WORLD)
             with Members([server.endpoint] * WORLD, f"lost {turn}", ENDLESS) as members:
                 _train_a_while(members, chance)
-                seconds.append(_known(members, victim, lambda: members.send_signal(victim, number)))
+                seconds.append(_known(members, victim, functools.partial(members.send_signal, victim, number)))
                 if number == signal.SIGSTOP:
                     members.send_signal(victim, signal.SIGCONT)
                     _require_lost(members.told(victim), victim)
@@ -156,14 +159,14 @@ def failing_member(chance: random.Random, folder: Path, times: int = 1) -> Resul
 
 def killed_master(chance: random.Random, folder: Path, times: int = 20) -> Result:
     """The server is killed and started again; some kills come while the members are still coming back."""
-    with Server(folder, f"ipc://{folder}/server") as server:
-        with Members([server.endpoint] * WORLD, "master", STEPS) as members:
+    endpoint = f"ipc://{folder}/server"
+    with Server(folder, endpoint) as server, Members([endpoint] * WORLD, "master", STEPS) as members:
 
-            def kill() -> float:
-                server.restart()
-                return server.listening
+        def kill() -> float:
+            server.restart()
+            return server.listening
 
-            return _go_through(members, chance, times, kill)
+        return _go_through(members, chance, times, kill)
 
 
 def cut_connections(chance: random.Random, folder: Path, times: int = 20) -> Result:
@@ -255,7 +258,7 @@ def killed_member_and_master(chance: random.Random, folder: Path, times: int = 1
             victim = chance.randrange(WORLD)
             with Members([server.endpoint] * WORLD, f"both {turn}", ENDLESS, SHORT_DEADLINE) as members:
                 _train_a_while(members, chance)
-                orders = [server.restart, lambda members=members: members.send_signal(victim, signal.SIGKILL)]
+                orders = [server.restart, functools.partial(members.send_signal, victim, signal.SIGKILL)]
                 chance.shuffle(orders)
                 began = time.monotonic()
                 orders[0]()

@@ -128,10 +128,15 @@ def test_a_process_that_has_ended_is_none_that_is_left_behind():
     assert descendants() == before
 
 
-def test_a_server_that_complains_or_is_gone_is_a_finding(folder):
-    with pytest.raises(Finding, match="was told to stop and ended with -9"), Server(folder) as server:
-        server._process.kill()
-        server._process.wait(SOON)
+def test_a_server_that_is_gone_is_a_finding(folder):
+    server = Server(folder)
+    server._process.kill()
+    server._process.wait(SOON)
+    with pytest.raises(Finding, match="was told to stop and ended with -9"), server:
+        pass
+
+
+def test_a_server_that_complains_is_a_finding(folder):
     (folder / "server.log").write_text("Traceback")
     with pytest.raises(Finding, match="the server complained: Traceback"), Server(folder):
         pass
@@ -140,32 +145,54 @@ def test_a_server_that_complains_or_is_gone_is_a_finding(folder):
 # The script.
 
 
-def test_the_script_shows_what_it_measured(capsys, monkeypatch):
-    def good(chance, folder):
-        return Result([chance.uniform(1, 2), 3.0], identical=True)
+def good(chance, _):
+    return Result([chance.uniform(1, 2), 3.0], identical=True)
 
+
+def bad(*_):
+    raise Finding("something is wrong")
+
+
+def leaves_a_process(*_):
+    leaves_a_process.left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    return Result([1.0])
+
+
+def test_the_script_shows_what_it_measured(capsys, monkeypatch):
     monkeypatch.setattr(chaos_scenarios, "SCENARIOS", [good])
     assert chaos.main(["--rounds", "2", "--seed", "7"]) == 0
     first = capsys.readouterr().out
     assert "--seed 7" in first
-    assert first.splitlines()[-1].split() == ["good", "2", "4", first.splitlines()[-1].split()[3], "3.00", "yes", "0"]
+    name, runs, troubles, median, *rest = first.splitlines()[-1].split()
+    assert (name, runs, troubles, *rest) == ("good", "2", "4", "3.00", "2", "of", "2", "0")
+    assert 2.0 < float(median) < 2.5
     assert chaos.main(["--rounds", "2", "--seed", "7"]) == 0
     assert capsys.readouterr().out == first, "the same seed, the same chaos"
 
 
 def test_the_script_fails_with_a_finding_and_goes_on(capsys, monkeypatch):
-    def bad(chance, folder):
-        raise Finding("something is wrong")
-
-    def good(chance, folder):
-        return Result([1.0])
-
     monkeypatch.setattr(chaos_scenarios, "SCENARIOS", [bad, good])
     assert chaos.main(["--rounds", "1"]) == 1
     shown = capsys.readouterr()
     assert "something is wrong" in shown.err
     assert shown.out.splitlines()[-2].split() == ["bad", "1", "0", "-", "-", "-", "1"]
-    assert shown.out.splitlines()[-1].split() == ["good", "1", "1", "1.00", "1.00", "-", "0"]
+    assert shown.out.splitlines()[-1].split()[-5:] == ["3.00", "1", "of", "1", "0"]
+
+
+def test_the_script_finds_a_process_that_is_left_behind(capsys, monkeypatch):
+    monkeypatch.setattr(chaos_scenarios, "SCENARIOS", [leaves_a_process])
+    assert chaos.main(["--rounds", "1"]) == 1
+    left = leaves_a_process.left
+    assert f"processes were left behind: [{left.pid}]" in capsys.readouterr().err
+    left.kill()
+    left.wait(SOON)
+
+
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--minutes", "-1"], ["--minutes", "nan"]])
+def test_the_script_refuses_a_length_that_is_none(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        chaos.main(arguments)
+    assert "expected a number above 0" in capsys.readouterr().err
 
 
 def test_the_script_refuses_a_scenario_that_is_none():
