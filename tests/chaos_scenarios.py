@@ -151,8 +151,9 @@ def failing_member(chance: random.Random, folder: Path, times: int = 1) -> Resul
                 members.allow(ENDLESS)
                 failed = members.told(victim)
                 _require_error(failed, ValueError)
+                began = time.monotonic()
                 members.let_go(victim)
-                seconds.append(_known(members, victim, time.monotonic))
+                seconds.append(_known(members, victim, lambda began=began: began))
                 members.let_go(*members.others(victim))
     return Result(seconds)
 

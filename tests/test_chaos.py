@@ -13,8 +13,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import chaos
+import chaos_programs
 import chaos_scenarios
 from chaos_scenarios import Result
 from chaos_world import WORLD, Finding, Members, Server, descendants, warm_up
@@ -89,6 +91,14 @@ def test_a_run_that_ends_with_other_weights_is_a_finding(folder, monkeypatch):
     monkeypatch.setattr(chaos_scenarios, "undisturbed", lambda: ["other"] * WORLD)
     with pytest.raises(Finding, match="the weights are not those of an undisturbed run"):
         chaos_scenarios.cut_connections(random.Random(0), folder, times=1)  # noqa: S311 - the same chaos each time
+
+
+def test_weights_that_are_no_numbers_are_an_error():
+    model = nn.BatchNorm1d(2)
+    assert chaos_programs.digest_of(model) == chaos_programs.digest_of(nn.BatchNorm1d(2))
+    model.running_mean[1] = float("nan")
+    with pytest.raises(ValueError, match="running_mean: expected finite values"):
+        chaos_programs.digest_of(model)
 
 
 def test_an_error_about_another_member_is_a_finding(folder):
