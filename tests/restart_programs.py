@@ -21,10 +21,11 @@ def train(endpoint: str, job: str, member: int, world_size: int, steps: int, pau
         for _ in range(steps):
             x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
             optimizer.zero_grad()
-            (model(x) ** 3).sum().backward()
+            ((model(x) - x[:, :3]) ** 2).mean().backward()
             optimizer.step()
             time.sleep(pause * (1 + member))
     digest = hashlib.sha256()
     for value in model.state_dict().values():
+        assert value.isfinite().all(), "bits that say something"
         digest.update(value.numpy().tobytes())
     return digest.hexdigest()
