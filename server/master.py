@@ -268,8 +268,12 @@ class SyncMaster:
         if lost is None or self._is_broken:
             return []
         self._is_broken = True
-        slaves = self.membership.slaves.values()
-        waiting = [slave for slave in slaves if not self.membership.is_open or slave.stand is Stand.BACK]
+        with_a_round = {slave.member for slave, _, _ in self._deferred}
+        waiting = [
+            slave
+            for slave in self.membership.slaves.values()
+            if slave.stand is Stand.BACK or not (self.membership.is_open or slave.member in with_a_round)
+        ]
         return self.break_all(lambda _: lost) + [(slave.peer, failure(lost)) for slave in waiting]
 
     def _awaited(self, round_: Round) -> str:
