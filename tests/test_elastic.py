@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+import client
 import elastic_programs
 from client.exchange import Exchange
 from client.functional import Slice, batch_norm
@@ -14,6 +15,8 @@ from client.pipe import SlavePipe
 from memory_members import MemoryMaster, in_threads
 from pure_members import PureWorld
 from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch
+from statsd_bn.members import NOBODY
+from statsd_bn.messages import NO_SERVER
 
 
 @pytest.fixture
@@ -246,6 +249,74 @@ def test_a_newcomer_that_has_not_begun_keeps_its_first_step(world):
     assert not any(member.is_told for member in old)
     newcomer.forward(1.0)
     assert [member.total for member in (*old, newcomer)] == [([0, 1, 2, 3, 4], 5.0)] * 5
+
+
+def test_one_that_dies_while_the_others_come_back_is_not_waited_for(world):
+    world.restart()
+    dying, *others = world.members
+    for member in world.members[:3]:
+        member.forward(1.0)
+    world.silent.add(world.members[3])
+    world.pass_time(1.0)
+    world.send(dying, dying.session.leave("MemoryError: full"))
+    world.silent.add(dying)
+    world.pass_time(2.6)
+    assert [member.total for member in others[:2]] == [([1, 2], 2.0)] * 2
+
+
+def test_an_initial_member_that_never_heard_of_the_opening_begins_with_the_others():
+    """The master died as it told of it: one member knows that the group is open, and the other comes as a new one."""
+    world = PureWorld(2, 1)
+    told = world.members[0]
+    world.silent.update(world.members)
+    world.restart()
+    world.silent.clear()
+    unheard = world.members[1]
+    unheard.session._server, unheard.session.members = NO_SERVER, NOBODY
+    told.forward(1.0)
+    unheard.register()
+    world.pass_time(1.0)
+    assert unheard.session.first_step == 0
+    unheard.forward(1.0)
+    assert told.total == unheard.total == ([0, 1], 2.0)
+
+
+def test_one_that_comes_back_when_all_others_have_finished_does_not_train_on_alone(world):
+    frozen, others = world.members[3], world.members[:3]
+    world.silent.add(frozen)
+    world.restart()
+    for member in others:
+        member.forward(1.0)
+    world.pass_time(4.0)
+    assert [member.total for member in others] == [([0, 1, 2], 3.0)] * 3
+    for member in others:
+        world.send(member, member.session.leave(""))
+    world.silent.update(others)
+    world.silent.remove(frozen)
+    frozen.forward(1.0)
+    assert "came back too late" in str(frozen.latest(ReplicaLost))
+    assert world.come(0).registered.missing == 3, "a new run of the job begins as ever"
+
+
+def test_one_that_finds_its_master_empty_again_waits_for_nobody_who_has_failed_there():
+    """Nothing has ended that was not open: what a member leaves behind that gives up at once is no end of a run."""
+    world = PureWorld(2, 1)
+    first, second = world.members
+    world.restart()
+    first.forward(1.0)
+    world.send(first, first.session.leave("MemoryError: full"))
+    world.silent.add(first)
+    second.forward(1.0)
+    world.pass_time(4.0)
+    assert second.total == ([1], 1.0)
+
+
+def test_the_only_member_of_an_elastic_job_may_get_company(server, job):
+    layer = client.convert_model(torch.nn.BatchNorm1d(2))
+    given = {"job": job, "policy": "elastic", "deadline": 20.0}
+    with client.connect(server.endpoint, member=0, world_size=1, **given) as connection:
+        layer(torch.randn(3, 2))
+        assert (connection.rounds, connection.members) == (1, [0])
 
 
 # The gradient.
