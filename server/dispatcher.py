@@ -181,6 +181,7 @@ class Dispatcher:
         name = (register.job, register.group)
         if fate := self._past.fate(register.session, register.epoch):
             raise fate
+        self._check_end(register)
         self._check_session(register)
         self._check_world(register)
         master = self._masters.get(name)
@@ -203,13 +204,10 @@ class Dispatcher:
                 limit=limits.MAX_GROUPS,
                 what="groups",
             )
-        if register.has_past and self._past.has_ended(name, register.epoch):
-            raise too_late(register)
         master = SyncMaster(self._server, register)
         slave, told = master.register_slave(now, register, peer)
         replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
         self._masters[name] = master
-        self._past.begin_group(name)
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
         self._sit(now, master, slave, register, was_open=False)
         return replies + told
@@ -227,6 +225,15 @@ class Dispatcher:
         if master.membership.is_open and not was_open:
             master.answered = now
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
+
+    def _check_end(self, register: Register) -> None:
+        """A run that was over with this server may have left somebody behind who knows only an earlier life of it."""
+        name = (register.job, register.group)
+        comes_from_before = register.server not in {NO_SERVER, self._server}
+        if comes_from_before and self._past.has_ended(name, register.epoch):
+            loss = too_late(register)
+            self._past.end_session(register.session, register.epoch, loss)
+            raise loss
 
     def _check_session(self, register: Register) -> None:
         """One session is one member of one group, or leaving could not end what registering began."""

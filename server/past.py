@@ -53,10 +53,6 @@ class Past:
         if len(self._groups) > REMEMBERED_GROUPS:
             del self._groups[next(iter(self._groups))]
 
-    def begin_group(self, name: Name) -> None:
-        """A new run of the group begins."""
-        self._groups.pop(name, None)
-
     def has_ended(self, name: Name, epoch: int) -> bool:
-        """Returns whether a group has ended in this epoch or a later one, and has not begun again."""
+        """Returns whether a life of a group has ended, in this epoch or a later one."""
         return self._groups.get(name, -1) >= epoch
