@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -65,6 +66,7 @@ class Service:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._disconnected = -math.inf
         self._probe_at = math.inf
+        self._socket_files: dict[Path, int] = {}
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic())
         self._configure_socket()
         try:
@@ -87,6 +89,11 @@ class Service:
         self._monitor.close(linger=0)
         self._socket.close(linger=LINGER_MILLISECONDS)
         self._context.term()
+        for path, inode in self._socket_files.items():
+            # Another server may have taken the path over meanwhile.
+            if path.exists() and path.stat().st_ino == inode:
+                path.unlink()
+        self._socket_files.clear()
         self._wake_reader.close()
         self._wake_writer.close()
 
@@ -133,7 +140,11 @@ class Service:
             raise BindError(
                 f"cannot listen on {endpoint}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint
             ) from error
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        path = Path(bound.removeprefix("ipc://"))
+        if bound.startswith("ipc://") and path.exists():  # ZeroMQ leaves it behind
+            self._socket_files[path] = path.stat().st_ino
+        return bound
 
     def _drain(self) -> None:
         for _ in range(DRAIN_AT_MOST):

@@ -597,3 +597,23 @@ def test_another_order_of_those_rows_has_another_sum():
     forwards = expected_sum(MEMBERS, 0)
     backwards = sum(a_row(member, 0) for member in reversed(range(MEMBERS)))
     assert forwards.tobytes() != backwards.tobytes()
+
+
+def test_the_file_of_an_ipc_endpoint_goes_with_the_server(start, tmp_path):
+    path = tmp_path / "s"
+    command = start("--bind", f"ipc://{path}")
+    command.process.stdout.readline()
+    assert path.is_socket()
+    command.process.terminate()
+    assert command.process.wait(timeout=20) == 0
+    assert not path.exists()
+
+
+def test_a_server_leaves_the_file_of_another_that_has_taken_its_path(start, tmp_path):
+    path = tmp_path / "s"
+    former = start("--bind", f"ipc://{path}")
+    former.process.stdout.readline()
+    start("--bind", f"ipc://{path}").process.stdout.readline()
+    former.process.terminate()
+    assert former.process.wait(timeout=20) == 0
+    assert path.is_socket()
