@@ -131,20 +131,24 @@ class _ZmqChannel:
             ) from error
 
     def send(self, frame: bytes) -> None:
-        with _closed_connection():
+        try:
             self._socket.send(frame)
+        except zmq.ContextTerminated as error:
+            raise _closed() from error
 
     def receive(self, seconds: float) -> bytes | None:
         expiry = time.monotonic() + seconds
-        with _closed_connection():
-            while True:
-                left = expiry - time.monotonic()
-                self._socket.setsockopt(zmq.RCVTIMEO, max(0, int(min(left, WATCH_SECONDS) * 1000)))
-                try:
-                    return self._socket.recv()
-                except zmq.Again:
-                    if left <= WATCH_SECONDS or self._is_connected_anew():
-                        return None
+        left = seconds
+        while True:
+            self._socket.setsockopt(zmq.RCVTIMEO, max(0, int(min(left, WATCH_SECONDS) * 1000)))
+            try:
+                return self._socket.recv()
+            except zmq.Again:
+                if left <= WATCH_SECONDS or self._is_connected_anew():
+                    return None
+            except zmq.ContextTerminated as error:
+                raise _closed() from error
+            left = expiry - time.monotonic()
 
     def close(self, linger: int | None = None) -> None:
         with suppress(zmq.ZMQError):  # of a terminated context
@@ -160,13 +164,9 @@ class _ZmqChannel:
         return 0 < before < self._connections
 
 
-@contextmanager
-def _closed_connection() -> Iterator[None]:
+def _closed() -> ConnectionClosed:
     """Another thread closed the connection: ZeroMQ wakes whoever waits on a socket of a terminated context."""
-    try:
-        yield
-    except zmq.ContextTerminated as error:
-        raise ConnectionClosed("the connection was closed by another thread while this one waited") from error
+    return ConnectionClosed("the connection was closed by another thread while this one waited")
 
 
 class MemoryTransport(Transport):

@@ -148,10 +148,10 @@ class Service:
 
     def _drain(self) -> None:
         for _ in range(DRAIN_AT_MOST):
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            # To ask is a third of the time of an exception that says no.
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
+            parts = self._socket.recv_multipart(zmq.NOBLOCK)
             # A frame too many is no frame of ours; an empty one is refused as any garbage is.
             frame = parts[1] if len(parts) == _PARTS else b""
             self._send(self._dispatcher.receive(time.monotonic(), parts[0], frame))

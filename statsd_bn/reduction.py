@@ -23,9 +23,10 @@ def sum_in_order(rows: Iterable[FloatArray]) -> FloatArray:
     Returns:
         A new array of that shape: `((row_0 + row_1) + row_2) + ...`.
     """
-    iterator = iter(rows)
-    total = np.array(next(iterator), dtype=np.float64)
-    with np.errstate(all="ignore"):  # NaN and infinity pass through, as in torch
-        for row in iterator:
-            total += row
+    first, *others = rows
+    total = np.array(first, dtype=np.float64)
+    if others:
+        with np.errstate(all="ignore"):  # NaN and infinity pass through, as in torch
+            for row in others:
+                total += row
     return total

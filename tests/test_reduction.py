@@ -55,5 +55,5 @@ def test_float32_rows_are_added_in_float64():
 
 
 def test_no_row_at_all_has_no_sum():
-    with pytest.raises(StopIteration):
+    with pytest.raises(ValueError, match="not enough values"):
         sum_in_order([])
