@@ -69,6 +69,8 @@ class Sessions:
         self._lock = threading.Lock()
         self._seats: dict[str, _Seat] = {}
         self._closed = False
+        # Those that need no lock and no wait any more, which is what all rounds but the first find.
+        self._open_sessions: dict[Group, Session] = {}
         beacon = transport.beacon()
         self._heartbeat = Heartbeat(beacon, self.all) if beacon else None
 
@@ -84,6 +86,10 @@ class Sessions:
                 tries again.
             ConnectionClosed: the sessions have ended.
         """
+        session = self._open_sessions.get(group)
+        return session or self._of_a_new_one(group)
+
+    def _of_a_new_one(self, group: Group) -> Session:
         with self._lock:
             if self._closed:
                 raise ConnectionClosed("expected an open connection; it was closed by another thread")
@@ -100,6 +106,9 @@ class Sessions:
             self._open(seat)
         # Whoever opens it has a deadline, so this ends.
         seat.opened.result()
+        with self._lock:
+            if not self._closed:
+                self._open_sessions[group] = seat.session
         return seat.session
 
     def change_stand(self, group: Group, stand: Stand) -> None:
@@ -125,6 +134,7 @@ class Sessions:
             self._heartbeat.stop()
         with self._lock:
             self._closed = True
+            self._open_sessions.clear()
             self._say_goodbye(list(self._seats.values()), cause)
 
     def _session(self, group: Group) -> Session:

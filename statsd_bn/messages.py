@@ -46,6 +46,8 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
 
 def check_text(name: str, value: object, longest: int, shortest: int = 1) -> None:
     """Raises ProtocolError unless `value` is a str whose UTF-8 form has a length in [shortest, longest]."""
+    if type(value) is str and value.isascii() and shortest <= len(value) <= longest:
+        return  # what nearly all text is: a byte for each letter
     try:
         sound = type(value) is str and shortest <= len(value.encode()) <= longest
     except UnicodeEncodeError:
