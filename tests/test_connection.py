@@ -17,7 +17,7 @@ from client.environment import member_from
 from client.session import Member
 from client.transport import ZmqTransport
 from memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
-from statsd_bn import Rows
+from statsd_bn import Rows, limits
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
@@ -64,6 +64,13 @@ def test_alone_it_is_member_0_of_1():
         ({}, {"world_size": 0}, "world_size: expected 1 to"),
         ({}, {"deadline": 0.0}, "deadline: expected seconds in"),
         ({}, {"deadline": float("nan")}, "deadline: expected seconds in"),
+        ({}, {"fill_deadline": 0.0}, "fill_deadline: expected seconds in"),
+        ({}, {"policy": "loose"}, "policy: expected 'strict' or 'elastic', got 'loose'"),
+        ({}, {"min_members": 1}, "min_members: expected none under the policy 'strict', got 1"),
+        ({}, {"policy": "elastic", "min_members": 0}, "min_members: expected 1 to world_size, here 1, got 0"),
+        ({}, {"policy": "elastic", "world_size": 2, "min_members": 3}, "here 2, got 3"),
+        ({}, {"policy": "elastic", "min_members": True}, "got True"),
+        ({}, {"policy": "elastic", "member": limits.MAX_MEMBERS}, r"member: expected a number in \[0, MAX_MEMBERS\)"),
         ({}, {"job": ""}, "job: expected a name"),
         ({}, {"job": "x" * 300}, "job: expected a name"),
     ],
@@ -71,6 +78,16 @@ def test_alone_it_is_member_0_of_1():
 def test_a_wrong_value_is_named(environ, arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         member_from(environ, **arguments)
+
+
+def test_a_job_is_strict_unless_it_is_told_to_be_elastic():
+    assert member_from({}, world_size=4).min_members == 0
+    assert member_from({}, world_size=4, policy="elastic").min_members == 1
+    assert member_from({}, world_size=4, policy="elastic", min_members=3).min_members == 3
+
+
+def test_a_newcomer_to_an_elastic_job_may_have_a_number_beyond_those_it_began_with():
+    assert member_from({}, world_size=4, member=7, policy="elastic").member == 7
 
 
 def test_without_an_endpoint_it_says_where_to_get_one(monkeypatch):
@@ -150,6 +167,21 @@ def test_connect_waits_until_all_members_are_there_and_names_who_is_missing():
         master.connect(0, 3, deadline=0.1)
     assert caught.value.fields == {"job": "job", "group": "world", "size": 3, "present": [0], "missing": [1, 2]}
     assert master.dispatcher.report(0.0)["groups"] == []
+
+
+def test_the_group_has_its_own_time_to_fill(server, job):
+    with pytest.raises(GroupIncomplete, match=r"members \[1\] did not connect within 0.2 s"):
+        client.connect(server.endpoint, job=job, world_size=2, deadline=50.0, fill_deadline=0.2)
+
+
+def test_a_long_wait_for_the_group_to_fill_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(registration, "WARN_SECONDS", 0.1)
+    monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
+    with pytest.raises(GroupIncomplete), caplog.at_level("WARNING", "statsd_bn.client"):
+        MemoryMaster().connect(0, 2, deadline=0.6)
+    told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
+    assert told[0] == "job 'job', group 'world': waiting since 0 s for members [1] to connect"
+    assert 2 <= len(told) <= 4, "in growing intervals"
 
 
 def test_a_server_of_another_version_is_named(tmp_path):
