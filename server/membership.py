@@ -181,7 +181,8 @@ class Membership:
 
     def give_up_waiting(self, now: float) -> bool:
         """Takes members for lost that have not come back after a restart of the server; returns whether there are."""
-        late = self.recovery.late(now, self._returned) if self.recovery else []
+        # A group that is broken keeps the reason that came first.
+        late = self.recovery.late(now, self._returned) if self.recovery and not self.lost else []
         if not late:
             return False
         if not self.is_elastic:
@@ -208,7 +209,8 @@ class Membership:
             register.place,
             peer,
             register.step,
-            self._next_step if joins else register.first_step,
+            # Whoever is away begins when it is called back, and would take a later step for that.
+            self._next_step if joins and register.stand == Stand.TAKES_PART else register.first_step,
             Stand(register.stand),
             register.has_past,
             register.results if self.recovery else 0,
@@ -266,7 +268,7 @@ class Membership:
             if self.recovery:
                 self.recovery.forget(slave.member)
         elif slave.stand is Stand.AWAY and not cause:
-            self.departed = loss
+            self.departed = self.departed or loss
         else:
             self.lost = self.lost or loss
         return loss

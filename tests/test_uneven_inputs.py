@@ -124,6 +124,17 @@ def test_whoever_waits_for_another_pass_is_told_of_one_that_leaves(world):
     assert zero.latest(ReplicaLost).fields["member"] == 1
 
 
+def test_whoever_waits_for_another_pass_is_told_once(world):
+    """However many leave then; what comes later may reach a socket that waits for something else by then."""
+    zero, one, two = world.members
+    stand(one, Stand.AWAY)
+    stand(two, Stand.AWAY)
+    stand(zero, Stand.BACK)
+    first, second = (world.dispatcher.receive(world.now, b"", member.session.leave("")) for member in (one, two))
+    assert [to for to, _ in first] == [zero.session.token]
+    assert second == []
+
+
 @pytest.mark.parametrize("end", ["cause", "death"])
 def test_a_strict_group_is_broken_by_any_other_end_of_one_that_is_away(world, end):
     zero, one, _ = world.members
@@ -153,6 +164,27 @@ def test_the_master_dies_while_one_is_away_and_another_is_back(world):
     assert two.session.first_step == 0
     stand(one, Stand.BACK)
     assert [member.session.first_step for member in world.members] == [2, 2, 2]
+
+
+def test_one_that_is_away_and_comes_late_to_a_restarted_master_stays_away(world):
+    """The others do not wait for it, neither now nor after a further restart."""
+    zero, one, two = world.members
+    for member in (zero, one, two):
+        member.forward(1.0)
+    stand(two, Stand.AWAY)
+    for member in (zero, one):
+        member.forward(1.0)
+    world.restart()
+    for member in (zero, one):
+        member.introduce()
+    two.introduce()
+    assert (two.registered.missing, two.session.stand) == (0, Stand.AWAY)
+    world.restart()
+    for member in (two, zero, one):
+        member.introduce()
+    for member in (zero, one):
+        member.forward(2.0)
+    assert zero.total == ([0, 1], 4.0)
 
 
 def test_the_master_dies_after_it_called_only_some_back(world):
