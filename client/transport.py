@@ -31,7 +31,7 @@ class Channel(Protocol):
     """A way to the master for one thread at a time."""
 
     def send(self, frame: bytes) -> None:
-        """Sends a frame."""
+        """Sends a frame, and does not wait; it may be lost."""
 
     def receive(self, seconds: float) -> bytes | None:
         """Returns the next frame, or None if none came in time, or the master has come back meanwhile."""
@@ -131,8 +131,10 @@ class _ZmqChannel:
             ) from error
 
     def send(self, frame: bytes) -> None:
-        with _closed_connection():
-            self._socket.send(frame)
+        # A queue that is full, because the master is away for long, must not outlast the deadline of whoever sends: what
+        # is dropped is lost as on the network, and asked again.
+        with _closed_connection(), suppress(zmq.Again):
+            self._socket.send(frame, zmq.NOBLOCK)
 
     def receive(self, seconds: float) -> bytes | None:
         expiry = time.monotonic() + seconds

@@ -125,7 +125,8 @@ class Membership:
         if not self.is_open or slave.stand is not Stand.BACK:
             return self.missing, self.present
         back = Members.of(other.member for other in self.slaves.values() if other.stand is Stand.BACK)
-        return self._size - len(back), back
+        # One that is back waits until it is called back, though all may be back the moment before.
+        return max(1, self._size - len(back)), back
 
     def participants(self, step: int) -> list[int]:
         """Returns the members that take part in the rounds of a step that begin now."""

@@ -9,7 +9,7 @@ from torch import nn
 
 import client
 import uneven_programs
-from memory_members import MemoryMaster, in_threads, outcome
+from memory_members import MemoryMaster, in_threads, outcome, wait_until
 from pure_members import PureWorld
 from statsd_bn.errors import GroupIncomplete, ReplicaLost, RoundFailed
 from statsd_bn.messages import Aggregate, Stand
@@ -263,6 +263,62 @@ def test_join_does_not_go_away_after_an_exception(monkeypatch):
         raise MemoryError
     assert isinstance(connection.exchange("bn", uneven_programs.ROW), Aggregate)
     connection.close()
+
+
+def test_join_goes_away_when_the_generator_around_it_is_read_no_further(monkeypatch):
+    master = MemoryMaster()
+    connection = master.connect(0, 1, min_members=1)
+    monkeypatch.setattr("client.uneven_inputs.current_connection", lambda: connection)
+
+    def batches():
+        with client.join(client.convert_model(nn.BatchNorm1d(3))):
+            yield from range(3)
+
+    reading = batches()
+    next(reading)
+    assert master.report("world")["members"][0]["stand"] == "takes_part"
+    reading.close()
+    assert master.report("world")["members"][0]["stand"] == "away"
+    connection.close()
+
+
+def test_a_late_answer_to_something_earlier_calls_nobody_back():
+    """Going away was said twice, because the first answer took long; the second answer comes while it waits."""
+    master = MemoryMaster()
+    returned = threading.Event()
+
+    def early():
+        with master.connect(0, 2) as connection:
+            connection.stay_away(None)
+            with master.transport.channel() as channel:
+                channel.send(connection._sessions.all()[0].register())
+            connection.come_back(None)
+            returned.set()
+            return connection.exchange("bn", uneven_programs.ROW).count
+
+    def late():
+        with master.connect(1, 2) as connection:
+            wait_until(lambda: master.report("world")["members"][0]["stand"] == "back")
+            assert not returned.wait(timeout=0.2)
+            connection.come_back(None)
+            return connection.exchange("bn", uneven_programs.ROW).count
+
+    assert in_threads([early, late]) == [2, 2]
+
+
+def test_all_are_back_when_the_master_dies_and_are_called_back_by_the_next(world):
+    for member in world.members:
+        stand(member, Stand.AWAY)
+    for member in world.members:
+        member.session.stand = Stand.BACK
+    world.restart()
+    for member in world.members:
+        member.registered = None
+        member.introduce()
+    assert {member.session.stand for member in world.members} == {Stand.BACK}
+    assert all(member.registered.missing for member in world.members)
+    world.pass_time(0.25)
+    assert {(member.session.stand, member.session.first_step) for member in world.members} == {(Stand.TAKES_PART, 1)}
 
 
 def test_members_that_do_not_come_back_are_named_at_the_deadline():
