@@ -254,7 +254,8 @@ class Membership:
 
     def _call_back(self) -> bool:
         slaves = self.slaves.values()
-        if not slaves or sum(slave.stand is Stand.BACK for slave in slaves) < self._size:
+        # Whoever takes part is mostly the first to be asked: this is looked at for each message that changes anything.
+        if not slaves or len(slaves) < self._size or not all(slave.stand is Stand.BACK for slave in slaves):
             return False
         for slave in slaves:
             slave.first_step, slave.stand = self._next_step, Stand.TAKES_PART
