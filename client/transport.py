@@ -131,8 +131,8 @@ class _ZmqChannel:
             ) from error
 
     def send(self, frame: bytes) -> None:
-        # The wait for room in a full queue has no end while the master is away. What is dropped is lost as on the network,
-        # and asked again.
+        # The wait for room in a full queue has no end while the master is away. What is dropped is lost as on the
+        # network, and asked again.
         with _closed_connection(), suppress(zmq.Again):
             self._socket.send(frame, zmq.NOBLOCK)
 
