@@ -86,6 +86,7 @@ class Dispatcher:
         # Members first: who is lost says more than who is late.
         replies = [reply for session, cause in self._liveness.lost(now) for reply in self._lose(now, session, cause)]
         replies += [reply for master in self._masters.values() for reply in master.expire(now)]
+        replies += [reply for master in self._masters.values() for reply in self._mourn(master)]
         return replies + self._end_deadlocks(now)
 
     def probes(self, since: float) -> list[Reply]:
@@ -255,8 +256,7 @@ class Dispatcher:
             return
         group = self._masters.get((register.job, register.group))
         stands = group is not None and group.membership.is_open and not group.membership.lost
-        lost = world.membership.lost
-        if lost and lost.fields.get("cause") and not stands:
+        if (lost := _failed_member(world)) and not stands:
             raise lost
 
     def _replaced(self, name: tuple[str, str]) -> list[tuple[str, str]]:
@@ -352,13 +352,14 @@ class Dispatcher:
             del self._masters[name]
             if membership.is_open:
                 self._past.end_group(name, master.epoch)
-        if membership.group == WORLD and membership.lost and membership.lost.fields.get("cause"):
-            replies += self._end_fillings(master, membership.lost)
-        return replies
+        return replies + self._mourn(master)
 
-    def _end_fillings(self, world: SyncMaster, lost: StatsdBNError) -> list[Reply]:
-        """Whoever waits for a group to open may wait for the member that the world has lost."""
-        job = world.membership.job
+    def _mourn(self, world: SyncMaster) -> list[Reply]:
+        """Whoever waits for a group to open may wait for the member that the world has lost, and is told once."""
+        job, lost = world.membership.job, _failed_member(world)
+        if lost is None or world.is_mourned:
+            return []
+        world.is_mourned = True
         groups = [master for name, master in self._masters.items() if name[0] == job and master.epoch == world.epoch]
         return [
             (slave.peer, failure(lost))
@@ -366,3 +367,10 @@ class Dispatcher:
             if master is not world and not master.membership.is_open
             for slave in master.membership.slaves.values()
         ]
+
+
+def _failed_member(world: SyncMaster) -> StatsdBNError | None:
+    """Returns why the group of all members of a job is broken, if one has failed; None for any other group."""
+    membership = world.membership
+    has_failed = membership.group == WORLD and membership.lost and membership.lost.fields.get("cause")
+    return membership.lost if has_failed else None

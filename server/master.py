@@ -57,6 +57,7 @@ class SyncMaster:
 
     Attributes:
         answered: when members were last told that a round has ended, or that the group is open.
+        is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.
     """
 
     def __init__(self, server: bytes, register: Register) -> None:
@@ -65,11 +66,13 @@ class SyncMaster:
         self.rounds_done = 0
         self.rounds_failed = 0
         self.answered = -math.inf
+        self.is_mourned = False
         self._server = server
         self._open: dict[RoundKey, Round] = {}
         self._kept: dict[RoundKey, Round] = {}
         self._ended: dict[int, None] = {}
         self._is_broken = False
+        self._is_departure_told = False
         self._deferred: list[tuple[Slave, Contribution, bytes]] = []
 
     @property
@@ -132,12 +135,13 @@ class SyncMaster:
             return [(peer, failure(error, key))]
         self.membership.recall(slave, key)
         if kept := self._kept.get(key):
-            return self._compare(kept, slave, aggregate) + self._settle(now)
+            return self._compare(kept, slave, aggregate) + ([] if slave.owes else self._settle(now))
         if self.membership.recovery:
             round_ = Round(key, (), now, 0.0)
             round_.end(aggregate)
             self._close(round_)
-        return self._settle(now)
+        # With a thousand members there are thousands of results, and only the last of each can make a difference.
+        return [] if slave.owes else self._settle(now)
 
     def run_master(self, round_: Round) -> Aggregate:
         """Reduces one complete round: adds all rows in replica order.
@@ -243,10 +247,11 @@ class SyncMaster:
         return loss, self._tell_departure() + self._withdraw(slave) + self._settle(now)
 
     def _tell_departure(self) -> list[Reply]:
-        """Those who are back for another pass wait in vain for one that has left."""
+        """Those who are back for another pass wait in vain for one that has left; whoever comes later is refused."""
         departed = self.membership.departed
-        if not departed:
+        if departed is None or self._is_departure_told:
             return []
+        self._is_departure_told = True
         slaves = self.membership.slaves.values()
         return [(slave.peer, failure(departed)) for slave in slaves if slave.stand is Stand.BACK]
 
@@ -375,7 +380,7 @@ class SyncMaster:
     def _compare(self, kept: Round, slave: Slave, aggregate: Aggregate) -> list[Reply]:
         if kept.state is State.FAILED or kept.answer == encode(aggregate):
             return []
-        self.membership.lost = ContributionConflict(
+        self.membership.lost = self.membership.lost or ContributionConflict(
             f"{kept.key}: {slave} was given another aggregate than others were, before the server was restarted",
             **kept.key.fields,
             member=slave.member,

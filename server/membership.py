@@ -125,7 +125,8 @@ class Membership:
         if not self.is_open or slave.stand is not Stand.BACK:
             return self.missing, self.present
         back = Members.of(other.member for other in self.slaves.values() if other.stand is Stand.BACK)
-        return self._size - len(back), back
+        # One that is back waits until it is called back, though all may be back the moment before.
+        return max(1, self._size - len(back)), back
 
     def participants(self, step: int) -> list[int]:
         """Returns the members that take part in the rounds of a step that begin now."""
@@ -181,7 +182,8 @@ class Membership:
 
     def give_up_waiting(self, now: float) -> bool:
         """Takes members for lost that have not come back after a restart of the server; returns whether there are."""
-        late = self.recovery.late(now, self._returned) if self.recovery else []
+        # A group that is broken keeps the reason that came first.
+        late = self.recovery.late(now, self._returned) if self.recovery and not self.lost else []
         if not late:
             return False
         if not self.is_elastic:
@@ -208,7 +210,8 @@ class Membership:
             register.place,
             peer,
             register.step,
-            self._next_step if joins else register.first_step,
+            # Whoever is away begins when it is called back, and would take a later step for that.
+            self._next_step if joins and register.stand == Stand.TAKES_PART else register.first_step,
             Stand(register.stand),
             register.has_past,
             register.results if self.recovery else 0,
@@ -251,7 +254,8 @@ class Membership:
 
     def _call_back(self) -> bool:
         slaves = self.slaves.values()
-        if not slaves or sum(slave.stand is Stand.BACK for slave in slaves) < self._size:
+        # Whoever takes part is mostly the first to be asked: this is looked at for each message that changes anything.
+        if not slaves or len(slaves) < self._size or not all(slave.stand is Stand.BACK for slave in slaves):
             return False
         for slave in slaves:
             slave.first_step, slave.stand = self._next_step, Stand.TAKES_PART
@@ -266,7 +270,7 @@ class Membership:
             if self.recovery:
                 self.recovery.forget(slave.member)
         elif slave.stand is Stand.AWAY and not cause:
-            self.departed = loss
+            self.departed = self.departed or loss
         else:
             self.lost = self.lost or loss
         return loss

@@ -221,6 +221,14 @@ def test_a_group_does_not_wait_for_a_member_of_the_job_that_has_failed(play):
         assert "member 2 (place 2) failed with RuntimeError: out of memory" in answers[session].message
 
 
+def test_whoever_waits_for_a_group_to_open_is_told_once_of_a_member_of_the_job_that_has_failed(play):
+    """All others leave as well, and each answer too many may reach a socket that waits for something else by then."""
+    play.open(3)
+    play.join(0, 2, group="pair", session=b"in-pair0", at=b"pair 0")
+    assert codes(play.leave(2, "boom")) == {b"pair 0": "replica_lost"}
+    assert play.leave(1, "ReplicaLost: member 2") == {}
+
+
 def test_a_group_opens_although_a_member_of_the_job_has_ended(play):
     play.open(3)
     play.leave(2)

@@ -109,3 +109,5 @@ def test_a_member_that_leaves_while_others_come_back_breaks_a_strict_group():
     slave = group.admit(0.0, coming_back(0), b"")
     assert group.remove(slave, "boom") is group.lost
     assert "member 0 (place 0) failed with boom" in str(group.lost)
+    group.give_up_waiting(SILENCE)
+    assert "member 0 (place 0) failed with boom" in str(group.lost), "whoever comes too late is not the culprit"
