@@ -44,6 +44,9 @@ from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.server")
 
+# Why a member is lost whose results did not arrive: without them nobody knows what the others are to be given.
+INCOMPLETE = "what it was given did not come back after the server was restarted"
+
 
 @dataclass(slots=True)
 class Seat:
@@ -85,6 +88,8 @@ class Dispatcher:
         """Ends what is over its time, members and rounds; to be called several times a second."""
         # Members first: who is lost says more than who is late.
         replies = [reply for session, cause in self._liveness.lost(now) for reply in self._lose(now, session, cause)]
+        incomplete = [slave for master in self._masters.values() for slave in master.membership.incomplete(now)]
+        replies += [reply for slave in incomplete for reply in self._lose(now, slave.session, INCOMPLETE)]
         replies += [reply for master in self._masters.values() for reply in master.expire(now)]
         replies += [reply for master in self._masters.values() for reply in self._mourn(master)]
         return replies + self._end_deadlocks(now)

@@ -180,6 +180,12 @@ class Membership:
             return False
         return self._call_back() if self.is_open else self._open(now)
 
+    def incomplete(self, now: float) -> list[Slave]:
+        """Returns who has come back without all it has announced, when the time for that is over."""
+        if self.recovery is None or not self.recovery.is_late(now):
+            return []
+        return [slave for slave in self.slaves.values() if slave.owes]
+
     def give_up_waiting(self, now: float) -> bool:
         """Takes members for lost that have not come back after a restart of the server; returns whether there are."""
         # A group that is broken keeps the reason that came first.

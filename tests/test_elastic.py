@@ -301,6 +301,23 @@ def test_one_that_comes_back_when_all_others_have_finished_does_not_train_on_alo
     assert (newcomer.answers, newcomer.registered.missing) == ([], 3)
 
 
+def test_one_whose_results_get_lost_again_and_again_is_lost_too(world):
+    step(world.members)
+    mute, others = world.members[3], world.members[:3]
+    world.restart()
+    world.silent.add(mute)
+    for member in others:
+        member.forward(1.0)
+    for _ in range(8):
+        for frame in (mute.session.register(), mute.session.heartbeat()):
+            world.dispatcher.receive(world.now, mute.session.token, frame)
+        world.pass_time(0.5)
+    assert [member.total for member in others] == [([0, 1, 2], 3.0)] * 3
+    world.silent.remove(mute)
+    mute.forward(1.0)
+    assert "what it was given did not come back" in mute.latest(ReplicaLost).fields["cause"]
+
+
 def test_one_that_finds_its_master_empty_again_waits_for_nobody_who_has_failed_there():
     """Nothing has ended that was not open: what a member leaves behind that gives up at once is no end of a run."""
     world = PureWorld(2, 1)
