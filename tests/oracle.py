@@ -116,8 +116,8 @@ def _shown(aggregate: Aggregate, got: list[float]) -> Any:
 class KeyCounter:
     """The keys of a member's rounds, by the rule of docs/protocol.md, section Identity."""
 
-    def __init__(self) -> None:
-        self._step = 0
+    def __init__(self, first_step: int = 0) -> None:
+        self._step = first_step
         self._mark = False
         self._calls: Counter[str] = Counter()
 

@@ -288,6 +288,7 @@ class SimulatedServer:
         self.lives = 0
         self.outages: list[list[float]] = []
         self.on_receive: Callable[[Any, bytes], None] = lambda _owner, _frame: None
+        self.on_answer: Callable[[bytes], None] | None = None
         self.on_tick: Callable[[], None] = lambda: None
         self.dispatcher: Dispatcher
         self._clock, self._network, self._rng, self._trace = clock, network, rng, trace
@@ -392,5 +393,7 @@ class SimulatedServer:
             self._deliver(peer, frame)
 
     def _deliver(self, peer: bytes, frame: bytes) -> None:
+        if self.on_answer:
+            self.on_answer(frame)
         if not self._network.answer(peer, frame):
             self._try(self.dispatcher.unreachable(self._clock.now, peer))

@@ -17,7 +17,8 @@ from simulated_plan import HARMLESS_FREEZE
 from statsd_bn import errors, limits
 
 if TYPE_CHECKING:
-    from simulator import Outcome, Process, World
+    from simulated_member import Outcome, Process
+    from simulator import World
 
 # What a wait may last beyond its bound: the frames' way, and the server's ticks.
 MARGIN = 1.0
@@ -34,7 +35,12 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
     _ends_within_its_bound(world, outcome)
     if outcome.error is None:
         return
-    excused = _a_registration_was_lost(world, outcome) or not _nobody_was_mute(world) or not _all_saw_the_restart(world)
+    excused = (
+        _a_registration_was_lost(world, outcome)
+        or not _nobody_was_mute(world)
+        or not _all_saw_the_restart(world)
+        or outcome.process.life > 0
+    )
     if world.plan.is_harmless and not excused:
         world.find("harmless faults do no harm", f"{outcome.process} {outcome.what} {outcome.key}: {outcome.error!r}")
     judge = TRUTHS.get(type(outcome.error))
@@ -42,19 +48,6 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
         world.find("errors are of the kinds there are", f"{outcome.process}: {outcome.error!r}")
     elif not judge(world, outcome, outcome.error):
         world.find(f"{type(outcome.error).__name__} tells the truth", f"{outcome.process}: {_words(outcome.error)}")
-
-
-def check_coverage(world: "World", process: "Process", aggregate: Any) -> list[int]:
-    """An elastic aggregate covers its receiver, enough members, and all of whom nothing is known that excuses them."""
-    covered = list(aggregate.members)
-    absent = set(range(world.plan.size)).difference(covered)
-    if process.number not in covered:
-        world.find("an aggregate covers its receiver", f"{process}: {aggregate.key} covers {covered}")
-    if len(covered) < world.plan.min_members:
-        world.find("no round completes with too few", f"{process}: {aggregate.key} covers {covered}")
-    if unfounded := [member for member in absent if not _was_away(world, member)]:
-        world.find("membership changes only where it may", f"{process}: {aggregate.key} lacks {unfounded}")
-    return covered
 
 
 def check_memory(world: "World") -> None:
@@ -100,7 +93,7 @@ def check_nothing_is_left(world: "World") -> None:
 def _ends_within_its_bound(world: "World", outcome: "Outcome") -> None:
     plan = world.plan
     filling = plan.deadline + 2 * ANSWER_SECONDS + TAKEN_SECONDS
-    bound = filling if outcome.what == "connect" else plan.deadline + GRACE_SECONDS
+    bound = plan.deadline + GRACE_SECONDS if outcome.what == "exchange" else filling
     if outcome.group != "world":
         bound += filling
     took = outcome.ended - outcome.started - outcome.process.frozen_seconds
@@ -130,7 +123,7 @@ def _nobody_was_mute(world: "World") -> bool:
     """Whether the network let through enough heartbeats of everyone."""
     now = world.clock.now
     silences = [now - heard for number, heard in world.heard.items() if _lives(world, number)]
-    return max([*world.longest_silence.values(), *silences], default=0.0) < _mute_seconds(world) - TICK_SECONDS
+    return max([*world.longest_silence.values(), *silences], default=0.0) < mute_seconds(world) - TICK_SECONDS
 
 
 def _lives(world: "World", member: int) -> bool:
@@ -215,10 +208,10 @@ def _napped(world: "World") -> bool:
 
 def _was_mute(world: "World", member: int) -> bool:
     silence = max(world.longest_silence.get(member, 0.0), world.clock.now - world.heard.get(member, 0.0))
-    return silence >= _mute_seconds(world) - 0.01
+    return silence >= mute_seconds(world) - 0.01
 
 
-def _mute_seconds(world: "World") -> float:
+def mute_seconds(world: "World") -> float:
     """Each session must be heard; one that speaks in another group meanwhile is heard up to a second later in this."""
     return limits.SILENCE_SECONDS - (limits.HEARTBEAT_SECONDS if world.plan.groups else 0.0)
 
