@@ -29,7 +29,7 @@ class Slave:
         step: the step it is in.
         first_step: the first step it takes part in.
         stand: whether it takes part.
-        has_past: whether an earlier life of the server had taken it in.
+        has_past: whether it was in the group when that was open in an earlier life of the server.
         owed: how many results of that life it has announced.
         replicas: rows in its latest contribution; 0 before the first.
         since: when it registered first.
@@ -54,6 +54,11 @@ class Slave:
 
     def __str__(self) -> str:
         return f"member {self.member} ({self.place})"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has taken part in a round of an earlier life of the server, or in some of this one."""
+        return self.step > 0 or self.owed > 0
 
     @property
     def owes(self) -> bool:
@@ -158,14 +163,15 @@ class Membership:
         if self.lost:
             raise self.lost
         self._check_terms(register)
-        if register.has_past and register.known.runs and not self.is_open:
-            self.recovery = self.recovery or Recovery(now)
         slave = self.slaves.get(register.member)
+        if slave and slave.session != register.session:
+            raise self._duplicate(register, slave)
         if slave is None:
             self._check_newcomer(register)
-            slave = self._take_in(register, peer)
-        elif slave.session != register.session:
-            raise self._duplicate(register, slave)
+        # Not before: one that is refused begins nothing.
+        if register.has_past and not self.is_open:
+            self.recovery = self.recovery or Recovery(now)
+        slave = slave or self._take_in(register, peer)
         slave.peer = peer
         self._change_stand(slave, register)
         if self.recovery:
@@ -301,7 +307,7 @@ class Membership:
             return
         if not self.is_elastic:
             self._check_past(register)
-        if not (self.is_elastic and self.recovery):
+        if not (self.is_elastic and (self.recovery or register.has_past)):
             self._check_room(register)
 
     def _check_joiner(self, register: Register) -> None:
@@ -316,8 +322,8 @@ class Membership:
     def _check_past(self, register: Register) -> None:
         """After a restart of the master its members tell it how far they are; a newcomer cannot be among them."""
         for slave in self.slaves.values():
-            older, newer = (slave, register) if slave.step else (register, slave)
-            if older.step and not newer.step and not newer.has_past:
+            older, newer = (slave, register) if slave.has_begun else (register, slave)
+            if older.has_begun and not (newer.has_begun or newer.has_past):
                 raise RegistrationRefused(
                     f"{self._name}: member {older.member} ({older.place}) is at step "
                     f"{older.step}, and member {newer.member} ({newer.place}) has taken part in no round; all members "

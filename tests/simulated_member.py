@@ -65,6 +65,7 @@ class Process:
         self.joined_late = False
         self.heard = self.began
         self.longest_silence = 0.0
+        self.ended = float("inf")
         self.result: BaseException | str | None = None
         self.connection: Connection | None = None
         self._ticket = 0
@@ -128,6 +129,7 @@ class Process:
         """Killed, or its host vanished: not one more frame leaves it."""
         self.alive = False
         self.result = "killed"
+        self.ended = self.world.clock.now
         self.world.network.vanish(self, silently=silently)
         if self._greenlet:
             self._greenlet.throw(GreenletExit)
@@ -178,6 +180,7 @@ class Process:
         self._over()
 
     def _over(self) -> None:
+        self.ended = self.world.clock.now
         if self._beacon:
             self.world.network.close(self._beacon)
         # A process that ends closes what is left of its sockets.

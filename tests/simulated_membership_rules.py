@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from simulated_rules import ENDS, mute_seconds
+from simulated_rules import ENDS, NEWS_SECONDS, mute_seconds
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Contribution, RoundKey
 from statsd_bn.wire import decode
@@ -35,8 +35,7 @@ def check_coverage(world: "World", process: "Process", aggregate: Aggregate, tur
     members = list(aggregate.members)
     if process.number not in members:
         world.find("an aggregate covers its receiver", f"{process}: {aggregate.key} covers {members}")
-    away = {other.number for other in world.processes if world.plan.passes and not _is_excused(other)}
-    if len(away.union(members)) < world.plan.min_members:
+    if len(_registered(world).union(members)) < world.plan.min_members:
         world.find("no round completes with too few", f"{process}: {aggregate.key} covers {members}")
     covered = Covered(process.spans[-1].base, turn, aggregate.key, tuple(members))
     world.covered.append(covered)
@@ -48,8 +47,17 @@ def check_coverage(world: "World", process: "Process", aggregate: Aggregate, tur
 
 def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
     """Whoever begins was expected in all rounds of its first step and later, and in none before."""
+    if process.is_newcomer and not process.joined_late and _is_a_new_beginning(world, process):
+        world.covered.clear()
+        world.sent.clear()
     for covered in world.covered:
         _check_one(world, process, span, covered)
+
+
+def _is_a_new_beginning(world: "World", process: "Process") -> bool:
+    """Whether all who had begun before have ended: newcomers alone make a new group."""
+    others = [other for other in world.processes if other.spans and other is not process]
+    return all(other.result is not None or other.is_newcomer for other in others)
 
 
 def _check_one(world: "World", process: "Process", span: "Span", covered: Covered) -> None:
@@ -68,6 +76,13 @@ def _is_excused(process: "Process") -> bool:
     return bool(world.plan.min_members) and befallen
 
 
+def _registered(world: "World") -> set[int]:
+    """Who suffices without being covered: whoever is away, or begins later, or was one of these a moment ago."""
+    if not (world.plan.passes or world.plan.has_newcomers):
+        return set()
+    return {one.number for one in world.processes if one.connection and world.clock.now - one.ended < NEWS_SECONDS}
+
+
 def check_pass(world: "World", process: "Process", number: int, first_step: int) -> None:
     """Every pass begins at one common step."""
     if process.is_newcomer or process.joined_late:
@@ -83,7 +98,7 @@ def check_restarted(world: "World", process: "Process") -> None:
         return
     earlier = [other for other in world.processes if other.number == process.number and other is not process]
     end = min(fact.when for fact in world.facts if fact.member == process.number and fact.how in ENDS)
-    if earlier and any(_opened(other, end) for other in world.processes if other.life == 0):
+    if world.rounds and earlier and any(_opened(other, end) for other in world.processes if other.life == 0):
         world.find("a strict group takes in nobody anew", f"{process} was taken in")
 
 
@@ -93,7 +108,7 @@ def _opened(process: "Process", before: float) -> bool:
 
 
 def check_promptness(world: "World", process: "Process", key: RoundKey) -> None:
-    """Where nothing disturbs the network, whoever waits has the answer as soon as the last one has brought something."""
+    """Where nothing disturbs the network, whoever waits is answered as soon as the last one has come."""
     plan = world.plan
     if not plan.weather.is_fair or plan.faults or plan.replaced_after:
         return

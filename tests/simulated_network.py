@@ -289,6 +289,7 @@ class SimulatedServer:
         self.outages: list[list[float]] = []
         self.on_receive: Callable[[Any, bytes], None] = lambda _owner, _frame: None
         self.on_answer: Callable[[bytes], None] | None = None
+        self.on_start: Callable[[], None] = lambda: None
         self.on_tick: Callable[[], None] = lambda: None
         self.dispatcher: Dispatcher
         self._clock, self._network, self._rng, self._trace = clock, network, rng, trace
@@ -302,6 +303,7 @@ class SimulatedServer:
         self._backlog = None
         self._disconnected = self._probe_at = float("-inf")
         self._trace.append((self._clock.now, "server starts"))
+        self.on_start()
         self.dispatcher = Dispatcher(self._rng.randbytes(8), self._clock.now)
         if self.outages:
             self.outages[-1][1] = self._clock.now

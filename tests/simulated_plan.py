@@ -68,6 +68,11 @@ class Plan:
     def members_of(self, group: str) -> tuple[int, ...]:
         return self.groups[group] if group else tuple(range(self.size))
 
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether processes may come that were not there at the beginning."""
+        return self.has("comes") or self.replaced_after > 0
+
     def index_of(self, step: int) -> int:
         """The first turn of the program whose rounds have this step in their keys; dry ones do not count steps up."""
         index = 0
@@ -82,10 +87,11 @@ class Plan:
     @property
     def is_harmless(self) -> bool:
         """Whether everybody must get every aggregate in spite of the faults."""
-        if self.has("comes") and not (self.min_members and self.weather.is_fair and not self.has(*SERVER_FAULTS)):
+        # A newcomer may take the place of one that is late.
+        if self.has("comes"):
             return False
-        # Whoever is through with a pass waits for all others, as long as for one round.
-        if self.passes and self.has("slow"):
+        # Whoever is through with a pass waits for those who are slow, and with the last one leaves too few behind.
+        if self.passes and (self.has("slow") or self.min_members > 1):
             return False
         late = sum(fault.seconds for fault in self.faults if fault.kind == "joins late")
         return all(_is_harmless(fault) for fault in self.faults) and late < self.deadline and not self.weather.corrupted
@@ -102,7 +108,7 @@ def _is_harmless(fault: Fault) -> bool:
         return fault.seconds <= HARMLESS_CUT
     if fault.kind == "joins late":
         return True
-    return fault.kind in {"slow", "comes", "server killed", "server naps"}
+    return fault.kind in {"slow", "server killed", "server naps"}
 
 
 def draw(seed: int) -> Plan:

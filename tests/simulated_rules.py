@@ -17,7 +17,7 @@ from simulated_plan import HARMLESS_FREEZE
 from statsd_bn import errors, limits
 
 if TYPE_CHECKING:
-    from simulated_member import Outcome, Process
+    from simulated_member import Outcome
     from simulator import World
 
 # What a wait may last beyond its bound: the frames' way, and the server's ticks.
@@ -39,7 +39,7 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
         _a_registration_was_lost(world, outcome)
         or not _nobody_was_mute(world)
         or not _all_saw_the_restart(world)
-        or outcome.process.life > 0
+        or _a_goodbye_was_lost(world)
     )
     if world.plan.is_harmless and not excused:
         world.find("harmless faults do no harm", f"{outcome.process} {outcome.what} {outcome.key}: {outcome.error!r}")
@@ -119,6 +119,11 @@ def _a_registration_was_lost(world: "World", outcome: "Outcome") -> bool:
     return world.plan.weather.dropped > 0 and any(isinstance(one.error, errors.ServerUnreachable) for one in outcomes)
 
 
+def _a_goodbye_was_lost(world: "World") -> bool:
+    """One that is through with its last pass leaves while others go on; without its Leave it is lost."""
+    return bool(world.plan.passes) and not world.plan.weather.is_fair and any(f.how == "left" for f in world.facts)
+
+
 def _nobody_was_mute(world: "World") -> bool:
     """Whether the network let through enough heartbeats of everyone."""
     now = world.clock.now
@@ -161,6 +166,9 @@ def _is_gone(world: "World", error: Any) -> bool:
         return bool(world.server.outages) and _was_away(world, member)
     if cause == "":
         return any(fact.how == "left" for fact in facts)
+    if cause == "came back too late" and world.plan.has_newcomers and world.server.outages:
+        # Newcomers that are as many as the group are a group, if they come to a restarted server first.
+        return True
     taken_for_lost = cause in {"taken for lost", "came back too late"} and _was_away(world, member)
     return taken_for_lost or any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
 
@@ -283,7 +291,11 @@ def _unknown_session_is_true(world: "World", outcome: "Outcome", _error: Any) ->
 
 def _refusal_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
     """Another run has begun, or after a restart members of two runs meet."""
-    return world.plan.relaunch or (bool(world.server.outages) and any(fact.how in ENDS for fact in world.facts))
+    return (
+        world.plan.relaunch
+        or bool(world.plan.replaced_after)
+        or (bool(world.server.outages) and any(fact.how in ENDS for fact in world.facts))
+    )
 
 
 def _incomplete_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
@@ -292,12 +304,12 @@ def _incomplete_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool
     absent = any(
         fact.member in members and (fact.how in ENDS or fact.how in {"frozen", "slow"}) for fact in world.facts
     )
-    late = world.plan.has("joins late", "skips", "swaps")
-    return absent or late or not world.plan.weather.is_fair or bool(world.server.outages)
+    late = world.plan.has("joins late", "skips", "swaps", "comes") or (world.plan.passes and world.plan.has("slow"))
+    return absent or bool(late) or not world.plan.weather.is_fair or bool(world.server.outages)
 
 
 def _duplicate_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
-    return outcome.process.life > 0 or world.plan.relaunch
+    return len([one for one in world.processes if one.number == outcome.process.number]) > 1
 
 
 def _unreachable_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:

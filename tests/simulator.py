@@ -24,8 +24,8 @@ from greenlet import getcurrent
 import simulated_membership_rules as membership_rules
 import simulated_rules as rules
 from oracle import Ledger
-from simulated_network import Clock, Network, SimulatedServer
 from simulated_member import Outcome, Process
+from simulated_network import Clock, Network, SimulatedServer
 from simulated_plan import Call, Fault, Plan, draw
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
@@ -87,9 +87,17 @@ class World:
         self.trace: list[tuple[Any, ...]] = []
         self.clock = Clock()
         self.network = Network(self.clock, self.rng, self.plan.weather, self.trace)
+        # Of the rounds: when a member brought something last, and what the server and the members say they cover.
+        self.brought_at: dict[RoundKey, float] = {}
+        self.left_a_round = 0.0
+        self.sent: dict[RoundKey, tuple[int, ...]] = {}
+        self.arrived: dict[RoundKey, set[int]] = {}
+        self.covered: list[membership_rules.Covered] = []
+        self.pass_began: dict[int, int] = {}
         self.server = SimulatedServer(self.clock, self.network, self.rng, self.trace)
         self.server.on_receive = self._heard
         if self.plan.min_members or self.plan.passes:
+            self.server.on_start = self.arrived.clear
             self.server.on_answer = lambda frame: membership_rules.note_sent(self, frame)
         self.server.on_tick = lambda: rules.check_memory(self)
         self.ledger = Ledger()
@@ -98,13 +106,6 @@ class World:
         self.heard: dict[int, float] = {}
         self.longest_silence: dict[int, float] = {}
         self.rounds = 0
-        # Of the rounds: when a member brought something last, and what the server and the members say they cover.
-        self.brought_at: dict[RoundKey, float] = {}
-        self.left_a_round = 0.0
-        self.sent: dict[RoundKey, tuple[int, ...]] = {}
-        self.arrived: dict[RoundKey, set[int]] = {}
-        self.covered: list[membership_rules.Covered] = []
-        self.pass_began: dict[int, int] = {}
         self._events = 0
         self._finding: Finding | None = None
         self._numbers = self._draw_numbers()
