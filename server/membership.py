@@ -243,7 +243,9 @@ class Membership:
 
     def _let_in_after_recovery(self) -> None:
         """Whoever is new begins after the others; whoever was about to be called back begins with those who were."""
-        begun = max((slave.first_step for slave in self.slaves.values() if slave.stand is Stand.TAKES_PART), default=0)
+        # In a strict group all begin each pass at one step; in an elastic one those who wait may be newcomers.
+        called = [one for one in self.slaves.values() if not self.is_elastic or one.stand is Stand.TAKES_PART]
+        begun = max((slave.first_step for slave in called), default=0)
         for slave in self.slaves.values():
             if self.is_elastic and not slave.has_past and self._has_begun:
                 slave.first_step = self._next_step

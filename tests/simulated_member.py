@@ -258,7 +258,8 @@ class Process:
 
     def _calls_of(self, step: int) -> list[Call]:
         """The calls that this member makes; those of members whose programs are sound are the same."""
-        calls = [call for call in self.world.plan.calls if self.number in self.world.plan.members_of(call.group)]
+        plan = self.world.plan
+        calls = [call for call in plan.calls if not call.group or self.number in plan.members_of(call.group)]
         for fault in self._faults("skips", step):
             if calls:
                 del calls[fault.place % len(calls)]

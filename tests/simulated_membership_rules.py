@@ -55,9 +55,10 @@ def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
 
 
 def _is_a_new_beginning(world: "World", process: "Process") -> bool:
-    """Whether all who had begun before have ended: newcomers alone make a new group."""
+    """Whether newcomers alone make a new group: all others have ended, or come to a restarted server after them."""
     others = [other for other in world.processes if other.spans and other is not process]
-    return all(other.result is not None or other.is_newcomer for other in others)
+    back = world.server.outages[-1][1] if world.server.outages else 0.0
+    return all(other.result is not None or other.is_newcomer or other.heard < back for other in others)
 
 
 def _check_one(world: "World", process: "Process", span: "Span", covered: Covered) -> None:
@@ -98,7 +99,9 @@ def check_restarted(world: "World", process: "Process") -> None:
         return
     earlier = [other for other in world.processes if other.number == process.number and other is not process]
     end = min(fact.when for fact in world.facts if fact.member == process.number and fact.how in ENDS)
-    if world.rounds and earlier and any(_opened(other, end) for other in world.processes if other.life == 0):
+    others = [other for other in world.processes if other.life == 0 and other.result is None]
+    is_on_the_way = any(one.what == "exchange" and one.ended and not one.error for p in others for one in p.outcomes)
+    if is_on_the_way and earlier and any(_opened(other, end) for other in others):
         world.find("a strict group takes in nobody anew", f"{process} was taken in")
 
 

@@ -87,18 +87,20 @@ class Plan:
     @property
     def is_harmless(self) -> bool:
         """Whether everybody must get every aggregate in spite of the faults."""
-        # A newcomer may take the place of one that is late.
-        if self.has("comes"):
-            return False
-        # Whoever is through with a pass waits for those who are slow, and with the last one leaves too few behind.
-        if self.passes and (self.has("slow") or self.min_members > 1):
+        # A newcomer may take the place of one that is late; one that is through with a pass waits for the slow ones.
+        if self.has("comes") or self.leaves_too_few or (self.passes and self.has("slow")):
             return False
         late = sum(fault.seconds for fault in self.faults if fault.kind == "joins late")
         return all(_is_harmless(fault) for fault in self.faults) and late < self.deadline and not self.weather.corrupted
 
     @property
     def is_faultless(self) -> bool:
-        return not self.faults and self.weather.is_fair
+        return not self.faults and self.weather.is_fair and not self.leaves_too_few
+
+    @property
+    def leaves_too_few(self) -> bool:
+        """Whether members that are through with their last pass may leave others behind that are too few."""
+        return bool(self.passes) and self.min_members > 1
 
 
 def _is_harmless(fault: Fault) -> bool:
