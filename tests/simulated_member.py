@@ -63,6 +63,7 @@ class Process:
         self.began = world.clock.now
         self.spans: list[Span] = []
         self.joined_late = False
+        self.rounds = 0
         self.heard = self.began
         self.longest_silence = 0.0
         self.ended = float("inf")
@@ -309,6 +310,7 @@ class Process:
             world.find("aggregates are exact", complaint)
         membership_rules.check_promptness(world, self, key)
         world.rounds += 1
+        self.rounds += 1
 
     def _observed(self, what: str, group: str, key: RoundKey | None, action: Callable[[], Any]) -> Any:
         outcome = Outcome(self, what, group, key, self.world.clock.now)

@@ -47,18 +47,18 @@ def check_coverage(world: "World", process: "Process", aggregate: Aggregate, tur
 
 def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
     """Whoever begins was expected in all rounds of its first step and later, and in none before."""
-    if process.is_newcomer and not process.joined_late and _is_a_new_beginning(world, process):
+    if not process.joined_late and _is_a_new_beginning(world):
         world.covered.clear()
         world.sent.clear()
     for covered in world.covered:
         _check_one(world, process, span, covered)
 
 
-def _is_a_new_beginning(world: "World", process: "Process") -> bool:
-    """Whether newcomers alone make a new group: all others have ended, or come to a restarted server after them."""
-    others = [other for other in world.processes if other.spans and other is not process]
-    back = world.server.outages[-1][1] if world.server.outages else 0.0
-    return all(other.result is not None or other.is_newcomer or other.heard < back for other in others)
+def _is_a_new_beginning(world: "World") -> bool:
+    """Whether all who had a round have ended, or newcomers that are as many as the group came to a new server first."""
+    went_on = [one for one in world.processes if one.result is None and one.rounds]
+    newcomers = [one for one in world.processes if one.is_newcomer]
+    return not went_on or (bool(world.server.outages) and len(newcomers) >= world.plan.size)
 
 
 def _check_one(world: "World", process: "Process", span: "Span", covered: Covered) -> None:
@@ -86,7 +86,9 @@ def _registered(world: "World") -> set[int]:
 
 def check_pass(world: "World", process: "Process", number: int, first_step: int) -> None:
     """Every pass begins at one common step."""
-    if process.is_newcomer or process.joined_late:
+    # A restarted server cannot tell newcomers of an elastic group from members that had not heard of the next pass.
+    is_unsure = bool(world.plan.min_members and world.server.outages)
+    if process.is_newcomer or process.joined_late or is_unsure:
         return
     if world.pass_began.setdefault(number, first_step) != first_step:
         told = f"{process}: pass {number} at step {first_step}, and for others at {world.pass_began[number]}"
@@ -100,8 +102,7 @@ def check_restarted(world: "World", process: "Process") -> None:
     earlier = [other for other in world.processes if other.number == process.number and other is not process]
     end = min(fact.when for fact in world.facts if fact.member == process.number and fact.how in ENDS)
     others = [other for other in world.processes if other.life == 0 and other.result is None]
-    is_on_the_way = any(one.what == "exchange" and one.ended and not one.error for p in others for one in p.outcomes)
-    if is_on_the_way and earlier and any(_opened(other, end) for other in others):
+    if any(other.rounds for other in others) and earlier and any(_opened(other, end) for other in others):
         world.find("a strict group takes in nobody anew", f"{process} was taken in")
 
 
