@@ -6,6 +6,7 @@ for time and network, `simulated_plan.py` for what happens, `oracle.py` for what
 """
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent
 
+import client.session
+import server.dispatcher
 import simulated_membership_rules as membership_rules
 import simulated_rules as rules
 from oracle import Ledger
@@ -271,6 +274,9 @@ class World:
         return Tally(1, self.rounds, faults, Counter(type(error).__name__ for error in errors if error))
 
 
+_decode = functools.lru_cache(maxsize=64)(decode)
+
+
 def _told(entry: tuple[Any, ...]) -> str:
     when, what, *rest = entry
     return f"{when:10.5f} {what} " + " ".join(_message(one) if type(one) is bytes else str(one) for one in rest)
@@ -305,24 +311,32 @@ def virtual(world: World) -> Iterator[None]:
         random: world.rng,
         os: types.SimpleNamespace(urandom=world.rng.randbytes, getpid=lambda: 1, environ={}),
     }
-    clients = [module for name, module in sys.modules.items() if name.startswith("client.")]
-    changed = [
-        (module, name, real)
-        for module in clients
-        for name, real in vars(module).items()
-        if isinstance(real, types.ModuleType) and real in fakes
-    ]
+    changed = [(module, name, real) for module, name, real in _modules_of_the_client() if real in fakes]
     logger = logging.getLogger("statsd_bn")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     for module, name, real in changed:
         setattr(module, name, fakes[real])
+    # A frame comes to many, and what it says is the same for all.
+    readers = (client.session, server.dispatcher, membership_rules)
+    for module in readers:
+        module.decode = _decode
     try:
         yield
     finally:
+        for module in readers:
+            module.decode = decode
         for module, name, real in changed:
             setattr(module, name, real)
         logger.setLevel(level)
+
+
+@functools.cache
+def _modules_of_the_client() -> list[tuple[types.ModuleType, str, types.ModuleType]]:
+    """What the client's modules import whole, by module and name."""
+    clients = [module for name, module in sys.modules.items() if name.startswith("client.")]
+    imports = [(module, name, real) for module in clients for name, real in vars(module).items()]
+    return [one for one in imports if isinstance(one[2], types.ModuleType)]
 
 
 def run(seed: int) -> Tally:
