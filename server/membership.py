@@ -92,6 +92,7 @@ class Membership:
         self.recovery: Recovery | None = None
         self.lost: StatsdBNError | None = None
         self.departed: ReplicaLost | None = None
+        self._has_recalled = False
 
     @property
     def is_elastic(self) -> bool:
@@ -149,6 +150,7 @@ class Membership:
         self.reach(key.step)
         if self.recovery:
             slave.recalled.add(key)
+            self._has_recalled = True
 
     def admit(self, now: float, register: Register, peer: bytes) -> Slave:
         """Takes a member in, or finds it again.
@@ -255,7 +257,7 @@ class Membership:
     @property
     def _has_begun(self) -> bool:
         """Whether a round has ended; before that whoever is new was there from the beginning, and was never told."""
-        return self.latest_step > 0 or any(slave.recalled for slave in self.slaves.values())
+        return self.latest_step > 0 or self._has_recalled
 
     def _call_back(self) -> bool:
         slaves = self.slaves.values()

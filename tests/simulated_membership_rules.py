@@ -49,6 +49,7 @@ def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
     """Whoever begins was expected in all rounds of its first step and later, and in none before."""
     if not process.joined_late and _is_a_new_beginning(world):
         world.covered.clear()
+        world.pass_began.clear()
         world.sent.clear()
     for covered in world.covered:
         _check_one(world, process, span, covered)
@@ -57,8 +58,18 @@ def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
 def _is_a_new_beginning(world: "World") -> bool:
     """Whether all who had a round have ended, or newcomers that are as many as the group came to a new server first."""
     went_on = [one for one in world.processes if one.result is None and one.rounds]
+    return not went_on or _newcomers_may_come_first(world)
+
+
+def _newcomers_may_come_first(world: "World") -> bool:
     newcomers = [one for one in world.processes if one.is_newcomer]
-    return not went_on or (bool(world.server.outages) and len(newcomers) >= world.plan.size)
+    return bool(world.server.outages) and len(newcomers) >= world.plan.size
+
+
+def _has_a_double(process: "Process") -> bool:
+    """Whether another process of its number may have come to a restarted server before it."""
+    numbers = [other.number for other in process.world.processes]
+    return bool(process.world.server.outages) and numbers.count(process.number) > 1
 
 
 def _check_one(world: "World", process: "Process", span: "Span", covered: Covered) -> None:
@@ -74,7 +85,8 @@ def _is_excused(process: "Process") -> bool:
     facts = (fact for fact in world.facts if fact.member == process.number and fact.when >= process.began)
     silence = max(process.longest_silence, world.clock.now - process.heard)
     befallen = silence >= mute_seconds(world) - 0.01 or any(fact.how in {*ENDS, "frozen", "cut"} for fact in facts)
-    return bool(world.plan.min_members) and befallen
+    is_displaced = _has_a_double(process) or _newcomers_may_come_first(world)
+    return bool(world.plan.min_members) and (befallen or is_displaced)
 
 
 def _registered(world: "World") -> set[int]:

@@ -330,3 +330,18 @@ def test_one_whose_place_was_taken_before_the_group_opened_comes_in_as_a_newcome
     world.silent.remove(late)
     late.register()
     assert (late.registered.missing, late.session.first_step) == (0, 1)
+
+
+def test_a_newcomer_begins_after_a_result_that_was_told_by_one_that_has_left_since():
+    """Else it would be given that result, which has the rows of an earlier process of its number."""
+    world = PureWorld(2, 1)
+    for member in world.members:
+        member.forward(1.0)
+    world.kill(world.members[1])
+    world.restart()
+    newcomer = world.come(1)
+    world.members[0].introduce()
+    world.send(world.members[0], world.members[0].session.leave(""))
+    world.silent.add(world.members[0])
+    world.pass_time(1.0)
+    assert (newcomer.registered.missing, newcomer.session.first_step) == (0, 1)
