@@ -26,6 +26,9 @@ MARGIN = 1.0
 # From the end of a member to the news of it: by a lost connection, or by silence.
 NEWS_SECONDS = limits.SILENCE_SECONDS + limits.HEARTBEAT_SECONDS + RECONNECT_SECONDS + PROBE_SECONDS + 2 * TICK_SECONDS
 
+# As the protocol has it, whatever the product makes of it.
+PROMISED_SILENCE_SECONDS = limits.SILENCE_SECONDS
+
 # Facts after which nobody hears from that life of a member again.
 ENDS = {"killed", "vanished", "failed", "left"}
 
@@ -221,7 +224,7 @@ def _was_mute(world: "World", member: int) -> bool:
 
 def mute_seconds(world: "World") -> float:
     """Each session must be heard; one that speaks in another group meanwhile is heard up to a second later in this."""
-    return limits.SILENCE_SECONDS - (limits.HEARTBEAT_SECONDS if world.plan.groups else 0.0)
+    return PROMISED_SILENCE_SECONDS - (limits.HEARTBEAT_SECONDS if world.plan.groups else 0.0)
 
 
 def _mismatch_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
