@@ -29,7 +29,7 @@ class Slave:
         step: the step it is in.
         first_step: the first step it takes part in.
         stand: whether it takes part.
-        has_past: whether an earlier life of the server had taken it in.
+        has_past: whether it was in the group when that was open in an earlier life of the server.
         owed: how many results of that life it has announced.
         replicas: rows in its latest contribution; 0 before the first.
         since: when it registered first.
@@ -54,6 +54,11 @@ class Slave:
 
     def __str__(self) -> str:
         return f"member {self.member} ({self.place})"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has taken part in a round of an earlier life of the server, or in some of this one."""
+        return self.step > 0 or self.owed > 0
 
     @property
     def owes(self) -> bool:
@@ -87,6 +92,7 @@ class Membership:
         self.recovery: Recovery | None = None
         self.lost: StatsdBNError | None = None
         self.departed: ReplicaLost | None = None
+        self._has_recalled = False
 
     @property
     def is_elastic(self) -> bool:
@@ -145,6 +151,7 @@ class Membership:
         self.reach(key.step)
         if self.recovery:
             slave.recalled.add(key)
+            self._has_recalled = True
 
     def admit(self, now: float, register: Register, peer: bytes) -> Slave:
         """Takes a member in, or finds it again.
@@ -159,14 +166,15 @@ class Membership:
         if self.lost:
             raise self.lost
         self._check_terms(register)
-        if register.has_past and register.known.runs and not self.is_open:
-            self.recovery = self.recovery or Recovery(now)
         slave = self.slaves.get(register.member)
+        if slave and slave.session != register.session:
+            raise self._duplicate(register, slave)
         if slave is None:
             self._check_newcomer(register)
-            slave = self._take_in(register, peer)
-        elif slave.session != register.session:
-            raise self._duplicate(register, slave)
+        # Not before: one that is refused begins nothing.
+        if register.has_past and not self.is_open:
+            self.recovery = self.recovery or Recovery(now)
+        slave = slave or self._take_in(register, peer)
         slave.peer = peer
         self._change_stand(slave, register)
         if self.recovery:
@@ -246,7 +254,9 @@ class Membership:
 
     def _let_in_after_recovery(self) -> None:
         """Whoever is new begins after the others; whoever was about to be called back begins with those who were."""
-        begun = max((slave.first_step for slave in self.slaves.values() if slave.stand is Stand.TAKES_PART), default=0)
+        # In a strict group all begin each pass at one step; in an elastic one those who wait may be newcomers.
+        called = [one for one in self.slaves.values() if not self.is_elastic or one.stand is Stand.TAKES_PART]
+        begun = max((slave.first_step for slave in called), default=0)
         for slave in self.slaves.values():
             if self.is_elastic and not slave.has_past and self._has_begun:
                 slave.first_step = self._next_step
@@ -256,7 +266,7 @@ class Membership:
     @property
     def _has_begun(self) -> bool:
         """Whether a round has ended; before that whoever is new was there from the beginning, and was never told."""
-        return self.latest_step > 0 or any(slave.recalled for slave in self.slaves.values())
+        return self.latest_step > 0 or self._has_recalled
 
     def _call_back(self) -> bool:
         slaves = self.slaves.values()
@@ -311,7 +321,7 @@ class Membership:
             return
         if not self.is_elastic:
             self._check_past(register)
-        if not (self.is_elastic and self.recovery):
+        if not (self.is_elastic and (self.recovery or register.has_past)):
             self._check_room(register)
 
     def _check_joiner(self, register: Register) -> None:
@@ -326,8 +336,8 @@ class Membership:
     def _check_past(self, register: Register) -> None:
         """After a restart of the master its members tell it how far they are; a newcomer cannot be among them."""
         for slave in self.slaves.values():
-            older, newer = (slave, register) if slave.step else (register, slave)
-            if older.step and not newer.step and not newer.has_past:
+            older, newer = (slave, register) if slave.has_begun else (register, slave)
+            if older.has_begun and not (newer.has_begun or newer.has_past):
                 raise RegistrationRefused(
                     f"{self._name}: member {older.member} ({older.place}) is at step "
                     f"{older.step}, and member {newer.member} ({newer.place}) has taken part in no round; all members "

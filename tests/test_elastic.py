@@ -393,3 +393,46 @@ def test_survivors_of_a_killed_process_train_on_and_a_new_one_joins(server, job)
         assert elastic_programs.step(pipes) == [([0, 1, 2], 0), ([0, 1, 2], 3), ([0, 1, 2], 0)]
         weights = elastic_programs.weights(pipes)
         assert weights[0] == weights[2]
+
+
+def test_a_newcomer_that_has_waited_for_two_masters_begins_after_the_others():
+    """It knows the master before this one, and was in no group of it."""
+    world = PureWorld(2, 1)
+    for member in world.members:
+        member.forward(1.0)
+    world.restart()
+    newcomer = world.come(2)
+    assert newcomer.registered.missing == 1
+    world.restart()
+    world.pass_time(1.5)
+    newcomer.register()
+    assert newcomer.session.first_step == 1
+
+
+def test_one_whose_place_was_taken_before_the_group_opened_comes_in_as_a_newcomer():
+    """It knows the master before this one, and so can be nobody that others have gone on without."""
+    world = PureWorld(0, 1)
+    world.world_size = 2
+    late = world.come(0)
+    world.silent.add(late)
+    world.restart()
+    for number in (1, 2):
+        world.come(number)
+    world.silent.remove(late)
+    late.register()
+    assert (late.registered.missing, late.session.first_step) == (0, 1)
+
+
+def test_a_newcomer_begins_after_a_result_that_was_told_by_one_that_has_left_since():
+    """Else it would be given that result, which has the rows of an earlier process of its number."""
+    world = PureWorld(2, 1)
+    for member in world.members:
+        member.forward(1.0)
+    world.kill(world.members[1])
+    world.restart()
+    newcomer = world.come(1)
+    world.members[0].introduce()
+    world.send(world.members[0], world.members[0].session.leave(""))
+    world.silent.add(world.members[0])
+    world.pass_time(1.0)
+    assert (newcomer.registered.missing, newcomer.session.first_step) == (0, 1)

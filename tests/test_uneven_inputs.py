@@ -205,6 +205,38 @@ def test_the_master_dies_after_it_called_only_some_back(world):
     assert two.total == ([0, 1, 2], 3.0)
 
 
+def test_the_master_dies_before_one_heard_of_a_pass_that_the_others_are_through_with(world):
+    """Who is back waits for the next pass; only the one that did not hear of this one begins it."""
+    zero, one, two = world.members
+    for member in (one, two):
+        stand(member, Stand.BACK)
+    world.silent.add(two)  # the news does not reach it
+    stand(zero, Stand.BACK)
+    world.silent.remove(two)
+    for member in (zero, one):
+        stand(member, Stand.AWAY)
+        stand(member, Stand.BACK)
+    world.restart()
+    world.pass_time(1.5)
+    two.register()
+    assert [member.session.first_step for member in world.members] == [1, 1, 1]
+    stand(two, Stand.AWAY)
+    stand(two, Stand.BACK)
+    assert [member.session.first_step for member in world.members] == [2, 2, 2]
+
+
+def test_a_late_answer_does_not_let_anyone_go_on_that_is_back(world):
+    """A Register was sent twice, and its second answer comes when the member has asked for something else."""
+    one = world.members[1]
+    stand(one, Stand.AWAY)
+    answers = world.dispatcher.receive(world.now, b"", one.session.register())
+    one.session.stand = Stand.BACK
+    assert [one.session.registered(frame) for _, frame in answers] == [None]
+    assert one.session.stand is Stand.BACK
+    one.register()
+    assert one.registered.missing == 2
+
+
 def test_elastic_members_come_back_when_all_that_are_left_do():
     world = PureWorld(3, 1)
     for member in world.members[:2]:
