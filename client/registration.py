@@ -187,8 +187,7 @@ def join(transport: Transport, session: Session, patience: float) -> None:
     next_warning = WARN_SECONDS
     with transport.channel() as channel:
         answer = _ask(channel, session, transport.endpoint, ANSWER_SECONDS)
-        # An answer to what was asked earlier may come late; one that calls back changes the stand.
-        while answer.missing or session.stand is Stand.BACK:
+        while answer.missing:
             waited = time.monotonic() - started
             if waited >= patience:
                 raise _incomplete(who, answer, patience)
