@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from server import deadlock
+from server.admission import too_late
 from server.liveness import Liveness
 from server.master import Reply, SyncMaster, unknown
-from server.membership import Slave, too_late
 from server.past import Past
 from server.rounds import failure
+from server.slave import Slave
 from statsd_bn import limits
 from statsd_bn.errors import (
     LimitExceeded,

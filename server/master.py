@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from server.membership import Membership, Slave
+from server.membership import Membership
 from server.rounds import FutureResult, Round, State, failed, failure
+from server.slave import Slave
 from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,

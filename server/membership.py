@@ -7,63 +7,13 @@ on, and newcomers take part from a step on that nobody has begun.
 A member may be away for a while, because its data has ended, and takes part again when all others are back as well.
 """
 
-from dataclasses import dataclass, field
-
+from server import admission
 from server.recovery import Recovery
+from server.slave import Slave
 from statsd_bn import limits
-from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
+from statsd_bn.errors import ReplicaLost, StatsdBNError
 from statsd_bn.members import Members
-from statsd_bn.messages import WORLD, Register, RoundKey, Stand
-
-
-@dataclass(slots=True)
-class Slave:
-    """A registered contributor, seen from the master.
-
-    Attributes:
-        session: the life of the process that registered.
-        member: its number in the job.
-        deadline: how long its rounds may stay open, in seconds.
-        place: where it runs, for people.
-        peer: whom to answer.
-        step: the step it is in.
-        first_step: the first step it takes part in.
-        stand: whether it takes part.
-        has_past: whether it was in the group when that was open in an earlier life of the server.
-        owed: how many results of that life it has announced.
-        replicas: rows in its latest contribution; 0 before the first.
-        since: when it registered first.
-        threads: how many rounds it has had under way at once, at most: so many threads of it exchange.
-        recalled: the rounds whose results have come.
-    """
-
-    session: bytes
-    member: int
-    deadline: float
-    place: str
-    peer: bytes
-    step: int
-    first_step: int
-    stand: Stand
-    has_past: bool
-    owed: int
-    recalled: set[RoundKey] = field(default_factory=set)
-    replicas: int = 0
-    since: float = 0.0
-    threads: int = 1
-
-    def __str__(self) -> str:
-        return f"member {self.member} ({self.place})"
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has taken part in a round of an earlier life of the server, or in some of this one."""
-        return self.step > 0 or self.owed > 0
-
-    @property
-    def owes(self) -> bool:
-        """Whether results that it has announced have not come: they may have been lost on the way."""
-        return len(self.recalled) < self.owed
+from statsd_bn.messages import Register, RoundKey, Stand
 
 
 class Membership:
@@ -163,14 +113,7 @@ class Membership:
                 begun.
             DuplicateMember: another process is this member already.
         """
-        if self.lost:
-            raise self.lost
-        self._check_terms(register)
-        slave = self.slaves.get(register.member)
-        if slave and slave.session != register.session:
-            raise self._duplicate(register, slave)
-        if slave is None:
-            self._check_newcomer(register)
+        slave = admission.check(self, register)
         # Not before: one that is refused begins nothing.
         if register.has_past and not self.is_open:
             self.recovery = self.recovery or Recovery(now)
@@ -301,87 +244,6 @@ class Membership:
             cause=cause,
         )
 
-    def _check_terms(self, register: Register) -> None:
-        if register.world_size != self.world_size:
-            raise self._mismatch(
-                register,
-                f"expected world_size {self.world_size}, as members {list(self.present)} have it, "
-                f"got {register.world_size}",
-                register.world_size,
-            )
-        if register.min_members != self.min_members:
-            raise RegistrationRefused(
-                f"{self._name}: expected policy {_policy(self.min_members)}, as members {list(self.present)} have it, "
-                f"got {_policy(register.min_members)} from member {register.member} ({register.place})"
-            )
-
-    def _check_newcomer(self, register: Register) -> None:
-        if self.is_open and self.is_elastic:
-            self._check_joiner(register)
-            return
-        if not self.is_elastic:
-            self._check_past(register)
-        if not (self.is_elastic and (self.recovery or register.has_past)):
-            self._check_room(register)
-
-    def _check_joiner(self, register: Register) -> None:
-        if register.has_past:
-            raise too_late(register)
-        if self.group != WORLD:
-            raise RegistrationRefused(
-                f"{self._name}: expected one of the members that it began with, got member {register.member} "
-                f"({register.place}); newcomers join the group {WORLD!r} only"
-            )
-
-    def _check_past(self, register: Register) -> None:
-        """After a restart of the master its members tell it how far they are; a newcomer cannot be among them."""
-        for slave in self.slaves.values():
-            older, newer = (slave, register) if slave.has_begun else (register, slave)
-            if older.has_begun and not (newer.has_begun or newer.has_past):
-                raise RegistrationRefused(
-                    f"{self._name}: member {older.member} ({older.place}) is at step "
-                    f"{older.step}, and member {newer.member} ({newer.place}) has taken part in no round; all members "
-                    "of a strict group begin together. Begin a new run, with a later epoch or another job name"
-                )
-
-    def _check_room(self, register: Register) -> None:
-        number = register.member
-        if self.group == WORLD and not self.is_elastic and number >= self.world_size:
-            raise self._mismatch(
-                register,
-                f"expected a number in [0, {self.world_size}), as members {list(self.present)} have it, got {number}",
-                number + 1,
-            )
-        # One that was away when the server was restarted was not waited for.
-        was_away = register.has_past and register.stand != Stand.TAKES_PART
-        if len(self.slaves) == self.world_size or (self.is_open and not was_away):
-            raise self._mismatch(
-                register,
-                f"expected {self.world_size} members, and {list(self.present)} are there, got one more",
-                self.world_size + 1,
-            )
-
-    def _duplicate(self, register: Register, slave: Slave) -> DuplicateMember:
-        return DuplicateMember(
-            f"{self._name} already has a member {register.member}: "
-            f"{slave.place} is registered, {register.place} was refused. Give every process its own RANK, "
-            "or every run its own job name",
-            job=self.job,
-            group=self.group,
-            member=register.member,
-            place=slave.place,
-        )
-
-    def _mismatch(self, register: Register, reason: str, got: int) -> WorldSizeMismatch:
-        return WorldSizeMismatch(
-            f"{self._name}: {reason} from member {register.member} ({register.place})",
-            job=self.job,
-            group=self.group,
-            member=register.member,
-            expected=self.world_size,
-            got=got,
-        )
-
     @property
     def _next_step(self) -> int:
         """The first step that nobody has begun."""
@@ -394,22 +256,6 @@ class Membership:
         return len(self.slaves) if self.is_elastic else self.world_size
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """Which group it is, for people."""
         return f"job {self.job!r}, group {self.group!r}"
-
-
-def too_late(register: Register) -> ReplicaLost:
-    """Returns the error of a member that comes back when the others have done without it."""
-    return ReplicaLost(
-        f"job {register.job!r}, group {register.group!r}, step {register.step}: member {register.member} "
-        f"({register.place}) came back too late after the server was restarted; the others have gone on without it",
-        job=register.job,
-        group=register.group,
-        member=register.member,
-        step=register.step,
-        cause="came back too late",
-    )
-
-
-def _policy(min_members: int) -> str:
-    return f'"elastic" with min_members {min_members}' if min_members else '"strict"'
