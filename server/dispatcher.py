@@ -45,7 +45,9 @@ from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.server")
 
-# Why a member is lost whose results did not arrive: without them nobody knows what the others are to be given.
+# Why a member is lost that has come back after a restart: it had been lost before; or its results did not arrive, and
+# without them nobody knows what the others are to be given.
+OVERTAKEN = "the others had gone on without it before the server was restarted"
 INCOMPLETE = "what it was given did not come back after the server was restarted"
 
 
@@ -89,8 +91,10 @@ class Dispatcher:
         """Ends what is over its time, members and rounds; to be called several times a second."""
         # Members first: who is lost says more than who is late.
         replies = [reply for session, cause in self._liveness.lost(now) for reply in self._lose(now, session, cause)]
-        incomplete = [slave for master in self._masters.values() for slave in master.membership.incomplete(now)]
-        replies += [reply for slave in incomplete for reply in self._lose(now, slave.session, INCOMPLETE)]
+        memberships = [master.membership for master in self._masters.values()]
+        lost = [(slave.session, INCOMPLETE) for membership in memberships for slave in membership.incomplete(now)]
+        lost += [(slave.session, OVERTAKEN) for membership in memberships for slave in membership.overtaken]
+        replies += [reply for session, cause in lost for reply in self._lose(now, session, cause)]
         replies += [reply for master in self._masters.values() for reply in master.expire(now)]
         replies += [reply for master in self._masters.values() for reply in self._mourn(master)]
         return replies + self._end_deadlocks(now)
@@ -188,6 +192,8 @@ class Dispatcher:
         name = (register.job, register.group)
         if fate := self._past.fate(register.session, register.epoch):
             raise fate
+        if self._is_late(register):
+            return []
         self._check_end(register)
         self._check_session(register)
         self._check_world(register)
@@ -232,6 +238,11 @@ class Dispatcher:
         if master.membership.is_open and not was_open:
             master.answered = now
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
+
+    def _is_late(self, register: Register) -> bool:
+        """Whether it was sent before something that has come since; whoever still waits for an answer asks again."""
+        seat = self._seats.get(register.session)
+        return seat is not None and register.step < seat.slave.step
 
     def _check_end(self, register: Register) -> None:
         """A run that was over with this server may have left somebody behind who knows only an earlier life of it."""

@@ -19,6 +19,7 @@ from statsd_bn.errors import (
     ProtocolError,
     ReplicaLost,
     RoundFailed,
+    RoundTimeout,
     StatsdBNError,
     UnknownSession,
 )
@@ -134,7 +135,7 @@ class SyncMaster:
             self._check_key(slave, key)
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
-        self.membership.recall(slave, key)
+        self.membership.recall(slave, key, aggregate.members)
         if kept := self._kept.get(key):
             return self._compare(kept, slave, aggregate) + ([] if slave.owes else self._settle(now))
         if self.membership.recovery:
@@ -174,9 +175,7 @@ class SyncMaster:
         replies = self._break_if_lost() + self._settle(now)
         late = [round_ for round_ in self._open.values() if now >= round_.opened + round_.seconds]
         self.answered = now if late else self.answered
-        return replies + [
-            reply for round_ in late for reply in self._break(round_, round_.timeout(self._awaited(round_)))
-        ]
+        return replies + [reply for round_ in late for reply in self._break(round_, self._timeout(round_))]
 
     def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
         """Ends an open round with an error."""
@@ -284,10 +283,15 @@ class SyncMaster:
 
     def _awaited(self, round_: Round) -> str:
         """Returns in words whom a round waits for."""
-        if round_.is_complete:
+        if not self.membership.suffices:
             return f"enough members ({self.nr_slaves} of min_members {self.membership.min_members} are there)"
         late = ", ".join(str(self.membership.slaves[member]) for member in round_.missing[:TOLD_OF])
         return f"{late} and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else late
+
+    def _timeout(self, round_: Round) -> RoundTimeout:
+        # Where too few are left, whoever has not come waits for newcomers as well.
+        missing = round_.missing if self.membership.suffices else []
+        return round_.timeout(self._awaited(round_), missing)
 
     def _pending(self, now: float, round_: Round) -> bytes:
         """Returns what tells a member that asks again whom its round waits for."""

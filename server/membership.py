@@ -42,7 +42,7 @@ class Membership:
         self.recovery: Recovery | None = None
         self.lost: StatsdBNError | None = None
         self.departed: ReplicaLost | None = None
-        self._has_recalled = False
+        self._covered: dict[RoundKey, Members] = {}
 
     @property
     def is_elastic(self) -> bool:
@@ -96,12 +96,12 @@ class Membership:
         """Takes note that a member has begun a step."""
         self.latest_step = max(self.latest_step, step)
 
-    def recall(self, slave: Slave, key: RoundKey) -> None:
+    def recall(self, slave: Slave, key: RoundKey, covered: Members) -> None:
         """Takes note that a slave has told the result of a round that an earlier life of the server gave it."""
         self.reach(key.step)
         if self.recovery:
             slave.recalled.add(key)
-            self._has_recalled = True
+            self._covered[key] = covered
 
     def admit(self, now: float, register: Register, peer: bytes) -> Slave:
         """Takes a member in, or finds it again.
@@ -136,6 +136,19 @@ class Membership:
         if self.recovery is None or not self.recovery.is_late(now):
             return []
         return [slave for slave in self.slaves.values() if slave.owes]
+
+    @property
+    def overtaken(self) -> list[Slave]:
+        """Who has come back to an elastic group that had lost it: the others were given a result without it."""
+        if self.recovery is None or not self.is_elastic:
+            return []
+        return [slave for slave in self.slaves.values() if slave.has_past and self._was_left_out(slave)]
+
+    def _was_left_out(self, slave: Slave) -> bool:
+        takes_part = slave.stand is Stand.TAKES_PART
+        return takes_part and any(
+            slave.first_step <= key.step and slave.member not in covered for key, covered in self._covered.items()
+        )
 
     def give_up_waiting(self, now: float) -> bool:
         """Takes members for lost that have not come back after a restart of the server; returns whether there are."""
@@ -187,12 +200,13 @@ class Membership:
 
     def _open(self, now: float) -> bool:
         if self.recovery:
-            self.is_open = self.recovery.is_over(now, self._returned, is_elastic=self.is_elastic)
+            self.is_open = not self.overtaken and self.recovery.is_over(now, self._returned, is_elastic=self.is_elastic)
         else:
             self.is_open = len(self.slaves) == self.world_size
         if self.is_open and self.recovery:
             self._let_in_after_recovery()
             self.recovery = None
+            self._covered.clear()
         return self.is_open
 
     def _let_in_after_recovery(self) -> None:
@@ -209,7 +223,7 @@ class Membership:
     @property
     def _has_begun(self) -> bool:
         """Whether a round has ended; before that whoever is new was there from the beginning, and was never told."""
-        return self.latest_step > 0 or self._has_recalled
+        return self.latest_step > 0 or bool(self._covered)
 
     def _call_back(self) -> bool:
         slaves = self.slaves.values()

@@ -161,11 +161,12 @@ def _is_gone(world: "World", error: Any) -> bool:
         # A short cut is no end where the news of the new connection gets through.
         cut = any(fact.how == "cut" for fact in facts)
         muted = not world.plan.weather.is_fair or any(fact.how == "frozen" for fact in facts)
-        return ended or _napped(world) or (cut and muted)
+        vanished = any(fact.how == "vanished" for fact in facts)
+        return ended or _napped(world) or (cut and (muted or vanished))
     if cause.startswith("no sign of life"):
         long_freeze = any(fact.how == "frozen" and fact.until - fact.when > HARMLESS_FREEZE for fact in facts)
         return long_freeze or any(fact.how in ENDS for fact in facts) or _was_mute(world, member)
-    if cause.startswith("did not come back"):
+    if cause.startswith(("did not come back", "the others had gone on", "what it was given")):
         return bool(world.server.outages) and _was_away(world, member)
     if cause == "":
         return any(fact.how == "left" for fact in facts)
@@ -224,7 +225,12 @@ def _was_mute(world: "World", member: int) -> bool:
 
 def mute_seconds(world: "World") -> float:
     """Each session must be heard; one that speaks in another group meanwhile is heard up to a second later in this."""
-    return PROMISED_SILENCE_SECONDS - (limits.HEARTBEAT_SECONDS if world.plan.groups else 0.0)
+    if not world.plan.groups:
+        return PROMISED_SILENCE_SECONDS
+    # Where frames get lost, those of one session may all be, while those of the other are heard.
+    return (
+        limits.HEARTBEAT_SECONDS if world.plan.weather.dropped else PROMISED_SILENCE_SECONDS - limits.HEARTBEAT_SECONDS
+    )
 
 
 def _mismatch_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
@@ -253,7 +259,12 @@ def _was_counted_anew(world: "World") -> bool:
 
 def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
     gone = [fact for fact in world.facts if fact.member == member and fact.how in ENDS]
-    if gone and outcome.ended - max(gone[-1].when, outcome.started) > NEWS_SECONDS + 2 * _nap_seconds(world):
+    # Another process may have taken its place meanwhile.
+    if (
+        gone
+        and not _lives(world, member)
+        and outcome.ended - max(gone[-1].when, outcome.started) > NEWS_SECONDS + 2 * _nap_seconds(world)
+    ):
         return False
     waits = [
         one for process in world.processes if process.number == member for one in process.outcomes if not one.ended

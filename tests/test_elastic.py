@@ -318,6 +318,40 @@ def test_one_whose_results_get_lost_again_and_again_is_lost_too(world):
     assert "what it was given did not come back" in mute.latest(ReplicaLost).fields["cause"]
 
 
+def test_one_that_was_lost_before_the_restart_does_not_come_back_by_it():
+    """It thaws as the new server comes, which knows nothing of its loss; the others' results tell."""
+    world = PureWorld(2, 1)
+    step(world.members)
+    ahead, frozen = world.members
+    frozen.forward(1.0)
+    world.silent.add(frozen)
+    world.pass_time(4.0)
+    step([ahead])
+    step([ahead])
+    world.restart()
+    world.silent.remove(frozen)
+    frozen.ask_again()
+    world.pass_time(1.0)
+    frozen.ask_again()
+    assert "had gone on without it" in frozen.latest(ReplicaLost).fields["cause"]
+    assert step([ahead]) == ([0], 1.0)
+
+
+def test_whoever_waits_with_too_few_is_not_blamed():
+    """A newcomer waits for a member that waits for a third: nobody is late, one is missing."""
+    world = PureWorld(3, 3)
+    step(world.members)
+    world.kill(*world.members[1:])
+    rest, newcomer = world.members[0], world.come(1)
+    newcomer.forward(1.0)
+    world.pass_time(30.0)
+    rest.forward(1.0)
+    world.pass_time(31.0)
+    error = newcomer.latest(RoundTimeout)
+    assert "enough members (2 of min_members 3 are there)" in str(error)
+    assert error.fields["missing"] == []
+
+
 def test_one_that_finds_its_master_empty_again_waits_for_nobody_who_has_failed_there():
     """Nothing has ended that was not open: what a member leaves behind that gives up at once is no end of a run."""
     world = PureWorld(2, 1)
