@@ -90,8 +90,14 @@ class Plan:
         # A newcomer may take the place of one that is late; one that is through with a pass waits for the slow ones.
         if self.has("comes") or self.leaves_too_few or (self.passes and self.has("slow")):
             return False
+        # A frozen member cannot connect anew, and a connection that stays away is a death.
+        if self._befallen_by("frozen") & self._befallen_by("cut"):
+            return False
         late = sum(fault.seconds for fault in self.faults if fault.kind == "joins late")
         return all(_is_harmless(fault) for fault in self.faults) and late < self.deadline and not self.weather.corrupted
+
+    def _befallen_by(self, kind: str) -> set[int]:
+        return {fault.member for fault in self.faults if fault.kind == kind}
 
     @property
     def is_faultless(self) -> bool:
