@@ -22,6 +22,8 @@ from statsd_bn.wire import encode
 class State(StrEnum):
     """Where a round is in its life."""
 
+    __hash__ = str.__hash__  # an enum's own is a function of Python, and each frame needs some
+
     WAITING = "waiting"
     REDUCED = "reduced"
     FAILED = "failed"
@@ -29,6 +31,8 @@ class State(StrEnum):
 
 class Event(StrEnum):
     """What happens to a round."""
+
+    __hash__ = str.__hash__
 
     CONTRIBUTED = "contributed"
     WITHDRAWN = "withdrawn"
@@ -132,15 +136,15 @@ class Round:
             ContributionConflict: this member has contributed other bytes already.
         """
         future = self.futures[member]
-        fresh = not future.done
-        if fresh:
-            self._check_shape(member, rows)
-            self._check_count(member, rows)
-        if not future.put(rows, peer):
-            raise self.conflict(member)
-        if fresh:
-            self._pending -= 1
-            self.advance(Event.CONTRIBUTED)
+        if future.done:
+            if not future.put(rows, peer):
+                raise self.conflict(member)
+            return
+        self._check_shape(member, rows)
+        self._check_count(member, rows)
+        future.put(rows, peer)
+        self._pending -= 1
+        self.advance(Event.CONTRIBUTED)
 
     def withdraw(self, member: int) -> None:
         """Expects no more of a member: what it has contributed stays, and nobody waits for what it has not."""

@@ -40,7 +40,7 @@ class Members:
     @classmethod
     def of(cls, numbers: Iterable[int]) -> Self:
         """Returns the set of some numbers, in any order."""
-        return cls(_runs(tuple(sorted(set(numbers)))))
+        return cls(_runs(tuple(numbers)))
 
     def __iter__(self) -> Iterator[int]:
         return (number for first, count in self.runs for number in range(first, first + count))
@@ -62,7 +62,7 @@ class Members:
 @lru_cache(maxsize=64)
 def _runs(numbers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     runs: list[tuple[int, int]] = []
-    for number in numbers:
+    for number in sorted(set(numbers)):
         first, count = runs[-1] if runs else (-1, 0)
         if runs and number == first + count:
             runs[-1] = (first, count + 1)
