@@ -50,6 +50,9 @@ _KEY_FIELDS = 7
 # A round's key comes with each member's contribution, and its members with each round: what was packed or unpacked
 # once is kept. Many layers have rounds at a time.
 _KEPT_KEYS, _KEPT_MEMBERS = 4096, 64
+_keys: dict[bytes, RoundKey] = {}
+_packed: dict[RoundKey, bytes] = {}
+
 _FLOAT = np.dtype("<f8")
 
 # What a message is on the wire: its values, if it has any, and the fields of its header.
@@ -172,9 +175,11 @@ _FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
 }
 
 
-@lru_cache(maxsize=_KEPT_KEYS)
 def _packed_key(key: RoundKey) -> bytes:
-    packed: bytes = msgpack.packb(key)
+    packed: bytes | None = _packed.get(key)
+    if packed is None:
+        packed = _packed[key] = msgpack.packb(key)
+        _keep_key(packed, key)  # whoever sends it will receive it
     return packed
 
 
@@ -260,7 +265,8 @@ def _array(name: str, value: Any) -> list[Any]:
 
 
 def _key(value: Any) -> RoundKey:
-    return _key_of(_binary("round key", value))
+    packed = _binary("round key", value)
+    return _keys.get(packed) or _keep_key(packed, _unpacked_key(packed))
 
 
 def _members(value: Any) -> Members:
@@ -273,8 +279,15 @@ def _binary(name: str, value: Any) -> bytes:
     return value
 
 
-@lru_cache(maxsize=_KEPT_KEYS)
-def _key_of(packed: bytes) -> RoundKey:
+def _keep_key(packed: bytes, key: RoundKey) -> RoundKey:
+    if len(_keys) >= _KEPT_KEYS:
+        _keys.clear()
+        _packed.clear()
+    _keys[packed] = key
+    return key
+
+
+def _unpacked_key(packed: bytes) -> RoundKey:
     fields = _unpack("round key", packed)
     if len(_array("round key", fields)) != _KEY_FIELDS:
         raise ProtocolError(f"round key: expected {_KEY_FIELDS} fields, got {len(fields)}")
