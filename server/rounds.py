@@ -14,7 +14,6 @@ from enum import StrEnum
 
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout, StatsdBNError
-from statsd_bn.members import NOBODY
 from statsd_bn.messages import Aggregate, Failure, RoundKey, Rows
 from statsd_bn.wire import encode
 
@@ -109,7 +108,7 @@ class Round:
         seconds: how long it may stay open.
     """
 
-    __slots__ = ("_pending", "answer", "count", "covers", "futures", "key", "opened", "seconds", "shape", "state")
+    __slots__ = ("_pending", "answer", "count", "futures", "key", "opened", "seconds", "shape", "state")
 
     def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
         self.key = key
@@ -119,7 +118,6 @@ class Round:
         self.seconds = seconds
         self.shape: tuple[int, ...] = ()
         self.count = 0
-        self.covers = NOBODY
         self._pending = len(self.futures)
         self.answer = b""
 
@@ -160,7 +158,6 @@ class Round:
     def end(self, aggregate: Aggregate) -> None:
         """Ends with this aggregate as the answer."""
         self.advance(Event.COMPLETED)
-        self.covers = aggregate.members
         self.answer = encode(aggregate)
 
     def fail(self, error: StatsdBNError) -> None:

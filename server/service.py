@@ -101,9 +101,13 @@ class Service:
         """Serves until `stop`, then drains: takes what has come, and tells who still waits."""
         next_look = time.monotonic() + LOOK_SECONDS
         while not self._stopping:
-            # To wait in `recv` costs one system call less for each frame than to poll before.
-            with suppress(zmq.Again):
-                self._take(self._socket.recv())
+            # To wait in `recv` costs some system calls less for each frame than to poll before.
+            try:
+                peer = self._socket.recv()
+            except zmq.Again:
+                pass
+            else:
+                self._take(peer)
             if time.monotonic() >= next_look:
                 self._look()
                 next_look = time.monotonic() + LOOK_SECONDS
