@@ -1,7 +1,7 @@
 """Exchange: one call of one layer, and the rounds it has."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -75,7 +75,7 @@ class Exchange:
         self._walks[phase] += 1
         walk = self._walks[phase]
         assert self.key is not None  # noqa: S101 - a backward follows a forward
-        key = replace(self.key, phase=phase if walk == 1 else f"{phase} {walk}")
+        key = self.key.of_phase(phase if walk == 1 else f"{phase} {walk}")
         return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
 
     @property
