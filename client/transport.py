@@ -17,7 +17,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.beacon import Beacon
+from client.beacon import CONNECT_MILLISECONDS, Beacon
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 
@@ -123,6 +123,7 @@ class _ZmqChannel:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         self._socket.setsockopt(zmq.RCVTIMEO, int(WATCH_SECONDS * 1000))
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)

@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+# One heartbeat may come late.
+SHORTEST_SILENCE = 2 * limits.HEARTBEAT_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,7 @@ class Config:
         bind: ZeroMQ endpoints to listen on.
         log_level: one of `LOG_LEVELS`.
         insecure: allow endpoints that other machines can reach, without authentication.
+        silence: how long a member may be silent before it is taken for lost, in seconds.
 
     Raises:
         ConfigurationError: a value is unusable.
@@ -28,10 +33,15 @@ class Config:
     bind: tuple[str, ...] = (DEFAULT_ENDPOINT,)
     log_level: str = "info"
     insecure: bool = False
+    silence: float = limits.SILENCE_SECONDS
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
             raise ConfigurationError(f"log level: expected one of {LOG_LEVELS}, got {self.log_level!r}")
+        if not SHORTEST_SILENCE <= self.silence <= limits.MAX_DEADLINE:
+            raise ConfigurationError(
+                f"silence: expected seconds from {SHORTEST_SILENCE:g} to {limits.MAX_DEADLINE:g}, got {self.silence!r}"
+            )
         if not self.bind:
             raise ConfigurationError("bind: expected at least one endpoint, got none")
         for endpoint in self.bind:
@@ -84,6 +94,13 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         default=environ.get("STATSD_BN_INSECURE", "") == "1",
         help="listen where other machines can reach it, without authentication (STATSD_BN_INSECURE=1)",
     )
+    result.add_argument(
+        "--silence",
+        metavar="SECONDS",
+        default=environ.get("STATSD_BN_SILENCE", f"{limits.SILENCE_SECONDS:g}"),
+        help="how long a member may be silent before it is taken for lost; more on a network that loses packets "
+        f"(STATSD_BN_SILENCE; default {limits.SILENCE_SECONDS:g})",
+    )
     return result
 
 
@@ -95,4 +112,11 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
     """
     found = parser(environ).parse_args(arguments)
     twin = tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))
-    return Config(tuple(found.bind or twin), found.log_level, found.insecure)
+    return Config(tuple(found.bind or twin), found.log_level, found.insecure, _seconds(found.silence))
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigurationError(f"silence: expected seconds, got {text!r}") from None

@@ -65,14 +65,16 @@ class Dispatcher:
     Args:
         server: a random id of this life of the server.
         started: the time it began, on the clock that `receive` is given.
+        silence: how long a member may be silent before it is taken for lost, in seconds.
     """
 
-    def __init__(self, server: bytes, started: float) -> None:
+    def __init__(self, server: bytes, started: float, silence: float = limits.SILENCE_SECONDS) -> None:
         self._server = server
         self._started = started
+        self._silence = silence
         self._masters: dict[tuple[str, str], SyncMaster] = {}
         self._seats: dict[bytes, Seat] = {}
-        self._liveness = Liveness(started)
+        self._liveness = Liveness(started, silence)
         self._past = Past()
         # Nobody has the session of zero bytes, so nobody takes it for an answer.
         self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
@@ -217,7 +219,7 @@ class Dispatcher:
                 limit=limits.MAX_GROUPS,
                 what="groups",
             )
-        master = SyncMaster(self._server, register)
+        master = SyncMaster(self._server, register, self._silence)
         slave, told = master.register_slave(now, register, peer)
         replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
         self._masters[name] = master

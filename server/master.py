@@ -56,15 +56,16 @@ class SyncMaster:
     Args:
         server: the id of this master's life.
         register: the registration that begins the group; it sets job, group, epoch and policy.
+        silence: how long members may take to come back after a restart of the server, in seconds.
 
     Attributes:
         answered: when members were last told that a round has ended, or that the group is open.
         is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.
     """
 
-    def __init__(self, server: bytes, register: Register) -> None:
+    def __init__(self, server: bytes, register: Register, silence: float = limits.SILENCE_SECONDS) -> None:
         self.epoch = register.epoch
-        self.membership = Membership(register)
+        self.membership = Membership(register, silence)
         self.rounds_done = 0
         self.rounds_failed = 0
         self.answered = -math.inf

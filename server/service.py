@@ -65,7 +65,7 @@ class Service:
         self._probe_at = math.inf
         self._next_tick = 0.0
         self._socket_files: dict[Path, int] = {}
-        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic())
+        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.silence)
         self._configure_socket()
         try:
             self.endpoints = tuple(self._bind(endpoint) for endpoint in config.bind)

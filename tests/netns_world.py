@@ -130,11 +130,16 @@ class Network:
 
 
 class Server:
-    """`python -m server` on a host; a context manager."""
+    """`python -m server` on a host; a context manager.
 
-    def __init__(self, host: Host) -> None:
+    Args:
+        host: where it runs.
+        options: further ones of its command line.
+    """
+
+    def __init__(self, host: Host, *options: str) -> None:
         self._process = host.run(
-            "-m", "server", "--bind", f"tcp://0.0.0.0:{PORT}", "--insecure", "--log-level", "error"
+            "-m", "server", "--bind", f"tcp://0.0.0.0:{PORT}", "--insecure", "--log-level", "error", *options
         )
 
     def __enter__(self) -> Self:
@@ -200,8 +205,10 @@ class Members:
         """Waits until all have done so many steps."""
         expiry = time.monotonic() + WAIT_SECONDS
         while self.steps < step:
-            ended = [told for told in self._told if any(line.startswith("{") for line in told)]
-            require(not ended, f"a member ended before step {step}: {ended[:1]}")
+            ended = [member for member, process in enumerate(self._processes) if process.poll() is not None]
+            require(
+                not ended, f"members {ended} ended before step {step}; they said {[told[-3:] for told in self._told]}"
+            )
             require(time.monotonic() < expiry, f"step {step} was not reached; in step {self.steps}")
             time.sleep(0.01)
 
