@@ -12,8 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from client import cpu
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
+
+# In float32 `a*x + b` is off by up to mean/std * 2^-24 of a standard deviation: with this by 10^-6.
+NEAR_ZERO = 16.0
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -51,6 +55,12 @@ class Statistics:
             return cls(moments.count, moments.mean, np.maximum(variance, eps) ** -0.5, slope)
         return cls(moments.count, moments.mean, (variance + eps) ** -0.5, np.ones_like(variance))
 
+    @property
+    def is_near_zero(self) -> bool:
+        """Whether every mean is so few standard deviations from 0 that x need not be centred before it is scaled."""
+        with np.errstate(all="ignore"):  # NaN is not near
+            return bool((np.abs(self.mean) * self.invstd <= NEAR_ZERO).all())
+
     def center(self, like: Tensor) -> FloatArray:
         """Returns the mean rounded to the compute type of `like`."""
         rounded = torch.from_numpy(self.mean).to(compute_type(like))
@@ -77,12 +87,23 @@ def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     number = count(x, mask)
     if number == 0:
         return Moments.empty(x.shape[1])
+    if mask is None and (found := _moments_on_cpu(x)):
+        return found
     values = where(mask, x.to(compute_type(x)))
     center = total(values) / number
     deviations = where(mask, values - _broadcast(center, x))
     shift, first, second = to_host(center, total(deviations), total(deviations.square()))
     with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
         return Moments.from_centred(number, shift + first / number, second - first * first / number)
+
+
+def _moments_on_cpu(x: Tensor) -> Moments | None:
+    found = cpu.moments(laid_out(x)) if cpu.takes(x) else None
+    if found is None:
+        return None
+    mean, centred_squares = (vector.numpy() for vector in found)
+    with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
+        return Moments.from_centred(count(x, None), mean, centred_squares)
 
 
 def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -94,6 +115,9 @@ def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Te
         weight: shape (C,) or None for 1.
         bias: shape (C,) or None for 0.
     """
+    if cpu.takes(x) and statistics.is_near_zero:
+        factor, addend = _line(x, statistics, statistics.invstd, np.zeros_like(statistics.mean), weight, bias)
+        return cpu.scale(laid_out(x), factor, addend)
     return affine(x, statistics, statistics.invstd, np.zeros_like(statistics.mean), weight, bias).to(x.dtype)
 
 
@@ -111,6 +135,11 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor 
     """
     if x.numel() == 0:
         return np.zeros((2, x.shape[1]))
+    if mask is None and cpu.takes(x):
+        center = statistics.center(x)
+        first, second = (found.numpy() for found in cpu.sums(*alike(grad, x), vector(center, x)))
+        with np.errstate(all="ignore"):  # as below
+            return np.stack((first, second - (statistics.mean - center) * first))
     grad = grad.to(compute_type(x))
     deviations, rest = centred(x, statistics)
     if mask is not None:
@@ -145,6 +174,10 @@ def input_gradient(
         mean_grad, mean_product = sums / statistics.count
         by_centred = -(statistics.invstd**3) * mean_product * statistics.slope
         constant = -statistics.invstd * mean_grad
+    if mask is None and cpu.takes(x) and statistics.is_near_zero:
+        by_grad = _line(x, statistics, statistics.invstd, constant, weight)[0]
+        dense_grad, dense = alike(grad, x)
+        return cpu.combine(dense_grad, by_grad, dense, *_line(x, statistics, by_centred, constant, weight))
     through_statistics = where(mask, affine(x, statistics, by_centred, constant, weight))
     return through_statistics.add_(scaled(grad, statistics.invstd, weight)).to(x.dtype)
 
@@ -171,6 +204,31 @@ def affine(
         addend = addend + bias
     deviations = laid_out(x.to(compute_type(x)) - _broadcast(device_center, x))
     return deviations.mul_(_broadcast(factor, x)).add_(_broadcast(addend, x))
+
+
+def _line(
+    x: Tensor,
+    statistics: Statistics,
+    by_centred: FloatArray,
+    constant: FloatArray,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Returns the factor and addend of `affine` for an `x` that is not centred: shape (2, C), in the compute type."""
+    scale, shift = (
+        default if vector is None else vector.detach().double().numpy() for vector, default in ((weight, 1.0), (bias, 0.0))
+    )
+    with np.errstate(all="ignore"):  # as above
+        factor = by_centred * scale
+        addend = constant * scale + shift - factor * statistics.mean
+    return torch.from_numpy(np.stack((factor, addend))).to(compute_type(x))
+
+
+def alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both dense, in the type and layout of `x`."""
+    dense = laid_out(x)
+    grad = grad.to(x.dtype)
+    return (grad if grad.stride() == dense.stride() else torch.empty_like(dense).copy_(grad)), dense
 
 
 def scaled(x: Tensor, factor: FloatArray, weight: Tensor | None = None) -> Tensor:
