@@ -1,8 +1,8 @@
 """The kernels' way on a CPU: torch's vectorised batch-norm operators, fed with our statistics.
 
-What torch's own layer spends on a CPU goes mostly into reductions that are not vectorised. Its other operators are:
-its group norm takes the moments of a plane in one stable pass, and the reduction of its batch norm's backward takes
-Σg and Σg·(x - center) in one. Elementwise work goes through its eval mode, `x*factor + addend`, in blocks that
+What torch's own layer spends on a CPU goes mostly into reductions that are slow. Other operators of torch take
+the same sums at the speed of memory: that of its group norm's backward takes Σg and Σg·x of each plane in one pass, and
+that of its batch norm's backward, where channels lie last, of each channel. Elementwise work goes through its eval mode, `x*factor + addend`, in blocks that
 stay in the cache where more than one operator works on them.
 
 Every function wants a dense tensor, as `kernels.laid_out` returns it, and sees it in one of two shapes: planes (N, C, L)
@@ -13,87 +13,71 @@ import torch
 from torch import Tensor
 
 _normalise = torch.ops.aten.native_batch_norm.out
-_reduce = torch.ops.aten.native_batch_norm_backward
-_moments_of_planes = torch.ops.aten.native_group_norm
+_reduce_planes = torch.ops.aten.native_group_norm_backward
+_reduce_rows = torch.ops.aten.native_batch_norm_backward
 
 # Elements that pass through several operators at a time: 4 MB of float32, which the caches of two cores hold. Whole
 # tensors of 25 MB took 1.2 times as long, and up to twice where others use the cache.
 BLOCK = 2**20
 
-# Rows are added one by one in float32, so that many of them would lose digits: they are dealt to this many columns,
-# whose sums are added in float64.
-COLUMNS = 4096
+# The operators add in float32, a plane in 16 columns and rows one by one, so that many of them would lose digits. Longer
+# planes are cut, rows are dealt to more columns, and all these partial sums are added in float64. Planes that cannot
+# be cut below the second length are left to others.
+LONG_PLANE, LONGEST_PLANE = 2**14, 2**16
+COLUMNS = 1024
 
-# A plane longer than this is left to others, for the same reason: its values are added in 16 columns only.
-LONGEST_PLANE = 2**16
-
-# How large mean² / variance may be for moments of values that are not centred. The means of planes are rounded to
-# float32, which at 16 standard deviations is 10^-6 of one; the variance from products of rows is off by mean² / variance
-# roundings.
-NEAR_FOR_PLANES, NEAR_FOR_ROWS = 256.0, 8.0
+# Sums of squares that are not centred cost the variance (1 + 2 mean² / variance) roundings. Up to this ratio that is no
+# more than centring costs, and half the time; beyond it the values must be centred first.
+NEAR = 4.0
 
 
 def takes(x: Tensor) -> bool:
     """Whether `x`, dense or not, may come here."""
-    return x.device.type == "cpu" and x.numel() > 0 and (x.dim() < 3 or x[0, 0].numel() <= LONGEST_PLANE)  # noqa: PLR2004
+    return x.device.type == "cpu" and x.numel() > 0 and (x.dim() < 3 or _plane(x) <= LONGEST_PLANE)  # noqa: PLR2004
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """Returns the mean and Σ(x - mean)², each of shape (C,), float64; None where only centred values would give them."""
-    rows = _rows(x)
-    mean, squares = _moments_of_contiguous(x) if rows is None else _moments_of_rows(rows)
-    near = NEAR_FOR_PLANES if rows is None else NEAR_FOR_ROWS
     number = x.numel() // x.shape[1]
-    return (mean, squares) if bool((number * mean * mean <= near * squares).all()) else None
+    first, second = sums(x, x)
+    mean = first / number
+    squares = second - first * mean
+    return (mean, squares) if bool((first * mean <= NEAR * squares).all()) else None
 
 
-def _moments_of_contiguous(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of planes, merged in float64 (Chan, Golub & LeVeque)."""
-    channels, length = x.shape[1], x[0, 0].numel()
-    one = torch.ones(channels, dtype=_wide(x))  # without it half precision would round the moments to itself
-    found = [
-        _moments_of_planes(block, one, None, len(block), channels, length, channels, 0.0)[1:] for block in _blocks(x)
-    ]
-    means, deviations = (torch.cat(parts).double() for parts in zip(*found, strict=True))
-    mean = means.mean(0)
-    squares = deviations.pow_(-2).sum(0) + (means - mean).square_().sum(0)
-    return mean, squares.mul_(length)
+def sums(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns Σg and Σg·x, each of shape (C,), float64; `grad`, g, is of the type and layout of `x`."""
+    rows = _rows(x)
+    if rows is not None:
+        grad_rows = rows if grad is x else _rows(grad)
+        assert grad_rows is not None  # noqa: S101 - they lie alike
+        return _sums_of_rows(grad_rows, rows)
+    length = _plane(x)
+    planes = x.numel() // length
+    one, zero = x.new_ones(planes, dtype=_wide(x)), x.new_zeros((1, 1), dtype=_wide(x))
+    # Each plane as a channel of one group whose mean is 0 and deviation 1: the gradients of its affine part.
+    _, second, first = _reduce_planes(grad, x, zero, one[:1].view(1, 1), one, 1, planes, length, 1, [False, True, True])
+    by_channel = len(x), x.shape[1], -1
+    return first.view(by_channel).sum((0, 2), dtype=torch.float64), second.view(by_channel).sum((0, 2), dtype=torch.float64)
 
 
-def _moments_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """From products with values that are centred near the mean, in one pass."""
-    pivot = rows[:16].to(_wide(rows)).mean(0)
-    first, second = _sums_of_rows(rows, rows, pivot)
-    mean = first / len(rows)
-    return mean, second - first * (mean - pivot)
-
-
-def sums(grad: Tensor, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns Σg and Σg·(x - center), each of shape (C,), float64.
-
-    Args:
-        grad: g, of the type and layout of `x`.
-        x: shape (N, C, *).
-        center: shape (C,), in the compute type.
-    """
-    grad_rows, rows = _rows(grad), _rows(x)
-    return _sums(grad, x, center) if grad_rows is None or rows is None else _sums_of_rows(grad_rows, rows, center)
-
-
-def _sums_of_rows(grad: Tensor, rows: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
+def _sums_of_rows(grad: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     number, channels = rows.shape
     fold = max(1, min(COLUMNS // channels, number))
     even = number // fold * fold
-    parts = [_sums(*(_image(part[:even].view(-1, fold * channels)) for part in (grad, rows)), center.repeat(fold))]
+    first, second = _sums_of_columns(grad[:even].view(-1, fold * channels), rows[:even].view(-1, fold * channels))
+    first, second = first.view(fold, channels).sum(0), second.view(fold, channels).sum(0)
     if even < number:
-        parts.append(_sums(_image(grad[even:]), _image(rows[even:]), center))
-    first, second = (torch.cat([part.view(-1, channels) for part in vectors]) for vectors in zip(*parts, strict=True))
-    return first.sum(0), second.sum(0)
+        rest = _sums_of_columns(grad[even:], rows[even:])
+        first, second = first + rest[0], second + rest[1]
+    return first, second
 
 
-def _sums(grad: Tensor, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
-    one = torch.ones_like(center)
-    _, second, first = _reduce(grad, x, None, None, None, center, one, True, 0.0, [False, True, True])
+def _sums_of_columns(grad: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    one = rows.new_ones(rows.shape[1], dtype=_wide(rows))
+    _, second, first = _reduce_rows(
+        _image(grad), _image(rows), None, None, None, torch.zeros_like(one), one, True, 0.0, [False, True, True]
+    )
     return first.double(), second.double()
 
 
@@ -137,6 +121,14 @@ def _like(scratch: Tensor, block: Tensor) -> Tensor:
 def _scale(x: Tensor, factor: Tensor, addend: Tensor, into: Tensor) -> None:
     mean, variance, unused = torch.zeros_like(factor), torch.ones_like(factor), factor.new_empty(0)
     _normalise(x, factor, addend, mean, variance, False, 0.0, 0.0, out=into, save_mean=unused, save_invstd=unused)
+
+
+def _plane(x: Tensor) -> int:
+    """Returns how many values each plane of `x` has, long ones being cut."""
+    length = x.numel() // (len(x) * x.shape[1])
+    while length > LONG_PLANE and length % 2 == 0:
+        length //= 2
+    return length
 
 
 def _wide(x: Tensor) -> torch.dtype:

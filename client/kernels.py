@@ -135,11 +135,10 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor 
     """
     if x.numel() == 0:
         return np.zeros((2, x.shape[1]))
-    if mask is None and cpu.takes(x):
-        center = statistics.center(x)
-        first, second = (found.numpy() for found in cpu.sums(*alike(grad, x), vector(center, x)))
+    if mask is None and cpu.takes(x) and statistics.is_near_zero:
+        first, second = (found.numpy() for found in cpu.sums(*alike(grad, x)))
         with np.errstate(all="ignore"):  # as below
-            return np.stack((first, second - (statistics.mean - center) * first))
+            return np.stack((first, second - statistics.mean * first))
     grad = grad.to(compute_type(x))
     deviations, rest = centred(x, statistics)
     if mask is not None:
