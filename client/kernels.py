@@ -215,7 +215,8 @@ def _line(
 ) -> Tensor:
     """Returns the factor and addend of `affine` for an `x` that is not centred: shape (2, C), in the compute type."""
     scale, shift = (
-        default if vector is None else vector.detach().double().numpy() for vector, default in ((weight, 1.0), (bias, 0.0))
+        default if vector is None else vector.detach().double().numpy()
+        for vector, default in ((weight, 1.0), (bias, 0.0))
     )
     with np.errstate(all="ignore"):  # as above
         factor = by_centred * scale
