@@ -122,7 +122,7 @@ class _BatchNorm(torch.autograd.Function):
 
 def _with_known_signature(function: type[torch.autograd.Function]) -> None:
     """Torch asks for it at each call, and Python would work it out each time: 20 of the 50 µs that a call costs."""
-    function.forward.__signature__ = inspect.signature(function.forward)
+    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
 
 
 def _normalise(exchange: Exchange, slice_: Slice) -> Tensor:

@@ -98,12 +98,10 @@ def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
 
 
 def _moments_on_cpu(x: Tensor) -> Moments | None:
-    found = cpu.moments(laid_out(x)) if cpu.takes(x) else None
+    found = cpu.moments(dense(x)) if cpu.takes(x) else None
     if found is None:
         return None
-    mean, centred_squares = (vector.numpy() for vector in found)
-    with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
-        return Moments.from_centred(count(x, None), mean, centred_squares)
+    return Moments.from_centred(count(x, None), *found)
 
 
 def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -117,7 +115,7 @@ def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Te
     """
     if cpu.takes(x) and statistics.is_near_zero:
         factor, addend = _line(x, statistics, statistics.invstd, np.zeros_like(statistics.mean), weight, bias)
-        return cpu.scale(laid_out(x), factor, addend)
+        return cpu.scale(dense(x), factor, addend)
     return affine(x, statistics, statistics.invstd, np.zeros_like(statistics.mean), weight, bias).to(x.dtype)
 
 
@@ -136,7 +134,7 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor 
     if x.numel() == 0:
         return np.zeros((2, x.shape[1]))
     if mask is None and cpu.takes(x) and statistics.is_near_zero:
-        first, second = (found.numpy() for found in cpu.sums(*alike(grad, x)))
+        first, second = cpu.sums(*alike(grad, x))
         with np.errstate(all="ignore"):  # as below
             return np.stack((first, second - statistics.mean * first))
     grad = grad.to(compute_type(x))
@@ -226,9 +224,9 @@ def _line(
 
 def alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns both dense, in the type and layout of `x`."""
-    dense = laid_out(x)
+    x = dense(x)
     grad = grad.to(x.dtype)
-    return (grad if grad.stride() == dense.stride() else torch.empty_like(dense).copy_(grad)), dense
+    return (grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)), x
 
 
 def scaled(x: Tensor, factor: FloatArray, weight: Tensor | None = None) -> Tensor:
@@ -267,6 +265,13 @@ def laid_out(x: Tensor) -> Tensor:
     """Returns `x` if it is channels_last, else contiguous, so that who takes a `view` of torch's output may here."""
     layout = _CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
     return x if x.is_contiguous(memory_format=layout) else x.contiguous()
+
+
+def dense(x: Tensor) -> Tensor:
+    """Returns `x` as the output for it is laid out; a copy only if it is not."""
+    if x.is_contiguous() or x.is_contiguous(memory_format=_CHANNELS_LAST.get(x.dim(), torch.contiguous_format)):
+        return x
+    return laid_out(torch.empty_like(x)).copy_(x)  # so that what has gaps, but lies as channels_last, stays so
 
 
 def to_host(*vectors: Tensor) -> FloatArray:

@@ -109,7 +109,7 @@ def _member(
     torch.set_num_threads(case["threads"])
     torch.manual_seed(rank)
     if case["members"] == 1:
-        with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", lambda _: True):
+        with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", return_value=True):
             queue.put(_both_layers(case, calls))
         return
     with client.connect(endpoint, member=rank, world_size=case["members"]):
@@ -118,7 +118,7 @@ def _member(
 
 def _both_layers(case: dict[str, Any], calls: int) -> tuple[Times, dict[str, float]]:
     shape = tuple(map(int, case["shape"].split(",")))
-    is_image = len(shape) > 2  # noqa: PLR2004 - (N, C)
+    is_image = len(shape) > 2
     layout = getattr(torch, f"{case['layout']}_format" if case["layout"] == "contiguous" else case["layout"])
     x, grad = (torch.randn(shape, dtype=getattr(torch, case["dtype"])).contiguous(memory_format=layout) for _ in "xg")
     ours = client.SynchronizedBatchNorm2d if is_image else client.SynchronizedBatchNorm1d
