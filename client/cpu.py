@@ -12,7 +12,7 @@ Every function wants dense tensors, as `kernels.laid_out` returns them, and sees
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -122,13 +122,13 @@ def scale(x: Tensor, factor: Tensor, addend: Tensor) -> Tensor:
     return output
 
 
-def combine(grad: Tensor, by_grad: Tensor, x: Tensor, factor: Tensor, addend: Tensor) -> Tensor:
+def combine(grad: Tensor, x: Tensor, by_grad: Tensor, factor: Tensor, addend: Tensor) -> Tensor:
     """Returns g * by_grad + x * factor + addend, rounded to the type of `x` once.
 
     Args:
         grad: g, of the type and layout of `x`.
-        by_grad: shape (C,), in the compute type, as the other vectors.
         x: shape (N, C, *).
+        by_grad: shape (C,), in the compute type, as the other vectors.
         factor: shape (C,).
         addend: shape (C,).
     """
@@ -181,9 +181,10 @@ def _view(x: Tensor) -> Tensor:
     return rows.view(-1, math.gcd(number, max(1, COLUMNS // channels)) * channels)
 
 
-def _folded(view: Tensor, *vectors: Tensor) -> list[Tensor]:
+def _folded(view: Tensor, *vectors: Tensor) -> Sequence[Tensor]:
     """Returns vectors of shape (C,), repeated as the view has it."""
-    return [vector.repeat(view.shape[1] // len(vector)) for vector in vectors]
+    fold = view.shape[1] // len(vectors[0])
+    return vectors if fold == 1 else [vector.repeat(fold) for vector in vectors]
 
 
 def _blocks(size: int, *views: Tensor) -> Iterator[tuple[Tensor, ...]]:

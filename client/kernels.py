@@ -172,9 +172,9 @@ def input_gradient(
         by_centred = -(statistics.invstd**3) * mean_product * statistics.slope
         constant = -statistics.invstd * mean_grad
     if mask is None and cpu.takes(x) and statistics.is_near_zero:
-        by_grad = _line(x, statistics, statistics.invstd, constant, weight)[0]
-        dense_grad, dense = alike(grad, x)
-        return cpu.combine(dense_grad, by_grad, dense, *_line(x, statistics, by_centred, constant, weight))
+        by_grad = vector(statistics.invstd, x)
+        by_grad = by_grad if weight is None else (by_grad * weight).to(by_grad.dtype)
+        return cpu.combine(*alike(grad, x), by_grad, *_line(x, statistics, by_centred, constant, weight))
     through_statistics = where(mask, affine(x, statistics, by_centred, constant, weight))
     return through_statistics.add_(scaled(grad, statistics.invstd, weight)).to(x.dtype)
 

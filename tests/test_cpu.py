@@ -67,10 +67,10 @@ def test_blocks_make_no_difference(layout, dtype, monkeypatch):
     """Seven samples in blocks of two, or 63 rows in blocks of some: the last is smaller."""
     x, grad = (laid(random(7, 5, 3, 3, seed=seed).to(dtype), layout) for seed in range(2))
     vectors = random(3, 5, seed=2)
-    expected = cpu.combine(grad, vectors[0], x, vectors[1], vectors[2])
+    expected = cpu.combine(grad, x, *vectors)
     for name in ("BLOCK", "WIDENED_BLOCK"):
         monkeypatch.setattr(cpu, name, 90)
-    found = cpu.combine(grad, vectors[0], x, vectors[1], vectors[2])
+    found = cpu.combine(grad, x, *vectors)
     assert torch.equal(found, expected)
     by_grad, factor, addend = vectors.double().view(3, 1, 5, 1, 1)
     exactly = (grad.double() * by_grad + x.double() * factor + addend).to(dtype)

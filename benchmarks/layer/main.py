@@ -1,8 +1,8 @@
 """Layer: forward and backward of a synchronised layer beside `nn.BatchNorm2d` on the same slice.
 
 "alone" is the whole layer (its bookkeeping, autograd and kernels) with an exchange that costs nothing: the in-process
-lane, with one replica that believes it has company. "2 members" and "4 members" are threads' worth of the same in
-processes of their own, through a server over ipc. Both layers take turns in one run, call by call, so that what else
+lane, with one replica that believes it has company. With more members each is a process, and they exchange through a
+server over ipc. Both layers take turns in one run, call by call, so that what else
 the machine does falls on both; the claim is the ratio of medians, not a time.
 """
 
@@ -28,6 +28,7 @@ import client
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
+    from multiprocessing.synchronize import Barrier
 
 SHAPES = ["32,64,56,56", "32,256,14,14", "8,2048,7,7", "4,64,112,112", "256,1024"]
 WARM_UP = 3
@@ -85,8 +86,10 @@ def measure(case: dict[str, Any], calls: int) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, _server(folder) as endpoint:
         queue: Queue[tuple[Times, dict[str, float]]] = spawn.Queue()
+        start = spawn.Barrier(case["members"])
         members = [
-            spawn.Process(target=_member, args=(rank, case, calls, endpoint, queue)) for rank in range(case["members"])
+            spawn.Process(target=_member, args=(rank, case, calls, endpoint, start, queue))
+            for rank in range(case["members"])
         ]
         for member in members:
             member.start()
@@ -104,19 +107,24 @@ def measure(case: dict[str, Any], calls: int) -> dict[str, Any]:
 
 
 def _member(
-    rank: int, case: dict[str, Any], calls: int, endpoint: str, queue: "Queue[tuple[Times, dict[str, float]]]"
+    rank: int,
+    case: dict[str, Any],
+    calls: int,
+    endpoint: str,
+    start: "Barrier",
+    queue: "Queue[tuple[Times, dict[str, float]]]",
 ) -> None:
     torch.set_num_threads(case["threads"])
     torch.manual_seed(rank)
     if case["members"] == 1:
         with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", return_value=True):
-            queue.put(_both_layers(case, calls))
+            queue.put(_both_layers(case, calls, start))
         return
     with client.connect(endpoint, member=rank, world_size=case["members"]):
-        queue.put(_both_layers(case, calls))
+        queue.put(_both_layers(case, calls, start))
 
 
-def _both_layers(case: dict[str, Any], calls: int) -> tuple[Times, dict[str, float]]:
+def _both_layers(case: dict[str, Any], calls: int, start: "Barrier") -> tuple[Times, dict[str, float]]:
     shape = tuple(map(int, case["shape"].split(",")))
     is_image = len(shape) > 2
     layout = getattr(torch, f"{case['layout']}_format" if case["layout"] == "contiguous" else case["layout"])
@@ -127,6 +135,7 @@ def _both_layers(case: dict[str, Any], calls: int) -> tuple[Times, dict[str, flo
     times: Times = {way: [] for way in ways}
     for call in range(WARM_UP + calls):
         for way, run in ways.items():
+            start.wait()  # or who is early would wait within the exchange for who is still at torch's
             started = time.perf_counter()
             run()
             if call >= WARM_UP:
