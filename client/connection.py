@@ -89,6 +89,11 @@ class Connection:
         return self._closed
 
     @property
+    def is_own(self) -> bool:
+        """Whether this process has opened it; a forked child inherits one that it must not use."""
+        return os.getpid() == self._process
+
+    @property
     def members(self) -> list[int]:
         """The members of the job that the latest round covers; before any, those that were there at the beginning."""
         return list(self._sessions.of(self._world).members)
@@ -182,7 +187,7 @@ class Connection:
         Args:
             cause: what went wrong, told to the other members; empty for an orderly end.
         """
-        if self._closed or os.getpid() != self._process:
+        if self._closed or not self.is_own:
             return
         self._closed = True
         self._sessions.leave(cause)
@@ -197,7 +202,7 @@ class Connection:
     def _check_usable(self) -> None:
         if self._closed:
             raise ConnectionClosed(f"{self!r}: expected an open connection")
-        if os.getpid() != self._process:
+        if not self.is_own:
             raise ConnectionClosed(
                 f"{self!r} was opened by process {self._process} and cannot be used by its forked child "
                 f"{os.getpid()}; call client.connect() in the child"
@@ -245,7 +250,9 @@ def connect(
         RegistrationRefused: the members do not agree on the policy, or another reason that it names.
     """
     global _current  # noqa: PLW0603 - a process has one current connection, as it has one rank
-    if open_connection := current_connection():
+    open_connection = current_connection()
+    # A forked child may have its own beside its parent's, which it can neither use nor close.
+    if open_connection and open_connection.is_own:
         raise ConfigurationError(f"already connected: {open_connection!r}; call client.disconnect() first")
     endpoint = endpoint or os.environ.get("STATSD_BN_ENDPOINT")
     if not endpoint:

@@ -166,7 +166,11 @@ class Session:
             StatsdBNError: the master refused.
         """
         message = self._read(frame, None)
-        return message if self._is_registered(message) else None
+        if not self._is_registered(message):
+            return None
+        # One that is back begins at a step above its last one; without, this answers what it asked before.
+        is_late = self.stand is Stand.BACK and not message.missing
+        return None if is_late else message
 
     def answer(self, key: RoundKey, frame: bytes) -> Aggregate | Pending | None:
         """Returns what the master says of the round `key`; None if `frame` is about something else.

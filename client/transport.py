@@ -31,7 +31,7 @@ class Channel(Protocol):
     """A way to the master for one thread at a time."""
 
     def send(self, frame: bytes) -> None:
-        """Sends a frame."""
+        """Sends a frame, and does not wait; it may be lost."""
 
     def receive(self, seconds: float) -> bytes | None:
         """Returns the next frame, or None if none came in time, or the master has come back meanwhile."""
@@ -131,8 +131,12 @@ class _ZmqChannel:
             ) from error
 
     def send(self, frame: bytes) -> None:
+        # The wait for room in a full queue has no end while the master is away. What is dropped is lost as on the
+        # network, and asked again.
         try:
-            self._socket.send(frame)
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            pass
         except zmq.ContextTerminated as error:
             raise _closed() from error
 

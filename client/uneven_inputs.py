@@ -40,8 +40,17 @@ def join(model: nn.Module) -> Iterator[None]:
     groups = _groups_of(model, connection)
     for group in groups:
         connection.come_back(group)
-    yield
-    # Not after an exception: it ends this member, and the others are told its cause.
+    try:
+        yield
+    except GeneratorExit:
+        # The block is in a generator that is read no further: as good an end of the pass as any.
+        _stay_away(connection, groups)
+        raise
+    # Not after another exception: it ends this member, and the others are told its cause.
+    _stay_away(connection, groups)
+
+
+def _stay_away(connection: Connection, groups: list[Group]) -> None:
     for group in groups:
         connection.stay_away(group)
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from server import deadlock
+from server.admission import too_late
 from server.liveness import Liveness
 from server.master import Reply, SyncMaster, unknown
-from server.membership import Slave, too_late
 from server.past import Past
 from server.rounds import failure
+from server.slave import Slave
 from statsd_bn import limits
 from statsd_bn.errors import (
     LimitExceeded,
@@ -43,6 +44,11 @@ from statsd_bn.messages import (
 from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.server")
+
+# Why a member is lost that has come back after a restart: it had been lost before; or its results did not arrive, and
+# without them nobody knows what the others are to be given.
+OVERTAKEN = "the others had gone on without it before the server was restarted"
+INCOMPLETE = "what it was given did not come back after the server was restarted"
 
 
 @dataclass(slots=True)
@@ -85,7 +91,12 @@ class Dispatcher:
         """Ends what is over its time, members and rounds; to be called several times a second."""
         # Members first: who is lost says more than who is late.
         replies = [reply for session, cause in self._liveness.lost(now) for reply in self._lose(now, session, cause)]
+        memberships = [master.membership for master in self._masters.values()]
+        lost = [(slave.session, INCOMPLETE) for membership in memberships for slave in membership.incomplete(now)]
+        lost += [(slave.session, OVERTAKEN) for membership in memberships for slave in membership.overtaken]
+        replies += [reply for session, cause in lost for reply in self._lose(now, session, cause)]
         replies += [reply for master in self._masters.values() for reply in master.expire(now)]
+        replies += [reply for master in self._masters.values() for reply in self._mourn(master)]
         return replies + self._end_deadlocks(now)
 
     def probes(self, since: float) -> list[Reply]:
@@ -181,6 +192,8 @@ class Dispatcher:
         name = (register.job, register.group)
         if fate := self._past.fate(register.session, register.epoch):
             raise fate
+        if self._is_late(register):
+            return []
         self._check_end(register)
         self._check_session(register)
         self._check_world(register)
@@ -226,6 +239,11 @@ class Dispatcher:
             master.answered = now
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
 
+    def _is_late(self, register: Register) -> bool:
+        """Whether it was sent before something that has come since; whoever still waits for an answer asks again."""
+        seat = self._seats.get(register.session)
+        return seat is not None and register.step < seat.slave.step
+
     def _check_end(self, register: Register) -> None:
         """A run that was over with this server may have left somebody behind who knows only an earlier life of it."""
         name = (register.job, register.group)
@@ -255,8 +273,7 @@ class Dispatcher:
             return
         group = self._masters.get((register.job, register.group))
         stands = group is not None and group.membership.is_open and not group.membership.lost
-        lost = world.membership.lost
-        if lost and lost.fields.get("cause") and not stands:
+        if (lost := _failed_member(world)) and not stands:
             raise lost
 
     def _replaced(self, name: tuple[str, str]) -> list[tuple[str, str]]:
@@ -352,13 +369,14 @@ class Dispatcher:
             del self._masters[name]
             if membership.is_open:
                 self._past.end_group(name, master.epoch)
-        if membership.group == WORLD and membership.lost and membership.lost.fields.get("cause"):
-            replies += self._end_fillings(master, membership.lost)
-        return replies
+        return replies + self._mourn(master)
 
-    def _end_fillings(self, world: SyncMaster, lost: StatsdBNError) -> list[Reply]:
-        """Whoever waits for a group to open may wait for the member that the world has lost."""
-        job = world.membership.job
+    def _mourn(self, world: SyncMaster) -> list[Reply]:
+        """Whoever waits for a group to open may wait for the member that the world has lost, and is told once."""
+        job, lost = world.membership.job, _failed_member(world)
+        if lost is None or world.is_mourned:
+            return []
+        world.is_mourned = True
         groups = [master for name, master in self._masters.items() if name[0] == job and master.epoch == world.epoch]
         return [
             (slave.peer, failure(lost))
@@ -366,3 +384,10 @@ class Dispatcher:
             if master is not world and not master.membership.is_open
             for slave in master.membership.slaves.values()
         ]
+
+
+def _failed_member(world: SyncMaster) -> StatsdBNError | None:
+    """Returns why the group of all members of a job is broken, if one has failed; None for any other group."""
+    membership = world.membership
+    has_failed = membership.group == WORLD and membership.lost and membership.lost.fields.get("cause")
+    return membership.lost if has_failed else None

@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from server.membership import Membership, Slave
+from server.membership import Membership
 from server.rounds import FutureResult, Round, State, failed, failure
+from server.slave import Slave
 from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,
@@ -18,6 +19,7 @@ from statsd_bn.errors import (
     ProtocolError,
     ReplicaLost,
     RoundFailed,
+    RoundTimeout,
     StatsdBNError,
     UnknownSession,
 )
@@ -57,6 +59,7 @@ class SyncMaster:
 
     Attributes:
         answered: when members were last told that a round has ended, or that the group is open.
+        is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.
     """
 
     def __init__(self, server: bytes, register: Register) -> None:
@@ -65,11 +68,13 @@ class SyncMaster:
         self.rounds_done = 0
         self.rounds_failed = 0
         self.answered = -math.inf
+        self.is_mourned = False
         self._server = server
         self._open: dict[RoundKey, Round] = {}
         self._kept: dict[RoundKey, Round] = {}
         self._ended: dict[int, None] = {}
         self._is_broken = False
+        self._is_departure_told = False
         self._deferred: list[tuple[Slave, Contribution, bytes]] = []
 
     @property
@@ -130,14 +135,15 @@ class SyncMaster:
             self._check_key(slave, key)
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
-        self.membership.recall(slave, key)
+        self.membership.recall(slave, key, aggregate.members)
         if kept := self._kept.get(key):
-            return self._compare(kept, slave, aggregate) + self._settle(now)
+            return self._compare(kept, slave, aggregate) + ([] if slave.owes else self._settle(now))
         if self.membership.recovery:
             round_ = Round(key, (), now, 0.0)
             round_.end(aggregate)
             self._close(round_)
-        return self._settle(now)
+        # With a thousand members there are thousands of results, and only the last of each can make a difference.
+        return [] if slave.owes else self._settle(now)
 
     def run_master(self, round_: Round) -> Aggregate:
         """Reduces one complete round: adds all rows in replica order.
@@ -169,9 +175,7 @@ class SyncMaster:
         replies = self._break_if_lost() + self._settle(now)
         late = [round_ for round_ in self._open.values() if now >= round_.opened + round_.seconds]
         self.answered = now if late else self.answered
-        return replies + [
-            reply for round_ in late for reply in self._break(round_, round_.timeout(self._awaited(round_)))
-        ]
+        return replies + [reply for round_ in late for reply in self._break(round_, self._timeout(round_))]
 
     def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
         """Ends an open round with an error."""
@@ -243,10 +247,11 @@ class SyncMaster:
         return loss, self._tell_departure() + self._withdraw(slave) + self._settle(now)
 
     def _tell_departure(self) -> list[Reply]:
-        """Those who are back for another pass wait in vain for one that has left."""
+        """Those who are back for another pass wait in vain for one that has left; whoever comes later is refused."""
         departed = self.membership.departed
-        if not departed:
+        if departed is None or self._is_departure_told:
             return []
+        self._is_departure_told = True
         slaves = self.membership.slaves.values()
         return [(slave.peer, failure(departed)) for slave in slaves if slave.stand is Stand.BACK]
 
@@ -278,10 +283,15 @@ class SyncMaster:
 
     def _awaited(self, round_: Round) -> str:
         """Returns in words whom a round waits for."""
-        if round_.is_complete:
+        if not self.membership.suffices:
             return f"enough members ({self.nr_slaves} of min_members {self.membership.min_members} are there)"
         late = ", ".join(str(self.membership.slaves[member]) for member in round_.missing[:TOLD_OF])
         return f"{late} and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else late
+
+    def _timeout(self, round_: Round) -> RoundTimeout:
+        # Where too few are left, whoever has not come waits for newcomers as well.
+        missing = round_.missing if self.membership.suffices else []
+        return round_.timeout(self._awaited(round_), missing)
 
     def _pending(self, now: float, round_: Round) -> bytes:
         """Returns what tells a member that asks again whom its round waits for."""
@@ -375,7 +385,7 @@ class SyncMaster:
     def _compare(self, kept: Round, slave: Slave, aggregate: Aggregate) -> list[Reply]:
         if kept.state is State.FAILED or kept.answer == encode(aggregate):
             return []
-        self.membership.lost = ContributionConflict(
+        self.membership.lost = self.membership.lost or ContributionConflict(
             f"{kept.key}: {slave} was given another aggregate than others were, before the server was restarted",
             **kept.key.fields,
             member=slave.member,

@@ -7,58 +7,13 @@ on, and newcomers take part from a step on that nobody has begun.
 A member may be away for a while, because its data has ended, and takes part again when all others are back as well.
 """
 
-from dataclasses import dataclass, field
-
+from server import admission
 from server.recovery import Recovery
+from server.slave import Slave
 from statsd_bn import limits
-from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
+from statsd_bn.errors import ReplicaLost, StatsdBNError
 from statsd_bn.members import Members
-from statsd_bn.messages import WORLD, Register, RoundKey, Stand
-
-
-@dataclass(slots=True)
-class Slave:
-    """A registered contributor, seen from the master.
-
-    Attributes:
-        session: the life of the process that registered.
-        member: its number in the job.
-        deadline: how long its rounds may stay open, in seconds.
-        place: where it runs, for people.
-        peer: whom to answer.
-        step: the step it is in.
-        first_step: the first step it takes part in.
-        stand: whether it takes part.
-        has_past: whether an earlier life of the server had taken it in.
-        owed: how many results of that life it has announced.
-        replicas: rows in its latest contribution; 0 before the first.
-        since: when it registered first.
-        threads: how many rounds it has had under way at once, at most: so many threads of it exchange.
-        recalled: the rounds whose results have come.
-    """
-
-    session: bytes
-    member: int
-    deadline: float
-    place: str
-    peer: bytes
-    step: int
-    first_step: int
-    stand: Stand
-    has_past: bool
-    owed: int
-    recalled: set[RoundKey] = field(default_factory=set)
-    replicas: int = 0
-    since: float = 0.0
-    threads: int = 1
-
-    def __str__(self) -> str:
-        return f"member {self.member} ({self.place})"
-
-    @property
-    def owes(self) -> bool:
-        """Whether results that it has announced have not come: they may have been lost on the way."""
-        return len(self.recalled) < self.owed
+from statsd_bn.messages import Register, RoundKey, Stand
 
 
 class Membership:
@@ -87,6 +42,7 @@ class Membership:
         self.recovery: Recovery | None = None
         self.lost: StatsdBNError | None = None
         self.departed: ReplicaLost | None = None
+        self._covered: dict[RoundKey, Members] = {}
 
     @property
     def is_elastic(self) -> bool:
@@ -125,7 +81,8 @@ class Membership:
         if not self.is_open or slave.stand is not Stand.BACK:
             return self.missing, self.present
         back = Members.of(other.member for other in self.slaves.values() if other.stand is Stand.BACK)
-        return self._size - len(back), back
+        # One that is back waits until it is called back, though all may be back the moment before.
+        return max(1, self._size - len(back)), back
 
     def participants(self, step: int) -> list[int]:
         """Returns the members that take part in the rounds of a step that begin now."""
@@ -139,11 +96,12 @@ class Membership:
         """Takes note that a member has begun a step."""
         self.latest_step = max(self.latest_step, step)
 
-    def recall(self, slave: Slave, key: RoundKey) -> None:
+    def recall(self, slave: Slave, key: RoundKey, covered: Members) -> None:
         """Takes note that a slave has told the result of a round that an earlier life of the server gave it."""
         self.reach(key.step)
         if self.recovery:
             slave.recalled.add(key)
+            self._covered[key] = covered
 
     def admit(self, now: float, register: Register, peer: bytes) -> Slave:
         """Takes a member in, or finds it again.
@@ -155,17 +113,11 @@ class Membership:
                 begun.
             DuplicateMember: another process is this member already.
         """
-        if self.lost:
-            raise self.lost
-        self._check_terms(register)
-        if register.has_past and register.known.runs and not self.is_open:
+        slave = admission.check(self, register)
+        # Not before: one that is refused begins nothing.
+        if register.has_past and not self.is_open:
             self.recovery = self.recovery or Recovery(now)
-        slave = self.slaves.get(register.member)
-        if slave is None:
-            self._check_newcomer(register)
-            slave = self._take_in(register, peer)
-        elif slave.session != register.session:
-            raise self._duplicate(register, slave)
+        slave = slave or self._take_in(register, peer)
         slave.peer = peer
         self._change_stand(slave, register)
         if self.recovery:
@@ -179,9 +131,29 @@ class Membership:
             return False
         return self._call_back() if self.is_open else self._open(now)
 
+    def incomplete(self, now: float) -> list[Slave]:
+        """Returns who has come back without all it has announced, when the time for that is over."""
+        if self.recovery is None or not self.recovery.is_late(now):
+            return []
+        return [slave for slave in self.slaves.values() if slave.owes]
+
+    @property
+    def overtaken(self) -> list[Slave]:
+        """Who has come back to an elastic group that had lost it: the others were given a result without it."""
+        if self.recovery is None or not self.is_elastic:
+            return []
+        return [slave for slave in self.slaves.values() if slave.has_past and self._was_left_out(slave)]
+
+    def _was_left_out(self, slave: Slave) -> bool:
+        takes_part = slave.stand is Stand.TAKES_PART
+        return takes_part and any(
+            slave.first_step <= key.step and slave.member not in covered for key, covered in self._covered.items()
+        )
+
     def give_up_waiting(self, now: float) -> bool:
         """Takes members for lost that have not come back after a restart of the server; returns whether there are."""
-        late = self.recovery.late(now, self._returned) if self.recovery else []
+        # A group that is broken keeps the reason that came first.
+        late = self.recovery.late(now, self._returned) if self.recovery and not self.lost else []
         if not late:
             return False
         if not self.is_elastic:
@@ -208,7 +180,8 @@ class Membership:
             register.place,
             peer,
             register.step,
-            self._next_step if joins else register.first_step,
+            # Whoever is away begins when it is called back, and would take a later step for that.
+            self._next_step if joins and register.stand == Stand.TAKES_PART else register.first_step,
             Stand(register.stand),
             register.has_past,
             register.results if self.recovery else 0,
@@ -227,17 +200,20 @@ class Membership:
 
     def _open(self, now: float) -> bool:
         if self.recovery:
-            self.is_open = self.recovery.is_over(now, self._returned, is_elastic=self.is_elastic)
+            self.is_open = not self.overtaken and self.recovery.is_over(now, self._returned, is_elastic=self.is_elastic)
         else:
             self.is_open = len(self.slaves) == self.world_size
         if self.is_open and self.recovery:
             self._let_in_after_recovery()
             self.recovery = None
+            self._covered.clear()
         return self.is_open
 
     def _let_in_after_recovery(self) -> None:
         """Whoever is new begins after the others; whoever was about to be called back begins with those who were."""
-        begun = max((slave.first_step for slave in self.slaves.values() if slave.stand is Stand.TAKES_PART), default=0)
+        # In a strict group all begin each pass at one step; in an elastic one those who wait may be newcomers.
+        called = [one for one in self.slaves.values() if not self.is_elastic or one.stand is Stand.TAKES_PART]
+        begun = max((slave.first_step for slave in called), default=0)
         for slave in self.slaves.values():
             if self.is_elastic and not slave.has_past and self._has_begun:
                 slave.first_step = self._next_step
@@ -247,11 +223,12 @@ class Membership:
     @property
     def _has_begun(self) -> bool:
         """Whether a round has ended; before that whoever is new was there from the beginning, and was never told."""
-        return self.latest_step > 0 or any(slave.recalled for slave in self.slaves.values())
+        return self.latest_step > 0 or bool(self._covered)
 
     def _call_back(self) -> bool:
         slaves = self.slaves.values()
-        if not slaves or sum(slave.stand is Stand.BACK for slave in slaves) < self._size:
+        # Whoever takes part is mostly the first to be asked: this is looked at for each message that changes anything.
+        if not slaves or len(slaves) < self._size or not all(slave.stand is Stand.BACK for slave in slaves):
             return False
         for slave in slaves:
             slave.first_step, slave.stand = self._next_step, Stand.TAKES_PART
@@ -266,7 +243,7 @@ class Membership:
             if self.recovery:
                 self.recovery.forget(slave.member)
         elif slave.stand is Stand.AWAY and not cause:
-            self.departed = loss
+            self.departed = self.departed or loss
         else:
             self.lost = self.lost or loss
         return loss
@@ -281,87 +258,6 @@ class Membership:
             cause=cause,
         )
 
-    def _check_terms(self, register: Register) -> None:
-        if register.world_size != self.world_size:
-            raise self._mismatch(
-                register,
-                f"expected world_size {self.world_size}, as members {list(self.present)} have it, "
-                f"got {register.world_size}",
-                register.world_size,
-            )
-        if register.min_members != self.min_members:
-            raise RegistrationRefused(
-                f"{self._name}: expected policy {_policy(self.min_members)}, as members {list(self.present)} have it, "
-                f"got {_policy(register.min_members)} from member {register.member} ({register.place})"
-            )
-
-    def _check_newcomer(self, register: Register) -> None:
-        if self.is_open and self.is_elastic:
-            self._check_joiner(register)
-            return
-        if not self.is_elastic:
-            self._check_past(register)
-        if not (self.is_elastic and self.recovery):
-            self._check_room(register)
-
-    def _check_joiner(self, register: Register) -> None:
-        if register.has_past:
-            raise too_late(register)
-        if self.group != WORLD:
-            raise RegistrationRefused(
-                f"{self._name}: expected one of the members that it began with, got member {register.member} "
-                f"({register.place}); newcomers join the group {WORLD!r} only"
-            )
-
-    def _check_past(self, register: Register) -> None:
-        """After a restart of the master its members tell it how far they are; a newcomer cannot be among them."""
-        for slave in self.slaves.values():
-            older, newer = (slave, register) if slave.step else (register, slave)
-            if older.step and not newer.step and not newer.has_past:
-                raise RegistrationRefused(
-                    f"{self._name}: member {older.member} ({older.place}) is at step "
-                    f"{older.step}, and member {newer.member} ({newer.place}) has taken part in no round; all members "
-                    "of a strict group begin together. Begin a new run, with a later epoch or another job name"
-                )
-
-    def _check_room(self, register: Register) -> None:
-        number = register.member
-        if self.group == WORLD and not self.is_elastic and number >= self.world_size:
-            raise self._mismatch(
-                register,
-                f"expected a number in [0, {self.world_size}), as members {list(self.present)} have it, got {number}",
-                number + 1,
-            )
-        # One that was away when the server was restarted was not waited for.
-        was_away = register.has_past and register.stand != Stand.TAKES_PART
-        if len(self.slaves) == self.world_size or (self.is_open and not was_away):
-            raise self._mismatch(
-                register,
-                f"expected {self.world_size} members, and {list(self.present)} are there, got one more",
-                self.world_size + 1,
-            )
-
-    def _duplicate(self, register: Register, slave: Slave) -> DuplicateMember:
-        return DuplicateMember(
-            f"{self._name} already has a member {register.member}: "
-            f"{slave.place} is registered, {register.place} was refused. Give every process its own RANK, "
-            "or every run its own job name",
-            job=self.job,
-            group=self.group,
-            member=register.member,
-            place=slave.place,
-        )
-
-    def _mismatch(self, register: Register, reason: str, got: int) -> WorldSizeMismatch:
-        return WorldSizeMismatch(
-            f"{self._name}: {reason} from member {register.member} ({register.place})",
-            job=self.job,
-            group=self.group,
-            member=register.member,
-            expected=self.world_size,
-            got=got,
-        )
-
     @property
     def _next_step(self) -> int:
         """The first step that nobody has begun."""
@@ -374,22 +270,6 @@ class Membership:
         return len(self.slaves) if self.is_elastic else self.world_size
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """Which group it is, for people."""
         return f"job {self.job!r}, group {self.group!r}"
-
-
-def too_late(register: Register) -> ReplicaLost:
-    """Returns the error of a member that comes back when the others have done without it."""
-    return ReplicaLost(
-        f"job {register.job!r}, group {register.group!r}, step {register.step}: member {register.member} "
-        f"({register.place}) came back too late after the server was restarted; the others have gone on without it",
-        job=register.job,
-        group=register.group,
-        member=register.member,
-        step=register.step,
-        cause="came back too late",
-    )
-
-
-def _policy(min_members: int) -> str:
-    return f'"elastic" with min_members {min_members}' if min_members else '"strict"'

@@ -34,9 +34,13 @@ class Recovery:
         """Returns who is still to come."""
         return sorted(self._named.difference(present))
 
+    def is_late(self, now: float) -> bool:
+        """Returns whether the time to come back is over."""
+        return now - self._since >= limits.SILENCE_SECONDS
+
     def late(self, now: float, present: Collection[int]) -> list[int]:
         """Returns who has not come in time, and waits no longer for them."""
-        if now - self._since < limits.SILENCE_SECONDS:
+        if not self.is_late(now):
             return []
         late = self.missing(present)
         self._named.difference_update(late)

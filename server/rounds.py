@@ -197,14 +197,14 @@ class Round:
             member=member,
         )
 
-    def timeout(self, whom: str) -> RoundTimeout:
+    def timeout(self, whom: str, missing: list[int]) -> RoundTimeout:
         """Returns the error of a round that waited too long, and says for whom."""
         return RoundTimeout(
             f"{self.key}: {whom} did not arrive within {self.seconds:g} s; "
             f"members {self.waiting} are waiting. Look at the missing members' logs, or raise "
             "connect(deadline=...) if a step may take longer",
             **self.key.fields,
-            missing=self.missing,
+            missing=missing,
             waiting=self.waiting,
             seconds=self.seconds,
         )

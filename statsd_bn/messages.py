@@ -193,8 +193,13 @@ class Register:
 
     @property
     def has_past(self) -> bool:
-        """Whether a server has taken the member in before."""
-        return self.server != NO_SERVER
+        """Whether the member has been in the group when that was open."""
+        return self.server != NO_SERVER and bool(self.known.runs)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the member has been given a result, or is beyond the first step."""
+        return self.step > 0 or self.results > 0
 
     def __post_init__(self) -> None:
         check_token("session", self.session)

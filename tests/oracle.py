@@ -73,7 +73,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._brought: dict[RoundKey, dict[int, list[Brought]]] = {}
-        self._delivered: dict[RoundKey, dict[tuple[int, ...], bytes]] = {}
+        self._delivered: dict[RoundKey, dict[tuple[tuple[int, int], ...], bytes]] = {}
 
     def bring(self, key: RoundKey, one: Brought) -> None:
         self._brought.setdefault(key, {}).setdefault(one.member, []).append(one)
@@ -102,7 +102,7 @@ class Ledger:
         rows = [row.ravel().tolist() for one in choice for row in one.rows.values]
         if not is_near_the_exact_sum(rows, got):
             return f"{aggregate.key}: {got} is far from the exact sum"
-        lives = tuple(one.life for one in choice)
+        lives = tuple((one.member, one.life) for one in choice)
         raw = aggregate.values.tobytes()
         if self._delivered.setdefault(aggregate.key, {}).setdefault(lives, raw) != raw:
             return f"{aggregate.key}: two members got different bytes"
@@ -116,8 +116,8 @@ def _shown(aggregate: Aggregate, got: list[float]) -> Any:
 class KeyCounter:
     """The keys of a member's rounds, by the rule of docs/protocol.md, section Identity."""
 
-    def __init__(self) -> None:
-        self._step = 0
+    def __init__(self, first_step: int = 0) -> None:
+        self._step = first_step
         self._mark = False
         self._calls: Counter[str] = Counter()
 

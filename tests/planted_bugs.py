@@ -19,10 +19,11 @@ from server.dispatcher import Dispatcher
 from server.liveness import Liveness
 from server.master import SyncMaster
 from server.membership import Membership
+from server.recovery import Recovery
 from server.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Rows
+from statsd_bn.messages import Aggregate, Rows, Stand
 from statsd_bn.wire import decode, encode
 
 BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
@@ -202,6 +203,108 @@ def lost_still_covered() -> Any:
 def too_few_go_on() -> Any:
     """An elastic group goes on with fewer members than it may."""
     return mock.patch.object(Membership, "suffices", property(lambda _: True))
+
+
+@bug
+def membership_frozen_late() -> Any:
+    """A newcomer's first step is the one that the others are in."""
+
+    def take_in(right: Any, self: Membership, *args: Any) -> Any:
+        slave = right(self, *args)
+        if self.is_open:
+            slave.first_step = self.latest_step
+        return slave
+
+    return instead(Membership, "_take_in", take_in)
+
+
+@bug
+def late_rows_dropped() -> Any:
+    """What a lost member had brought goes with it."""
+
+    def withdraw(right: Any, self: Round, member: int) -> None:
+        future = self.futures.get(member)
+        if future and future.done and len(self.futures) > 1:
+            del self.futures[member]
+            return
+        right(self, member)
+
+    return instead(Round, "withdraw", withdraw)
+
+
+@bug
+def away_still_awaited() -> Any:
+    """A member that is away is expected in new rounds."""
+
+    def participants(_right: Any, self: Membership, step: int) -> list[int]:
+        return [slave.member for slave in self.slaves.values() if slave.first_step <= step]
+
+    return instead(Membership, "participants", participants)
+
+
+@bug
+def recovery_does_not_wait() -> Any:
+    """A restarted master lets the members go on that are back, whoever else was named."""
+    return mock.patch.object(Recovery, "missing", return_value=[])
+
+
+@bug
+def first_result_wins_unchecked() -> Any:
+    """The results of an earlier master are taken for any round of their step."""
+
+    def recall(right: Any, self: SyncMaster, now: float, slave: Any, aggregate: Aggregate, peer: bytes) -> Any:
+        replies = right(self, now, slave, aggregate, peer)
+        for round_ in self._kept.values():
+            if round_.key.step == aggregate.key.step and round_.key.phase == aggregate.key.phase:
+                round_.answer = encode(replace(aggregate, key=round_.key))
+        return replies
+
+    return instead(SyncMaster, "recall", recall)
+
+
+@bug
+def back_too_early() -> Any:
+    """A pass begins while one is still in the last one."""
+
+    def call_back(right: Any, self: Membership) -> bool:
+        back = [slave for slave in self.slaves.values() if slave.stand is Stand.BACK]
+        if len(back) < max(2, len(self.slaves) - 1):
+            return right(self)
+        for slave in back:
+            slave.first_step, slave.stand = self._next_step, Stand.TAKES_PART
+        return True
+
+    return instead(Membership, "_call_back", call_back)
+
+
+@bug
+def late_answer_is_a_return() -> Any:
+    """Whoever is back takes any answer for the one that lets it go on."""
+
+    def registered(_right: Any, self: Session, frame: bytes) -> Any:
+        message = self._read(frame, None)
+        return message if self._is_registered(message) else None
+
+    return instead(Session, "registered", registered)
+
+
+@bug
+def refused_begins_recovery() -> Any:
+    """A member that is refused makes a group recover all the same, and open with those who are there."""
+
+    def admit(right: Any, self: Membership, now: float, register: Any, peer: bytes) -> Any:
+        if register.has_past and not self.is_open and not self.lost:
+            self.recovery = self.recovery or Recovery(now)
+        return right(self, now, register, peer)
+
+    return instead(Membership, "admit", admit)
+
+
+@bug
+def answers_first_socket() -> Any:
+    """Only the first of those who wait is answered at once; the others get it when they ask again."""
+    right = Round.peers.fget
+    return mock.patch.object(Round, "peers", property(lambda self: right(self)[:1]))
 
 
 @bug

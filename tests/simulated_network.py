@@ -288,6 +288,8 @@ class SimulatedServer:
         self.lives = 0
         self.outages: list[list[float]] = []
         self.on_receive: Callable[[Any, bytes], None] = lambda _owner, _frame: None
+        self.on_answer: Callable[[bytes], None] | None = None
+        self.on_start: Callable[[], None] = lambda: None
         self.on_tick: Callable[[], None] = lambda: None
         self.dispatcher: Dispatcher
         self._clock, self._network, self._rng, self._trace = clock, network, rng, trace
@@ -301,6 +303,7 @@ class SimulatedServer:
         self._backlog = None
         self._disconnected = self._probe_at = float("-inf")
         self._trace.append((self._clock.now, "server starts"))
+        self.on_start()
         self.dispatcher = Dispatcher(self._rng.randbytes(8), self._clock.now)
         if self.outages:
             self.outages[-1][1] = self._clock.now
@@ -392,5 +395,7 @@ class SimulatedServer:
             self._deliver(peer, frame)
 
     def _deliver(self, peer: bytes, frame: bytes) -> None:
+        if self.on_answer:
+            self.on_answer(frame)
         if not self._network.answer(peer, frame):
             self._try(self.dispatcher.unreachable(self._clock.now, peer))

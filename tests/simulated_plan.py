@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from simulated_network import Weather
+from statsd_bn.messages import BACKWARD
 
 # What befalls one member at a time, and what it needs to know of it.
 MEMBER_FAULTS = ("killed", "vanished", "frozen", "slow", "cut")
@@ -14,6 +15,8 @@ SERVER_FAULTS = ("server killed", "server stopped", "server naps")
 # cut beacon connects anew within 0.3 s.
 HARMLESS_FREEZE = 2.0
 HARMLESS_CUT = 0.15
+
+SECOND_BACKWARD = "second backward"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ class Plan:
     min_members: int = 0
     oddities: bool = False
     dry: frozenset[int] = field(default_factory=frozenset)
+    phases: tuple[str, ...] = (BACKWARD,)
+    passes: tuple[tuple[int, ...], ...] = ()
+    replaced_after: float = 0.0
 
     @property
     def size(self) -> int:
@@ -62,18 +68,45 @@ class Plan:
     def members_of(self, group: str) -> tuple[int, ...]:
         return self.groups[group] if group else tuple(range(self.size))
 
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether processes may come that were not there at the beginning."""
+        return self.has("comes") or self.replaced_after > 0
+
+    def index_of(self, step: int) -> int:
+        """The first turn of the program whose rounds have this step in their keys; dry ones do not count steps up."""
+        index = 0
+        while step and index < self.steps:
+            step -= index not in self.dry
+            index += 1
+        return index
+
     def has(self, *kinds: str) -> bool:
         return any(fault.kind in kinds for fault in self.faults)
 
     @property
     def is_harmless(self) -> bool:
         """Whether everybody must get every aggregate in spite of the faults."""
+        # A newcomer may take the place of one that is late; one that is through with a pass waits for the slow ones.
+        if self.has("comes") or self.leaves_too_few or (self.passes and self.has("slow")):
+            return False
+        # A frozen member cannot connect anew, and a connection that stays away is a death.
+        if self._befallen_by("frozen") & self._befallen_by("cut"):
+            return False
         late = sum(fault.seconds for fault in self.faults if fault.kind == "joins late")
         return all(_is_harmless(fault) for fault in self.faults) and late < self.deadline and not self.weather.corrupted
 
+    def _befallen_by(self, kind: str) -> set[int]:
+        return {fault.member for fault in self.faults if fault.kind == kind}
+
     @property
     def is_faultless(self) -> bool:
-        return not self.faults and self.weather.is_fair
+        return not self.faults and self.weather.is_fair and not self.leaves_too_few
+
+    @property
+    def leaves_too_few(self) -> bool:
+        """Whether members that are through with their last pass may leave others behind that are too few."""
+        return bool(self.passes) and self.min_members > 1
 
 
 def _is_harmless(fault: Fault) -> bool:
@@ -108,7 +141,37 @@ def draw(seed: int) -> Plan:
         oddities=rng.random() < 0.05,
         dry=frozenset(step for step in range(6) if rng.random() < 0.03),
     )
-    return _draw_policy(random.Random(seed + 2**42), _draw_faults(rng, plan))
+    plan = _draw_policy(random.Random(seed + 2**42), _draw_faults(rng, plan))
+    rng = random.Random(seed + 2**43)
+    return _draw_newcomers(rng, _draw_passes(rng, replace(plan, phases=_draw_phases(rng))))
+
+
+def _draw_phases(rng: random.Random) -> tuple[str, ...]:
+    """Mostly a plain training step; now and then a kept graph that is walked again, or differentiated again."""
+    further = rng.choice(("backward 2", SECOND_BACKWARD, "second backward 2"))
+    if rng.random() < 0.9:
+        return (BACKWARD,)
+    return (BACKWARD, SECOND_BACKWARD, further) if further == "second backward 2" else (BACKWARD, further)
+
+
+def _draw_passes(rng: random.Random, plan: Plan) -> Plan:
+    """In some worlds the members have different numbers of batches in each pass over their data."""
+    if plan.groups or plan.has("skips", "swaps") or plan.relaunch or rng.random() < 0.85:
+        return plan
+    passes = tuple(tuple(rng.choice((0, 1, 1, 2, 3)) for _ in plan.replicas) for _ in range(rng.choice((1, 2, 2, 3))))
+    return replace(plan, passes=passes, deadline=max(plan.deadline, 60.0))
+
+
+def _draw_newcomers(rng: random.Random, plan: Plan) -> Plan:
+    """New processes come, of numbers that had one or of others, or when one of their number has ended."""
+    if not plan.min_members:
+        some_end = plan.has("killed", "vanished") and not plan.relaunch
+        return replace(plan, replaced_after=rng.choice((0.05, 0.6, 2.0))) if some_end and rng.random() < 0.5 else plan
+    if rng.random() < 0.4:
+        return plan
+    numbers = [rng.randrange(plan.size + 2) for _ in range(rng.choice((0, 1, 1, 2)))]
+    newcomers = tuple(Fault("comes", number, when=rng.random() * _length(plan)) for number in numbers)
+    return replace(plan, faults=plan.faults + newcomers, replaced_after=rng.choice((0.0, 0.05, 0.6, 2.0)))
 
 
 def _draw_policy(rng: random.Random, plan: Plan) -> Plan:

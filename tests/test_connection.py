@@ -291,6 +291,15 @@ def test_a_forked_child_must_not_use_its_parents_connection(server, job):
         assert connection.exchange("bn", ROW).count == 1
 
 
+def test_a_forked_child_connects_by_itself_while_its_parent_is_connected(server, job):
+    def connect():
+        return client.connect(server.endpoint, job=f"{job} child", deadline=5.0).exchange("bn", ROW).count
+
+    with client.connect(server.endpoint, job=job, deadline=5.0) as connection:
+        assert _told_by_forked_child(connect, client.disconnect) == "1"
+        assert connection.exchange("bn", ROW).count == 1
+
+
 def _told_by_forked_child(program, end):
     """The outcome of `program`, in words; empty if the child did not come to an end in time."""
     reader, writer = os.pipe()

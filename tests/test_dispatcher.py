@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pure_members import PureWorld
 from server import past
 from server.dispatcher import Dispatcher
 from statsd_bn import limits
+from statsd_bn.errors import ReplicaLost
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     Aggregate,
@@ -219,6 +221,14 @@ def test_a_group_does_not_wait_for_a_member_of_the_job_that_has_failed(play):
         answers = play.join(0, 2, group=group, session=session, at=session)
         assert codes(answers) == {session: "replica_lost"}
         assert "member 2 (place 2) failed with RuntimeError: out of memory" in answers[session].message
+
+
+def test_whoever_waits_for_a_group_to_open_is_told_once_of_a_member_of_the_job_that_has_failed(play):
+    """All others leave as well, and each answer too many may reach a socket that waits for something else by then."""
+    play.open(3)
+    play.join(0, 2, group="pair", session=b"in-pair0", at=b"pair 0")
+    assert codes(play.leave(2, "boom")) == {b"pair 0": "replica_lost"}
+    assert play.leave(1, "ReplicaLost: member 2") == {}
 
 
 def test_a_group_opens_although_a_member_of_the_job_has_ended(play):
@@ -620,3 +630,21 @@ def test_members_in_any_disorder_get_each_round_once_and_alike(events):
                 assert (answer.replicas, answer.values) == (3, 3.0)
                 results.setdefault(answer.key, set()).add(frame)
     assert all(len(frames) == 1 for frames in results.values())
+
+
+def test_a_registration_that_comes_late_is_not_answered():
+    """The member waits for a round by then, and would take a refusal for the answer."""
+    world = PureWorld(2)
+    one, other = world.members
+    late = one.session.register()
+    for _ in range(2):
+        for member in world.members:
+            member.forward(1.0)
+        for member in world.members:
+            member.backward(1.0)
+    world.send(other, other.session.leave(""))
+    one.answers.clear()
+    world.send(one, late)
+    assert one.answers == []
+    world.send(one, one.session.register())
+    assert one.latest(ReplicaLost).fields["member"] == 1

@@ -301,6 +301,57 @@ def test_one_that_comes_back_when_all_others_have_finished_does_not_train_on_alo
     assert (newcomer.answers, newcomer.registered.missing) == ([], 3)
 
 
+def test_one_whose_results_get_lost_again_and_again_is_lost_too(world):
+    step(world.members)
+    mute, others = world.members[3], world.members[:3]
+    world.restart()
+    world.silent.add(mute)
+    for member in others:
+        member.forward(1.0)
+    for _ in range(8):
+        for frame in (mute.session.register(), mute.session.heartbeat()):
+            world.dispatcher.receive(world.now, mute.session.token, frame)
+        world.pass_time(0.5)
+    assert [member.total for member in others] == [([0, 1, 2], 3.0)] * 3
+    world.silent.remove(mute)
+    mute.forward(1.0)
+    assert "what it was given did not come back" in mute.latest(ReplicaLost).fields["cause"]
+
+
+def test_one_that_was_lost_before_the_restart_does_not_come_back_by_it():
+    """It thaws as the new server comes, which knows nothing of its loss; the others' results tell."""
+    world = PureWorld(2, 1)
+    step(world.members)
+    ahead, frozen = world.members
+    frozen.forward(1.0)
+    world.silent.add(frozen)
+    world.pass_time(4.0)
+    step([ahead])
+    step([ahead])
+    world.restart()
+    world.silent.remove(frozen)
+    frozen.ask_again()
+    world.pass_time(1.0)
+    frozen.ask_again()
+    assert "had gone on without it" in frozen.latest(ReplicaLost).fields["cause"]
+    assert step([ahead]) == ([0], 1.0)
+
+
+def test_whoever_waits_with_too_few_is_not_blamed():
+    """A newcomer waits for a member that waits for a third: nobody is late, one is missing."""
+    world = PureWorld(3, 3)
+    step(world.members)
+    world.kill(*world.members[1:])
+    rest, newcomer = world.members[0], world.come(1)
+    newcomer.forward(1.0)
+    world.pass_time(30.0)
+    rest.forward(1.0)
+    world.pass_time(31.0)
+    error = newcomer.latest(RoundTimeout)
+    assert "enough members (2 of min_members 3 are there)" in str(error)
+    assert error.fields["missing"] == []
+
+
 def test_one_that_finds_its_master_empty_again_waits_for_nobody_who_has_failed_there():
     """Nothing has ended that was not open: what a member leaves behind that gives up at once is no end of a run."""
     world = PureWorld(2, 1)
@@ -376,3 +427,46 @@ def test_survivors_of_a_killed_process_train_on_and_a_new_one_joins(server, job)
         assert elastic_programs.step(pipes) == [([0, 1, 2], 0), ([0, 1, 2], 3), ([0, 1, 2], 0)]
         weights = elastic_programs.weights(pipes)
         assert weights[0] == weights[2]
+
+
+def test_a_newcomer_that_has_waited_for_two_masters_begins_after_the_others():
+    """It knows the master before this one, and was in no group of it."""
+    world = PureWorld(2, 1)
+    for member in world.members:
+        member.forward(1.0)
+    world.restart()
+    newcomer = world.come(2)
+    assert newcomer.registered.missing == 1
+    world.restart()
+    world.pass_time(1.5)
+    newcomer.register()
+    assert newcomer.session.first_step == 1
+
+
+def test_one_whose_place_was_taken_before_the_group_opened_comes_in_as_a_newcomer():
+    """It knows the master before this one, and so can be nobody that others have gone on without."""
+    world = PureWorld(0, 1)
+    world.world_size = 2
+    late = world.come(0)
+    world.silent.add(late)
+    world.restart()
+    for number in (1, 2):
+        world.come(number)
+    world.silent.remove(late)
+    late.register()
+    assert (late.registered.missing, late.session.first_step) == (0, 1)
+
+
+def test_a_newcomer_begins_after_a_result_that_was_told_by_one_that_has_left_since():
+    """Else it would be given that result, which has the rows of an earlier process of its number."""
+    world = PureWorld(2, 1)
+    for member in world.members:
+        member.forward(1.0)
+    world.kill(world.members[1])
+    world.restart()
+    newcomer = world.come(1)
+    world.members[0].introduce()
+    world.send(world.members[0], world.members[0].session.leave(""))
+    world.silent.add(world.members[0])
+    world.pass_time(1.0)
+    assert (newcomer.registered.missing, newcomer.session.first_step) == (0, 1)

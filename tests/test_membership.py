@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.membership import Membership, Slave
+from server.membership import Membership
+from server.slave import Slave
 from statsd_bn.errors import DuplicateMember, ReplicaLost, WorldSizeMismatch
 from statsd_bn.messages import Register
 from strategies import register

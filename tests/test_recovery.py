@@ -6,7 +6,7 @@ from server.liveness import RECONNECT_SECONDS
 from server.membership import Membership
 from server.recovery import Recovery
 from statsd_bn import limits
-from statsd_bn.errors import ReplicaLost
+from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost
 from statsd_bn.members import NOBODY, Members
 from strategies import key, register
 
@@ -70,7 +70,7 @@ def test_a_member_owes_the_results_that_it_has_announced():
     assert slave.owes
     for layer in ("bn", "bn", "bn2"):
         assert slave.owes
-        group.recall(slave, key(layer, step=4))
+        group.recall(slave, key(layer, step=4), Members.of(range(3)))
     assert not slave.owes
     assert group.latest_step == 4
 
@@ -81,7 +81,7 @@ def test_one_that_owes_results_is_missing_though_it_is_there():
         group.admit(0.0, coming_back(member, results=int(member == 1)), b"")
     assert not group.settle(0.0)
     assert (group.missing, group.absent) == (1, [1])
-    group.recall(group.slaves[1], key())
+    group.recall(group.slaves[1], key(), Members.of(range(3)))
     assert group.settle(0.0)
     assert (group.is_open, group.missing, group.recovery) == (True, 0, None)
 
@@ -109,3 +109,37 @@ def test_a_member_that_leaves_while_others_come_back_breaks_a_strict_group():
     slave = group.admit(0.0, coming_back(0), b"")
     assert group.remove(slave, "boom") is group.lost
     assert "member 0 (place 0) failed with boom" in str(group.lost)
+    group.give_up_waiting(SILENCE)
+    assert "member 0 (place 0) failed with boom" in str(group.lost), "whoever comes too late is not the culprit"
+
+
+def test_one_that_is_refused_begins_no_recovery():
+    """Or the group would open with the one that is there: nobody is known to be missing."""
+    group = Membership(register(0, 2))
+    group.admit(0.0, register(0, 2), b"")
+    with pytest.raises(RegistrationRefused):
+        group.admit(0.0, register(1, 2, server=SERVER, step=1, known=Members.of(range(2))), b"")
+    assert group.recovery is None
+    assert not group.settle(1.0)
+
+
+def test_one_whose_place_another_holds_begins_no_recovery():
+    group = Membership(register(0, 2))
+    group.admit(0.0, register(0, 2), b"")
+    with pytest.raises(DuplicateMember):
+        group.admit(0.0, register(0, 2, session=b"another-", server=SERVER, known=Members.of(range(2))), b"")
+    assert group.recovery is None
+
+
+@pytest.mark.parametrize("far", [{"step": 1}, {"results": 1}])
+@pytest.mark.parametrize("new", [{}, {"server": SERVER}])
+@pytest.mark.parametrize("first", ["far", "new"])
+def test_a_process_without_a_past_is_refused_by_those_who_have_been_given_something(far, new, first):
+    """Also in the first step, and whether or not it has waited for an earlier master."""
+    group = Membership(register(0, 2))
+    old = register(0, 2, server=SERVER, known=Members.of(range(2)), **far)
+    both = [old, register(1, 2, **new)]
+    one, other = both if first == "far" else reversed(both)
+    group.admit(0.0, one, b"")
+    with pytest.raises(RegistrationRefused, match="has taken part in no round"):
+        group.admit(0.0, other, b"")

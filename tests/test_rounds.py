@@ -216,7 +216,7 @@ def test_members_may_hold_different_numbers_of_replicas():
 def test_a_timeout_names_who_is_missing_who_waits_and_how_long():
     round_ = a_round(0, 1, 2, seconds=2.5)
     round_.put(1, rows(1.0), b"")
-    error = round_.timeout("member 0 (here), member 2 (there)")
+    error = round_.timeout("member 0 (here), member 2 (there)", round_.missing)
     assert "member 0 (here), member 2 (there) did not arrive within 2.5 s; members [1] are waiting" in str(error)
     assert str(KEY) in str(error)
     assert error.fields == {**KEY.fields, "missing": [0, 2], "waiting": [1], "seconds": 2.5}

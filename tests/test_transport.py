@@ -112,6 +112,23 @@ def test_closing_wakes_a_thread_that_waits(echo):
     assert isinstance(results[1], ConnectionClosed)
 
 
+def test_sending_to_a_master_that_is_away_for_long_does_not_block(tmp_path):
+    """ZeroMQ holds a thousand frames for it; a member with a long deadline asks again more often than that."""
+    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+
+    def ask_again_and_again():
+        with transport.channel() as channel:
+            for _ in range(3000):
+                channel.send(b"is anybody there?")
+
+    with ThreadPoolExecutor(1) as executor:
+        asking = executor.submit(ask_again_and_again)
+        try:
+            asking.result(timeout=10)
+        finally:
+            transport.close()
+
+
 def test_frames_travel_in_memory_to_whom_they_are_for():
     transport = MemoryTransport(lambda peer, frame: [(peer, frame + b"!"), (b"nobody", b"lost")])
     with transport.channel() as one, transport.channel() as other:

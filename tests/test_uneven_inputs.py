@@ -9,7 +9,7 @@ from torch import nn
 
 import client
 import uneven_programs
-from memory_members import MemoryMaster, in_threads, outcome
+from memory_members import MemoryMaster, in_threads, outcome, wait_until
 from pure_members import PureWorld
 from statsd_bn.errors import GroupIncomplete, ReplicaLost, RoundFailed
 from statsd_bn.messages import Aggregate, Stand
@@ -124,6 +124,17 @@ def test_whoever_waits_for_another_pass_is_told_of_one_that_leaves(world):
     assert zero.latest(ReplicaLost).fields["member"] == 1
 
 
+def test_whoever_waits_for_another_pass_is_told_once(world):
+    """However many leave then; what comes later may reach a socket that waits for something else by then."""
+    zero, one, two = world.members
+    stand(one, Stand.AWAY)
+    stand(two, Stand.AWAY)
+    stand(zero, Stand.BACK)
+    first, second = (world.dispatcher.receive(world.now, b"", member.session.leave("")) for member in (one, two))
+    assert [to for to, _ in first] == [zero.session.token]
+    assert second == []
+
+
 @pytest.mark.parametrize("end", ["cause", "death"])
 def test_a_strict_group_is_broken_by_any_other_end_of_one_that_is_away(world, end):
     zero, one, _ = world.members
@@ -155,6 +166,27 @@ def test_the_master_dies_while_one_is_away_and_another_is_back(world):
     assert [member.session.first_step for member in world.members] == [2, 2, 2]
 
 
+def test_one_that_is_away_and_comes_late_to_a_restarted_master_stays_away(world):
+    """The others do not wait for it, neither now nor after a further restart."""
+    zero, one, two = world.members
+    for member in (zero, one, two):
+        member.forward(1.0)
+    stand(two, Stand.AWAY)
+    for member in (zero, one):
+        member.forward(1.0)
+    world.restart()
+    for member in (zero, one):
+        member.introduce()
+    two.introduce()
+    assert (two.registered.missing, two.session.stand) == (0, Stand.AWAY)
+    world.restart()
+    for member in (two, zero, one):
+        member.introduce()
+    for member in (zero, one):
+        member.forward(2.0)
+    assert zero.total == ([0, 1], 4.0)
+
+
 def test_the_master_dies_after_it_called_only_some_back(world):
     zero, one, two = world.members
     for member in (one, two):
@@ -171,6 +203,38 @@ def test_the_master_dies_after_it_called_only_some_back(world):
     assert two.session.first_step == 1
     two.forward(1.0)
     assert two.total == ([0, 1, 2], 3.0)
+
+
+def test_the_master_dies_before_one_heard_of_a_pass_that_the_others_are_through_with(world):
+    """Who is back waits for the next pass; only the one that did not hear of this one begins it."""
+    zero, one, two = world.members
+    for member in (one, two):
+        stand(member, Stand.BACK)
+    world.silent.add(two)  # the news does not reach it
+    stand(zero, Stand.BACK)
+    world.silent.remove(two)
+    for member in (zero, one):
+        stand(member, Stand.AWAY)
+        stand(member, Stand.BACK)
+    world.restart()
+    world.pass_time(1.5)
+    two.register()
+    assert [member.session.first_step for member in world.members] == [1, 1, 1]
+    stand(two, Stand.AWAY)
+    stand(two, Stand.BACK)
+    assert [member.session.first_step for member in world.members] == [2, 2, 2]
+
+
+def test_a_late_answer_does_not_let_anyone_go_on_that_is_back(world):
+    """A Register was sent twice, and its second answer comes when the member has asked for something else."""
+    one = world.members[1]
+    stand(one, Stand.AWAY)
+    answers = world.dispatcher.receive(world.now, b"", one.session.register())
+    one.session.stand = Stand.BACK
+    assert [one.session.registered(frame) for _, frame in answers] == [None]
+    assert one.session.stand is Stand.BACK
+    one.register()
+    assert one.registered.missing == 2
 
 
 def test_elastic_members_come_back_when_all_that_are_left_do():
@@ -231,6 +295,62 @@ def test_join_does_not_go_away_after_an_exception(monkeypatch):
         raise MemoryError
     assert isinstance(connection.exchange("bn", uneven_programs.ROW), Aggregate)
     connection.close()
+
+
+def test_join_goes_away_when_the_generator_around_it_is_read_no_further(monkeypatch):
+    master = MemoryMaster()
+    connection = master.connect(0, 1, min_members=1)
+    monkeypatch.setattr("client.uneven_inputs.current_connection", lambda: connection)
+
+    def batches():
+        with client.join(client.convert_model(nn.BatchNorm1d(3))):
+            yield from range(3)
+
+    reading = batches()
+    next(reading)
+    assert master.report("world")["members"][0]["stand"] == "takes_part"
+    reading.close()
+    assert master.report("world")["members"][0]["stand"] == "away"
+    connection.close()
+
+
+def test_a_late_answer_to_something_earlier_calls_nobody_back():
+    """Going away was said twice, because the first answer took long; the second answer comes while it waits."""
+    master = MemoryMaster()
+    returned = threading.Event()
+
+    def early():
+        with master.connect(0, 2) as connection:
+            connection.stay_away(None)
+            with master.transport.channel() as channel:
+                channel.send(connection._sessions.all()[0].register())
+            connection.come_back(None)
+            returned.set()
+            return connection.exchange("bn", uneven_programs.ROW).count
+
+    def late():
+        with master.connect(1, 2) as connection:
+            wait_until(lambda: master.report("world")["members"][0]["stand"] == "back")
+            assert not returned.wait(timeout=0.2)
+            connection.come_back(None)
+            return connection.exchange("bn", uneven_programs.ROW).count
+
+    assert in_threads([early, late]) == [2, 2]
+
+
+def test_all_are_back_when_the_master_dies_and_are_called_back_by_the_next(world):
+    for member in world.members:
+        stand(member, Stand.AWAY)
+    for member in world.members:
+        member.session.stand = Stand.BACK
+    world.restart()
+    for member in world.members:
+        member.registered = None
+        member.introduce()
+    assert {member.session.stand for member in world.members} == {Stand.BACK}
+    assert all(member.registered.missing for member in world.members)
+    world.pass_time(0.25)
+    assert {(member.session.stand, member.session.first_step) for member in world.members} == {(Stand.TAKES_PART, 1)}
 
 
 def test_members_that_do_not_come_back_are_named_at_the_deadline():

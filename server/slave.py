@@ -1,0 +1,55 @@
+"""Slave: a registered contributor, seen from the master."""
+
+from dataclasses import dataclass, field
+
+from statsd_bn.messages import RoundKey, Stand
+
+
+@dataclass(slots=True)
+class Slave:
+    """A registered contributor, seen from the master.
+
+    Attributes:
+        session: the life of the process that registered.
+        member: its number in the job.
+        deadline: how long its rounds may stay open, in seconds.
+        place: where it runs, for people.
+        peer: whom to answer.
+        step: the step it is in.
+        first_step: the first step it takes part in.
+        stand: whether it takes part.
+        has_past: whether it was in the group when that was open in an earlier life of the server.
+        owed: how many results of that life it has announced.
+        replicas: rows in its latest contribution; 0 before the first.
+        since: when it registered first.
+        threads: how many rounds it has had under way at once, at most: so many threads of it exchange.
+        recalled: the rounds whose results have come.
+    """
+
+    session: bytes
+    member: int
+    deadline: float
+    place: str
+    peer: bytes
+    step: int
+    first_step: int
+    stand: Stand
+    has_past: bool
+    owed: int
+    recalled: set[RoundKey] = field(default_factory=set)
+    replicas: int = 0
+    since: float = 0.0
+    threads: int = 1
+
+    def __str__(self) -> str:
+        return f"member {self.member} ({self.place})"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has taken part in a round of an earlier life of the server, or in some of this one."""
+        return self.step > 0 or self.owed > 0
+
+    @property
+    def owes(self) -> bool:
+        """Whether results that it has announced have not come: they may have been lost on the way."""
+        return len(self.recalled) < self.owed
