@@ -75,11 +75,12 @@ def are_near_zero(first: FloatArray, second: FloatArray, number: int) -> bool:
 def shifted_sums(x: Tensor, center: Tensor) -> FloatArray:
     """Returns Σ(x - c) and Σ(x - c)², shape (2, C); `center`, c, has shape (C,) and the compute type."""
     view = _view(x)
-    by_column = _alongside(_repeated(view, center), view)
+    center = _alongside(_repeated(view, center), view)
     room = torch.empty_like(view[: _step(BLOCK, view)], dtype=center.dtype)
-    shifted = (torch.sub(part, by_column, out=room[: len(part)]) for (part,) in _blocks(BLOCK, view))
-    found = sum_in_order(sums(block, block) for block in shifted)
-    return found.reshape(2, -1, x.shape[1]).sum(1)
+    shifted = (torch.sub(part, center, out=room[: len(part)]) for (part,) in _blocks(BLOCK, view))
+    by_column = sum_in_order(sums(block, block) for block in shifted)
+    found: FloatArray = by_column.reshape(2, -1, x.shape[1]).sum(1)
+    return found
 
 
 def sums(grad: Tensor, x: Tensor) -> FloatArray:
@@ -133,7 +134,7 @@ def scale(x: Tensor, factor: FloatArray, addend: FloatArray) -> Tensor:
     """Returns x * factor + addend, rounded to the type of `x` once; vectors of shape (C,)."""
     output = _fresh(x)
     view = _view(x)
-    _scale(view, *_vectors(view, factor, addend), _view(output))
+    _scale(view, _view(output), *_vectors(view, factor, addend))
     return output
 
 
@@ -149,7 +150,7 @@ def combine(grad: Tensor, x: Tensor, by_grad: FloatArray, factor: FloatArray, ad
     """
     output = _fresh(x)
     views = _view(grad), _view(x), _view(output)
-    vectors = tuple(_vectors(views[1], by_grad, factor, addend))
+    vectors = _vectors(views[1], by_grad, factor, addend)
     (_combine if vectors[0].dtype == x.dtype else _combine_widened)(*views, *vectors)
     return output
 
@@ -157,7 +158,7 @@ def combine(grad: Tensor, x: Tensor, by_grad: FloatArray, factor: FloatArray, ad
 def _combine(grad: Tensor, x: Tensor, output: Tensor, by_grad: Tensor, factor: Tensor, addend: Tensor) -> None:
     by_grad = _alongside(by_grad, x)
     for grad_part, part, into in _blocks(BLOCK, grad, x, output):
-        _scale(part, factor, addend, into)
+        _scale(part, into, factor, addend)
         into.addcmul_(grad_part, by_grad)
 
 
@@ -182,7 +183,7 @@ def _fresh(x: Tensor) -> Tensor:
     return output
 
 
-def _scale(x: Tensor, factor: Tensor, addend: Tensor, into: Tensor) -> None:
+def _scale(x: Tensor, into: Tensor, factor: Tensor, addend: Tensor) -> None:
     """Scales a view; of rows the plain operator does in 0.8 times the time, but slowly if types are mixed."""
     is_mixed = x.dtype != factor.dtype
     if x.dim() == 2:  # noqa: PLR2004
@@ -213,12 +214,10 @@ def _repeated(view: Tensor, vector: Tensor) -> Tensor:
     return vector if fold == 1 else vector.repeat(fold)
 
 
-def _vectors(view: Tensor, *vectors: FloatArray) -> Iterator[Tensor]:
-    """Yields vectors of shape (C,) in the compute type, repeated as the view has it."""
-    for vector in vectors:
-        yield _repeated(
-            view, torch.from_numpy(vector.astype(np.float64 if view.dtype == torch.float64 else np.float32))
-        )
+def _vectors(view: Tensor, *vectors: FloatArray) -> list[Tensor]:
+    """Returns vectors of shape (C,) in the compute type, repeated as the view has it."""
+    dtype = np.float64 if view.dtype == torch.float64 else np.float32
+    return [_repeated(view, torch.from_numpy(vector.astype(dtype))) for vector in vectors]
 
 
 def _alongside(vector: Tensor, view: Tensor) -> Tensor:

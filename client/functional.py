@@ -95,7 +95,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply`, but for its search for default arguments, which takes as long as the whole call without it."""
     if torch._C._are_functorch_transforms_active():  # noqa: SLF001 - torch asks the same
         return function.apply(*arguments)
-    return super(torch.autograd.Function, function).apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # it comes from C
 
 
 class _BatchNorm(torch.autograd.Function):
