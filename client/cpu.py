@@ -29,10 +29,14 @@ _reduce_rows = torch.ops.aten.native_batch_norm_backward.default
 # Which of their three results the two reductions compute: not the gradient of the input.
 _REDUCTIONS = [False, True, True]
 
-# Elements that pass through several operators at a time: 4 MB of float32, which the caches of two cores hold. Whole
+# Elements that pass through several operators at a time, per thread: 4 MB of float32, which the caches hold. Whole
 # tensors of 25 MB took 1.2 times as long, and up to twice where others use the cache. Half precision needs
 # twice the room while it is widened.
 BLOCK, WIDENED_BLOCK = 2**20, 2**19
+
+# Each thread has a cache of its own, and each operator on each block costs a meeting of the threads. So blocks grow with
+# their number; up to this one, that what is widened stay small.
+THREADS = 4
 
 # The reductions add in float32, a plane in 16 columns and rows one by one, so that many values would lose digits. So
 # long planes are cut, rows are dealt to more columns and into parts, and all these sums are added in float64. Planes
@@ -225,11 +229,12 @@ def _alongside(vector: Tensor, view: Tensor) -> Tensor:
 
 
 def _step(size: int, view: Tensor) -> int:
-    return max(1, size // view[0].numel())
+    """Returns how many rows or samples make a block, in which each thread has `size` elements."""
+    return max(1, size * min(torch.get_num_threads(), THREADS) // view[0].numel())
 
 
 def _blocks(size: int, *views: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yields the views in parts of about `size` elements."""
+    """Yields the views in parts of about `size` elements per thread."""
     step = _step(size, views[0])
     if step >= len(views[0]):
         yield views
