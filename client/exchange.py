@@ -48,7 +48,9 @@ class Exchange:
 
     def forward(self, local: list[Moments]) -> None:
         """Exchanges the local replicas' moments for those of the whole batch."""
-        rows = Rows(tuple(moments.count for moments in local), np.stack([moments.vectors for moments in local]))
+        rows = Rows(
+            tuple(moments.count for moments in local), np.array([(moments.sums, moments.squares) for moments in local])
+        )
         self.take(rows, self.pipe.run_slave(rows))
 
     def take(self, rows: Rows, aggregate: Aggregate) -> None:
@@ -79,11 +81,11 @@ class Exchange:
         return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
 
     @property
-    def for_running_statistics(self) -> FloatArray:
-        """Shape (2, C): mean and unbiased variance; zeros without values."""
+    def for_running_statistics(self) -> tuple[FloatArray, FloatArray]:
+        """Mean and unbiased variance, each of shape (C,); zeros without values."""
         if self.moments.count == 0:
-            return np.zeros((2, len(self.moments.sums)))
-        return np.stack((self.moments.mean, self.moments.variance(unbiased=True)))
+            return self.moments.sums, self.moments.squares
+        return self.statistics.mean, self.moments.variance(unbiased=True)
 
     def check_count(self, x: Tensor) -> None:
         """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`."""

@@ -31,9 +31,9 @@ def move(layer: Any, mean: Tensor, variance: Tensor, *, first_run: int | Tensor 
     for running, batch in ((layer.running_mean, mean), (layer.running_var, variance)):
         wide = running.to(compute_type(running))  # in half precision the newest may overflow where the average does not
         newest = batch.to(wide.dtype).to(wide.device)
-        running.copy_(
-            wide.lerp(newest, weight.to(wide.dtype).to(wide.device) if isinstance(weight, Tensor) else weight)
-        )
+        wide.lerp_(newest, weight.to(wide.dtype).to(wide.device) if isinstance(weight, Tensor) else weight)
+        if wide is not running:
+            running.copy_(wide)
 
 
 def _weight_of_newest(layer: Any) -> float | Tensor:
