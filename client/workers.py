@@ -29,10 +29,12 @@ class _Worker:
     def _work(self) -> None:
         while True:
             task, running = self._tasks.get()
-            task()
-            del task  # the wait for the next one must not keep alive what this one knew
-            _idle.append(self)
-            running.release()
+            try:
+                task()
+                del task  # the wait for the next one must not keep alive what this one knew
+                _idle.append(self)
+            finally:
+                running.release()
 
 
 _idle: list[_Worker] = []  # a list's own append and pop need no lock, which a fork could find taken
@@ -43,7 +45,7 @@ def run(tasks: Sequence[Task]) -> None:
     """Runs all tasks at the same time, each in a thread of its own, and waits for them.
 
     Args:
-        tasks: must not raise.
+        tasks: must not raise; one that does ends its thread, with a traceback, and no other.
     """
     for running in [_take().start(task) for task in tasks]:
         running.acquire()

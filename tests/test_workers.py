@@ -49,6 +49,24 @@ def test_what_a_task_knew_is_forgotten_with_it():
     assert reference() is None
 
 
+def test_a_task_that_raises_ends_its_thread_and_nobody_waits_for_it(monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
+    runs = []
+
+    def fail():
+        runs.append(threading.get_ident())
+        raise MemoryError("too large")
+
+    workers.run([fail])
+    (ident,) = runs
+    for thread in threading.enumerate():
+        if thread.ident == ident:
+            thread.join(20)
+    assert raised == [MemoryError]
+    assert len(idents_of(3)) == 3
+
+
 def test_a_forked_child_has_workers_of_its_own():
     idents_of(2)
     child = multiprocessing.get_context("fork").Process(target=idents_of, args=(2,))
