@@ -29,10 +29,14 @@ _reduce_rows = torch.ops.aten.native_batch_norm_backward.default
 # Which of their three results the two reductions compute: not the gradient of the input.
 _REDUCTIONS = [False, True, True]
 
-# Elements that pass through several operators at a time: 4 MB of float32, which the caches of two cores hold. Whole
+# Elements that pass through several operators at a time, per thread: 4 MB of float32, which the caches hold. Whole
 # tensors of 25 MB took 1.2 times as long, and up to twice where others use the cache. Half precision needs
 # twice the room while it is widened.
 BLOCK, WIDENED_BLOCK = 2**20, 2**19
+
+# Each thread has a cache of its own, and each operator on each block costs a meeting of the threads. So blocks grow
+# with their number; up to this one, that what is widened stay small.
+THREADS = 4
 
 # The reductions add in float32, a plane in 16 columns and rows one by one, so that many values would lose digits. So
 # long planes are cut, rows are dealt to more columns and into parts, and all these sums are added in float64. Planes
@@ -40,8 +44,8 @@ BLOCK, WIDENED_BLOCK = 2**20, 2**19
 LONG_PLANE, LONGEST_PLANE = 2**13, 2**16
 COLUMNS, ROWS = 1024, 1024
 
-# Sums of squares that are not centred cost the variance (1 + 2 mean² / variance) roundings. Up to this ratio that is no
-# more than centring costs, and half the time; beyond it the values must be centred first.
+# Sums of squares that are not centred cost the variance (1 + 2 mean² / variance) roundings of float32, which parts this
+# short add in: up to this ratio no digit. Centring would take as long again as all else. Beyond it nothing else will do.
 NEAR = 4.0
 
 # Planes up to this length have more overhead than arithmetic in eval mode: `mul` and `add` take 0.7 times as long.
@@ -77,7 +81,7 @@ def shifted_sums(x: Tensor, center: Tensor) -> FloatArray:
     view = _view(x)
     center = _alongside(_repeated(view, center), view)
     room = torch.empty_like(view[: _step(BLOCK, view)], dtype=center.dtype)
-    shifted = (torch.sub(part, center, out=room[: len(part)]) for (part,) in _blocks(BLOCK, view))
+    shifted = (torch.sub(part, center, out=room[: part.shape[0]]) for (part,) in _blocks(BLOCK, view))
     by_column = sum_in_order(sums(block, block) for block in shifted)
     found: FloatArray = by_column.reshape(2, -1, x.shape[1]).sum(1)
     return found
@@ -101,7 +105,7 @@ def _sums_of_planes(grad: Tensor, x: Tensor) -> FloatArray:
     _, weight = _zero_and_one((planes,), _wide(x))
     _, second, first = _reduce_planes(grad, x, mean, deviation, weight, 1, planes, length, 1, _REDUCTIONS)
     by_plane = np.array((first.numpy(), second.numpy()), dtype=np.float64)
-    by_channel: FloatArray = by_plane.reshape(2, len(x), -1).sum(1)
+    by_channel: FloatArray = by_plane.reshape(2, x.shape[0], -1).sum(1)
     return by_channel if by_channel.shape[1] == x.shape[1] else by_channel.reshape(2, x.shape[1], -1).sum(2)
 
 
@@ -167,8 +171,8 @@ def _combine_widened(grad: Tensor, x: Tensor, output: Tensor, by_grad: Tensor, f
     room = torch.empty_like(x[: _step(WIDENED_BLOCK, x)], dtype=factor.dtype)
     room_for_grad = torch.empty_like(room)
     for grad_part, part, into in _blocks(WIDENED_BLOCK, grad, x, output):
-        wide = room[: len(part)].copy_(part).mul_(factor).add_(addend)
-        into.copy_(wide.addcmul_(room_for_grad[: len(part)].copy_(grad_part), by_grad))
+        wide = room[: part.shape[0]].copy_(part).mul_(factor).add_(addend)
+        into.copy_(wide.addcmul_(room_for_grad[: part.shape[0]].copy_(grad_part), by_grad))
 
 
 def _fresh(x: Tensor) -> Tensor:
@@ -205,12 +209,13 @@ def _view(x: Tensor) -> Tensor:
     if rows is None:
         return x
     number, channels = rows.shape
-    return rows.view(-1, math.gcd(number, max(1, COLUMNS // channels)) * channels)
+    beside = COLUMNS // channels
+    return rows if beside <= 1 else rows.view(-1, math.gcd(number, beside) * channels)
 
 
 def _repeated(view: Tensor, vector: Tensor) -> Tensor:
     """Returns a vector of shape (C,), repeated as the view has it."""
-    fold = view.shape[1] // len(vector)
+    fold = view.shape[1] // vector.shape[0]
     return vector if fold == 1 else vector.repeat(fold)
 
 
@@ -225,22 +230,25 @@ def _alongside(vector: Tensor, view: Tensor) -> Tensor:
 
 
 def _step(size: int, view: Tensor) -> int:
-    return max(1, size // view[0].numel())
+    """Returns how many rows or samples make a block, in which each thread has `size` elements."""
+    length = view.numel() // view.shape[0]
+    return max(1, size * min(torch.get_num_threads(), THREADS) // length)
 
 
 def _blocks(size: int, *views: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yields the views in parts of about `size` elements."""
+    """Yields the views in parts of about `size` elements per thread."""
     step = _step(size, views[0])
-    if step >= len(views[0]):
+    number = views[0].shape[0]
+    if step >= number:
         yield views
         return
-    for start in range(0, len(views[0]), step):
+    for start in range(0, number, step):
         yield tuple(view[start : start + step] for view in views)
 
 
 def _plane(x: Tensor) -> int:
     """Returns how many values each plane of `x` has, long ones being cut."""
-    length = x.numel() // (len(x) * x.shape[1])
+    length = x.numel() // (x.shape[0] * x.shape[1])
     while length > LONG_PLANE and length % 2 == 0:
         length //= 2
     return length

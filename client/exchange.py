@@ -1,6 +1,5 @@
 """Exchange: one call of one layer, and the rounds it has."""
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -39,7 +38,7 @@ class Exchange:
     moments: Moments = field(init=False)
     statistics: Statistics = field(init=False)
     computed_again: set[int] = field(default_factory=set)
-    _walks: Counter[str] = field(default_factory=Counter)
+    _walks: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -74,8 +73,7 @@ class Exchange:
                 f"together, got those of {len(local)}; a reentrant checkpoint computes one replica at a time, so pass "
                 "use_reentrant=False to torch.utils.checkpoint"
             )
-        self._walks[phase] += 1
-        walk = self._walks[phase]
+        walk = self._walks[phase] = self._walks.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
         key = replace(self.key, phase=phase if walk == 1 else f"{phase} {walk}")
         return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
