@@ -44,8 +44,8 @@ THREADS = 4
 LONG_PLANE, LONGEST_PLANE = 2**13, 2**16
 COLUMNS, ROWS = 1024, 1024
 
-# Sums of squares that are not centred cost the variance (1 + 2 mean² / variance) roundings of float32, which parts this
-# short add in: up to this ratio no digit. Centring would take as long again as all else. Beyond it nothing else will do.
+# Sums of squares that are not centred cost the variance (1 + 2 mean² / variance) roundings of float32, in which parts
+# this short add; up to this ratio that is no digit, and centring would cost the layer half as much again.
 NEAR = 4.0
 
 # Planes up to this length have more overhead than arithmetic in eval mode: `mul` and `add` take 0.7 times as long.

@@ -61,20 +61,35 @@ def test_sums_over_very_many_values_lose_no_digits(x):
     np.testing.assert_allclose(second, number * float(np.float32(0.3)) * value, rtol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_far_from_zero_are_centred_in_blocks(layout, dtype, monkeypatch):
+    """Seven samples in blocks of two, or 84 rows in blocks of some: the last is smaller."""
+    x = laid((random(7, 5, 3, 4) + torch.tensor([0.0, 10, 1e3, -1e4, 3]).view(5, 1, 1)).to(dtype), layout)
+    monkeypatch.setattr(cpu, "BLOCK", 120)
+    found, (mean, variance) = kernels.moments(x), exact(x)
+    np.testing.assert_allclose(found.mean, mean, rtol=1e-7, atol=1e-6)
+    np.testing.assert_allclose(found.variance(), variance, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_blocks_make_no_difference(layout, dtype, monkeypatch):
-    """Seven samples in blocks of two, or 63 rows in blocks of some: the last is smaller."""
-    x, grad = (laid(random(7, 5, 3, 3, seed=seed).to(dtype), layout) for seed in range(2))
+@pytest.mark.parametrize("side", [3, 9])
+def test_blocks_make_no_difference(side, layout, dtype, monkeypatch):
+    """Seven samples, or seven times so many rows, in blocks of some: the last is smaller. Short planes and others."""
+    x, grad = (laid(random(7, 5, side, side, seed=seed).to(dtype), layout) for seed in range(2))
     vectors = random(3, 5, seed=2).double()
     expected = cpu.combine(grad, x, *vectors.numpy())
     for name in ("BLOCK", "WIDENED_BLOCK"):
-        monkeypatch.setattr(cpu, name, 90)
+        monkeypatch.setattr(cpu, name, 10 * side**2)
     found = cpu.combine(grad, x, *vectors.numpy())
     assert torch.equal(found, expected)
+    scaled = cpu.scale(x, *vectors[1:].numpy())
     by_grad, factor, addend = vectors.view(3, 1, 5, 1, 1)
     exactly = (grad.double() * by_grad + x.double() * factor + addend).to(dtype)
     torch.testing.assert_close(found, exactly, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    exactly = (x.double() * factor + addend).to(dtype)
+    torch.testing.assert_close(scaled, exactly, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
