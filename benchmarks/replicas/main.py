@@ -1,11 +1,10 @@
 """Replicas: forward and backward of virtual replicas in one process beside `nn.BatchNorm2d` on the whole batch.
 
 The model is one layer; "wrapper" is `nn.Identity` in its place: what splitting, threads and joining cost. All take
-turns in one run, call by call, so that what else the machine does falls on all; the claim is the ratio of medians, not a
-time. `--peer PATH` names a checkout of Synchronized-BatchNorm-PyTorch, whose
-folder `sync_batchnorm` is measured as well. It knows only CUDA devices, so on a CPU its layer runs in our wrapper,
-replicas registered by its own callbacks, and its two collectives, which on one device have nothing to carry, are plain
-additions.
+turns in one run, call by call, so that what else the machine does falls on all; the claim is the ratio of medians, not
+a time. `--peer PATH` names a checkout of Synchronized-BatchNorm-PyTorch, whose folder `sync_batchnorm` is measured as
+well. It knows only CUDA devices, so on a CPU its layer runs in our wrapper, replicas registered by its own callbacks,
+and its two collectives, which on one device have nothing to carry, are plain additions.
 """
 
 import argparse
@@ -58,7 +57,8 @@ def main() -> None:
         seed = f"{row['seed']:>8.2f} {row['ours'] / row['seed']:>7.2f}" if "seed" in row else f"{'-':>8} {'-':>7}"
         print(
             f"{row['threads']:>7} {row['replicas']:>8} {row['shape']:>15} {row['ours']:>8.2f} {row['ours_p99']:>7.2f} "
-            f"{row['wrapper']:>8.2f} {row['torch']:>8.2f} {row['torch_p99']:>7.2f} {row['ours'] / row['torch']:>7.2f} {seed}"
+            f"{row['wrapper']:>8.2f} {row['torch']:>8.2f} {row['torch_p99']:>7.2f} "
+            f"{row['ours'] / row['torch']:>7.2f} {seed}"
         )
 
 
