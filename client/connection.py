@@ -20,6 +20,7 @@ from client.groups import LOCAL, Group
 from client.registration import Sessions, cause_of
 from client.round_trip import RoundTrip
 from client.session import Member
+from client.switching import switching
 from client.transport import Transport, ZmqTransport
 from statsd_bn.errors import (
     ConfigurationError,
@@ -171,8 +172,12 @@ class Connection:
             key = key or session.forward_key(layer)
             frame = session.contribution(key, rows)
         started = time.perf_counter()
-        with self._transport.channel() as channel:
-            aggregate = RoundTrip(session, self._transport.endpoint, key, rows).run(channel, frame)
+        switching.begin()
+        try:
+            with self._transport.channel() as channel:
+                aggregate = RoundTrip(session, self._transport.endpoint, key, rows).run(channel, frame)
+        finally:
+            switching.end()
         if aggregate.values.shape != rows.values.shape[1:]:
             raise ProtocolError(
                 f"{key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"

@@ -34,8 +34,8 @@ _REDUCTIONS = [False, True, True]
 # twice the room while it is widened.
 BLOCK, WIDENED_BLOCK = 2**20, 2**19
 
-# Each thread has a cache of its own, and each operator on each block costs a meeting of the threads. So blocks grow
-# with their number; up to this one, that what is widened stay small.
+# Each operator on each block costs a meeting of the threads, and that is dear where others use the cores. So blocks
+# grow with their number, up to this one, that what is widened stay small; and where nothing is widened there is one.
 THREADS = 4
 
 # The reductions add in float32, a plane in 16 columns and rows one by one, so that many values would lose digits. So
@@ -161,7 +161,8 @@ def combine(grad: Tensor, x: Tensor, by_grad: FloatArray, factor: FloatArray, ad
 
 def _combine(grad: Tensor, x: Tensor, output: Tensor, by_grad: Tensor, factor: Tensor, addend: Tensor) -> None:
     by_grad = _alongside(by_grad, x)
-    for grad_part, part, into in _blocks(BLOCK, grad, x, output):
+    size = BLOCK if torch.get_num_threads() == 1 else x.numel()
+    for grad_part, part, into in _blocks(size, grad, x, output):
         _scale(part, into, factor, addend)
         into.addcmul_(grad_part, by_grad)
 
@@ -171,7 +172,11 @@ def _combine_widened(grad: Tensor, x: Tensor, output: Tensor, by_grad: Tensor, f
     room = torch.empty_like(x[: _step(WIDENED_BLOCK, x)], dtype=factor.dtype)
     room_for_grad = torch.empty_like(room)
     for grad_part, part, into in _blocks(WIDENED_BLOCK, grad, x, output):
-        wide = room[: part.shape[0]].copy_(part).mul_(factor).add_(addend)
+        wide = room[: part.shape[0]].copy_(part)
+        if x.dim() == 2:  # noqa: PLR2004
+            torch.addcmul(addend, wide, factor, out=wide)
+        else:
+            wide.mul_(factor).add_(addend)
         into.copy_(wide.addcmul_(room_for_grad[: part.shape[0]].copy_(grad_part), by_grad))
 
 

@@ -1,6 +1,6 @@
 """Exchange: one call of one layer, and the rounds it has."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -75,14 +75,15 @@ class Exchange:
             )
         walk = self._walks[phase] = self._walks.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
-        key = replace(self.key, phase=phase if walk == 1 else f"{phase} {walk}")
+        key = self.key.of_phase(phase if walk == 1 else f"{phase} {walk}")
         return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
 
     @property
     def for_running_statistics(self) -> tuple[FloatArray, FloatArray]:
         """Mean and unbiased variance, each of shape (C,); zeros without values."""
         if self.moments.count == 0:
-            return self.moments.sums, self.moments.squares
+            nothing = np.zeros_like(self.moments.sums)
+            return nothing, nothing
         return self.statistics.mean, self.moments.variance(unbiased=True)
 
     def check_count(self, x: Tensor) -> None:

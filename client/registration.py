@@ -196,8 +196,9 @@ def join(transport: Transport, session: Session, patience: float) -> None:
                 name, awaited = f"job {who.job!r}, group {who.group!r}", _awaited(who, answer)
                 logger.warning("%s: waiting since %.0f s for %s to connect", name, waited, awaited)
             left = patience - waited
+            # However little is left, a server that is there has its time to answer.
             answer = _next_registered(channel, session, min(ANSWER_SECONDS, left)) or _ask(
-                channel, session, transport.endpoint, left
+                channel, session, transport.endpoint, max(ANSWER_SECONDS, left)
             )
 
 

@@ -55,7 +55,7 @@ class RoundTrip:
             StatsdBNError: the round failed, with the reason.
         """
         channel.send(frame)
-        self._session.spoke = time.monotonic()
+        self._session.spoke = self._started
         expiry = self._started + self._session.member.deadline + GRACE_SECONDS
         while (left := expiry - time.monotonic()) > 0:
             answer = channel.receive(min(left, self._patience()))
@@ -68,7 +68,7 @@ class RoundTrip:
 
     def _patience(self) -> float:
         growing = min(ASK_AGAIN_SECONDS * (1 + self._attempt), ASK_AGAIN_AT_MOST)
-        return growing * random.uniform(0.9, 1.1)  # noqa: S311 - so that members do not ask in step
+        return growing * (0.9 + 0.2 * random.random())  # noqa: S311 - so that members do not ask in step
 
     def _read(self, frame: bytes, channel: Channel) -> Aggregate | None:
         self._heard = time.monotonic()

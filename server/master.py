@@ -70,6 +70,8 @@ class SyncMaster:
         self.answered = -math.inf
         self.is_mourned = False
         self._server = server
+        # What all keys of this life begin with.
+        self._run = (register.job, register.group, register.epoch)
         self._open: dict[RoundKey, Round] = {}
         self._kept: dict[RoundKey, Round] = {}
         self._ended: dict[int, None] = {}
@@ -152,9 +154,9 @@ class SyncMaster:
             LookupError: a contribution is missing.
         """
         contributions = [future.get() for future in round_.futures.values()]
-        counts = [count for rows in contributions for count in rows.counts]
+        replicas = sum(len(rows.counts) for rows in contributions)
         total = sum_in_order(row for rows in contributions for row in rows.values)
-        return Aggregate(round_.key, len(counts), sum(counts), Members.of(round_.futures), total)
+        return Aggregate(round_.key, replicas, round_.count, Members.of(round_.futures), total)
 
     def remove_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
         """Takes a slave out that says goodbye.
@@ -357,7 +359,7 @@ class SyncMaster:
 
     def _check_key(self, slave: Slave, key: RoundKey) -> None:
         membership = self.membership
-        if (key.job, key.group, key.epoch) != (membership.job, membership.group, self.epoch):
+        if key[:3] != self._run:
             raise ProtocolError(
                 f"round key: expected job {membership.job!r}, group {membership.group!r}, epoch {self.epoch}, "
                 f"as {slave} registered, got {key}"

@@ -14,13 +14,14 @@ from enum import StrEnum
 
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout, StatsdBNError
-from statsd_bn.members import NOBODY
 from statsd_bn.messages import Aggregate, Failure, RoundKey, Rows
 from statsd_bn.wire import encode
 
 
 class State(StrEnum):
     """Where a round is in its life."""
+
+    __hash__ = str.__hash__  # an enum's own is a function of Python, and each frame needs some
 
     WAITING = "waiting"
     REDUCED = "reduced"
@@ -29,6 +30,8 @@ class State(StrEnum):
 
 class Event(StrEnum):
     """What happens to a round."""
+
+    __hash__ = str.__hash__
 
     CONTRIBUTED = "contributed"
     WITHDRAWN = "withdrawn"
@@ -105,7 +108,7 @@ class Round:
         seconds: how long it may stay open.
     """
 
-    __slots__ = ("_pending", "answer", "count", "covers", "futures", "key", "opened", "seconds", "shape", "state")
+    __slots__ = ("_pending", "answer", "count", "futures", "key", "opened", "seconds", "shape", "state")
 
     def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
         self.key = key
@@ -115,7 +118,6 @@ class Round:
         self.seconds = seconds
         self.shape: tuple[int, ...] = ()
         self.count = 0
-        self.covers = NOBODY
         self._pending = len(self.futures)
         self.answer = b""
 
@@ -132,15 +134,15 @@ class Round:
             ContributionConflict: this member has contributed other bytes already.
         """
         future = self.futures[member]
-        fresh = not future.done
-        if fresh:
-            self._check_shape(member, rows)
-            self._check_count(member, rows)
-        if not future.put(rows, peer):
-            raise self.conflict(member)
-        if fresh:
-            self._pending -= 1
-            self.advance(Event.CONTRIBUTED)
+        if future.done:
+            if not future.put(rows, peer):
+                raise self.conflict(member)
+            return
+        self._check_shape(member, rows)
+        self._check_count(member, rows)
+        future.put(rows, peer)
+        self._pending -= 1
+        self.advance(Event.CONTRIBUTED)
 
     def withdraw(self, member: int) -> None:
         """Expects no more of a member: what it has contributed stays, and nobody waits for what it has not."""
@@ -156,7 +158,6 @@ class Round:
     def end(self, aggregate: Aggregate) -> None:
         """Ends with this aggregate as the answer."""
         self.advance(Event.COMPLETED)
-        self.covers = aggregate.members
         self.answer = encode(aggregate)
 
     def fail(self, error: StatsdBNError) -> None:

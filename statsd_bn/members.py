@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Self
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
@@ -37,10 +36,10 @@ class Members:
                 )
             end = first + count
 
-    @classmethod
-    def of(cls, numbers: Iterable[int]) -> Self:
+    @staticmethod
+    def of(numbers: Iterable[int]) -> "Members":
         """Returns the set of some numbers, in any order."""
-        return cls(_runs(tuple(sorted(set(numbers)))))
+        return _of(tuple(numbers))
 
     def __iter__(self) -> Iterator[int]:
         return (number for first, count in self.runs for number in range(first, first + count))
@@ -60,9 +59,13 @@ class Members:
 
 # One round after the other covers the same members.
 @lru_cache(maxsize=64)
+def _of(numbers: tuple[int, ...]) -> Members:
+    return Members(_runs(numbers))
+
+
 def _runs(numbers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     runs: list[tuple[int, int]] = []
-    for number in numbers:
+    for number in sorted(set(numbers)):
         first, count = runs[-1] if runs else (-1, 0)
         if runs and number == first + count:
             runs[-1] = (first, count + 1)

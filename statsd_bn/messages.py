@@ -6,10 +6,10 @@ Each message checks itself when it is built, so one that exists is sound, whethe
 
 import reprlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from operator import attrgetter
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, NamedTuple, Self, get_args
 
 import numpy as np
 
@@ -28,6 +28,8 @@ WORLD = "world"
 # What a member says that has not met a server yet.
 NO_SERVER = bytes(limits.TOKEN_BYTES)
 
+
+_FLOAT64 = np.dtype(np.float64)
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
@@ -63,16 +65,25 @@ def check_token(name: str, value: object) -> None:
 
 
 def _check_values(values: object, dimensions: int) -> None:
-    if not (isinstance(values, np.ndarray) and values.dtype == np.float64 and values.ndim == dimensions):
+    if not (isinstance(values, np.ndarray) and values.dtype == _FLOAT64 and values.ndim == dimensions):
         found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
         raise ProtocolError(f"values: expected float64 of {dimensions} dimensions, got {found}")
     check_integer("vectors", values.shape[-2], 1, limits.MAX_VECTORS)
     check_integer("channels", values.shape[-1], 1, limits.MAX_CHANNELS)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundKey:
-    """What identifies one round, on every member alike.
+class _KeyFields(NamedTuple):
+    job: str
+    group: str
+    epoch: int
+    step: int
+    layer: str
+    call: int
+    phase: str
+
+
+class RoundKey(_KeyFields):
+    """What identifies one round, on every member alike; a tuple, because it is compared and looked up all the time.
 
     Attributes:
         job: the training run.
@@ -84,26 +95,18 @@ class RoundKey:
         phase: `FORWARD`, `BACKWARD`, or a longer name for a further exchange of the same call.
     """
 
-    job: str
-    group: str
-    epoch: int
-    step: int
-    layer: str
-    call: int
-    phase: str
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        check_text("job", self.job, limits.MAX_NAME_BYTES)
-        check_text("group", self.group, limits.MAX_NAME_BYTES)
-        check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
-        check_integer("step", self.step, 0, limits.MAX_COUNTER)
-        check_text("layer", self.layer, limits.MAX_NAME_BYTES)
-        check_integer("call", self.call, 0, limits.MAX_COUNTER)
-        check_text("phase", self.phase, limits.MAX_PHASE_BYTES)
-
-    def __hash__(self) -> int:
-        # A master's keys differ in nothing else, and it looks each one up some times.
-        return hash((self.step, self.layer, self.call, self.phase))
+    def __new__(cls, job: str, group: str, epoch: int, step: int, layer: str, call: int, phase: str) -> Self:
+        """Checks what it is made of."""
+        check_text("job", job, limits.MAX_NAME_BYTES)
+        check_text("group", group, limits.MAX_NAME_BYTES)
+        check_integer("epoch", epoch, 0, limits.MAX_COUNTER)
+        check_integer("step", step, 0, limits.MAX_COUNTER)
+        check_text("layer", layer, limits.MAX_NAME_BYTES)
+        check_integer("call", call, 0, limits.MAX_COUNTER)
+        check_text("phase", phase, limits.MAX_PHASE_BYTES)
+        return super().__new__(cls, job, group, epoch, step, layer, call, phase)
 
     def __str__(self) -> str:
         return (
@@ -111,10 +114,14 @@ class RoundKey:
             f"layer {self.layer!r}, call {self.call}, {self.phase}"
         )
 
+    def of_phase(self, phase: str) -> Self:
+        """Returns the key of another exchange of the same call."""
+        return type(self)(*self[:-1], phase)
+
     @property
     def fields(self) -> dict[str, Any]:
         """The parts by name, for an error's fields."""
-        return asdict(self)
+        return self._asdict()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -438,4 +445,4 @@ def _getter(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
     return attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)
 
 
-_VALUES_OF = {kind: _getter(kind) for kind in (RoundKey, *BY_TYPE.values())}
+_VALUES_OF = {kind: _getter(kind) for kind in BY_TYPE.values()}

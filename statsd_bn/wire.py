@@ -15,6 +15,7 @@ rather than msgpack floats, because they need neither a loop nor a copy to becom
 import dataclasses
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -35,7 +36,6 @@ from statsd_bn.messages import (
     Result,
     RoundKey,
     Rows,
-    check_integer,
     shown,
     values_of,
 )
@@ -46,12 +46,22 @@ MAGIC = b"SBN"
 
 _PRELUDE = struct.Struct("<3sBI")
 _KEY_FIELDS = 7
+
+# A round's key comes with each member's contribution, and its members with each round: what was packed or unpacked
+# once is kept. Many layers have rounds at a time.
+_KEPT_KEYS, _KEPT_MEMBERS = 4096, 64
+_keys: dict[bytes, RoundKey] = {}
+_packed: dict[RoundKey, bytes] = {}
+
 _FLOAT = np.dtype("<f8")
+
+# What a message is on the wire: its values, if it has any, and the fields of its header.
+_Flat = tuple[FloatArray | None, list[Any]]
 
 
 def encode(message: Message) -> bytes:
     """Returns the one frame that carries `message`."""
-    header, values = _flatten(message)
+    values, header = _FLATTEN.get(type(message), _flat_fields)(message)
     packed: bytes = msgpack.packb([message.type, *header])
     if len(packed) > limits.MAX_HEADER_BYTES:
         raise ProtocolError(f"header: expected at most {limits.MAX_HEADER_BYTES} bytes, got {len(packed)}")
@@ -105,43 +115,78 @@ def _unpack_header(frame: bytes) -> tuple[Any, int]:
     end = _PRELUDE.size + length
     if length > limits.MAX_HEADER_BYTES or end > len(frame):
         raise ProtocolError(f"header: {length} bytes announced, {len(frame) - _PRELUDE.size} came")
+    return _unpack("header", frame[_PRELUDE.size : end]), end
+
+
+def _unpack(name: str, packed: bytes) -> Any:
     try:
-        header = msgpack.unpackb(frame[_PRELUDE.size : end], max_ext_len=0, ext_hook=_refuse_extension)
+        return msgpack.unpackb(packed, max_ext_len=0, ext_hook=_refuse_extension)
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"header: expected msgpack, got {error or type(error).__name__}") from error
-    return header, end
+        raise ProtocolError(f"{name}: expected msgpack, got {error or type(error).__name__}") from error
 
 
 def _refuse_extension(code: int, _data: bytes) -> Any:
-    raise ProtocolError(f"header: expected plain msgpack, got extension type {code}")
+    raise ProtocolError(f"expected plain msgpack, got extension type {code}")
 
 
-def _flatten(message: Message) -> tuple[list[Any], FloatArray | None]:
-    values: FloatArray | None = None
-    match message:
-        case Contribution(session, key, attempt, rows):
-            values = rows.values
-            header = [session, *values_of(key), attempt, list(rows.counts), *values.shape[1:]]
-        case Aggregate(key, replicas, count, members, total):
-            values = total
-            header = [*values_of(key), replicas, count, _flat(members), *total.shape]
-        case Result(session, aggregate):
-            header, values = _flatten(aggregate)
-            header = [session, *header]
-        case Pending(key, seconds, text):
-            header = [*values_of(key), seconds, text]
-        case Failure(code, text, fields, key):
-            header = [code, text, fields, values_of(key) if key else None]
-        case Register() | Registered():
-            *plain, members = values_of(message)
-            header = [*plain, _flat(members)]
-        case _:
-            header = values_of(message)
-    return header, values
+def _flat_contribution(message: Contribution) -> _Flat:
+    rows = message.rows
+    shape = rows.values.shape
+    return rows.values, [message.session, _packed_key(message.key), message.attempt, rows.counts, shape[1], shape[2]]
 
 
-def _flat(members: Members) -> list[int]:
-    return [number for run in members.runs for number in run]
+def _flat_aggregate(message: Aggregate) -> _Flat:
+    total = message.values
+    key, members = _packed_key(message.key), _packed_members(message.members)
+    return total, [key, message.replicas, message.count, members, *total.shape]
+
+
+def _flat_result(message: Result) -> _Flat:
+    total, header = _flat_aggregate(message.aggregate)
+    return total, [message.session, *header]
+
+
+def _flat_pending(message: Pending) -> _Flat:
+    return None, [_packed_key(message.key), message.seconds, message.message]
+
+
+def _flat_failure(message: Failure) -> _Flat:
+    key = _packed_key(message.key) if message.key else None
+    return None, [message.code, message.message, message.fields, key]
+
+
+def _flat_registration(message: Register | Registered) -> _Flat:
+    *plain, members = values_of(message)
+    return None, [*plain, _packed_members(members)]
+
+
+def _flat_fields(message: Message) -> _Flat:
+    return None, values_of(message)
+
+
+_FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
+    Contribution: _flat_contribution,
+    Aggregate: _flat_aggregate,
+    Result: _flat_result,
+    Pending: _flat_pending,
+    Failure: _flat_failure,
+    Register: _flat_registration,
+    Registered: _flat_registration,
+}
+
+
+def _packed_key(key: RoundKey) -> bytes:
+    packed: bytes | None = _packed.get(key)
+    if packed is None:
+        packed = _packed[key] = msgpack.packb(key)
+        _keep_key(packed, key)  # whoever sends it will receive it
+    return packed
+
+
+@lru_cache(maxsize=_KEPT_MEMBERS)
+def _packed_members(members: Members) -> bytes:
+    packed: bytes = msgpack.packb([number for run in members.runs for number in run])
+    return packed
 
 
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
@@ -157,13 +202,13 @@ def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Me
 
 
 def _contribution(fields: list[Any], frame: bytes, end: int) -> Contribution:
-    session, *key, attempt, counts, vectors, channels = fields
+    session, key, attempt, counts, vectors, channels = fields
     values = _values(frame, end, (len(_array("counts", counts)), vectors, channels))
     return Contribution(session, _key(key), attempt, Rows(tuple(counts), values))
 
 
 def _aggregate(fields: list[Any], frame: bytes, end: int) -> Aggregate:
-    *key, replicas, count, members, vectors, channels = fields
+    key, replicas, count, members, vectors, channels = fields
     return Aggregate(_key(key), replicas, count, _members(members), _values(frame, end, (vectors, channels)))
 
 
@@ -173,7 +218,7 @@ def _result(fields: list[Any], frame: bytes, end: int) -> Result:
 
 
 def _pending(fields: list[Any]) -> Pending:
-    *key, seconds, text = fields
+    key, seconds, text = fields
     return Pending(_key(key), seconds, text)
 
 
@@ -205,8 +250,9 @@ _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
 }
 
 
-def _members(value: Any) -> Members:
-    flat = _array("members", value)
+@lru_cache(maxsize=_KEPT_MEMBERS)
+def _members_of(packed: bytes) -> Members:
+    flat = _array("members", _unpack("members", packed))
     if len(flat) % 2:
         raise ProtocolError(f"members: expected pairs, got {len(flat)} numbers")
     return Members(tuple(zip(flat[::2], flat[1::2], strict=True)))
@@ -218,26 +264,45 @@ def _array(name: str, value: Any) -> list[Any]:
     return value
 
 
-def _key(fields: list[Any]) -> RoundKey:
-    if len(fields) != _KEY_FIELDS:
+def _key(value: Any) -> RoundKey:
+    packed = _binary("round key", value)
+    return _keys.get(packed) or _keep_key(packed, _unpacked_key(packed))
+
+
+def _members(value: Any) -> Members:
+    return _members_of(_binary("members", value))
+
+
+def _binary(name: str, value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise ProtocolError(f"{name}: expected binary, got {shown(value)}")
+    return value
+
+
+def _keep_key(packed: bytes, key: RoundKey) -> RoundKey:
+    if len(_keys) >= _KEPT_KEYS:
+        _keys.clear()
+        _packed.clear()
+    _keys[packed] = key
+    return key
+
+
+def _unpacked_key(packed: bytes) -> RoundKey:
+    fields = _unpack("round key", packed)
+    if len(_array("round key", fields)) != _KEY_FIELDS:
         raise ProtocolError(f"round key: expected {_KEY_FIELDS} fields, got {len(fields)}")
     return RoundKey(*fields)
 
 
-def _values(frame: bytes, end: int, shape: tuple[int, ...]) -> FloatArray:
-    for name, size, most in zip(
-        ("channels", "vectors", "replicas"),
-        reversed(shape),
-        (limits.MAX_CHANNELS, limits.MAX_VECTORS, limits.MAX_REPLICAS),
-        strict=False,
-    ):
-        check_integer(name, size, 1, most)
-    start = _padded(end)
+def _values(frame: bytes, end: int, shape: tuple[Any, ...]) -> FloatArray:
     size = 1
     for extent in shape:
+        if type(extent) is not int or extent < 1:
+            raise ProtocolError(f"shape of values: expected positive integers, got {shown(shape)}")
         size *= extent
+    start = _padded(end)
     if len(frame) != start + 8 * size or any(frame[end:start]):
         raise ProtocolError(
             f"values: expected {size} float64 for shape {shape} after zero padding, got {len(frame) - start} bytes"
         )
-    return np.frombuffer(frame, _FLOAT, size, start).reshape(shape)
+    return np.ndarray(shape, _FLOAT, frame, start)

@@ -38,7 +38,7 @@ class PureMember:
 
     def backward(self, *values: float) -> None:
         """Contributes to the backward round of its latest forward round."""
-        self.contribute(replace(self.key, phase=BACKWARD), *values)
+        self.contribute(self.key.of_phase(BACKWARD), *values)
 
     def contribute(self, key: RoundKey, *values: float, attempt: int = 0) -> None:
         self.key, self.rows, self.attempt = key, rows_of(*values), attempt

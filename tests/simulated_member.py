@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit, greenlet
@@ -255,7 +255,7 @@ class Process:
             for place, (key, call) in enumerate(reversed(walked)):
                 self._think(step, len(calls) + place)
                 keys[call.group].backward()
-                self._exchange(replace(key, phase=phase), call, step)
+                self._exchange(key.of_phase(phase), call, step)
 
     def _calls_of(self, step: int) -> list[Call]:
         """The calls that this member makes; those of members whose programs are sound are the same."""

@@ -174,6 +174,21 @@ def test_the_group_has_its_own_time_to_fill(server, job):
         client.connect(server.endpoint, job=job, world_size=2, deadline=50.0, fill_deadline=0.2)
 
 
+def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monkeypatch):
+    """However little time the member has left for the group to fill, the server has its time to answer."""
+    master = MemoryMaster()
+    answer = master.transport._receive
+
+    def answer_later(peer, frame):
+        told = answer(peer, frame)
+        threading.Timer(0.1, master.transport.deliver, [told]).start()
+        return []
+
+    monkeypatch.setattr(master.transport, "_receive", answer_later)
+    with pytest.raises(GroupIncomplete, match=r"members \[1\] did not connect within 0.15 s"):
+        master.connect(0, 2, deadline=0.15)
+
+
 def test_a_long_wait_for_the_group_to_fill_is_told(monkeypatch, caplog):
     monkeypatch.setattr(registration, "WARN_SECONDS", 0.1)
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)

@@ -189,15 +189,15 @@ def with_two_threads(**changed: Any) -> Job:
 def test_a_member_that_has_further_threads_is_given_more_time():
     """Two models that overlap, in a step that takes long, on two members in opposite orders."""
     job = with_two_threads()
-    a, b = (replace(where, step=1) for where in (A, B))
+    a, b = (where._replace(step=1) for where in (A, B))
     job.bring(0, a, "a")
     job.bring(1, b, "b")
     assert job.wait(3.0) == {}
     assert set(job.bring(0, b, "b")) == {b"0 b", b"1 b"}
     assert job.wait(3.0) == {}
     assert set(job.bring(1, a, "a")) == {b"0 a", b"1 a"}
-    job.bring(1, replace(b, step=2), "b")
-    job.bring(0, replace(a, step=2), "a")
+    job.bring(1, b._replace(step=2), "b")
+    job.bring(0, a._replace(step=2), "a")
     assert job.wait(THREADED_QUIET_SECONDS - 0.25) == {}
     assert mismatches(job.wait(0.25)) == {b"0 a", b"1 b"}
 
@@ -205,15 +205,15 @@ def test_a_member_that_has_further_threads_is_given_more_time():
 def test_a_member_all_of_whose_threads_wait_is_given_no_more_time():
     job = with_two_threads()
     for step, member in ((1, 0), (2, 1)):
-        job.bring(member, replace(A, step=step), "a")
-        job.bring(member, replace(B, step=step), "b")
+        job.bring(member, A._replace(step=step), "a")
+        job.bring(member, B._replace(step=step), "b")
     assert mismatches(job.wait(QUIET)) == {b"0 a", b"0 b", b"1 a", b"1 b"}
 
 
 def test_contributions_that_are_sent_again_in_a_bunch_are_no_threads():
     job = with_two_threads(attempt=1)
-    job.bring(0, replace(A, step=1))
-    job.bring(1, replace(B, step=1))
+    job.bring(0, A._replace(step=1))
+    job.bring(1, B._replace(step=1))
     assert mismatches(job.wait(2 * QUIET)) == {b"0", b"1"}
 
 

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -238,7 +237,7 @@ def test_each_group_counts_its_own_steps_and_calls():
     def program(connection):
         world, pair = SlavePipe(connection, "bn"), SlavePipe(connection, "bn", PAIR)
         keys = [world.run_slave(row(1.0)).key]
-        world.run_slave(row(1.0), replace(keys[0], phase=BACKWARD))
+        world.run_slave(row(1.0), keys[0].of_phase(BACKWARD))
         keys += [lane.run_slave(row(1.0)).key for lane in (world, pair, pair, world)]
         return [(key.group, key.step, key.call) for key in keys]
 
@@ -251,7 +250,7 @@ def test_a_backward_round_stays_in_its_group():
         pipe = SlavePipe(connection, "bn", LOW if connection.member.member < 2 else HIGH)
         forward = pipe.run_slave(row(1.0))
         assert pipe.key(0, 0, FORWARD) == forward.key
-        return pipe.run_slave(row(10.0**connection.member.member), replace(forward.key, phase=BACKWARD)).values.item()
+        return pipe.run_slave(row(10.0**connection.member.member), forward.key.of_phase(BACKWARD)).values.item()
 
     assert run_members(4, program) == [11.0, 11.0, 1100.0, 1100.0]
 

@@ -1,7 +1,5 @@
 """Every lane looks the same: rows in, the aggregate of everybody's rows out."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -39,7 +37,7 @@ def test_the_aggregate_names_its_round_and_backward_follows_it():
     def forward_and_backward(connection):
         pipe = SlavePipe(connection, "bn")
         forward = pipe.run_slave(rows_of(0, 1))
-        return forward.key, pipe.run_slave(rows_of(0, 1), replace(forward.key, phase=BACKWARD)).key
+        return forward.key, pipe.run_slave(rows_of(0, 1), forward.key.of_phase(BACKWARD)).key
 
     for forward, backward in run_members(2, forward_and_backward):
         assert (forward.layer, forward.step, forward.phase) == ("bn", 0, "forward")

@@ -96,14 +96,11 @@ def title_of(message: type[Message]) -> str:
 
 
 def documented(title: str) -> list[Field]:
-    """The fields in wire order, with the round key spread out; a number that is out of order fails."""
+    """The fields in wire order; a number that is out of order fails."""
     found: list[Field] = []
     for number, name, kind, limited, _ in table(title):
-        inner = documented("Round key") if name == "round key" else [Field(0, name, kind, limited)]
-        first = len(found) + 1
-        last = first + len(inner) - 1
-        assert number == (str(first) if first == last else f"{first}-{last}"), f"{title}, {name}: numbered {number}"
-        found += [dataclasses.replace(field, number=first + place) for place, field in enumerate(inner)]
+        assert number == str(len(found) + 1), f"{title}, {name}: numbered {number}"
+        found.append(Field(len(found) + 1, name, kind, limited))
     return found
 
 
@@ -141,6 +138,14 @@ def changed(message: type[Message], field: Field, value: Any) -> bytes:
     return frame_of(header)
 
 
+def changed_key(field: Field, value: Any) -> bytes:
+    """A sound frame but for one field of its round key."""
+    header = header_of(encode(SAMPLES[Pending]))
+    fields = msgpack.unpackb(header[1])
+    fields[field.number - 1] = value
+    return frame_of([header[0], msgpack.packb(fields), *header[2:]])
+
+
 def is_refused(frame: bytes) -> bool:
     try:
         decode(frame)
@@ -164,17 +169,15 @@ def test_every_message_is_documented_and_no_other():
 
 
 def test_the_round_key_has_its_fields_in_order():
-    assert [field.name for field in documented("Round key")] == [field.name for field in dataclasses.fields(RoundKey)]
+    assert [field.name for field in documented("Round key")] == list(RoundKey._fields)
 
 
 @EVERY_MESSAGE
 def test_every_message_has_its_fields_in_order(message):
-    keys = [field.name for field in dataclasses.fields(RoundKey)]
     expected = {
-        Contribution: ["session", *keys, "attempt", "counts", "vectors", "channels"],
-        Aggregate: [*keys, "replicas", "count", "members", "vectors", "channels"],
-        Result: ["session", *keys, "replicas", "count", "members", "vectors", "channels"],
-        Pending: [*keys, "seconds", "message"],
+        Contribution: ["session", "key", "attempt", "counts", "vectors", "channels"],
+        Aggregate: ["key", "replicas", "count", "members", "vectors", "channels"],
+        Result: ["session", "key", "replicas", "count", "members", "vectors", "channels"],
     }.get(message, [field.name for field in dataclasses.fields(message)])
     assert [field.name for field in documented(title_of(message))] == expected
 
@@ -202,9 +205,9 @@ TYPES = {
     "integer": int,
     "float": float,
     "integers": list,
-    "members": list,
+    "members": bytes,
     "map": dict,
-    "key": list,
+    "key": bytes,
 }
 FOREIGN = {
     "text": b"x",
@@ -254,11 +257,18 @@ def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
     elif field.type == "members":
         assert not field.limits
         most = limits.MAX_MEMBERS
-        yield from ((True, []), (True, [0, most]), (True, [most - 1, 1]), (True, [0, 4, 7, 1]), (False, [0]))
-        yield from ((False, [0, most + 1]), (False, [most, 1]), (False, [-1, 1]), (False, [0, 0]))
-        yield from ((False, [0, 2, 2, 1]), (False, [7, 1, 0, 4]))
+        legal = [[], [0, most], [most - 1, 1], [0, 4, 7, 1]]
+        illegal = [[0], [0, most + 1], [most, 1], [-1, 1], [0, 0], [0, 2, 2, 1], [7, 1, 0, 4]]
+        yield from ((flat in legal, msgpack.packb(flat)) for flat in legal + illegal)
     else:
         assert not field.limits
+
+
+def test_every_field_of_a_round_key_is_of_its_type_and_within_its_limits():
+    for field in documented("Round key"):
+        assert is_refused(changed_key(field, FOREIGN[field.type])), field
+        for legal, value in legal_and_illegal(field):
+            assert is_refused(changed_key(field, value)) != legal, (field, legal, value)
 
 
 @EVERY_MESSAGE

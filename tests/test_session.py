@@ -1,7 +1,5 @@
 """The client's pure half: keys that all members count alike, and answers told from what is not one."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -16,7 +14,7 @@ TOKEN = b"session0"
 
 def walk(session, forward):
     """A backward round of the call that `forward` began."""
-    session.contribution(replace(forward, phase=BACKWARD), Rows((1,), np.ones((1, 2, 1))))
+    session.contribution(forward.of_phase(BACKWARD), Rows((1,), np.ones((1, 2, 1))))
 
 
 @pytest.fixture

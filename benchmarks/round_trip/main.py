@@ -2,7 +2,8 @@
 
 All three move the same vector of 2 x channels float64 between the same number of processes. They take turns in one
 run, a block of rounds each, so that what else the machine does falls on all alike; the claim is the ratio of
-medians, not a time.
+medians, not a time. Ours runs in three situations: back to back, after a pause as a training step's other layers make
+it, and beside a thread that computes in Python.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,31 +35,45 @@ if TYPE_CHECKING:
 BLOCKS = 10
 WARM_UP = 50
 
+# Between two rounds of the way that is not back to back.
+PAUSE_SECONDS = 0.005
+
+# What a contribution has beside its numbers.
+FRAME_BYTES = 80
+
+# The part of the rounds that the slow ways take.
+SLOW = 0.2
+
 Results = dict[str, list[float]]
 
 
 def main() -> None:
     """Measures every combination and prints a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--channels", type=int, nargs="+", default=[64, 256, 2048])
     parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc")
+    parser.add_argument("--transports", nargs="+", choices=("ipc", "tcp"), default=["ipc", "tcp"])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [
-        measure(replicas, channels, options.rounds, options.transport)
+        measure(replicas, channels, options.rounds, transport)
+        for transport in options.transports
         for replicas in options.replicas
         for channels in options.channels
     ]
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"{'replicas':>8} {'channels':>8} {'ours µs':>9} {'p99 µs':>9} {'/ echo':>7} {'/ gloo':>7}")
+    print(
+        f"{'transport':>9} {'replicas':>8} {'channels':>8} {'ours µs':>9} {'p99 µs':>9} {'/ echo':>7} {'/ gloo':>7} "
+        f"{'paused / ours':>13} {'busy / ours':>11}"
+    )
     for row in rows:
         print(
-            f"{row['replicas']:>8} {row['channels']:>8} {row['ours']:>9.0f} {row['ours_p99']:>9.0f} "
-            f"{row['ours'] / row['echo']:>7.2f} {row['ours'] / row['gloo']:>7.2f}"
+            f"{row['transport']:>9} {row['replicas']:>8} {row['channels']:>8} {row['ours']:>9.0f} "
+            f"{row['ours_p99']:>9.0f} {row['ours'] / row['echo']:>7.2f} {row['ours'] / row['gloo']:>7.3f} "
+            f"{row['paused'] / row['ours']:>13.2f} {row['busy'] / row['ours']:>11.2f}"
         )
 
 
@@ -76,11 +92,11 @@ def measure(replicas: int, channels: int, rounds: int, transport: str) -> dict[s
         ]
         for member in members:
             member.start()
-        found = [queue.get(timeout=300) for _ in members]
+        found = [queue.get(timeout=600) for _ in members]
         for member in members:
             member.join()
     row: dict[str, Any] = {"replicas": replicas, "channels": channels, "transport": transport}
-    for way in ("ours", "gloo", "echo"):
+    for way in ("ours", "paused", "busy", "gloo", "echo"):
         times = sorted(seconds * 1e6 for result in found for seconds in result[way])
         row[way] = statistics.median(times)
         row[f"{way}_p99"] = times[int(len(times) * 0.99)]
@@ -95,7 +111,7 @@ def _member(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=replicas)
     vector = torch.ones(2 * channels, dtype=torch.float64)
     rows = Rows((1,), np.ones((1, 2, channels)))
-    payload = bytes(16 * channels)
+    payload = bytes(16 * channels + FRAME_BYTES)
     with (
         client.connect(endpoint, member=rank, world_size=replicas) as connection,
         zmq.Context() as context,
@@ -108,19 +124,23 @@ def _member(
             request.send(payload)
             request.recv()
 
-        ways: dict[str, Callable[[], Any]] = {
-            "ours": lambda: pipe.run_slave(rows),
-            "gloo": lambda: dist.all_reduce(vector),
-            "echo": ask,
+        def exchange() -> None:
+            pipe.run_slave(rows)
+
+        ways: dict[str, tuple[float, Callable[[int], list[float]]]] = {
+            "ours": (1.0, lambda size: [_timed(exchange) for _ in range(size)]),
+            "paused": (SLOW, lambda size: [_timed(exchange) for _ in _pauses(size)]),
+            "busy": (SLOW, lambda size: _beside_a_busy_thread(exchange, size)),
+            "gloo": (SLOW, lambda size: [_timed(lambda: dist.all_reduce(vector)) for _ in range(size)]),
+            "echo": (1.0, lambda size: [_timed(ask) for _ in range(size)]),
         }
         times: Results = {way: [] for way in ways}
         for block in range(BLOCKS + 1):
-            for way, run in ways.items():
+            for way, (part, run) in ways.items():
                 dist.barrier()
                 # The echo is the floor of one socket, so one member at a time asks for it.
                 if way != "echo" or rank == 0:
-                    size = WARM_UP if block == 0 else rounds // BLOCKS
-                    measured = [_timed(run) for _ in range(size)]
+                    measured = run(int(part * (rounds // BLOCKS if block else WARM_UP)))
                     times[way] += measured if block else []
     dist.destroy_process_group()
     queue.put(times)
@@ -130,6 +150,28 @@ def _timed(run: Callable[[], Any]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
+
+
+def _pauses(size: int) -> Iterator[None]:
+    for _ in range(size):
+        time.sleep(PAUSE_SECONDS)
+        yield
+
+
+def _beside_a_busy_thread(run: Callable[[], Any], size: int) -> list[float]:
+    is_over = False
+
+    def compute() -> None:
+        while not is_over:
+            sum(range(100))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        return [_timed(run) for _ in range(size)]
+    finally:
+        is_over = True
+        thread.join()
 
 
 @contextmanager
