@@ -1,7 +1,7 @@
 """Workers: threads that outlive what they ran, so that a forward pass need not make one for each of its replicas.
 
-To make and join a thread takes 80 µs, and torch's own threads, which help with an operator, come and go with the thread
-that calls it. Workers are kept for the next pass, whichever module's it is.
+To make and join a thread takes 80 µs, and with it come and go the threads that torch gives each thread for its
+operators, which costs milliseconds. Workers are kept for the next pass, whichever module's it is.
 """
 
 import os
