@@ -15,6 +15,10 @@ from statsd_bn.reduction import FloatArray
 NEAR = 16.0
 
 
+# Which of the sums to take: those for the input's gradient hold those for weight and bias.
+_FOR_THE_INPUT = (True, False, False)
+
+
 def takes(x: Tensor) -> bool:
     """Whether `x`, dense or not, may come here."""
     return x.is_cuda and x.numel() > 0
@@ -49,7 +53,7 @@ def backward_sums(grad: Tensor, x: Tensor, mean: FloatArray, invstd: FloatArray)
     """Returns Σdy and Σdy·(x - mean), shape (2, C); `grad`, dy, is of the type and layout of `x`."""
     center = _rounded(mean, x)
     on_device, scale = to_device(x, center, invstd)
-    found = torch.batch_norm_backward_reduce(grad, x, on_device, scale, _weight(x, None), True, False, False)
+    found = torch.batch_norm_backward_reduce(grad, x, on_device, scale, _weight(x, None), *_FOR_THE_INPUT)
     first, second = to_host(*found[:2])
     return np.stack((first, second - (mean - center) * first))
 
