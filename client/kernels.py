@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client import cpu
+from client import cpu, cuda
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
 
@@ -107,6 +107,8 @@ def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
         return Moments.empty(x.shape[1])
     if mask is None and cpu.takes(x):
         return _moments_on_cpu(dense(x), number)
+    if mask is None and cuda.takes(x) and (found := cuda.moments(dense(x))):
+        return Moments.from_centred(number, *found)
     values = where(mask, x.to(compute_type(x)))
     center = total(values) / number
     deviations = where(mask, values - _broadcast(center, x))
@@ -140,6 +142,8 @@ def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Te
         factor = statistics.invstd if weight is None else statistics.invstd * on_host(weight)
         addend = -factor * statistics.mean
         return cpu.scale(dense(x), factor, addend if bias is None else addend + on_host(bias))
+    if cuda.takes(x):
+        return cuda.normalise(dense(x), statistics.mean, statistics.invstd, weight, bias)
     return affine(x, statistics, statistics.invstd, np.zeros_like(statistics.mean), weight, bias).to(x.dtype)
 
 
@@ -162,6 +166,8 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor 
         found = cpu.sums(*alike(grad, x))
         found[1] -= statistics.mean * found[0]
         return found
+    if mask is None and cuda.takes(x):
+        return cuda.backward_sums(*alike(grad, x), statistics.mean, statistics.invstd)
     grad = grad.to(compute_type(x))
     deviations, rest = centred(x, statistics)
     if mask is not None:
@@ -199,6 +205,9 @@ def input_gradient(
         by_grad = invstd if weight is None else invstd * on_host(weight)
         factor = -by_grad * slope
         return cpu.combine(*alike(grad, x), by_grad, factor, -by_grad * mean_grad - factor * statistics.mean)
+    if mask is None and cuda.takes(x):
+        means = np.stack((mean_grad, mean_product * statistics.slope))
+        return cuda.input_gradient(*alike(grad, x), statistics.mean, invstd, means, weight)
     through_statistics = where(mask, affine(x, statistics, -invstd * slope, -invstd * mean_grad, weight))
     return through_statistics.add_(scaled(grad, invstd, weight)).to(x.dtype)
 
