@@ -42,6 +42,9 @@ PROBE_SECONDS = 0.05
 # Frames that a slow reader may leave unread before its answers are dropped: a member has one or two in flight.
 SEND_HIGH_WATER_MARK = 64
 
+# As plain integers: to join pyzmq's flags takes as long as to send.
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
 # Frames taken in one turn, so that a flood cannot put off deadlines and signals.
 DRAIN_AT_MOST = 1024
 
@@ -155,8 +158,9 @@ class Service:
 
     def _take(self, peer: bytes) -> None:
         """Takes what a peer has sent, of which ZeroMQ has given its name only."""
-        frame = self._socket.recv()
-        if int(self._socket.getsockopt(zmq.RCVMORE)):
+        part = self._socket.recv(copy=False)
+        frame = part.bytes
+        if part.more:
             # A frame too many is no frame of ours; an empty one is refused as any garbage is.
             self._socket.recv_multipart()
             frame = b""
@@ -196,8 +200,8 @@ class Service:
     def _deliver(self, peer: bytes, frame: bytes) -> str:
         """Sends a frame, and returns what kept it from being sent."""
         try:
-            self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(peer, _MORE)
+            self._socket.send(frame, _LAST)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 self._try(self._dispatcher.unreachable(time.monotonic(), peer))
