@@ -56,9 +56,10 @@ def main() -> None:
             f"{'flood':>14} {'sent':>9} {'quiet µs':>9} {'flooded µs':>10} {'ratio':>6} {'log lines':>9} {'server MiB':>10}"
         )
         for row in rows:
+            ratio = row["flooded"] / row["quiet"]
             print(
-                f"{row['flood']:>14} {row['sent']:>9} {row['quiet']:>9.0f} {row['flooded']:>10.0f} "
-                f"{row['flooded'] / row['quiet']:>6.2f} {row['log_lines']:>9} {row['memory'] / 1024:>10.1f}"
+                f"{row['flood']:>14} {row['sent']:>9} {row['quiet']:>9.0f} {row['flooded']:>10.0f} {ratio:>6.2f} "
+                f"{row['log_lines']:>9} {row['memory'] / 1024:>10.1f}"
             )
     if not all(row["identical"] for row in rows):
         sys.exit("the members were not all given the right results")
