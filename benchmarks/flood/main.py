@@ -52,9 +52,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(rows, indent=2))
     else:
-        print(
-            f"{'flood':>14} {'sent':>9} {'quiet µs':>9} {'flooded µs':>10} {'ratio':>6} {'log lines':>9} {'server MiB':>10}"
-        )
+        heads = (("flood", 14), ("sent", 9), ("quiet µs", 9), ("flooded µs", 10), ("ratio", 6), ("log lines", 9))
+        print(*(f"{head:>{width}}" for head, width in (*heads, ("server MiB", 10))))
         for row in rows:
             ratio = row["flooded"] / row["quiet"]
             print(
