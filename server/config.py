@@ -20,6 +20,8 @@ class Config:
         bind: ZeroMQ endpoints to listen on.
         log_level: one of `LOG_LEVELS`.
         insecure: allow endpoints that other machines can reach, without authentication.
+        curve: folder with the server's keys and the public keys of its clients, as `python -m server keygen` makes it;
+            None: whoever reaches an endpoint is let in.
 
     Raises:
         ConfigurationError: a value is unusable.
@@ -28,6 +30,7 @@ class Config:
     bind: tuple[str, ...] = (DEFAULT_ENDPOINT,)
     log_level: str = "info"
     insecure: bool = False
+    curve: str | None = None
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
@@ -39,10 +42,11 @@ class Config:
                 raise ConfigurationError(
                     f"bind: expected a ZeroMQ endpoint such as tcp://HOST:PORT or ipc://PATH, got {endpoint!r}"
                 )
-            if not (self.insecure or is_local(endpoint)):
+            if not (self.insecure or self.curve or is_local(endpoint)):
                 raise ConfigurationError(
                     f"bind: {endpoint} can be reached from other machines, and whoever reaches it can join any job. "
-                    "Bind to 127.0.0.1, or say --insecure if the network is closed to strangers"
+                    "Give --curve DIR with keys, as `python -m server keygen` makes them, bind to 127.0.0.1, or say "
+                    "--insecure if the network is closed to strangers"
                 )
 
     @property
@@ -63,7 +67,8 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m server",
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
-        epilog="`python -m server status ENDPOINT` says what a running server is doing.",
+        epilog="`python -m server status ENDPOINT` says what a running server is doing; `python -m server keygen DIR` "
+        "makes keys for --curve.",
     )
     result.add_argument(
         "--bind",
@@ -84,6 +89,12 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         default=environ.get("STATSD_BN_INSECURE", "") == "1",
         help="listen where other machines can reach it, without authentication (STATSD_BN_INSECURE=1)",
     )
+    result.add_argument(
+        "--curve",
+        metavar="DIR",
+        default=environ.get("STATSD_BN_CURVE") or None,
+        help="let in only clients whose public keys are in DIR, and encrypt; SIGHUP reads them again (STATSD_BN_CURVE)",
+    )
     return result
 
 
@@ -95,4 +106,4 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
     """
     found = parser(environ).parse_args(arguments)
     twin = tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))
-    return Config(tuple(found.bind or twin), found.log_level, found.insecure)
+    return Config(tuple(found.bind or twin), found.log_level, found.insecure, found.curve)

@@ -10,19 +10,24 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 import zmq
 
+from server import access
+from server.access import ANYBODY, Access, Tenant
 from server.config import Config, is_local
 from server.dispatcher import Dispatcher
+from server.keygen import check_curve
 from server.master import Reply
-from statsd_bn import limits
-from statsd_bn.errors import BindError
+from server.rounds import failure
+from server.zap import DOMAIN, Gatekeeper
+from statsd_bn import keys, limits
+from statsd_bn.errors import BindError, ConfigurationError
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -54,12 +59,22 @@ class Service:
 
     Raises:
         BindError: an endpoint is taken or does not exist.
+        ConfigurationError: the folder of keys is unusable.
     """
 
     def __init__(self, config: Config) -> None:
+        self._curve = config.curve
+        self._access: Access | None = None
+        server_keys = None
+        if config.curve:
+            check_curve()
+            server_keys, self._access = keys.load_server(config.curve), Access(keys.load_clients(config.curve))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._stopping = False
+        self._is_reloading = False
+        # Before anything is bound, so that nobody comes in unasked.
+        self._gatekeeper = Gatekeeper(self._context, self._is_let_in) if server_keys else None
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._disconnected = -math.inf
         self._probe_at = math.inf
@@ -67,6 +82,8 @@ class Service:
         self._socket_files: dict[Path, int] = {}
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic())
         self._configure_socket()
+        if server_keys:
+            self._require_keys(server_keys)
         try:
             self.endpoints = tuple(self._bind(endpoint) for endpoint in config.bind)
         except BindError:
@@ -87,6 +104,8 @@ class Service:
         self._monitor.close(linger=0)
         self._socket.close(linger=LINGER_MILLISECONDS)
         self._context.term()
+        if self._gatekeeper:
+            self._gatekeeper.join()
         for path, inode in self._socket_files.items():
             # Another server may have taken the path over meanwhile.
             if path.exists() and path.stat().st_ino == inode:
@@ -96,6 +115,15 @@ class Service:
     def stop(self) -> None:
         """Asks `run` to drain and return at its next look; safe from any thread and from a signal handler."""
         self._stopping = True
+
+    def reload(self) -> None:
+        """Asks `run` to read the clients' public keys again at its next look; as safe as `stop`."""
+        self._is_reloading = True
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether it lets in only those whose keys it knows."""
+        return self._access is not None
 
     def run(self) -> None:
         """Serves until `stop`, then drains: takes what has come, and tells who still waits."""
@@ -116,6 +144,9 @@ class Service:
 
     def _look(self) -> None:
         """Does what is due beside the frames."""
+        if self._is_reloading:
+            self._is_reloading = False
+            self._reload()
         disconnected = int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN
         if disconnected:
             self._clear_monitor()
@@ -133,6 +164,31 @@ class Service:
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVTIMEO, int(LOOK_SECONDS * 1000))
         self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+
+    def _require_keys(self, pair: keys.Pair) -> None:
+        self._socket.curve_server = True
+        self._socket.curve_publickey = pair.public.encode()
+        self._socket.curve_secretkey = pair.secret.encode()
+        self._socket.zap_domain = DOMAIN
+        # Without it ZeroMQ lets everybody in when the gatekeeper is not there.
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        # Nobody is to take another's answers over by its routing id.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+
+    def _is_let_in(self, key: str) -> bool:
+        return self._access is not None and self._access.tenant(key) is not None
+
+    def _reload(self) -> None:
+        """Reads the public keys again, and takes out whoever would not be let in any more."""
+        if self._curve is None:
+            return
+        try:
+            self._access = Access(keys.load_clients(self._curve))
+        except ConfigurationError as error:
+            logger.error("the keys stay as they were: %s", error)  # noqa: TRY400 - the operator's mistake, not ours
+            return
+        logger.info("lets in %d keys from now on: %s", len(self._access), ", ".join(sorted(self._access.names)))
+        self._send(self._dispatcher.expel(time.monotonic(), self._access))
 
     def _bind(self, endpoint: str) -> str:
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -155,12 +211,20 @@ class Service:
 
     def _take(self, peer: bytes) -> None:
         """Takes what a peer has sent, of which ZeroMQ has given its name only."""
-        frame = self._socket.recv()
+        tenant: Tenant | None = ANYBODY
+        if self._access is None:
+            frame = self._socket.recv()
+        else:
+            whole = self._socket.recv(copy=False)
+            frame, tenant = whole.bytes, self._access.tenant(str(whole.get("User-Id")))
         if int(self._socket.getsockopt(zmq.RCVMORE)):
             # A frame too many is no frame of ours; an empty one is refused as any garbage is.
             self._socket.recv_multipart()
             frame = b""
-        self._send(self._dispatcher.receive(time.monotonic(), peer, frame))
+        if tenant is None:
+            self._send([(peer, failure(access.revoked()))])
+        else:
+            self._send(self._dispatcher.receive(time.monotonic(), peer, frame, tenant))
 
     def _clear_monitor(self) -> None:
         with suppress(zmq.Again):
@@ -207,19 +271,23 @@ class Service:
 
 @contextmanager
 def _signals(service: Service) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the service; the former handlers come back afterwards."""
+    """SIGTERM and SIGINT stop the service, SIGHUP makes it read keys again; former handlers come back afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {
-        number: signal.signal(number, lambda _number, _frame: service.stop())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    actions = {signal.SIGTERM: service.stop, signal.SIGINT: service.stop}
+    if service.has_keys:
+        actions[signal.SIGHUP] = service.reload
+    former = {number: signal.signal(number, _handler(action)) for number, action in actions.items()}
     try:
         yield
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+def _handler(action: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
+    return lambda _number, _frame: action()
 
 
 def run_master(config: Config | None = None) -> None:
@@ -232,11 +300,12 @@ def run_master(config: Config | None = None) -> None:
 
     Raises:
         BindError: an endpoint is taken or does not exist.
+        ConfigurationError: the folder of keys is unusable.
     """
     with Service(config or Config()) as service, _signals(service):
         for endpoint in service.endpoints:
             print(f"listening on {endpoint}", flush=True)  # noqa: T201 - a script reads the port from here
-            if not is_local(endpoint):
+            if not (service.has_keys or is_local(endpoint)):
                 logger.warning("%s is open to the network, without authentication", endpoint)
         service.run()
         logger.info("stopped")

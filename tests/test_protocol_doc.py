@@ -14,6 +14,7 @@ import pytest
 
 from client import beacon, connection, registration, round_trip, transport
 from server import deadlock, liveness, master, past, service
+from server.access import Tenant
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
 from statsd_bn import PROTOCOL_VERSION, errors, limits
@@ -310,10 +311,17 @@ TWO_RESULTS = (
     Result(session_of(1), dataclasses.replace(AGGREGATE, count=2)),
 )
 LEFT = Leave(session_of(1), "boom")
+EVE = Tenant("eve", "key of eve", ("eve-*",))
 MOST = rows(1.0, count=limits.MAX_COUNT)
 
 # The ways to a failure that the document names.
 WAYS: dict[str, Callable[[], list[Message]]] = {
+    "a foreign session": lambda: play(
+        *OPEN, then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(Heartbeat(session_of(0))), EVE)
+    ),
+    "a foreign job": lambda: play(
+        register(0), then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(register(1)), EVE)
+    ),
     "an unsound frame": lambda: play(b"garbage"),
     "a session that registers as somebody else": lambda: play(register(0), register(1, session=session_of(0))),
     "a foreign key": lambda: play(*OPEN, contribution(0, key=key(job="other"), session=session_of(0))),
