@@ -49,7 +49,7 @@ def _status(arguments: list[str]) -> int:
         help="a client's secret key, for a server with --curve (STATSD_BN_CURVE)",
     )
     found = parser.parse_args(arguments)
-    report = ask(found.endpoint, load_client(found.curve) if found.curve else None)
+    report = ask(found.endpoint, keys=load_client(found.curve) if found.curve else None)
     print(describe(report))  # noqa: T201 - the command's result
     return 0
 

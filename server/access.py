@@ -64,6 +64,11 @@ class Access:
         """Who is let in."""
         return {tenant.name for tenant in self._tenants.values()}
 
+    @property
+    def keys(self) -> set[str]:
+        """Their public keys."""
+        return set(self._tenants)
+
     def tenant(self, key: str) -> Tenant | None:
         """Returns whose key it is; None if it is not let in."""
         return self._tenants.get(key)

@@ -4,8 +4,9 @@ import argparse
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
+from server.quota import Quota
 from statsd_bn.errors import ConfigurationError
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
@@ -22,6 +23,7 @@ class Config:
         insecure: allow endpoints that other machines can reach, without authentication.
         curve: folder with the server's keys and the public keys of its clients, as `python -m server keygen` makes it;
             None: whoever reaches an endpoint is let in.
+        quota: how much is taken, kept and waited for.
 
     Raises:
         ConfigurationError: a value is unusable.
@@ -31,6 +33,7 @@ class Config:
     log_level: str = "info"
     insecure: bool = False
     curve: str | None = None
+    quota: Quota = field(default_factory=Quota)
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
@@ -95,6 +98,16 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         default=environ.get("STATSD_BN_CURVE") or None,
         help="let in only clients whose public keys are in DIR, and encrypt; SIGHUP reads them again (STATSD_BN_CURVE)",
     )
+    limits = result.add_argument_group("limits", "What is beyond one gets an error, and is counted in the status.")
+    for option in fields(Quota):
+        twin = f"STATSD_BN_{option.name.upper()}"
+        limits.add_argument(
+            f"--{option.name.replace('_', '-')}",
+            type=type(option.default),
+            metavar="N",
+            default=environ.get(twin) or option.default,
+            help=f"{option.metadata['reason']} ({twin}; default {option.default})",
+        )
     return result
 
 
@@ -105,5 +118,6 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
         ConfigurationError: a value is unusable.
     """
     found = parser(environ).parse_args(arguments)
+    quota = Quota(**{option.name: getattr(found, option.name) for option in fields(Quota)})
     twin = tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))
-    return Config(tuple(found.bind or twin), found.log_level, found.insecure, found.curve)
+    return Config(tuple(found.bind or twin), found.log_level, found.insecure, found.curve, quota)

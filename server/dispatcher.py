@@ -7,7 +7,7 @@ error and nobody else anything.
 
 import logging
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from server import deadlock
@@ -16,9 +16,9 @@ from server.admission import too_late
 from server.liveness import Liveness
 from server.master import Reply, SyncMaster, unknown
 from server.past import Past
+from server.quota import Budget, Quota
 from server.rounds import failure
 from server.slave import Slave
-from statsd_bn import limits
 from statsd_bn.errors import (
     AuthenticationRefused,
     LimitExceeded,
@@ -68,9 +68,13 @@ class Dispatcher:
     Args:
         server: a random id of this life of the server.
         started: the time it began, on the clock that `receive` is given.
+        quota: how much it takes and keeps; default: as much as the protocol allows.
+
+    Attributes:
+        tally: what was refused.
     """
 
-    def __init__(self, server: bytes, started: float) -> None:
+    def __init__(self, server: bytes, started: float, quota: Quota | None = None) -> None:
         self._server = server
         self._started = started
         self._masters: dict[tuple[str, str], SyncMaster] = {}
@@ -79,6 +83,8 @@ class Dispatcher:
         self._past = Past()
         # Nobody has the session of zero bytes, so nobody takes it for an answer.
         self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
+        self._budget = Budget(quota)
+        self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
 
@@ -86,6 +92,7 @@ class Dispatcher:
         """Takes one frame from a peer and returns the frames to send; `tenant` is whose key the peer has."""
         self.received += 1
         try:
+            self._budget.check_frame(frame)
             return self._handle(now, peer, decode(frame), tenant)
         except StatsdBNError as error:
             return [(peer, self._refuse(error))]
@@ -101,6 +108,13 @@ class Dispatcher:
         replies += [reply for master in self._masters.values() for reply in master.expire(now)]
         replies += [reply for master in self._masters.values() for reply in self._mourn(master)]
         return replies + self._end_deadlocks(now)
+
+    def is_from_a_member(self, frame: bytes) -> bool:
+        """Returns whether a frame names a session that has a seat."""
+        try:
+            return getattr(decode(frame), "session", None) in self._seats
+        except ProtocolError:
+            return False
 
     def expel(self, now: float, access: Access) -> list[Reply]:
         """Takes those for lost whose keys are no longer let in, or no longer for their job."""
@@ -134,6 +148,7 @@ class Dispatcher:
             "seconds": now - self._started,
             "received": self.received,
             "bad_frames": self.bad_frames,
+            **asdict(self.tally),
             "groups": [master.report(now) for (job, _), master in self._masters.items() if tenant.may(job)],
         }
 
@@ -182,6 +197,8 @@ class Dispatcher:
             try:
                 return encode(Status(report))
             except ProtocolError:
+                if not report["groups"]:
+                    raise
                 report["groups"] = report["groups"][: len(report["groups"]) // 2]
                 report["left_out"] = len(everything) - len(report["groups"])
 
@@ -195,6 +212,10 @@ class Dispatcher:
         seat = self._seats.get(contribution.session)
         if seat is None:
             return [(peer, failure(self._stranger(contribution.session), contribution.key))]
+        try:
+            self._budget.check_contribution(contribution)
+        except LimitExceeded as error:
+            return [(peer, failure(error, contribution.key))]
         return seat.master.contribute(now, seat.slave, contribution, peer)
 
     def _recall(self, now: float, result: Result, peer: bytes) -> list[Reply]:
@@ -216,6 +237,7 @@ class Dispatcher:
 
     def _register(self, now: float, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         name = (register.job, register.group)
+        self._budget.check_registration(register)
         if fate := self._past.fate(register.session, register.epoch):
             raise fate
         if self._is_late(register):
@@ -237,13 +259,9 @@ class Dispatcher:
 
     def _begin(self, now: float, name: tuple[str, str], register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         """Begins a life of a group; one that is refused its first member never was, and replaces none."""
-        if name not in self._masters and len(self._masters) >= limits.MAX_GROUPS:
-            raise LimitExceeded(
-                f"the server has {len(self._masters)} groups already",
-                limit=limits.MAX_GROUPS,
-                what="groups",
-            )
-        master = SyncMaster(self._server, register)
+        if name not in self._masters:
+            self._budget.check_new_group(name, list(self._masters))
+        master = SyncMaster(self._server, register, self._budget)
         slave, told = master.register_slave(now, register, peer)
         replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
         self._masters[name] = master
@@ -329,7 +347,9 @@ class Dispatcher:
         for session in [session for session, seat in self._seats.items() if seat.master is master]:
             self._forget(session)
             self._past.end_session(session, master.epoch, lost)
-        return master.break_all(lambda _: lost)
+        replies = master.break_all(lambda _: lost)
+        master.retire()
+        return replies
 
     def _leave(self, now: float, leave: Leave) -> list[Reply]:
         seat = self._forget(leave.session)
@@ -393,6 +413,7 @@ class Dispatcher:
         name = (membership.job, membership.group)
         if not master.nr_slaves and self._masters.get(name) is master:
             del self._masters[name]
+            master.retire()
             if membership.is_open:
                 self._past.end_group(name, master.epoch)
         return replies + self._mourn(master)

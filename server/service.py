@@ -17,10 +17,12 @@ from types import FrameType, TracebackType
 from typing import Self
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from server import access
 from server.access import ANYBODY, Access, Tenant
 from server.config import Config, is_local
+from server.connections import Connections
 from server.dispatcher import Dispatcher
 from server.keygen import check_curve
 from server.master import Reply
@@ -44,8 +46,12 @@ LINGER_MILLISECONDS = 1000
 # and the many connections of a job that ends cost one pass.
 PROBE_SECONDS = 0.05
 
-# Frames that a slow reader may leave unread before its answers are dropped: a member has one or two in flight.
-SEND_HIGH_WATER_MARK = 64
+# How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
+KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
+
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 # Frames taken in one turn, so that a flood cannot put off deadlines and signals.
 DRAIN_AT_MOST = 1024
@@ -75,12 +81,16 @@ class Service:
         self._is_reloading = False
         # Before anything is bound, so that nobody comes in unasked.
         self._gatekeeper = Gatekeeper(self._context, self._is_let_in) if server_keys else None
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+        self._connections = Connections()
+        self._doomed: list[int] = []
+        self._has_disconnected = False
         self._disconnected = -math.inf
         self._probe_at = math.inf
         self._next_tick = 0.0
         self._socket_files: dict[Path, int] = {}
-        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic())
+        self._quota = config.quota
+        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
         self._configure_socket()
         if server_keys:
             self._require_keys(server_keys)
@@ -147,13 +157,13 @@ class Service:
         if self._is_reloading:
             self._is_reloading = False
             self._reload()
-        disconnected = int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        if disconnected:
-            self._clear_monitor()
+        self._read_monitor()
+        disconnected, self._has_disconnected = self._has_disconnected, False
         self._drain()
-        self._look_for_the_dead(disconnected=bool(disconnected))
+        self._look_for_the_dead(disconnected=disconnected)
         if time.monotonic() >= self._next_tick:
             self._send(self._dispatcher.tick(time.monotonic()))
+            self._close_connections()
             self._next_tick = time.monotonic() + TICK_SECONDS
 
     def _configure_socket(self) -> None:
@@ -163,7 +173,11 @@ class Service:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVTIMEO, int(LOOK_SECONDS * 1000))
-        self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.SNDHWM, self._quota.max_unread)
+        self._socket.setsockopt(zmq.RCVHWM, self._quota.max_unread)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(self._quota.handshake_seconds * 1000))
+        for option, value in KEEPALIVE.items():
+            self._socket.setsockopt(option, value)
 
     def _require_keys(self, pair: keys.Pair) -> None:
         self._socket.curve_server = True
@@ -189,6 +203,7 @@ class Service:
             return
         logger.info("lets in %d keys from now on: %s", len(self._access), ", ".join(sorted(self._access.names)))
         self._send(self._dispatcher.expel(time.monotonic(), self._access))
+        self._doomed += self._connections.of_others(self._access.keys)
 
     def _bind(self, endpoint: str) -> str:
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -212,24 +227,59 @@ class Service:
     def _take(self, peer: bytes) -> None:
         """Takes what a peer has sent, of which ZeroMQ has given its name only."""
         tenant: Tenant | None = ANYBODY
-        if self._access is None:
+        descriptor = -1
+        if self._access is None and peer in self._connections.members:
             frame = self._socket.recv()
         else:
+            # Where it comes from costs half a microsecond; without keys that of a member is known.
             whole = self._socket.recv(copy=False)
-            frame, tenant = whole.bytes, self._access.tenant(str(whole.get("User-Id")))
+            frame, descriptor = whole.bytes, _descriptor(whole)
+            tenant = self._access.tenant(str(whole.get("User-Id"))) if self._access else ANYBODY
         if int(self._socket.getsockopt(zmq.RCVMORE)):
             # A frame too many is no frame of ours; an empty one is refused as any garbage is.
             self._socket.recv_multipart()
             frame = b""
         if tenant is None:
             self._send([(peer, failure(access.revoked()))])
-        else:
-            self._send(self._dispatcher.receive(time.monotonic(), peer, frame, tenant))
+            self._doomed.append(descriptor)
+            return
+        self._send(self._dispatcher.receive(time.monotonic(), peer, frame, tenant))
+        if peer not in self._connections.members:
+            self._get_to_know(peer, frame, tenant, descriptor)
 
-    def _clear_monitor(self) -> None:
+    def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant, descriptor: int) -> None:
+        """Takes note of a connection that something has come over, perhaps from a member."""
+        # It was told of before anything could come.
+        self._read_monitor()
+        is_member = self._dispatcher.is_from_a_member(frame)
+        self._connections.heard(time.monotonic(), descriptor, tenant.key, peer if is_member else b"")
+
+    def _close_connections(self) -> None:
+        """Ends those with a revoked key, which have been told by now, and those over which no member speaks."""
+        for descriptor in self._doomed:
+            self._connections.cut(descriptor)
+        self._doomed.clear()
+        for descriptor in self._connections.idle(time.monotonic() - self._quota.idle_seconds):
+            self._dispatcher.tally.idle_connections += 1
+            self._connections.cut(descriptor)
+
+    def _read_monitor(self) -> None:
+        """Takes note of what has happened to connections."""
+        if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return
         with suppress(zmq.Again):
             while True:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
+                told = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                self._happened(int(told["event"]), int(told["value"]))
+
+    def _happened(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._connections.accepted(time.monotonic(), value)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._connections.ended(value)
+            self._has_disconnected = True
+        else:
+            self._dispatcher.tally.refused_connections += 1
 
     def _look_for_the_dead(self, *, disconnected: bool) -> None:
         """Tries those who have not spoken since a connection has ended, a moment after it.
@@ -255,6 +305,7 @@ class Service:
         for peer, frame in replies:
             if problem := self._deliver(peer, frame):
                 # Whether the peer has gone or does not read, nobody else may wait for it.
+                self._dispatcher.tally.dropped_answers += 1
                 logger.warning("an answer to peer %s was dropped: %s", peer.hex(), problem)
 
     def _deliver(self, peer: bytes, frame: bytes) -> str:
@@ -267,6 +318,14 @@ class Service:
                 self._try(self._dispatcher.unreachable(time.monotonic(), peer))
             return zmq.strerror(error.errno or 0)
         return ""
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """Returns the file descriptor of the connection that a frame has come over; -1 if ZeroMQ does not tell it."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return -1
 
 
 @contextmanager

@@ -16,14 +16,22 @@ from statsd_bn.wire import decode, encode
 
 ANSWER_SECONDS = 5.0
 
+# Counts of the report that are told where they are not 0.
+COUNTS = {
+    "over_limits": "messages over a limit",
+    "refused_connections": "connections refused",
+    "idle_connections": "idle connections closed",
+    "dropped_answers": "answers dropped",
+}
 
-def ask(endpoint: str, keys: ClientKeys | None = None, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+
+def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> dict[str, Any]:
     """Returns the report of the server at `endpoint`.
 
     Args:
         endpoint: where it listens.
-        keys: this client's, and the server's public one; None for a server that asks for none.
         seconds: how long it may take.
+        keys: this client's, and the server's public one; None for a server that asks for none.
 
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
@@ -94,6 +102,8 @@ def describe(report: dict[str, Any]) -> str:
         f"{report['received']} messages, {report['bad_frames']} bad frames"
     )
     lines = [head]
+    if counts := [f"{report[name]} {text}" for name, text in COUNTS.items() if report.get(name)]:
+        lines.append(f"  {', '.join(counts)}")
     for group in report["groups"]:
         lines += _describe_group(group)
     if report.get("left_out"):

@@ -21,7 +21,7 @@ _WRONG_KEY = 0x11000001
 # A server that hangs up in the middle of a handshake may be about to end, or a proxy may stand before one that is away.
 # This often, and for this long, it means a key; ZeroMQ tries again every 0.1 to 0.2 seconds.
 HUNG_UP_TIMES = 3
-HUNG_UP_SECONDS = 3.0
+HUNG_UP_SECONDS = 2.0
 
 
 class Handshakes:

@@ -17,9 +17,11 @@ from typing import Any, Self
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 import client
 from client.connection import Connection
+from client.curve import secure
 from client.session import Member
 from client.transport import ZmqTransport
 from memory_members import outcome, wait_until
@@ -81,7 +83,7 @@ def join(
 
 
 def names(service: Service, keys: ClientKeys) -> list[str]:
-    return [group["job"] for group in ask(service.endpoints[0], keys)["groups"]]
+    return [group["job"] for group in ask(service.endpoints[0], keys=keys)["groups"]]
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
@@ -111,7 +113,7 @@ def test_a_client_that_is_not_let_in_is_told_why_in_time(service, keys, tmp_path
     endpoint = service.endpoints[0]
     for attempt in (
         lambda: join(endpoint, strangers(keys, tmp_path / str(time.monotonic()))[reason]),
-        lambda: ask(endpoint, strangers(keys, tmp_path / str(time.monotonic()))[reason]),
+        lambda: ask(endpoint, keys=strangers(keys, tmp_path / str(time.monotonic()))[reason]),
     ):
         started = time.monotonic()
         error = outcome(attempt)
@@ -119,7 +121,7 @@ def test_a_client_that_is_not_let_in_is_told_why_in_time(service, keys, tmp_path
         assert isinstance(error, AuthenticationRefused), error
         assert error.fields == {"reason": reason}
         assert endpoint in str(error)
-    assert ask(endpoint, load_client(secret(keys, "bob")))["received"] == 1
+    assert ask(endpoint, keys=load_client(secret(keys, "bob")))["received"] == 1
 
 
 def test_a_client_with_a_key_is_told_of_a_server_without_one(serve, keys):
@@ -146,10 +148,10 @@ def test_connect_takes_the_key_from_its_argument_or_the_environment(service, key
 def test_an_idle_members_heartbeats_go_over_a_socket_with_keys(service, keys):
     alice = load_client(secret(keys, "alice"))
     with join(service.endpoints[0], alice):
-        before = ask(service.endpoints[0], alice)["received"]
+        before = ask(service.endpoints[0], keys=alice)["received"]
         # Each look counts one frame; only the beacon's make it more.
         looks = itertools.count(1)
-        wait_until(lambda: ask(service.endpoints[0], alice)["received"] - before > next(looks), 10.0)
+        wait_until(lambda: ask(service.endpoints[0], keys=alice)["received"] - before > next(looks), 10.0)
 
 
 def test_a_key_tied_to_jobs_joins_no_other_and_sees_no_other(serve, keys):
@@ -171,7 +173,7 @@ def test_a_revoked_key_ends_its_members_at_once_and_the_others_hear_why(service,
         joined = [executor.submit(join, endpoint, key, number, 2) for number, key in enumerate((alice, bob))]
         kept, cut = (future.result(WAIT_SECONDS) for future in joined)
         waiting = executor.submit(outcome, lambda: kept.exchange("bn", rows(1.0)))
-        wait_until(lambda: bool(ask(endpoint, alice)["groups"][0]["waiting"]))
+        wait_until(lambda: bool(ask(endpoint, keys=alice)["groups"][0]["waiting"]))
         (keys / "clients" / "bob.key").unlink()
         service.reload()
         error = waiting.result(REFUSED_SECONDS)
@@ -193,8 +195,34 @@ def test_a_key_that_is_exchanged_under_its_name_is_revoked(service, keys, tmp_pa
         shutil.copy(tmp_path / "new" / "clients" / "bob.key", keys / "clients" / "bob.key")
         service.reload()
         alice = load_client(secret(keys, "alice"))
-        wait_until(lambda: not ask(service.endpoints[0], alice)["groups"])
+        wait_until(lambda: not ask(service.endpoints[0], keys=alice)["groups"])
         assert isinstance(outcome(lambda: connection.exchange("bn", rows(1.0))), AuthenticationRefused)
+
+
+def test_a_connection_with_a_revoked_key_is_ended_though_it_says_nothing(service, keys):
+    bob = load_client(secret(keys, "bob"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        secure(dealer, bob)
+        with dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH) as monitor:
+            dealer.connect(service.endpoints[0])
+            dealer.send(encode(StatusRequest()))
+            assert dealer.poll(WAIT_SECONDS * 1000)
+            (keys / "clients" / "bob.key").unlink()
+            service.reload()
+            events = []
+            while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in events:
+                assert monitor.poll(WAIT_SECONDS * 1000)
+                events.append(recv_monitor_message(monitor)["event"])
+            dealer.disable_monitor()
+    # It was cut off, and turned away when it came again.
+    assert events == [zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_AUTH]
+
+
+def test_refused_connections_are_counted(service, keys, tmp_path):
+    for who in strangers(keys, tmp_path).values():
+        assert isinstance(outcome(lambda who=who: ask(service.endpoints[0], keys=who)), AuthenticationRefused)
+    assert ask(service.endpoints[0], keys=load_client(secret(keys, "alice")))["refused_connections"] >= 3
 
 
 def test_an_unsound_folder_of_keys_changes_nothing(service, keys, caplog):
@@ -212,12 +240,9 @@ def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
         dealers = []
         for name in ("alice", "bob"):
             dealer = stack.enter_context(context.socket(zmq.DEALER))
-            who = load_client(secret(keys, name))
             dealer.linger = 0
             dealer.routing_id = b"the same"
-            dealer.curve_serverkey = who.server.encode()
-            dealer.curve_publickey = who.pair.public.encode()
-            dealer.curve_secretkey = who.pair.secret.encode()
+            secure(dealer, load_client(secret(keys, name)))
             dealer.connect(service.endpoints[0])
             dealer.send(encode(register(0, 2, job=name)))
             dealers.append(dealer)
@@ -234,8 +259,10 @@ def test_the_doors_stay_shut_when_the_gatekeeper_is_away(keys, monkeypatch, serv
     """ZeroMQ's own default would let everybody in who knows the server's public key."""
     monkeypatch.setattr("server.zap.ENDPOINT", "inproc://elsewhere")
     service = serve(keys)
-    with pytest.raises(AuthenticationRefused):
-        join(service.endpoints[0], load_client(secret(keys, "alice")))
+    error = outcome(lambda: join(service.endpoints[0], load_client(secret(keys, "alice"))))
+    # How it notices is up to libzmq: the handshake fails, or does not end.
+    assert isinstance(error, AuthenticationRefused | ServerUnreachable)
+    assert service._dispatcher.received == 0
 
 
 # The process.
@@ -273,7 +300,7 @@ def test_a_hangup_lets_a_new_key_in_and_nothing_secret_is_logged(keys, tmp_path)
         generate(keys, ["carol"])
         carol = load_client(secret(keys, "carol"))
         with pytest.raises(AuthenticationRefused):
-            ask(command.endpoint, carol)
+            ask(command.endpoint, keys=carol)
         command.process.send_signal(signal.SIGHUP)
         wait_until(lambda: "lets in 3 keys from now on: alice, bob, carol" in command.log.read_text())
         with join(command.endpoint, carol):
@@ -293,7 +320,7 @@ def test_other_machines_may_reach_a_server_with_keys_without_a_warning(keys, tmp
     with Command(tmp_path, "--curve", str(keys), "--bind", "tcp://0.0.0.0:*") as command:
         port = command.endpoint.removeprefix("tcp://0.0.0.0:")
         alice = load_client(secret(keys, "alice"))
-        assert ask(f"tcp://127.0.0.1:{port}", alice)["groups"] == []
+        assert ask(f"tcp://127.0.0.1:{port}", keys=alice)["groups"] == []
     assert "WARNING" not in command.log.read_text()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from client import beacon, connection, registration, round_trip, transport
-from server import deadlock, liveness, master, past, service
+from server import deadlock, liveness, master, past, quota, service
 from server.access import Tenant
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
@@ -434,7 +434,7 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service, deadlock, liveness, master, past],
+        "server": [service, deadlock, liveness, master, past, quota],
         "client": [beacon, connection, registration, round_trip, transport],
         "both": [service, transport],
     }
@@ -448,7 +448,7 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
     said = (*OPEN, contribution(0), StatusRequest())
     (whole,) = play(*said)
     (group,) = whole.report["groups"]
-    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 300)
     (cut,) = play(*said)
     kinds = {"text": str, "integer": int, "float": float, "array": list}
     for title, real in (
