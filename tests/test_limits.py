@@ -1,11 +1,13 @@
 """Limits: each refuses what is beyond it, counts it, and leaves everybody else alone."""
 
 import dataclasses
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -381,3 +383,14 @@ def test_a_client_is_told_of_a_limit_by_its_error(serve):
             member.exchange("bn", rows(1.0, channels=3))
         assert caught.value.fields["limit"] == 2
     assert told(service, "over_limits") == 1
+
+
+def test_the_page_about_security_lists_every_limit_with_its_default():
+    page = (Path(__file__).parent.parent / "docs" / "security.md").read_text()
+    listed = dict(re.findall(r"^\| `--([a-z-]+)` \| ([0-9.]+) \|", page, re.MULTILINE))
+    assert listed == {
+        option.name.replace("_", "-"): f"{option.default:g}"
+        if isinstance(option.default, float)
+        else str(option.default)
+        for option in OPTIONS
+    }
