@@ -212,10 +212,11 @@ class Dispatcher:
         seat = self._seats.get(contribution.session)
         if seat is None:
             return [(peer, failure(self._stranger(contribution.session), contribution.key))]
-        try:
-            self._budget.check_contribution(contribution)
-        except LimitExceeded as error:
-            return [(peer, failure(error, contribution.key))]
+        if self._budget.narrows_contributions:
+            try:
+                self._budget.check_contribution(contribution)
+            except LimitExceeded as error:
+                return [(peer, failure(error, contribution.key))]
         return seat.master.contribute(now, seat.slave, contribution, peer)
 
     def _recall(self, now: float, result: Result, peer: bytes) -> list[Reply]:

@@ -123,13 +123,12 @@ class SyncMaster:
             round_ = self._open.get(key) or self._begin(now, slave, contribution)
             future = self._future(round_, slave)
             if not future.done:
-                self._check_room(size_of(rows))
+                self._reserve(round_, size_of(rows))
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
         slave.step, slave.replicas = key.step, len(rows.counts)
         if not future.done:
             future.since = now
-            self._hold(round_, size_of(rows))
             self._count_threads(slave, contribution)
         return self._put(now, round_, slave, contribution, peer)
 
@@ -247,6 +246,11 @@ class SyncMaster:
         self._held += size
         self._budget.keep(self._run[0], size)
 
+    def _reserve(self, round_: Round, size: int) -> None:
+        self._budget.take(self._run[0], size)
+        self._held += size
+        round_.held += size
+
     def _hold(self, round_: Round, size: int) -> None:
         round_.held += size
         self._keep(size)
@@ -345,8 +349,8 @@ class SyncMaster:
             self._check_room(size_of(contribution.rows))
         except LimitExceeded as error:
             return [(peer, failure(error, key))]
-        self._deferred.append((slave, contribution, peer))
         self._keep(size_of(contribution.rows))
+        self._deferred.append((slave, contribution, peer))
         absent = self.membership.absent
         whom = f"members {absent}" if absent else "all members"
         text = f"waiting for {whom} to come back to a restarted server"

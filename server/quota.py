@@ -109,11 +109,15 @@ class Budget:
     Attributes:
         quota: the limits.
         tally: what was refused.
+        narrows_contributions: whether a contribution that the protocol allows may be too large.
     """
 
     def __init__(self, quota: Quota | None = None) -> None:
         self.quota = quota or Quota()
         self.tally = Tally()
+        # Asked for each frame.
+        self._max_frame_bytes, self._max_job_bytes = self.quota.max_frame_bytes, self.quota.max_job_bytes
+        self.narrows_contributions = self.quota.narrows_contributions
         self._kept: dict[str, int] = {}
 
     def exceeded(self, text: str, limit: int, what: str) -> LimitExceeded:
@@ -123,7 +127,8 @@ class Budget:
 
     def check_frame(self, frame: bytes) -> None:
         """Raises LimitExceeded for a frame that is too large."""
-        self._check("frame", len(frame), self.quota.max_frame_bytes, "bytes")
+        if len(frame) > self._max_frame_bytes:
+            self._check("frame", len(frame), self._max_frame_bytes, "bytes")
 
     def check_registration(self, register: Register) -> None:
         """Raises LimitExceeded for a name that is too long, or a group that is too big."""
@@ -135,8 +140,6 @@ class Budget:
 
     def check_contribution(self, contribution: Contribution) -> None:
         """Raises LimitExceeded for a contribution that is too large."""
-        if not self.quota.narrows_contributions:
-            return
         shape = contribution.rows.values.shape
         self._check("layer", len(contribution.key.layer.encode()), self.quota.max_name_bytes, "bytes in its name")
         self._check("contribution", shape[2], self.quota.max_channels, "channels")
@@ -144,14 +147,19 @@ class Budget:
 
     def check_room(self, job: str, size: int) -> None:
         """Raises LimitExceeded where a job would keep too many bytes."""
-        kept = self._kept.get(job, 0)
-        if kept + size > self.quota.max_job_bytes:
-            raise self.exceeded(
-                f"job {job!r} keeps {kept} bytes here, and {size} more are above the limit of "
-                f"{self.quota.max_job_bytes}; raise --max-job-bytes if the job is in its right",
-                self.quota.max_job_bytes,
-                "bytes kept for a job",
-            )
+        if self.kept(job) + size > self._max_job_bytes:
+            raise self._no_room(job, size)
+
+    def take(self, job: str, size: int) -> None:
+        """Keeps bytes for a job.
+
+        Raises:
+            LimitExceeded: they would be too many.
+        """
+        kept = self._kept.get(job, 0) + size
+        if kept > self._max_job_bytes:
+            raise self._no_room(job, size)
+        self._kept[job] = kept
 
     def keep(self, job: str, size: int) -> None:
         """Takes note of bytes that are kept for a job, or with a size below zero no longer are."""
@@ -172,6 +180,14 @@ class Budget:
         jobs = {job for job, _ in groups}
         if name[0] not in jobs and len(jobs) >= self.quota.max_jobs:
             raise self.exceeded(f"the server has {len(jobs)} jobs already", self.quota.max_jobs, "jobs")
+
+    def _no_room(self, job: str, size: int) -> LimitExceeded:
+        return self.exceeded(
+            f"job {job!r} keeps {self.kept(job)} bytes here, and {size} more are above the limit of "
+            f"{self._max_job_bytes}; raise --max-job-bytes if the job is in its right",
+            self._max_job_bytes,
+            "bytes kept for a job",
+        )
 
     def _check(self, what: str, got: int, most: int, unit: str) -> None:
         if got > most:
