@@ -11,6 +11,9 @@ from contextlib import suppress
 
 import zmq
 
+from client.curve import secure
+from statsd_bn.keys import ClientKeys
+
 # How soon ZeroMQ connects anew after the connection has broken: the server waits 300 ms before it takes the member
 # for dead.
 RECONNECT_MILLISECONDS = 50
@@ -25,9 +28,10 @@ class Beacon:
     Args:
         context: what the socket belongs to.
         endpoint: where the master is.
+        keys: this client's, and the server's public one; None for a server that asks for none.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> None:
         self._reader, self._writer = socket.socketpair()
         self._reader.settimeout(0)
         self._writer.settimeout(0)
@@ -39,6 +43,7 @@ class Beacon:
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        secure(self._socket, keys)
         self._socket.connect(endpoint)
         self._poller = zmq.Poller()
         for readable in (self._socket, self._monitor, self._reader):

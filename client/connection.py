@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from client import groups
-from client.environment import DEFAULT_DEADLINE, STRICT, member_from
+from client.environment import DEFAULT_DEADLINE, STRICT, keys_from, member_from
 from client.groups import LOCAL, Group
 from client.registration import Sessions, cause_of
 from client.round_trip import RoundTrip
@@ -227,6 +228,7 @@ def connect(
     fill_deadline: float | None = None,
     policy: str = STRICT,
     min_members: int | None = None,
+    curve: str | Path | None = None,
 ) -> Connection:
     """Connects this process's synchronised layers to a master, and waits until all members are there.
 
@@ -241,6 +243,8 @@ def connect(
             without it, and newcomers may join at a step boundary, see `Connection.first_step`.
         min_members: how few members an elastic job may go on with; with fewer all wait for newcomers, as long as a
             round may take; default 1.
+        curve: the file with this client's secret key, as `python -m server keygen` makes it, for a server with --curve;
+            else STATSD_BN_CURVE.
 
     Returns:
         The connection, also a context manager: leaving it disconnects, and tells the others why if an
@@ -249,6 +253,7 @@ def connect(
     Raises:
         ConfigurationError: an argument or variable is missing or wrong, or this process is connected already.
         ServerUnreachable: nobody answers at the endpoint, within seconds.
+        AuthenticationRefused: server and client do not accept each other's keys.
         DuplicateMember: another process is this member.
         WorldSizeMismatch: the members disagree on `world_size`.
         GroupIncomplete: not all members came in time.
@@ -274,7 +279,7 @@ def connect(
         policy=policy,
         min_members=min_members,
     )
-    connection = Connection(ZmqTransport(endpoint), who)
+    connection = Connection(ZmqTransport(endpoint, keys_from(os.environ, curve)), who)
     _current = connection
     return connection
 

@@ -6,10 +6,12 @@ Everything here is a function of a mapping, so that a test needs no environment 
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 from client.session import Member
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import WORLD
 
 DEFAULT_DEADLINE = 600.0
@@ -76,6 +78,16 @@ def _min_members(policy: str, min_members: int | None, world_size: int) -> int:
     if type(least) is not int or not 1 <= least <= world_size:
         raise ConfigurationError(f"min_members: expected 1 to world_size, here {world_size}, got {least!r:.80}")
     return least
+
+
+def keys_from(environ: Mapping[str, str], curve: str | Path | None = None) -> ClientKeys | None:
+    """Returns this client's keys, from the file that is given or else that the environment names; None without any.
+
+    Raises:
+        ConfigurationError: there is no such file, or it is none.
+    """
+    path = curve or environ.get("STATSD_BN_CURVE")
+    return load_client(path) if path else None
 
 
 def integer(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -18,8 +18,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from client.beacon import CONNECT_MILLISECONDS, Beacon
+from client.curve import secure
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
+from statsd_bn.handshake import EVENTS, Handshakes
+from statsd_bn.keys import ClientKeys
 
 # How often a wait looks whether the connection broke and was made again: what was sent before is lost then.
 WATCH_SECONDS = 0.1
@@ -41,6 +44,9 @@ class Channel(Protocol):
         """Returns the next frame, or None if none came in time, or the master has come back meanwhile.
 
         The time is kept to a tenth of a second.
+
+        Raises:
+            AuthenticationRefused: server and client do not accept each other's keys.
         """
 
     def close(self) -> None:
@@ -93,13 +99,16 @@ class ZmqTransport(Transport):
 
     Args:
         endpoint: any ZeroMQ endpoint, `tcp://host:port` or `ipc://path`.
+        keys: this client's, and the server's public one; None for a server that asks for none.
 
     Raises:
         ConfigurationError: the endpoint is none.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
         super().__init__(endpoint)
+        self._keys = keys
+        self._handshakes = Handshakes(endpoint, has_key=keys is not None)
         self._context = zmq.Context()
         try:
             with self.channel():
@@ -110,7 +119,7 @@ class ZmqTransport(Transport):
 
     def beacon(self) -> Beacon:
         """Opens a socket for signs of life; whoever asks for it closes it before the transport."""
-        return Beacon(self._context, self.endpoint)
+        return Beacon(self._context, self.endpoint, self._keys)
 
     def close(self) -> None:
         """Closes all sockets; the last frames have a moment to leave."""
@@ -118,21 +127,31 @@ class ZmqTransport(Transport):
         self._context.term()
 
     def _open(self) -> Channel:
-        return _ZmqChannel(self._context, self.endpoint)
+        return _ZmqChannel(self._context, self.endpoint, self._keys, self._handshakes)
 
 
 class _ZmqChannel:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: ClientKeys | None,
+        handshakes: Handshakes,
+    ) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         self._socket.setsockopt(zmq.RCVTIMEO, int(WATCH_SECONDS * 1000))
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._connections = 0
+        self._monitor = self._socket.get_monitor_socket(EVENTS)
+        self._handshakes = handshakes.socket()
         try:
+            secure(self._socket, keys)
             self._socket.connect(endpoint)
+        except ConfigurationError:
+            self.close(linger=0)
+            raise
         except zmq.ZMQError as error:
             self.close(linger=0)
             raise ConfigurationError(
@@ -167,11 +186,11 @@ class _ZmqChannel:
         self._socket.close(linger)
 
     def _is_connected_anew(self) -> bool:
-        before = self._connections
+        before = self._handshakes.successes
         while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
-            self._connections += 1
-        return 0 < before < self._connections
+            told = recv_monitor_message(self._monitor)
+            self._handshakes.take(time.monotonic(), int(told["event"]), int(told["value"]))
+        return 0 < before < self._handshakes.successes
 
 
 def _closed() -> ConnectionClosed:

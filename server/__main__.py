@@ -7,27 +7,30 @@ import sys
 from collections.abc import Sequence
 
 from server.config import from_arguments
+from server.keygen import generate
 from server.service import run_master
 from server.sparing import Sparing
 from server.status import ask, describe
-from statsd_bn.errors import BindError, ConfigurationError, ServerUnreachable
+from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
+from statsd_bn.keys import load_client
 
-EXIT_USAGE = 2
-EXIT_BIND = 3
-EXIT_UNREACHABLE = 4
+EXIT_CODES: dict[type[Exception], int] = {
+    ConfigurationError: 2,
+    BindError: 3,
+    ServerUnreachable: 4,
+    AuthenticationRefused: 5,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server there."""
+    """Runs a command and returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server there, 5 refused by it."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    commands = {"status": _status, "keygen": _keygen}
     try:
-        return _status(given[1:]) if given[:1] == ["status"] else _serve(given)
-    except ConfigurationError as error:
-        return _complain(error, EXIT_USAGE)
-    except BindError as error:
-        return _complain(error, EXIT_BIND)
-    except ServerUnreachable as error:
-        return _complain(error, EXIT_UNREACHABLE)
+        return commands[given[0]](given[1:]) if given and given[0] in commands else _serve(given)
+    except tuple(EXIT_CODES) as error:
+        print(f"statsd_bn: {error}", file=sys.stderr)  # noqa: T201 - the command's one-line error
+        return EXIT_CODES[type(error)]
 
 
 def _serve(arguments: list[str]) -> int:
@@ -41,13 +44,35 @@ def _serve(arguments: list[str]) -> int:
 def _status(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m server status", description="Says what a running server is doing.")
     parser.add_argument("endpoint", metavar="ENDPOINT", help="where the server listens")
-    print(describe(ask(parser.parse_args(arguments).endpoint)))  # noqa: T201 - the command's result
+    parser.add_argument(
+        "--curve",
+        metavar="FILE",
+        default=os.environ.get("STATSD_BN_CURVE") or None,
+        help="a client's secret key, for a server with --curve (STATSD_BN_CURVE)",
+    )
+    found = parser.parse_args(arguments)
+    report = ask(found.endpoint, keys=load_client(found.curve) if found.curve else None)
+    print(describe(report))  # noqa: T201 - the command's result
     return 0
 
 
-def _complain(error: Exception, code: int) -> int:
-    print(f"statsd_bn: {error}", file=sys.stderr)  # noqa: T201 - the command's one-line error
-    return code
+def _keygen(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m server keygen",
+        description="Makes keys for --curve: the server's if DIR has none yet, and clients'. Overwrites nothing.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="where to")
+    parser.add_argument("--client", action="append", metavar="NAME", help='repeatable; default "client"')
+    parser.add_argument(
+        "--jobs",
+        action="append",
+        metavar="PATTERN",
+        help="names of jobs that these clients may join and see, such as 'team-a-*'; repeatable; default: all",
+    )
+    found = parser.parse_args(arguments)
+    for path in generate(found.folder, found.client or (), found.jobs or ()):
+        print(f"wrote {path}")  # noqa: T201 - the command's result
+    return 0
 
 
 if __name__ == "__main__":

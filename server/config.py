@@ -4,16 +4,13 @@ import argparse
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
-from statsd_bn import limits
+from server.quota import Quota
 from statsd_bn.errors import ConfigurationError
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-
-# One heartbeat may come late.
-SHORTEST_SILENCE = 2 * limits.HEARTBEAT_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +21,9 @@ class Config:
         bind: ZeroMQ endpoints to listen on.
         log_level: one of `LOG_LEVELS`.
         insecure: allow endpoints that other machines can reach, without authentication.
-        silence: how long a member may be silent before it is taken for lost, in seconds.
+        curve: folder with the server's keys and the public keys of its clients, as `python -m server keygen` makes it;
+            None: whoever reaches an endpoint is let in.
+        quota: how much is taken, kept and waited for.
 
     Raises:
         ConfigurationError: a value is unusable.
@@ -33,15 +32,12 @@ class Config:
     bind: tuple[str, ...] = (DEFAULT_ENDPOINT,)
     log_level: str = "info"
     insecure: bool = False
-    silence: float = limits.SILENCE_SECONDS
+    curve: str | None = None
+    quota: Quota = field(default_factory=Quota)
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
             raise ConfigurationError(f"log level: expected one of {LOG_LEVELS}, got {self.log_level!r}")
-        if not SHORTEST_SILENCE <= self.silence <= limits.MAX_DEADLINE:
-            raise ConfigurationError(
-                f"silence: expected seconds from {SHORTEST_SILENCE:g} to {limits.MAX_DEADLINE:g}, got {self.silence!r}"
-            )
         if not self.bind:
             raise ConfigurationError("bind: expected at least one endpoint, got none")
         for endpoint in self.bind:
@@ -49,10 +45,11 @@ class Config:
                 raise ConfigurationError(
                     f"bind: expected a ZeroMQ endpoint such as tcp://HOST:PORT or ipc://PATH, got {endpoint!r}"
                 )
-            if not (self.insecure or is_local(endpoint)):
+            if not (self.insecure or self.curve or is_local(endpoint)):
                 raise ConfigurationError(
                     f"bind: {endpoint} can be reached from other machines, and whoever reaches it can join any job. "
-                    "Bind to 127.0.0.1, or say --insecure if the network is closed to strangers"
+                    "Give --curve DIR with keys, as `python -m server keygen` makes them, bind to 127.0.0.1, or say "
+                    "--insecure if the network is closed to strangers"
                 )
 
     @property
@@ -73,7 +70,8 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m server",
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
-        epilog="`python -m server status ENDPOINT` says what a running server is doing.",
+        epilog="`python -m server status ENDPOINT` says what a running server is doing; `python -m server keygen DIR` "
+        "makes keys for --curve.",
     )
     result.add_argument(
         "--bind",
@@ -95,12 +93,21 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="listen where other machines can reach it, without authentication (STATSD_BN_INSECURE=1)",
     )
     result.add_argument(
-        "--silence",
-        metavar="SECONDS",
-        default=environ.get("STATSD_BN_SILENCE", f"{limits.SILENCE_SECONDS:g}"),
-        help="how long a member may be silent before it is taken for lost; more on a network that loses packets "
-        f"(STATSD_BN_SILENCE; default {limits.SILENCE_SECONDS:g})",
+        "--curve",
+        metavar="DIR",
+        default=environ.get("STATSD_BN_CURVE") or None,
+        help="let in only clients whose public keys are in DIR, and encrypt; SIGHUP reads them again (STATSD_BN_CURVE)",
     )
+    limits = result.add_argument_group("limits", "What is beyond one gets an error, and is counted in the status.")
+    for option in fields(Quota):
+        twin = f"STATSD_BN_{option.name.upper()}"
+        limits.add_argument(
+            f"--{option.name.replace('_', '-')}",
+            type=type(option.default),
+            metavar="N",
+            default=environ.get(twin) or option.default,
+            help=f"{option.metadata['reason']} ({twin}; default {option.default})",
+        )
     return result
 
 
@@ -111,12 +118,6 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
         ConfigurationError: a value is unusable.
     """
     found = parser(environ).parse_args(arguments)
+    quota = Quota(**{option.name: getattr(found, option.name) for option in fields(Quota)})
     twin = tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))
-    return Config(tuple(found.bind or twin), found.log_level, found.insecure, _seconds(found.silence))
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigurationError(f"silence: expected seconds, got {text!r}") from None
+    return Config(tuple(found.bind or twin), found.log_level, found.insecure, found.curve, quota)

@@ -7,18 +7,20 @@ error and nobody else anything.
 
 import logging
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from server import deadlock
+from server.access import ANYBODY, REVOKED, Access, Tenant
 from server.admission import too_late
 from server.liveness import Liveness
 from server.master import Reply, SyncMaster, unknown
 from server.past import Past
+from server.quota import Budget, Quota
 from server.rounds import failure
 from server.slave import Slave
-from statsd_bn import limits
 from statsd_bn.errors import (
+    AuthenticationRefused,
     LimitExceeded,
     ProtocolError,
     RegistrationRefused,
@@ -53,10 +55,11 @@ INCOMPLETE = "what it was given did not come back after the server was restarted
 
 @dataclass(slots=True)
 class Seat:
-    """Where a session sits: its master and its slave there."""
+    """Where a session sits: its master, its slave there, and with which key it has come."""
 
     master: SyncMaster
     slave: Slave
+    key: str = ANYBODY.key
 
 
 class Dispatcher:
@@ -65,27 +68,32 @@ class Dispatcher:
     Args:
         server: a random id of this life of the server.
         started: the time it began, on the clock that `receive` is given.
-        silence: how long a member may be silent before it is taken for lost, in seconds.
+        quota: how much it takes and keeps; default: as much as the protocol allows.
+
+    Attributes:
+        tally: what was refused.
     """
 
-    def __init__(self, server: bytes, started: float, silence: float = limits.SILENCE_SECONDS) -> None:
+    def __init__(self, server: bytes, started: float, quota: Quota | None = None) -> None:
         self._server = server
         self._started = started
-        self._silence = silence
         self._masters: dict[tuple[str, str], SyncMaster] = {}
         self._seats: dict[bytes, Seat] = {}
-        self._liveness = Liveness(started, silence)
         self._past = Past()
         # Nobody has the session of zero bytes, so nobody takes it for an answer.
         self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
+        self._budget = Budget(quota)
+        self._liveness = Liveness(started, self._budget.quota.silence_seconds)
+        self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
 
-    def receive(self, now: float, peer: bytes, frame: bytes) -> list[Reply]:
-        """Takes one frame from a peer and returns the frames to send."""
+    def receive(self, now: float, peer: bytes, frame: bytes, tenant: Tenant = ANYBODY) -> list[Reply]:
+        """Takes one frame from a peer and returns the frames to send; `tenant` is whose key the peer has."""
         self.received += 1
         try:
-            return self._handle(now, peer, decode(frame))
+            self._budget.check_frame(frame)
+            return self._handle(now, peer, decode(frame), tenant)
         except StatsdBNError as error:
             return [(peer, self._refuse(error))]
 
@@ -100,6 +108,20 @@ class Dispatcher:
         replies += [reply for master in self._masters.values() for reply in master.expire(now)]
         replies += [reply for master in self._masters.values() for reply in self._mourn(master)]
         return replies + self._end_deadlocks(now)
+
+    def is_from_a_member(self, frame: bytes) -> bool:
+        """Returns whether a frame names a session that has a seat."""
+        try:
+            return getattr(decode(frame), "session", None) in self._seats
+        except ProtocolError:
+            return False
+
+    def expel(self, now: float, access: Access) -> list[Reply]:
+        """Takes those for lost whose keys are no longer let in, or no longer for their job."""
+        lost = [
+            session for session, seat in self._seats.items() if not access.allows(seat.key, seat.master.membership.job)
+        ]
+        return [reply for session in lost for reply in self._lose(now, session, REVOKED)]
 
     def probes(self, since: float) -> list[Reply]:
         """Returns harmless frames to the members not heard since a time.
@@ -119,17 +141,20 @@ class Dispatcher:
         """Ends all waits because the server stops."""
         return [reply for master in self._masters.values() for reply in master.stop()]
 
-    def report(self, now: float) -> dict[str, Any]:
-        """Returns the status report."""
+    def report(self, now: float, tenant: Tenant = ANYBODY) -> dict[str, Any]:
+        """Returns the status report, as far as it concerns a tenant."""
         return {
             "server": self._server.hex(),
             "seconds": now - self._started,
             "received": self.received,
             "bad_frames": self.bad_frames,
-            "groups": [master.report(now) for master in self._masters.values()],
+            **asdict(self.tally),
+            "groups": [master.report(now) for (job, _), master in self._masters.items() if tenant.may(job)],
         }
 
-    def _handle(self, now: float, peer: bytes, message: Message) -> list[Reply]:
+    def _handle(self, now: float, peer: bytes, message: Message, tenant: Tenant) -> list[Reply]:
+        if tenant is not ANYBODY:
+            self._check_owner(message, tenant)
         match message:
             case Contribution():
                 self._liveness.hear(now, message.session, peer)
@@ -137,7 +162,7 @@ class Dispatcher:
             case Heartbeat():
                 replies = self._beat(now, message, peer)
             case Register():
-                replies = self._register(now, message, peer)
+                replies = self._register(now, message, peer, tenant)
                 self._liveness.begin(now, message.session, peer)
             case Result():
                 self._liveness.hear(now, message.session, peer)
@@ -145,19 +170,35 @@ class Dispatcher:
             case Leave():
                 replies = self._leave(now, message)
             case StatusRequest():
-                replies = [(peer, self._status(now))]
+                replies = [(peer, self._status(now, tenant))]
             case _:
                 raise ProtocolError(f"expected a request, got {type(message).__name__}")
         return replies
 
-    def _status(self, now: float) -> bytes:
+    def _check_owner(self, message: Message, tenant: Tenant) -> None:
+        """What one key has begun another neither goes on with nor ends, and nobody sees or joins a foreign job."""
+        if isinstance(message, Register) and not tenant.may(message.job):
+            raise RegistrationRefused(
+                f"job {message.job!r}: expected a job that the key of {tenant.name!r} is for, "
+                f"{' or '.join(tenant.jobs)}; give the run such a name, or a key for this one"
+            )
+        seat = self._seats.get(getattr(message, "session", b""))
+        if seat and seat.key != tenant.key:
+            raise AuthenticationRefused(
+                f"authentication refused: the session that {tenant.name!r} names is another key's",
+                reason="foreign session",
+            )
+
+    def _status(self, now: float, tenant: Tenant) -> bytes:
         """Returns as many groups as a frame holds, and says how many it leaves out."""
-        report = self.report(now)
+        report = self.report(now, tenant)
         everything = report["groups"]
         while True:
             try:
                 return encode(Status(report))
             except ProtocolError:
+                if not report["groups"]:
+                    raise
                 report["groups"] = report["groups"][: len(report["groups"]) // 2]
                 report["left_out"] = len(everything) - len(report["groups"])
 
@@ -171,6 +212,11 @@ class Dispatcher:
         seat = self._seats.get(contribution.session)
         if seat is None:
             return [(peer, failure(self._stranger(contribution.session), contribution.key))]
+        if self._budget.narrows_contributions:
+            try:
+                self._budget.check_contribution(contribution)
+            except LimitExceeded as error:
+                return [(peer, failure(error, contribution.key))]
         return seat.master.contribute(now, seat.slave, contribution, peer)
 
     def _recall(self, now: float, result: Result, peer: bytes) -> list[Reply]:
@@ -190,8 +236,9 @@ class Dispatcher:
         """Returns what somebody is told who has no seat: why it has none any more, or that it is unknown."""
         return self._past.fate(session) or unknown(session)
 
-    def _register(self, now: float, register: Register, peer: bytes) -> list[Reply]:
+    def _register(self, now: float, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         name = (register.job, register.group)
+        self._budget.check_registration(register)
         if fate := self._past.fate(register.session, register.epoch):
             raise fate
         if self._is_late(register):
@@ -201,39 +248,35 @@ class Dispatcher:
         self._check_world(register)
         master = self._masters.get(name)
         if master is None or self._is_replaced(master, register):
-            return self._begin(now, name, register, peer)
+            return self._begin(now, name, register, peer, tenant)
         was_open = master.membership.is_open
         try:
             slave, told = master.register_slave(now, register, peer)
         except ReplicaLost as loss:
             self._past.end_session(register.session, register.epoch, loss)
             raise
-        self._sit(now, master, slave, register, was_open=was_open)
+        self._sit(now, Seat(master, slave, tenant.key), register, was_open=was_open)
         return told
 
-    def _begin(self, now: float, name: tuple[str, str], register: Register, peer: bytes) -> list[Reply]:
+    def _begin(self, now: float, name: tuple[str, str], register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         """Begins a life of a group; one that is refused its first member never was, and replaces none."""
-        if name not in self._masters and len(self._masters) >= limits.MAX_GROUPS:
-            raise LimitExceeded(
-                f"the server has {len(self._masters)} groups already",
-                limit=limits.MAX_GROUPS,
-                what="groups",
-            )
-        master = SyncMaster(self._server, register, self._silence)
+        if name not in self._masters:
+            self._budget.check_new_group(name, list(self._masters))
+        master = SyncMaster(self._server, register, self._budget)
         slave, told = master.register_slave(now, register, peer)
         replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
         self._masters[name] = master
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
-        self._sit(now, master, slave, register, was_open=False)
+        self._sit(now, Seat(master, slave, tenant.key), register, was_open=False)
         return replies + told
 
-    def _sit(self, now: float, master: SyncMaster, slave: Slave, register: Register, *, was_open: bool) -> None:
+    def _sit(self, now: float, seat: Seat, register: Register, *, was_open: bool) -> None:
         """Gives a session its seat."""
-        name = (register.job, register.group)
-        seat = self._seats.get(register.session)
-        if seat is None or seat.slave is not slave:
+        name, master, slave = (register.job, register.group), seat.master, seat.slave
+        former = self._seats.get(register.session)
+        if former is None or former.slave is not slave:
             slave.since = now
-        self._seats[register.session] = Seat(master, slave)
+        self._seats[register.session] = seat
         self._past.begin_session(register.session)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
@@ -305,7 +348,9 @@ class Dispatcher:
         for session in [session for session, seat in self._seats.items() if seat.master is master]:
             self._forget(session)
             self._past.end_session(session, master.epoch, lost)
-        return master.break_all(lambda _: lost)
+        replies = master.break_all(lambda _: lost)
+        master.retire()
+        return replies
 
     def _leave(self, now: float, leave: Leave) -> list[Reply]:
         seat = self._forget(leave.session)
@@ -369,6 +414,7 @@ class Dispatcher:
         name = (membership.job, membership.group)
         if not master.nr_slaves and self._masters.get(name) is master:
             del self._masters[name]
+            master.retire()
             if membership.is_open:
                 self._past.end_group(name, master.epoch)
         return replies + self._mourn(master)

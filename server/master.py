@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from server.membership import Membership
+from server.quota import Budget, size_of
 from server.rounds import FutureResult, Round, State, failed, failure
 from server.slave import Slave
 from statsd_bn import limits
@@ -56,21 +57,23 @@ class SyncMaster:
     Args:
         server: the id of this master's life.
         register: the registration that begins the group; it sets job, group, epoch and policy.
-        silence: how long members may take to come back after a restart of the server, in seconds.
+        budget: what the server agrees to keep.
 
     Attributes:
         answered: when members were last told that a round has ended, or that the group is open.
         is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.
     """
 
-    def __init__(self, server: bytes, register: Register, silence: float = limits.SILENCE_SECONDS) -> None:
+    def __init__(self, server: bytes, register: Register, budget: Budget | None = None) -> None:
         self.epoch = register.epoch
-        self.membership = Membership(register, silence)
         self.rounds_done = 0
         self.rounds_failed = 0
         self.answered = -math.inf
         self.is_mourned = False
         self._server = server
+        self._budget = budget or Budget()
+        self.membership = Membership(register, self._budget.quota.silence_seconds)
+        self._held = 0
         # What all keys of this life begin with.
         self._run = (register.job, register.group, register.epoch)
         self._open: dict[RoundKey, Round] = {}
@@ -117,8 +120,10 @@ class SyncMaster:
         if self.membership.recovery and not self.membership.lost:
             return self._defer(slave, contribution, peer)
         try:
-            round_ = self._open.get(key) or self._begin(now, slave, key)
+            round_ = self._open.get(key) or self._begin(now, slave, contribution)
             future = self._future(round_, slave)
+            if not future.done:
+                self._reserve(round_, size_of(rows))
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
         slave.step, slave.replicas = key.step, len(rows.counts)
@@ -142,6 +147,7 @@ class SyncMaster:
         if kept := self._kept.get(key):
             return self._compare(kept, slave, aggregate) + ([] if slave.owes else self._settle(now))
         if self.membership.recovery:
+            self._check_room(aggregate.values.nbytes)
             round_ = Round(key, (), now, 0.0)
             round_.end(aggregate)
             self._close(round_)
@@ -195,9 +201,13 @@ class SyncMaster:
     def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
         """Ends all open rounds and all deferred contributions, each for its own reason."""
         replies = [reply for round_ in list(self._open.values()) for reply in self._break(round_, reason(round_.key))]
-        deferred, self._deferred = self._deferred, []
+        deferred = self._take_deferred()
         keys = ((peer, contribution.key) for _, contribution, peer in deferred)
         return replies + [(peer, failure(reason(key), key)) for peer, key in keys]
+
+    def retire(self) -> None:
+        """Gives back all room that it has; to be called when the group has ended."""
+        self._keep(-self._held)
 
     def report(self, now: float) -> dict[str, Any]:
         """Returns what a status report says of this group."""
@@ -222,11 +232,33 @@ class SyncMaster:
             "lost": str(membership.lost or ""),
             "rounds_done": self.rounds_done,
             "rounds_failed": self.rounds_failed,
+            "kept_bytes": self._held,
             "waiting": [
                 {"round": str(round_.key), "seconds": now - round_.opened, "missing": round_.missing}
                 for round_ in self._open.values()
             ],
         }
+
+    def _check_room(self, size: int) -> None:
+        self._budget.check_room(self._run[0], size)
+
+    def _keep(self, size: int) -> None:
+        self._held += size
+        self._budget.keep(self._run[0], size)
+
+    def _reserve(self, round_: Round, size: int) -> None:
+        self._budget.take(self._run[0], size)
+        self._held += size
+        round_.held += size
+
+    def _hold(self, round_: Round, size: int) -> None:
+        round_.held += size
+        self._keep(size)
+
+    def _take_deferred(self) -> list[tuple[Slave, Contribution, bytes]]:
+        deferred, self._deferred = self._deferred, []
+        self._keep(-sum(size_of(contribution.rows) for _, contribution, _ in deferred))
+        return deferred
 
     @property
     def _name(self) -> str:
@@ -238,13 +270,14 @@ class SyncMaster:
             return []
         self.answered = now
         replies = [(slave.peer, self._registered(slave)) for slave in self.membership.slaves.values()]
-        deferred, self._deferred = self._deferred, []
+        deferred = self._take_deferred()
         for slave, contribution, peer in deferred:
             replies += self.contribute(now, slave, contribution, peer)
         return replies
 
     def _without(self, now: float, slave: Slave, loss: ReplicaLost | None) -> tuple[ReplicaLost | None, list[Reply]]:
-        self._deferred = [wait for wait in self._deferred if wait[0] is not slave]
+        self._deferred = [wait for wait in self._take_deferred() if wait[0] is not slave]
+        self._keep(sum(size_of(contribution.rows) for _, contribution, _ in self._deferred))
         if self.membership.lost:
             return loss, self._break_if_lost()
         return loss, self._tell_departure() + self._withdraw(slave) + self._settle(now)
@@ -310,16 +343,21 @@ class SyncMaster:
         key = contribution.key
         if slave.owes:
             return [(peer, failure(unknown(slave.session), key))]
-        if len(self._deferred) >= limits.MAX_OPEN_ROUNDS * self.nr_slaves:
+        if len(self._deferred) >= self._budget.quota.max_open_rounds * self.nr_slaves:
             return [(peer, failure(self._too_many(key), key))]
+        try:
+            self._check_room(size_of(contribution.rows))
+        except LimitExceeded as error:
+            return [(peer, failure(error, key))]
+        self._keep(size_of(contribution.rows))
         self._deferred.append((slave, contribution, peer))
         absent = self.membership.absent
         whom = f"members {absent}" if absent else "all members"
         text = f"waiting for {whom} to come back to a restarted server"
         return [(peer, _pending(key, 0, text))] if contribution.attempt else []
 
-    def _begin(self, now: float, slave: Slave, key: RoundKey) -> Round:
-        membership = self.membership
+    def _begin(self, now: float, slave: Slave, contribution: Contribution) -> Round:
+        membership, key = self.membership, contribution.key
         if membership.lost:
             raise membership.lost
         self._check_key(slave, key)
@@ -329,8 +367,9 @@ class SyncMaster:
             raise failed(key, f"the group is not open, it waits for {awaited}")
         if hash(key) in self._ended:
             raise failed(key, "it ended long ago, and its answer is no longer kept")
-        if len(self._open) >= limits.MAX_OPEN_ROUNDS:
+        if len(self._open) >= self._budget.quota.max_open_rounds:
             raise self._too_many(key)
+        self._check_room(size_of(contribution.rows))
         members = membership.participants(key.step)
         if slave.member not in members:
             raise failed(key, f"{slave} is not one of the members that take part, {Members.of(members)}")
@@ -367,10 +406,9 @@ class SyncMaster:
             )
 
     def _too_many(self, key: RoundKey) -> LimitExceeded:
-        return LimitExceeded(
-            f"group {key.group!r} of job {key.job!r} has {limits.MAX_OPEN_ROUNDS} open rounds already",
-            limit=limits.MAX_OPEN_ROUNDS,
-            what="open rounds",
+        most = self._budget.quota.max_open_rounds
+        return self._budget.exceeded(
+            f"group {key.group!r} of job {key.job!r} has {most} open rounds already", most, "open rounds"
         )
 
     def _count_threads(self, slave: Slave, contribution: Contribution) -> None:
@@ -408,6 +446,7 @@ class SyncMaster:
     def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:
         self._open.pop(round_.key, None)
         self._kept[round_.key] = round_
+        self._hold(round_, len(round_.answer))
         # Members that come back differ in which rounds they tell of, and the latest come first from some of them.
         most = limits.KEPT_ROUNDS * (2 if self.membership.recovery else 1)
         while len(self._kept) > most:
@@ -415,7 +454,7 @@ class SyncMaster:
         return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
 
     def _remember(self, key: RoundKey) -> None:
-        del self._kept[key]
+        self._keep(-self._kept.pop(key).held)
         self._ended[hash(key)] = None
         if len(self._ended) > REMEMBERED_ROUNDS:
             del self._ended[next(iter(self._ended))]

@@ -106,9 +106,12 @@ class Round:
         members: the slaves that take part.
         opened: when its first contribution came, in seconds.
         seconds: how long it may stay open.
+
+    Attributes:
+        held: how many bytes it keeps, see `server.quota`.
     """
 
-    __slots__ = ("_pending", "answer", "count", "futures", "key", "opened", "seconds", "shape", "state")
+    __slots__ = ("_pending", "answer", "count", "futures", "held", "key", "opened", "seconds", "shape", "state")
 
     def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
         self.key = key
@@ -120,6 +123,7 @@ class Round:
         self.count = 0
         self._pending = len(self.futures)
         self.answer = b""
+        self.held = 0
 
     def advance(self, event: Event) -> None:
         """Moves along the table."""

@@ -10,19 +10,26 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from server import access
+from server.access import ANYBODY, Access, Tenant
 from server.config import Config, is_local
+from server.connections import Connections
 from server.dispatcher import Dispatcher
+from server.keygen import check_curve
 from server.master import Reply
-from statsd_bn import limits
-from statsd_bn.errors import BindError
+from server.rounds import failure
+from server.zap import DOMAIN, Gatekeeper
+from statsd_bn import keys, limits
+from statsd_bn.errors import BindError, ConfigurationError
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -39,8 +46,12 @@ LINGER_MILLISECONDS = 1000
 # and the many connections of a job that ends cost one pass.
 PROBE_SECONDS = 0.05
 
-# Frames that a slow reader may leave unread before its answers are dropped: a member has one or two in flight.
-SEND_HIGH_WATER_MARK = 64
+# How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
+KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
+
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 # As plain integers: to join pyzmq's flags takes as long as to send.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -57,19 +68,35 @@ class Service:
 
     Raises:
         BindError: an endpoint is taken or does not exist.
+        ConfigurationError: the folder of keys is unusable.
     """
 
     def __init__(self, config: Config) -> None:
+        self._curve = config.curve
+        self._access: Access | None = None
+        server_keys = None
+        if config.curve:
+            check_curve()
+            server_keys, self._access = keys.load_server(config.curve), Access(keys.load_clients(config.curve))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._stopping = False
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._is_reloading = False
+        # Before anything is bound, so that nobody comes in unasked.
+        self._gatekeeper = Gatekeeper(self._context, self._is_let_in) if server_keys else None
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+        self._connections = Connections()
+        self._doomed: list[int] = []
+        self._has_disconnected = False
         self._disconnected = -math.inf
         self._probe_at = math.inf
         self._next_tick = 0.0
         self._socket_files: dict[Path, int] = {}
-        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.silence)
+        self._quota = config.quota
+        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
         self._configure_socket()
+        if server_keys:
+            self._require_keys(server_keys)
         try:
             self.endpoints = tuple(self._bind(endpoint) for endpoint in config.bind)
         except BindError:
@@ -90,6 +117,8 @@ class Service:
         self._monitor.close(linger=0)
         self._socket.close(linger=LINGER_MILLISECONDS)
         self._context.term()
+        if self._gatekeeper:
+            self._gatekeeper.join()
         for path, inode in self._socket_files.items():
             # Another server may have taken the path over meanwhile.
             if path.exists() and path.stat().st_ino == inode:
@@ -99,6 +128,15 @@ class Service:
     def stop(self) -> None:
         """Asks `run` to drain and return at its next look; safe from any thread and from a signal handler."""
         self._stopping = True
+
+    def reload(self) -> None:
+        """Asks `run` to read the clients' public keys again at its next look; as safe as `stop`."""
+        self._is_reloading = True
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether it lets in only those whose keys it knows."""
+        return self._access is not None
 
     def run(self) -> None:
         """Serves until `stop`, then drains: takes what has come, and tells who still waits."""
@@ -119,13 +157,16 @@ class Service:
 
     def _look(self) -> None:
         """Does what is due beside the frames."""
-        disconnected = int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        if disconnected:
-            self._clear_monitor()
+        if self._is_reloading:
+            self._is_reloading = False
+            self._reload()
+        self._read_monitor()
+        disconnected, self._has_disconnected = self._has_disconnected, False
         self._drain()
-        self._look_for_the_dead(disconnected=bool(disconnected))
+        self._look_for_the_dead(disconnected=disconnected)
         if time.monotonic() >= self._next_tick:
             self._send(self._dispatcher.tick(time.monotonic()))
+            self._close_connections()
             self._next_tick = time.monotonic() + TICK_SECONDS
 
     def _configure_socket(self) -> None:
@@ -135,7 +176,37 @@ class Service:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVTIMEO, int(LOOK_SECONDS * 1000))
-        self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.SNDHWM, self._quota.max_unread)
+        self._socket.setsockopt(zmq.RCVHWM, self._quota.max_unread)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(self._quota.handshake_seconds * 1000))
+        for option, value in KEEPALIVE.items():
+            self._socket.setsockopt(option, value)
+
+    def _require_keys(self, pair: keys.Pair) -> None:
+        self._socket.curve_server = True
+        self._socket.curve_publickey = pair.public.encode()
+        self._socket.curve_secretkey = pair.secret.encode()
+        self._socket.zap_domain = DOMAIN
+        # Without it ZeroMQ lets everybody in when the gatekeeper is not there.
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        # Nobody is to take another's answers over by its routing id.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+
+    def _is_let_in(self, key: str) -> bool:
+        return self._access is not None and self._access.tenant(key) is not None
+
+    def _reload(self) -> None:
+        """Reads the public keys again, and takes out whoever would not be let in any more."""
+        if self._curve is None:
+            return
+        try:
+            self._access = Access(keys.load_clients(self._curve))
+        except ConfigurationError as error:
+            logger.error("the keys stay as they were: %s", error)  # noqa: TRY400 - the operator's mistake, not ours
+            return
+        logger.info("lets in %d keys from now on: %s", len(self._access), ", ".join(sorted(self._access.names)))
+        self._send(self._dispatcher.expel(time.monotonic(), self._access))
+        self._doomed += self._connections.of_others(self._access.keys)
 
     def _bind(self, endpoint: str) -> str:
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -158,18 +229,60 @@ class Service:
 
     def _take(self, peer: bytes) -> None:
         """Takes what a peer has sent, of which ZeroMQ has given its name only."""
-        part = self._socket.recv(copy=False)
-        frame = part.bytes
-        if part.more:
+        tenant: Tenant | None = ANYBODY
+        descriptor = -1
+        if self._access is None and peer in self._connections.members:
+            frame = self._socket.recv()
+        else:
+            # Where it comes from costs half a microsecond; without keys that of a member is known.
+            whole = self._socket.recv(copy=False)
+            frame, descriptor = whole.bytes, _descriptor(whole)
+            tenant = self._access.tenant(str(whole.get("User-Id"))) if self._access else ANYBODY
+        if int(self._socket.getsockopt(zmq.RCVMORE)):
             # A frame too many is no frame of ours; an empty one is refused as any garbage is.
             self._socket.recv_multipart()
             frame = b""
-        self._send(self._dispatcher.receive(time.monotonic(), peer, frame))
+        if tenant is None:
+            self._send([(peer, failure(access.revoked()))])
+            self._doomed.append(descriptor)
+            return
+        self._send(self._dispatcher.receive(time.monotonic(), peer, frame, tenant))
+        if peer not in self._connections.members:
+            self._get_to_know(peer, frame, tenant, descriptor)
 
-    def _clear_monitor(self) -> None:
+    def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant, descriptor: int) -> None:
+        """Takes note of a connection that something has come over, perhaps from a member."""
+        # It was told of before anything could come.
+        self._read_monitor()
+        is_member = self._dispatcher.is_from_a_member(frame)
+        self._connections.heard(time.monotonic(), descriptor, tenant.key, peer if is_member else b"")
+
+    def _close_connections(self) -> None:
+        """Ends those with a revoked key, which have been told by now, and those over which no member speaks."""
+        for descriptor in self._doomed:
+            self._connections.cut(descriptor)
+        self._doomed.clear()
+        for descriptor in self._connections.idle(time.monotonic() - self._quota.idle_seconds):
+            self._dispatcher.tally.idle_connections += 1
+            self._connections.cut(descriptor)
+
+    def _read_monitor(self) -> None:
+        """Takes note of what has happened to connections."""
+        if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return
         with suppress(zmq.Again):
             while True:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
+                told = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                self._happened(int(told["event"]), int(told["value"]))
+
+    def _happened(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._connections.accepted(time.monotonic(), value)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._connections.ended(value)
+            self._has_disconnected = True
+        else:
+            self._dispatcher.tally.refused_connections += 1
 
     def _look_for_the_dead(self, *, disconnected: bool) -> None:
         """Tries those who have not spoken since a connection has ended, a moment after it.
@@ -195,6 +308,7 @@ class Service:
         for peer, frame in replies:
             if problem := self._deliver(peer, frame):
                 # Whether the peer has gone or does not read, nobody else may wait for it.
+                self._dispatcher.tally.dropped_answers += 1
                 logger.warning("an answer to peer %s was dropped: %s", peer.hex(), problem)
 
     def _deliver(self, peer: bytes, frame: bytes) -> str:
@@ -209,21 +323,33 @@ class Service:
         return ""
 
 
+def _descriptor(frame: zmq.Frame) -> int:
+    """Returns the file descriptor of the connection that a frame has come over; -1 if ZeroMQ does not tell it."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return -1
+
+
 @contextmanager
 def _signals(service: Service) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the service; the former handlers come back afterwards."""
+    """SIGTERM and SIGINT stop the service, SIGHUP makes it read keys again; former handlers come back afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {
-        number: signal.signal(number, lambda _number, _frame: service.stop())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    actions = {signal.SIGTERM: service.stop, signal.SIGINT: service.stop}
+    if service.has_keys:
+        actions[signal.SIGHUP] = service.reload
+    former = {number: signal.signal(number, _handler(action)) for number, action in actions.items()}
     try:
         yield
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+def _handler(action: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
+    return lambda _number, _frame: action()
 
 
 def run_master(config: Config | None = None) -> None:
@@ -236,11 +362,12 @@ def run_master(config: Config | None = None) -> None:
 
     Raises:
         BindError: an endpoint is taken or does not exist.
+        ConfigurationError: the folder of keys is unusable.
     """
     with Service(config or Config()) as service, _signals(service):
         for endpoint in service.endpoints:
             print(f"listening on {endpoint}", flush=True)  # noqa: T201 - a script reads the port from here
-            if not is_local(endpoint):
+            if not (service.has_keys or is_local(endpoint)):
                 logger.warning("%s is open to the network, without authentication", endpoint)
         service.run()
         logger.info("stopped")

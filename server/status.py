@@ -1,42 +1,94 @@
 """`python -m server status ENDPOINT`: asks a running server what it is doing."""
 
+import time
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from statsd_bn.errors import ProtocolError, ServerUnreachable
+from server.keygen import check_curve
+from statsd_bn.errors import AuthenticationRefused, ProtocolError, ServerUnreachable, from_wire
+from statsd_bn.handshake import EVENTS, Handshakes
+from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Status, StatusRequest, missing_members
 from statsd_bn.wire import decode, encode
 
 ANSWER_SECONDS = 5.0
 
+# Counts of the report that are told where they are not 0.
+COUNTS = {
+    "over_limits": "messages over a limit",
+    "refused_connections": "connections refused",
+    "idle_connections": "idle connections closed",
+    "dropped_answers": "answers dropped",
+}
 
-def ask(endpoint: str, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+
+def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> dict[str, Any]:
     """Returns the report of the server at `endpoint`.
 
+    Args:
+        endpoint: where it listens.
+        seconds: how long it may take.
+        keys: this client's, and the server's public one; None for a server that asks for none.
+
     Raises:
+        AuthenticationRefused: server and client do not accept each other's keys.
         ServerUnreachable: no answer within `seconds`.
     """
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
-        try:
-            dealer.connect(endpoint)
-        except zmq.ZMQError as error:
-            raise ServerUnreachable(f"{endpoint}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint) from error
-        dealer.send(encode(StatusRequest()))
-        if not dealer.poll(int(seconds * 1000)):
-            raise ServerUnreachable(
-                f"no answer from {endpoint} within {seconds:g} s; is `python -m server` running there?",
-                endpoint=endpoint,
-                seconds=seconds,
-            )
-        frame = dealer.recv()
+        if keys:
+            check_curve()
+            dealer.curve_serverkey = keys.server.encode()
+            dealer.curve_publickey = keys.pair.public.encode()
+            dealer.curve_secretkey = keys.pair.secret.encode()
+        with dealer.get_monitor_socket(EVENTS) as monitor:
+            try:
+                dealer.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise ServerUnreachable(f"{endpoint}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint) from error
+            dealer.send(encode(StatusRequest()))
+            try:
+                frame = _receive(dealer, monitor, Handshakes(endpoint, has_key=keys is not None), seconds)
+            finally:
+                dealer.disable_monitor()
+    if frame is None:
+        raise ServerUnreachable(
+            f"no answer from {endpoint} within {seconds:g} s; is `python -m server` running there?",
+            endpoint=endpoint,
+            seconds=seconds,
+        )
+    return _report(endpoint, frame)
+
+
+def _receive(
+    dealer: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", handshakes: Handshakes, seconds: float
+) -> bytes | None:
+    poller = zmq.Poller()
+    poller.register(dealer, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    of_this_socket = handshakes.socket()
+    expiry = time.monotonic() + seconds
+    while (left := expiry - time.monotonic()) > 0:
+        ready = dict(poller.poll(int(left * 1000) + 1))
+        if dealer in ready:
+            return dealer.recv()
+        if monitor in ready:
+            told = recv_monitor_message(monitor)
+            of_this_socket.take(time.monotonic(), int(told["event"]), int(told["value"]))
+    return None
+
+
+def _report(endpoint: str, frame: bytes) -> dict[str, Any]:
     try:
         answer = decode(frame)
     except ProtocolError as error:
         raise ServerUnreachable(f"{endpoint} gave no status: {error}", endpoint=endpoint) from error
+    if isinstance(answer, Failure) and answer.code == AuthenticationRefused.code:
+        raise from_wire(answer.code, answer.message, answer.fields)
     if not isinstance(answer, Status):
         text = answer.message if isinstance(answer, Failure) else type(answer).__name__
         raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
@@ -50,6 +102,8 @@ def describe(report: dict[str, Any]) -> str:
         f"{report['received']} messages, {report['bad_frames']} bad frames"
     )
     lines = [head]
+    if counts := [f"{report[name]} {text}" for name, text in COUNTS.items() if report.get(name)]:
+        lines.append(f"  {', '.join(counts)}")
     for group in report["groups"]:
         lines += _describe_group(group)
     if report.get("left_out"):

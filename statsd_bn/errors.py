@@ -9,6 +9,7 @@ into the class, so that the error a master raises about a member is the error th
     ├── BindError               the server cannot listen on an endpoint
     ├── ConnectionClosed        the connection was closed, or belongs to another process
     ├── ServerUnreachable       no answer from the endpoint
+    ├── AuthenticationRefused   the server lets nobody in with this key, or without one
     ├── ProtocolError           a frame that breaks docs/protocol.md
     │   └── VersionMismatch     a frame of another protocol version
     ├── RegistrationRefused     the master does not take this member
@@ -67,6 +68,12 @@ class ServerUnreachable(StatsdBNError):
     """No answer came from the endpoint. Fields: endpoint, seconds."""
 
     code = "unreachable"
+
+
+class AuthenticationRefused(StatsdBNError):
+    """The server and this client do not accept each other's keys, or one of them has none. Fields: reason."""
+
+    code = "authentication"
 
 
 class ProtocolError(StatsdBNError):

@@ -115,7 +115,7 @@ SCENARIOS: dict[str, Callable[[int], Result]] = {
     "delay 20 ms +- 10 ms": weather(STEPS, delay=0.02, jitter=0.01),
     "loss 5 %": weather(STEPS, delay=0.001, lost=0.05),
     # TCP may need more than 3.5 s where several of its repetitions are lost one after the other.
-    "loss 20 %, 100 steps": weather(100, "--silence", "20", delay=0.001, lost=0.2),
+    "loss 20 %, 100 steps": weather(100, "--silence-seconds", "20", delay=0.001, lost=0.2),
     "reordered 25 %": weather(STEPS, delay=0.002, held=0.25),
     "doubled 10 %": weather(STEPS, delay=0.001, doubled=0.1),
     "delay, loss 5 %, reordered, doubled": weather(STEPS, delay=0.02, jitter=0.01, lost=0.05, held=0.1, doubled=0.05),

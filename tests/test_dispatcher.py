@@ -469,6 +469,10 @@ def test_a_status_report_says_what_the_server_is_doing(play):
         "seconds": 2.5,
         "received": 5,
         "bad_frames": 1,
+        "over_limits": 0,
+        "refused_connections": 0,
+        "idle_connections": 0,
+        "dropped_answers": 0,
         "groups": [
             {
                 "job": "job",
@@ -484,6 +488,7 @@ def test_a_status_report_says_what_the_server_is_doing(play):
                 "lost": "",
                 "rounds_done": 0,
                 "rounds_failed": 0,
+                "kept_bytes": 1040,
                 "waiting": [{"round": str(KEY), "seconds": 2.5, "missing": [1]}],
             }
         ],

@@ -69,6 +69,7 @@ def test_causes_in_the_page_are_those_of_the_code():
         "did not come back after the server was restarted",
         "came back too late",
         "taken for lost",
+        "its key was revoked",
     ):
         assert cause in SECTIONS["ReplicaLost"]
         assert f'"{cause}' in sources

@@ -9,6 +9,7 @@ import pytest
 from server import service
 from server.dispatcher import Dispatcher
 from server.liveness import RECONNECT_SECONDS
+from server.quota import Quota
 from statsd_bn import limits
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Heartbeat, Leave, Message, Registered, Result
@@ -298,7 +299,7 @@ def test_an_unknown_heartbeat_is_answered_and_a_known_one_is_not(clock):
 
 
 def test_a_server_may_be_told_to_bear_more_silence(clock):
-    clock.dispatcher = Dispatcher(b"server-0", clock.now, 10.0)
+    clock.dispatcher = Dispatcher(b"server-0", clock.now, Quota(silence_seconds=10.0))
     clock.open()
     assert clock.pass_time(9.5, alive=(0, 1)) == []
     clock.pass_time(0.5, alive=(0, 1))
@@ -306,7 +307,7 @@ def test_a_server_may_be_told_to_bear_more_silence(clock):
 
 
 def test_a_server_that_bears_more_silence_waits_longer_for_those_who_are_to_come_back(clock):
-    clock.dispatcher = Dispatcher(b"server-1", clock.now, 10.0)
+    clock.dispatcher = Dispatcher(b"server-1", clock.now, Quota(silence_seconds=10.0))
     back = {"server": b"server-0", "known": Members.of([0, 1])}
     clock.say(register(0, 2, **back), peer(0))
     assert clock.pass_time(9.5, alive=(0,)) == []

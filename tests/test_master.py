@@ -492,6 +492,7 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
         "lost": "",
         "rounds_done": 0,
         "rounds_failed": 0,
+        "kept_bytes": 0,
         "waiting": [],
     }
     group.join(0)

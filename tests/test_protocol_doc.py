@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from client import beacon, connection, registration, round_trip, transport
-from server import deadlock, liveness, master, past, service
+from server import deadlock, liveness, master, past, quota, service
+from server.access import Tenant
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
 from statsd_bn import PROTOCOL_VERSION, errors, limits
@@ -310,10 +311,17 @@ TWO_RESULTS = (
     Result(session_of(1), dataclasses.replace(AGGREGATE, count=2)),
 )
 LEFT = Leave(session_of(1), "boom")
+EVE = Tenant("eve", "key of eve", ("eve-*",))
 MOST = rows(1.0, count=limits.MAX_COUNT)
 
 # The ways to a failure that the document names.
 WAYS: dict[str, Callable[[], list[Message]]] = {
+    "a foreign session": lambda: play(
+        *OPEN, then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(Heartbeat(session_of(0))), EVE)
+    ),
+    "a foreign job": lambda: play(
+        register(0), then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(register(1)), EVE)
+    ),
     "an unsound frame": lambda: play(b"garbage"),
     "a session that registers as somebody else": lambda: play(register(0), register(1, session=session_of(0))),
     "a foreign key": lambda: play(*OPEN, contribution(0, key=key(job="other"), session=session_of(0))),
@@ -426,7 +434,7 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service, deadlock, liveness, master, past],
+        "server": [service, deadlock, liveness, master, past, quota],
         "client": [beacon, connection, registration, round_trip, transport],
         "both": [service, transport],
     }
@@ -440,7 +448,7 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
     said = (*OPEN, contribution(0), StatusRequest())
     (whole,) = play(*said)
     (group,) = whole.report["groups"]
-    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 300)
     (cut,) = play(*said)
     kinds = {"text": str, "integer": int, "float": float, "array": list}
     for title, real in (

@@ -74,7 +74,8 @@ def test_an_idle_server_has_no_jobs():
 
 def test_a_running_server_answers(server, job):
     report = ask(server.endpoint)
-    assert set(report) == {"server", "seconds", "received", "bad_frames", "groups"}
+    counted = {"over_limits", "refused_connections", "idle_connections", "dropped_answers"}
+    assert set(report) == {"server", "seconds", "received", "bad_frames", "groups", *counted}
     assert job not in describe(report)
 
 

@@ -1,0 +1,97 @@
+"""`python -m server keygen DIR`: makes keys, in files that nobody else can read.
+
+It only ever adds files. A folder that has a server's keys already gets further clients.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from statsd_bn import keys
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.keys import Pair
+
+PRIVATE_FILE = 0o600
+PRIVATE_FOLDER = 0o700
+
+SECRET_NOTE = "# Whoever has this file is what it names: keep it private.\n"  # noqa: S105 - a comment in the file
+PUBLIC_NOTE = "# A client's public key, which the server lets in while this file is here; SIGHUP reads it again.\n"
+
+
+def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str] = ()) -> list[Path]:
+    """Makes a key pair for each client, and one for the server if there is none yet.
+
+    Args:
+        folder: where to; it is made if it is not there.
+        clients: their names; default: "client".
+        jobs: patterns of the names of jobs that these keys are for; default: all jobs.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ConfigurationError: a file is there already, a name is none, or the folder cannot be written.
+    """
+    check_curve()
+    folder = Path(folder)
+    names = [keys.check_name(name) for name in dict.fromkeys(clients or (keys.DEFAULT_CLIENT,))]
+    try:
+        return _write(folder, _contents(folder, names, jobs))
+    except OSError as error:
+        raise ConfigurationError(f"keygen: cannot write {error.filename}: {error.strerror}") from error
+
+
+def check_curve() -> None:
+    """Raises ConfigurationError if this machine's ZeroMQ has no CURVE."""
+    if not zmq.has("curve"):
+        raise ConfigurationError(f"curve: libzmq {zmq.zmq_version()} was built without it; install pyzmq from a wheel")
+
+
+def _contents(folder: Path, names: Sequence[str], jobs: Sequence[str]) -> dict[Path, str]:
+    contents: dict[Path, str] = {}
+    if (folder / keys.SERVER_SECRET).exists():
+        server = keys.load_server(folder)
+    else:
+        server = _pair()
+        contents[folder / keys.SERVER_SECRET] = SECRET_NOTE + _lines(public_key=server.public, secret_key=server.secret)
+        contents[folder / keys.SERVER_PUBLIC] = _lines(public_key=server.public)
+    for name in names:
+        pair = _pair()
+        secret = _lines(public_key=pair.public, secret_key=pair.secret, server_key=server.public)
+        contents[folder / keys.SECRET_FOLDER / keys.secret_name(name)] = SECRET_NOTE + secret
+        public = folder / keys.PUBLIC_FOLDER / keys.public_name(name)
+        contents[public] = PUBLIC_NOTE + _lines(public_key=pair.public) + _patterns(jobs)
+    return contents
+
+
+def _pair() -> Pair:
+    public, secret = zmq.curve_keypair()
+    return Pair(public.decode(), secret.decode())
+
+
+def _lines(**values: str) -> str:
+    # Z85 has neither quotes nor backslashes.
+    return "".join(f'{name.replace("_", "-")} = "{value}"\n' for name, value in values.items())
+
+
+def _patterns(jobs: Sequence[str]) -> str:
+    if bad := [pattern for pattern in jobs if not (pattern.isprintable() and pattern)]:
+        raise ConfigurationError(f"jobs: expected patterns of printable letters, got {bad[0]!r:.80}")
+    # A literal string of TOML ends with the first apostrophe, and a basic one has escapes.
+    quoted = ['"' + pattern.replace("\\", "\\\\").replace('"', '\\"') + '"' for pattern in jobs or ("*",)]
+    return f"{keys.JOBS} = [{', '.join(quoted)}]\n"
+
+
+def _write(folder: Path, contents: dict[Path, str]) -> list[Path]:
+    if taken := [str(path) for path in contents if path.exists()]:
+        raise ConfigurationError(f"keygen: expected no such files, and found {', '.join(taken)}; nothing was written")
+    for place in (folder, folder / keys.PUBLIC_FOLDER, folder / keys.SECRET_FOLDER):
+        place.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+    for path, text in contents.items():
+        # EXCL, so that a file that has come meanwhile is not overwritten either; private from the beginning.
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+        with os.fdopen(opened, "w", encoding="utf-8") as file:
+            file.write(text)
+    return list(contents)

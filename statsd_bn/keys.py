@@ -1,0 +1,159 @@
+"""Keys: the files that say who may speak to a server, and with which key.
+
+A key is a CURVE key of ZeroMQ, 32 bytes written as 40 letters of Z85. The files are TOML; docs/security.md describes
+them. What a file holds is never part of an error, so that no secret reaches a log.
+"""
+
+import logging
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from statsd_bn.errors import ConfigurationError
+
+logger = logging.getLogger("statsd_bn.keys")
+
+# As docs/security.md describes the folder that `python -m server keygen` makes.
+SERVER_PUBLIC = Path("server.key")
+SERVER_SECRET = Path("server.key_secret")
+PUBLIC_FOLDER = Path("clients")
+SECRET_FOLDER = Path("secrets")
+DEFAULT_CLIENT = "client"
+
+PUBLIC, SECRET, SERVER, JOBS = "public-key", "secret-key", "server-key", "jobs"
+
+# https://rfc.zeromq.org/spec/32
+_Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+
+# What becomes a file's name, and stands in logs.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A public key and the secret one that belongs to it."""
+
+    public: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """What a client needs to speak to a server: its own pair, and the server's public key."""
+
+    pair: Pair
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class PublicKey:
+    """A client that is let in.
+
+    Attributes:
+        name: of the client.
+        key: its public key.
+        jobs: patterns of the names of jobs that it is for, as `fnmatch` has them.
+    """
+
+    name: str
+    key: str
+    jobs: tuple[str, ...] = ("*",)
+
+
+def check_name(name: str) -> str:
+    """Returns a client's name.
+
+    Raises:
+        ConfigurationError: it cannot be the name of a file.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"client: expected a name of 1 to 64 letters, digits and . _ -, which begins with a letter or digit, "
+            f"got {name!r:.80}"
+        )
+    return name
+
+
+def load_client(path: str | Path) -> ClientKeys:
+    """Returns a client's keys.
+
+    Args:
+        path: the client's file, or the folder that `python -m server keygen` made, for the client named "client".
+
+    Raises:
+        ConfigurationError: there is no such file, or it is none.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / SECRET_FOLDER / secret_name(DEFAULT_CLIENT)
+    found = _load(path, secret=True)
+    return ClientKeys(Pair(_key(path, found, PUBLIC), _key(path, found, SECRET)), _key(path, found, SERVER))
+
+
+def load_server(folder: str | Path) -> Pair:
+    """Returns the server's keys from the folder that `python -m server keygen` made.
+
+    Raises:
+        ConfigurationError: there is no such file, or it is none.
+    """
+    path = Path(folder) / SERVER_SECRET
+    found = _load(path, secret=True)
+    return Pair(_key(path, found, PUBLIC), _key(path, found, SECRET))
+
+
+def load_public(path: Path) -> PublicKey:
+    """Returns whom a client's public file lets in; its name is the file's.
+
+    Raises:
+        ConfigurationError: it is no such file.
+    """
+    found = _load(path, secret=False)
+    jobs = found.get(JOBS, ["*"])
+    if not (isinstance(jobs, list) and jobs and all(isinstance(pattern, str) and pattern for pattern in jobs)):
+        raise ConfigurationError(f'{path}: {JOBS}: expected patterns such as ["digits", "team-a-*"], got {jobs!r:.80}')
+    return PublicKey(check_name(path.stem), _key(path, found, PUBLIC), tuple(jobs))
+
+
+def load_clients(folder: str | Path) -> list[PublicKey]:
+    """Returns whom the public files in a folder let in.
+
+    Raises:
+        ConfigurationError: one of them is no such file.
+    """
+    return [load_public(path) for path in sorted((Path(folder) / PUBLIC_FOLDER).glob(public_name("*")))]
+
+
+def public_name(client: str) -> str:
+    """Returns the name of a client's public file."""
+    return f"{client}.key"
+
+
+def secret_name(client: str) -> str:
+    """Returns the name of a client's secret file."""
+    return f"{client}.key_secret"
+
+
+def _load(path: Path, *, secret: bool) -> Mapping[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"curve: cannot read {path}: {error.strerror}") from error
+    except ValueError:
+        # The reason may quote what the file holds, so it is neither told nor kept.
+        raise ConfigurationError(f"curve: {path} is no file of keys, as `python -m server keygen` makes it") from None
+    if secret and path.stat().st_mode & 0o077:
+        logger.warning("%s holds a secret key, and other users of this machine can read it; chmod 600", path)
+    return found
+
+
+def _key(path: Path, found: Mapping[str, Any], name: str) -> str:
+    key = found.get(name)
+    if not (isinstance(key, str) and _Z85.fullmatch(key)):
+        raise ConfigurationError(
+            f"curve: {path}: {name}: expected a key of 40 letters, "
+            f"as `python -m server keygen` makes it, got {'none' if key is None else 'something else'}"
+        )
+    return key
