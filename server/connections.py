@@ -55,6 +55,8 @@ class Connections:
         if connection := self._connections.get(descriptor):
             connection.heard, connection.key = now, key
             if member:
+                # A frame may be read after its connection has ended, and its number then stands for another.
+                self.members.discard(connection.peer)
                 connection.peer = member
                 self.members.add(member)
 

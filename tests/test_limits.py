@@ -20,6 +20,7 @@ from memory_members import wait_until
 from server import Config, Service
 from server.access import ANYBODY
 from server.config import from_arguments, parser
+from server.connections import Connections
 from server.dispatcher import Dispatcher
 from server.quota import OVERHEAD_BYTES, Quota
 from server.status import ask, describe
@@ -348,6 +349,21 @@ def test_a_member_that_has_gone_leaves_nothing_behind(serve):
     for _ in range(3):
         Connection(ZmqTransport(service.endpoints[0]), who).close()
     wait_until(lambda: not service._connections.members)
+
+
+def test_a_frame_that_is_read_after_the_end_of_its_connection_leaves_nothing_behind():
+    connections = Connections()
+    with socket.socket() as open_one:
+        number = open_one.fileno()
+        connections.accepted(0.0, number)
+        connections.heard(0.0, number, "", b"one")
+        connections.ended(number)
+        connections.accepted(1.0, number)
+        connections.heard(1.0, number, "", b"one")
+        connections.heard(1.0, number, "", b"other")
+        assert connections.members == {b"other"}
+        connections.ended(number)
+    assert connections.members == set()
 
 
 def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dial):
