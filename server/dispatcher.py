@@ -261,7 +261,7 @@ class Dispatcher:
     def _begin(self, now: float, name: tuple[str, str], register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         """Begins a life of a group; one that is refused its first member never was, and replaces none."""
         if name not in self._masters:
-            self._budget.check_new_group(name, list(self._masters))
+            self._budget.check_new_group(name, list(self._masters), self._nr_groups_of(tenant))
         master = SyncMaster(self._server, register, self._budget)
         slave, told = master.register_slave(now, register, peer)
         replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
@@ -269,6 +269,12 @@ class Dispatcher:
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
         self._sit(now, Seat(master, slave, tenant.key), register, was_open=False)
         return replies + told
+
+    def _nr_groups_of(self, tenant: Tenant) -> int:
+        """Returns in how many groups a tenant has members; nobody counts for anybody."""
+        if tenant is ANYBODY:
+            return 0
+        return len({id(seat.master) for seat in self._seats.values() if seat.key == tenant.key})
 
     def _sit(self, now: float, seat: Seat, register: Register, *, was_open: bool) -> None:
         """Gives a session its seat."""

@@ -47,6 +47,9 @@ class Quota:
     )
     max_jobs: int = _option(limits.MAX_GROUPS, limits.MAX_GROUPS, "jobs at a time; each has a group at least")
     max_groups: int = _option(limits.MAX_GROUPS, limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
+    max_key_groups: int = _option(
+        256, limits.MAX_GROUPS, "groups that members with one key may be in, so that one tenant leaves room for others"
+    )
     max_open_rounds: int = _option(
         limits.MAX_OPEN_ROUNDS, limits.MAX_OPEN_ROUNDS, "open rounds of a group; each thread of a member opens one"
     )
@@ -180,8 +183,20 @@ class Budget:
         """Returns how many bytes are kept for a job."""
         return self._kept.get(job, 0)
 
-    def check_new_group(self, name: Name, groups: list[Name]) -> None:
-        """Raises LimitExceeded where a new group would be one too many, or its job."""
+    def check_new_group(self, name: Name, groups: list[Name], of_key: int) -> None:
+        """Raises LimitExceeded where a new group would be one too many, or its job.
+
+        Args:
+            name: of the new one.
+            groups: those there are.
+            of_key: in how many of them the newcomer's key has members.
+        """
+        if of_key >= self.quota.max_key_groups:
+            raise self.exceeded(
+                f"the members with this key are in {of_key} groups already",
+                self.quota.max_key_groups,
+                "groups of a key",
+            )
         if len(groups) >= self.quota.max_groups:
             raise self.exceeded(f"the server has {len(groups)} groups already", self.quota.max_groups, "groups")
         jobs = {job for job, _ in groups}

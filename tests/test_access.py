@@ -6,6 +6,7 @@ import pytest
 
 from server.access import ANYBODY, REVOKED, Access, Tenant
 from server.dispatcher import Dispatcher
+from server.quota import Quota
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.keys import PublicKey
 from statsd_bn.messages import (
@@ -149,6 +150,25 @@ def test_only_the_revoked_member_of_a_job_is_lost(world):
     groups = {group["job"]: group for group in world.dispatcher.report(1.0)["groups"]}
     assert [member["member"] for member in groups["shared"]["members"]] == [0]
     assert [member["member"] for member in groups["a-1"]["members"]] == [0, 1]
+
+
+def test_a_tenant_leaves_room_for_others():
+    dispatcher = Dispatcher(b"server-0", 0.0, Quota(max_key_groups=2))
+
+    def begin(tenant: Tenant, group: int) -> Message:
+        message = register(
+            0, job="shared", group=f"{tenant.name} {group}", session=b"%s %02d" % (tenant.key[-5:].encode(), group)
+        )
+        (reply,) = dispatcher.receive(0.0, b"peer", encode(message), tenant)
+        return decode(reply[1])
+
+    assert [type(begin(ALICE, group)).__name__ for group in range(3)] == ["Registered", "Registered", "Failure"]
+    refused = begin(ALICE, 3)
+    assert isinstance(refused, Failure)
+    assert (refused.code, refused.fields) == ("limit", {"limit": 2, "what": "groups of a key"})
+    assert isinstance(begin(BOB, 0), Registered)
+    dispatcher.receive(0.0, b"peer", encode(Leave(b"alice 00", "")), ALICE)
+    assert isinstance(begin(ALICE, 4), Registered)
 
 
 def test_a_server_without_keys_asks_for_none():
