@@ -18,6 +18,9 @@ from statsd_bn.keys import ClientKeys
 # for dead.
 RECONNECT_MILLISECONDS = 50
 
+# When an attempt to connect is given up for a new one. TCP itself repeats a lost first packet after 1, 3 and 7 s.
+CONNECT_MILLISECONDS = 1000
+
 
 class Beacon:
     """Sends frames and waits for no answer; all but `wake` belongs to one thread at a time.
@@ -37,6 +40,7 @@ class Beacon:
         # Without a connection there is no queue either.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         secure(self._socket, keys)

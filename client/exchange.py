@@ -1,6 +1,5 @@
 """Exchange: one call of one layer, and the rounds it has."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,7 +38,7 @@ class Exchange:
     moments: Moments = field(init=False)
     statistics: Statistics = field(init=False)
     computed_again: set[int] = field(default_factory=set)
-    _walks: Counter[str] = field(default_factory=Counter)
+    _walks: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -48,7 +47,9 @@ class Exchange:
 
     def forward(self, local: list[Moments]) -> None:
         """Exchanges the local replicas' moments for those of the whole batch."""
-        rows = Rows(tuple(moments.count for moments in local), np.stack([moments.vectors for moments in local]))
+        rows = Rows(
+            tuple(moments.count for moments in local), np.array([(moments.sums, moments.squares) for moments in local])
+        )
         self.take(rows, self.pipe.run_slave(rows))
 
     def take(self, rows: Rows, aggregate: Aggregate) -> None:
@@ -72,18 +73,18 @@ class Exchange:
                 f"together, got those of {len(local)}; a reentrant checkpoint computes one replica at a time, so pass "
                 "use_reentrant=False to torch.utils.checkpoint"
             )
-        self._walks[phase] += 1
-        walk = self._walks[phase]
+        walk = self._walks[phase] = self._walks.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
         key = self.key.of_phase(phase if walk == 1 else f"{phase} {walk}")
         return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
 
     @property
-    def for_running_statistics(self) -> FloatArray:
-        """Shape (2, C): mean and unbiased variance; zeros without values."""
+    def for_running_statistics(self) -> tuple[FloatArray, FloatArray]:
+        """Mean and unbiased variance, each of shape (C,); zeros without values."""
         if self.moments.count == 0:
-            return np.zeros((2, len(self.moments.sums)))
-        return np.stack((self.moments.mean, self.moments.variance(unbiased=True)))
+            nothing = np.zeros_like(self.moments.sums)
+            return nothing, nothing
+        return self.statistics.mean, self.moments.variance(unbiased=True)
 
     def check_count(self, x: Tensor) -> None:
         """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`."""

@@ -79,15 +79,23 @@ def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
         StatsdBNError: the exchange failed; most kinds are RoundFailed.
     """
     return list(
-        _BatchNorm.apply(
+        _apply(
+            _BatchNorm,
             exchange,
             [slice_.holder for slice_ in slices],
-            *(slice_.input for slice_ in slices),
-            *(slice_.weight for slice_ in slices),
-            *(slice_.bias for slice_ in slices),
-            *(slice_.mask for slice_ in slices),
+            *[slice_.input for slice_ in slices],
+            *[slice_.weight for slice_ in slices],
+            *[slice_.bias for slice_ in slices],
+            *[slice_.mask for slice_ in slices],
         )
     )
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply`, but for its search for default arguments, which takes as long as the whole call without it."""
+    if torch._C._are_functorch_transforms_active():  # noqa: SLF001 - torch asks the same
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # it comes from C
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -115,7 +123,9 @@ class _BatchNorm(torch.autograd.Function):
         needs = _split(ctx.needs_input_grad[2 : 2 + 3 * ctx.replicas], 3)
         xs, weights, masks = _split(ctx.unsaved or ctx.saved_tensors, 3)
         xs = [holder.saved_tensors[0] if holder else x for x, holder in zip(xs, ctx.holders, strict=True)]
-        gradients = _Backward.apply(_Walk(ctx.exchange, needs), *grads, *xs, *weights, *masks)
+        arguments = _Walk(ctx.exchange, needs), *grads, *xs, *weights, *masks
+        # Only where a graph of this walk is wanted is a node for it.
+        gradients = _apply(_Backward, *arguments) if torch.is_grad_enabled() else _Backward.forward(*arguments)
         return None, None, *gradients, *[None] * ctx.replicas
 
 
@@ -207,7 +217,7 @@ def _input_gradients(
     """Only the inputs' gradients need the other replicas; parameters keep their local sums, as under DDP."""
     if not any(walk.needs[0]):
         return [None] * len(inputs)
-    walk.total = total = walk.exchange.backward(BACKWARD, np.stack(walk.local))
+    walk.total = total = walk.exchange.backward(BACKWARD, np.array(walk.local))
     return [
         kernels.input_gradient(grad, x, walk.exchange.statistics, total, weight, mask)
         for grad, x, weight, mask in zip(grads, inputs, weights, masks, strict=True)

@@ -6,19 +6,40 @@ length C come to the host, where they are float64. A slice is always centred bef
 the digits that matter. What the rounding of the centre leaves over (`mean - center`) is put back in float64.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from client import cpu, cuda
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
+
+# In float32 `a*x + b` is off by up to mean/std * 2^-24 of a standard deviation: with this by 10^-6.
+NEAR_ZERO = 16.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-@dataclass(frozen=True, slots=True)
+def _quietly(function: Callable[P, R]) -> Callable[P, R]:
+    """Lets infinity and NaN pass through the vectors, as in torch."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with np.errstate(all="ignore"):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@dataclass(frozen=True, eq=False)
 class Statistics:
     """What one round says of each channel; every array has shape (C,), float64.
 
@@ -48,8 +69,14 @@ class Statistics:
         variance = moments.variance()
         if eps_mode == "clamp":
             slope = (variance >= eps).astype(np.float64)
-            return cls(moments.count, moments.mean, np.maximum(variance, eps) ** -0.5, slope)
-        return cls(moments.count, moments.mean, (variance + eps) ** -0.5, np.ones_like(variance))
+            return cls(moments.count, moments.mean, 1 / np.sqrt(np.maximum(variance, eps)), slope)
+        return cls(moments.count, moments.mean, 1 / np.sqrt(variance + eps), np.ones_like(variance))
+
+    @cached_property
+    def is_near_zero(self) -> bool:
+        """Whether every mean is so few standard deviations from 0 that x need not be centred before it is scaled."""
+        with np.errstate(all="ignore"):  # NaN is not near
+            return bool((np.abs(self.mean) * self.invstd <= NEAR_ZERO).all())
 
     def center(self, like: Tensor) -> FloatArray:
         """Returns the mean rounded to the compute type of `like`."""
@@ -67,6 +94,7 @@ def count(x: Tensor, mask: Tensor | None) -> int:
     return x.numel() // x.shape[1] if mask is None else int(mask.sum())
 
 
+@_quietly
 def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     """Returns the moments of a slice.
 
@@ -77,14 +105,30 @@ def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     number = count(x, mask)
     if number == 0:
         return Moments.empty(x.shape[1])
+    if mask is None and cpu.takes(x):
+        return _moments_on_cpu(dense(x), number)
+    if mask is None and cuda.takes(x) and (found := cuda.moments(dense(x))):
+        return Moments.from_centred(number, *found)
     values = where(mask, x.to(compute_type(x)))
     center = total(values) / number
     deviations = where(mask, values - _broadcast(center, x))
-    shift, first, second = to_host(center, total(deviations), total(deviations.square()))
-    with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
-        return Moments.from_centred(number, shift + first / number, second - first * first / number)
+    return _around(number, *to_host(center, total(deviations), total(deviations.square())))
 
 
+def _moments_on_cpu(x: Tensor, number: int) -> Moments:
+    first, second = cpu.sums(x, x)
+    if cpu.are_near_zero(first, second, number):
+        return Moments(number, first, second)
+    center = vector(first / number, x)
+    return _around(number, center.double().numpy(), *cpu.shifted_sums(x, center))
+
+
+def _around(number: int, center: FloatArray, first: FloatArray, second: FloatArray) -> Moments:
+    """Returns the moments of values whose Σ(x - center) and Σ(x - center)² these are; shape (C,)."""
+    return Moments.from_centred(number, center + first / number, second - first * first / number)
+
+
+@_quietly
 def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Returns (x - mean) * invstd * weight + bias, in the type of `x`.
 
@@ -94,9 +138,16 @@ def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Te
         weight: shape (C,) or None for 1.
         bias: shape (C,) or None for 0.
     """
+    if cpu.takes(x) and statistics.is_near_zero:
+        factor = statistics.invstd if weight is None else statistics.invstd * on_host(weight)
+        addend = -factor * statistics.mean
+        return cpu.scale(dense(x), factor, addend if bias is None else addend + on_host(bias))
+    if cuda.takes(x):
+        return cuda.normalise(dense(x), statistics.mean, statistics.invstd, weight, bias)
     return affine(x, statistics, statistics.invstd, np.zeros_like(statistics.mean), weight, bias).to(x.dtype)
 
 
+@_quietly
 def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor | None = None) -> FloatArray:
     """Returns Σdy and Σdy·(x - mean) of a slice: shape (2, C), float64.
 
@@ -111,15 +162,21 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor 
     """
     if x.numel() == 0:
         return np.zeros((2, x.shape[1]))
+    if mask is None and cpu.takes(x) and statistics.is_near_zero:
+        found = cpu.sums(*alike(grad, x))
+        found[1] -= statistics.mean * found[0]
+        return found
+    if mask is None and cuda.takes(x):
+        return cuda.backward_sums(*alike(grad, x), statistics.mean, statistics.invstd)
     grad = grad.to(compute_type(x))
     deviations, rest = centred(x, statistics)
     if mask is not None:
         deviations = deviations.masked_fill(~mask.unsqueeze(1) & (grad == 0), 0)
     first, second = to_host(total(grad), total(deviations.mul_(grad)))
-    with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
-        return np.stack((first, second - rest * first))
+    return np.stack((first, second - rest * first))
 
 
+@_quietly
 def input_gradient(
     grad: Tensor,
     x: Tensor,
@@ -141,12 +198,18 @@ def input_gradient(
         weight: shape (C,) or None for 1.
         mask: as for `moments`.
     """
-    with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
-        mean_grad, mean_product = sums / statistics.count
-        by_centred = -(statistics.invstd**3) * mean_product * statistics.slope
-        constant = -statistics.invstd * mean_grad
-    through_statistics = where(mask, affine(x, statistics, by_centred, constant, weight))
-    return through_statistics.add_(scaled(grad, statistics.invstd, weight)).to(x.dtype)
+    mean_grad, mean_product = sums / statistics.count
+    invstd = statistics.invstd
+    slope = invstd * invstd * mean_product * statistics.slope
+    if mask is None and cpu.takes(x) and statistics.is_near_zero:
+        by_grad = invstd if weight is None else invstd * on_host(weight)
+        factor = -by_grad * slope
+        return cpu.combine(*alike(grad, x), by_grad, factor, -by_grad * mean_grad - factor * statistics.mean)
+    if mask is None and cuda.takes(x):
+        means = np.stack((mean_grad, mean_product * statistics.slope))
+        return cuda.input_gradient(*alike(grad, x), statistics.mean, invstd, means, weight)
+    through_statistics = where(mask, affine(x, statistics, -invstd * slope, -invstd * mean_grad, weight))
+    return through_statistics.add_(scaled(grad, invstd, weight)).to(x.dtype)
 
 
 def affine(
@@ -173,6 +236,21 @@ def affine(
     return deviations.mul_(_broadcast(factor, x)).add_(_broadcast(addend, x))
 
 
+def on_host(vector: Tensor) -> FloatArray:
+    """Returns a parameter as float64 on the host; a view of it where it is that already."""
+    vector = vector.detach()
+    if vector.is_cpu and vector.dtype == torch.float32:
+        return vector.numpy().astype(np.float64)  # a third of what torch takes for it
+    return vector.cpu().to(torch.float64).numpy()
+
+
+def alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both dense, in the type and layout of `x`."""
+    x = dense(x)
+    grad = grad.to(x.dtype)
+    return (grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)), x
+
+
 def scaled(x: Tensor, factor: FloatArray, weight: Tensor | None = None) -> Tensor:
     """Returns x * factor * weight; vectors of shape (C,)."""
     by = vector(factor, x)
@@ -181,6 +259,8 @@ def scaled(x: Tensor, factor: FloatArray, weight: Tensor | None = None) -> Tenso
 
 def vector(values: FloatArray, x: Tensor) -> Tensor:
     """Returns `values`, shape (C,), on the device of `x` and in its compute type."""
+    if x.is_cpu:
+        return torch.from_numpy(values.astype(np.float64 if x.dtype == torch.float64 else np.float32))
     return _to_device(x, values)[0]
 
 
@@ -209,6 +289,13 @@ def laid_out(x: Tensor) -> Tensor:
     """Returns `x` if it is channels_last, else contiguous, so that who takes a `view` of torch's output may here."""
     layout = _CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
     return x if x.is_contiguous(memory_format=layout) else x.contiguous()
+
+
+def dense(x: Tensor) -> Tensor:
+    """Returns `x` as the output for it is laid out; a copy only if it is not."""
+    if x.is_contiguous() or x.is_contiguous(memory_format=_CHANNELS_LAST.get(x.dim(), torch.contiguous_format)):
+        return x
+    return laid_out(torch.empty_like(x)).copy_(x)  # so that what has gaps, but lies as channels_last, stays so
 
 
 def to_host(*vectors: Tensor) -> FloatArray:

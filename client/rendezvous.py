@@ -20,10 +20,11 @@ Combine = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(slots=True)
 class _Waiting:
-    """A replica at a meeting place."""
+    """A replica at a meeting place; it sleeps until `asleep` is released."""
 
     place: str
     offer: Any
+    asleep: threading.Lock
     result: Any = None
     served: bool = False
 
@@ -39,7 +40,7 @@ class Rendezvous:
     def __init__(self, nr_replicas: int, deadline: float) -> None:
         self.nr_replicas = nr_replicas
         self._deadline = deadline
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
         self._finished: set[int] = set()
         self._failure: BaseException | None = None
@@ -59,41 +60,42 @@ class Rendezvous:
             ReplicaLost: a sibling raised.
             RoundTimeout: a sibling did not come in time.
         """
-        me = _Waiting(place, offer)
-        with self._changed:
+        me = _Waiting(place, offer, threading.Lock())
+        me.asleep.acquire()
+        with self._lock:
             self._waiting[replica] = me
             self._settle(combine)
-            self._changed.wait_for(lambda: me.served or self._failure is not None, self._deadline)
-            if me.served:
-                return me.result
-            raise self._failure_of(replica, place)
+        me.asleep.acquire(timeout=self._deadline)
+        if not me.served:
+            with self._lock:  # it is taken while the results are made, which may end after the deadline
+                self._check_served(me, replica)
+        return me.result
 
     def finish(self, replica: int) -> None:
         """A replica is through with its forward pass."""
-        with self._changed:
+        with self._lock:
             self._finished.add(replica)
             self._settle(None)
 
     def fail(self, replica: int, error: BaseException) -> None:
         """A replica raised: its siblings raise too, at once and with the cause."""
-        with self._changed:
+        with self._lock:
             self._finished.add(replica)
             if self._failure is None:
                 self._failure = _lost(replica, error)
-            self._changed.notify_all()
+            self._wake()
 
     def _settle(self, combine: Combine | None) -> None:
         """If nobody is running any more, holds the meeting or says why there is none."""
-        if self._failure is not None or not self._waiting:
-            return
-        if len(self._waiting) + len(self._finished) < self.nr_replicas:
-            return
-        places = {waiting.place for waiting in self._waiting.values()}
-        if combine is None or self._finished or len(places) > 1:
-            self._failure = self._mismatch()
-        else:
-            self._serve(combine)
-        self._changed.notify_all()
+        if self._failure is None:
+            if not self._waiting or len(self._waiting) + len(self._finished) < self.nr_replicas:
+                return
+            places = {waiting.place for waiting in self._waiting.values()}
+            if combine is None or self._finished or len(places) > 1:
+                self._failure = self._mismatch()
+            else:
+                self._serve(combine)
+        self._wake()
 
     def _serve(self, combine: Combine) -> None:
         everyone = [self._waiting[replica] for replica in sorted(self._waiting)]
@@ -105,6 +107,11 @@ class Rendezvous:
         for waiting, result in zip(everyone, results, strict=True):
             waiting.result = result
             waiting.served = True
+
+    def _wake(self) -> None:
+        """Each by a lock of its own: those who wait for a common one would get in each other's way."""
+        for waiting in self._waiting.values():
+            waiting.asleep.release()
         self._waiting.clear()
 
     def _mismatch(self) -> RoundMismatch:
@@ -116,17 +123,18 @@ class Rendezvous:
             replicas={str(replica): state for replica, state in sorted(table.items())},
         )
 
-    def _failure_of(self, replica: int, place: str) -> BaseException:
-        if self._failure is not None:
-            return self._failure
-        self._failure = RoundTimeout(
-            f"replica {replica} waited {self._deadline:g} s at {place}; waiting there or elsewhere: "
-            f"{sorted(self._waiting)} of {self.nr_replicas} replicas",
-            waiting=sorted(self._waiting),
-            seconds=self._deadline,
-        )
-        self._changed.notify_all()
-        return self._failure
+    def _check_served(self, me: _Waiting, replica: int) -> None:
+        if me.served:
+            return
+        if self._failure is None:
+            self._failure = RoundTimeout(
+                f"replica {replica} waited {self._deadline:g} s at {me.place}; waiting there or elsewhere: "
+                f"{sorted(self._waiting)} of {self.nr_replicas} replicas",
+                waiting=sorted(self._waiting),
+                seconds=self._deadline,
+            )
+            self._wake()
+        raise self._failure
 
 
 def _lost(replica: int, error: BaseException) -> ReplicaLost:

@@ -24,16 +24,17 @@ def move(layer: Any, mean: Tensor, variance: Tensor, *, first_run: int | Tensor 
     tracked = layer.num_batches_tracked
     if tracked is not None:
         tracked.add_(first_run.to(tracked.device) if isinstance(first_run, Tensor) else first_run)
-    if layer.running_mean is None or layer.running_var is None:
+    running_mean, running_var = layer.running_mean, layer.running_var
+    if running_mean is None or running_var is None:
         return
     moves = first_run * has_values
     weight = _weight_of_newest(layer) * (moves.double() if isinstance(moves, Tensor) else moves)
-    for running, batch in ((layer.running_mean, mean), (layer.running_var, variance)):
+    for running, batch in ((running_mean, mean), (running_var, variance)):
         wide = running.to(compute_type(running))  # in half precision the newest may overflow where the average does not
         newest = batch.to(wide.dtype).to(wide.device)
-        running.copy_(
-            wide.lerp(newest, weight.to(wide.dtype).to(wide.device) if isinstance(weight, Tensor) else weight)
-        )
+        wide.lerp_(newest, weight.to(wide.dtype).to(wide.device) if isinstance(weight, Tensor) else weight)
+        if wide is not running:
+            running.copy_(wide)
 
 
 def _weight_of_newest(layer: Any) -> float | Tensor:

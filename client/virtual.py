@@ -5,16 +5,18 @@ that `["cpu"] * 4` makes four replicas on a laptop; they follow torch's rules (c
 its buffers with the module, gradients flow back into the module's parameters).
 """
 
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from client import workers
 
 Device = torch.device
 
@@ -126,11 +128,10 @@ def _replica(
             replica._parameters[name] = None
         else:
             # The copy is no Parameter: as in torch, replicas have none of their own.
-            setattr(replica, name, copies[parameter])
-            replica._former_parameters[name] = copies[parameter]
+            vars(replica)[name] = replica._former_parameters[name] = copies[parameter]
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            setattr(replica, name, buffer.to(device, copy=number > 0))
+            replica._buffers[name] = buffer.to(device, copy=number > 0)
     return replica
 
 
@@ -143,6 +144,9 @@ def parallel_apply(
     fail: Callable[[int, BaseException], None],
 ) -> list[Any]:
     """Runs every replica in a thread of its own, in the caller's grad, inference and autocast modes.
+
+    None runs in the caller's thread, not even the first: what is bound to that thread, as the hooks of a checkpoint
+    around the wrapper, must find all replicas or none.
 
     Args:
         replicas: the modules.
@@ -158,9 +162,12 @@ def parallel_apply(
     outputs: dict[int, Any] = {}
     failures: list[BaseException] = []
     modes = [_modes(device) for device in devices]
+    nr_threads = torch.get_num_threads()
 
     def work(number: int) -> None:
         try:
+            if torch.get_num_threads() != nr_threads:  # the worker is older than the number
+                torch.set_num_threads(nr_threads)
             with ExitStack() as stack:
                 for mode in modes[number]():
                     stack.enter_context(mode)
@@ -171,11 +178,7 @@ def parallel_apply(
             failures.append(error)
             fail(number, error)
 
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(replicas))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    workers.run([partial(work, number) for number in range(len(replicas))])
     if failures:
         raise failures[0]
     return [outputs[number] for number in range(len(replicas))]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from server.config import from_arguments
 from server.keygen import generate
 from server.service import run_master
+from server.sparing import Sparing
 from server.status import ask, describe
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
 from statsd_bn.keys import load_client
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(arguments: list[str]) -> int:
     config = from_arguments(arguments, os.environ)
     logging.basicConfig(level=config.logging_level, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("statsd_bn.server").addFilter(Sparing())
     run_master(config)
     return 0
 

@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from server.quota import Quota
+from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+# One heartbeat may come late.
+SHORTEST_SILENCE = 2 * limits.HEARTBEAT_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class Config:
         bind: ZeroMQ endpoints to listen on.
         log_level: one of `LOG_LEVELS`.
         insecure: allow endpoints that other machines can reach, without authentication.
+        silence: how long a member may be silent before it is taken for lost, in seconds.
         curve: folder with the server's keys and the public keys of its clients, as `python -m server keygen` makes it;
             None: whoever reaches an endpoint is let in.
         quota: how much is taken, kept and waited for.
@@ -32,12 +37,17 @@ class Config:
     bind: tuple[str, ...] = (DEFAULT_ENDPOINT,)
     log_level: str = "info"
     insecure: bool = False
+    silence: float = limits.SILENCE_SECONDS
     curve: str | None = None
     quota: Quota = field(default_factory=Quota)
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
             raise ConfigurationError(f"log level: expected one of {LOG_LEVELS}, got {self.log_level!r}")
+        if not SHORTEST_SILENCE <= self.silence <= limits.MAX_DEADLINE:
+            raise ConfigurationError(
+                f"silence: expected seconds from {SHORTEST_SILENCE:g} to {limits.MAX_DEADLINE:g}, got {self.silence!r}"
+            )
         if not self.bind:
             raise ConfigurationError("bind: expected at least one endpoint, got none")
         for endpoint in self.bind:
@@ -93,15 +103,22 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="listen where other machines can reach it, without authentication (STATSD_BN_INSECURE=1)",
     )
     result.add_argument(
+        "--silence",
+        metavar="SECONDS",
+        default=environ.get("STATSD_BN_SILENCE", f"{limits.SILENCE_SECONDS:g}"),
+        help="how long a member may be silent before it is taken for lost; more on a network that loses packets "
+        f"(STATSD_BN_SILENCE; default {limits.SILENCE_SECONDS:g})",
+    )
+    result.add_argument(
         "--curve",
         metavar="DIR",
         default=environ.get("STATSD_BN_CURVE") or None,
         help="let in only clients whose public keys are in DIR, and encrypt; SIGHUP reads them again (STATSD_BN_CURVE)",
     )
-    limits = result.add_argument_group("limits", "What is beyond one gets an error, and is counted in the status.")
+    group = result.add_argument_group("limits", "What is beyond one gets an error, and is counted in the status.")
     for option in fields(Quota):
         twin = f"STATSD_BN_{option.name.upper()}"
-        limits.add_argument(
+        group.add_argument(
             f"--{option.name.replace('_', '-')}",
             type=type(option.default),
             metavar="N",
@@ -120,4 +137,13 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
     found = parser(environ).parse_args(arguments)
     quota = Quota(**{option.name: getattr(found, option.name) for option in fields(Quota)})
     twin = tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))
-    return Config(tuple(found.bind or twin), found.log_level, found.insecure, found.curve, quota)
+    return Config(
+        tuple(found.bind or twin), found.log_level, found.insecure, _seconds(found.silence), found.curve, quota
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigurationError(f"silence: expected seconds, got {text!r}") from None

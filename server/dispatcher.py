@@ -19,6 +19,7 @@ from server.past import Past
 from server.quota import Budget, Quota
 from server.rounds import failure
 from server.slave import Slave
+from statsd_bn import limits
 from statsd_bn.errors import (
     AuthenticationRefused,
     LimitExceeded,
@@ -68,18 +69,22 @@ class Dispatcher:
     Args:
         server: a random id of this life of the server.
         started: the time it began, on the clock that `receive` is given.
+        silence: how long a member may be silent before it is taken for lost, in seconds.
         quota: how much it takes and keeps; default: as much as the protocol allows.
 
     Attributes:
         tally: what was refused.
     """
 
-    def __init__(self, server: bytes, started: float, quota: Quota | None = None) -> None:
+    def __init__(
+        self, server: bytes, started: float, silence: float = limits.SILENCE_SECONDS, quota: Quota | None = None
+    ) -> None:
         self._server = server
         self._started = started
+        self._silence = silence
         self._masters: dict[tuple[str, str], SyncMaster] = {}
         self._seats: dict[bytes, Seat] = {}
-        self._liveness = Liveness(started)
+        self._liveness = Liveness(started, silence)
         self._past = Past()
         # Nobody has the session of zero bytes, so nobody takes it for an answer.
         self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
@@ -262,7 +267,7 @@ class Dispatcher:
         """Begins a life of a group; one that is refused its first member never was, and replaces none."""
         if name not in self._masters:
             self._budget.check_new_group(name, list(self._masters), self._nr_groups_of(tenant))
-        master = SyncMaster(self._server, register, self._budget)
+        master = SyncMaster(self._server, register, self._silence, self._budget)
         slave, told = master.register_slave(now, register, peer)
         replies = [reply for replaced in self._replaced(name) for reply in self._close(replaced, register)]
         self._masters[name] = master

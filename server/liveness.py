@@ -44,12 +44,12 @@ class Pulse:
         if not self.address and self.cut is None:
             self.cut = now
 
-    def cause_of_death(self, now: float) -> str:
-        """Returns why it must be taken for lost; empty while it need not."""
+    def cause_of_death(self, now: float, most: float) -> str:
+        """Returns why it must be taken for lost; empty while it need not, as long as its silence is not the most."""
         if self.cut is not None and now - self.cut >= RECONNECT_SECONDS:
             return "the connection was lost"
         silence = now - self.heard
-        return f"no sign of life for {silence:.1f} s" if silence >= limits.SILENCE_SECONDS else ""
+        return f"no sign of life for {silence:.1f} s" if silence >= most else ""
 
 
 class Liveness:
@@ -57,9 +57,11 @@ class Liveness:
 
     Args:
         now: the time, on the clock that all methods are given.
+        silence: how long a session may be silent, in seconds.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, silence: float) -> None:
+        self._silence = silence
         self._pulses: dict[bytes, Pulse] = {}
         self._looked = now
 
@@ -104,7 +106,7 @@ class Liveness:
             # It was the server that was away, frozen or starved. What the members said meanwhile may still be on its
             # way, so their time begins again.
             self._pardon(now)
-        causes = ((session, pulse.cause_of_death(now)) for session, pulse in self._pulses.items())
+        causes = ((session, pulse.cause_of_death(now, self._silence)) for session, pulse in self._pulses.items())
         return [(session, cause) for session, cause in causes if cause]
 
     def _pardon(self, now: float) -> None:

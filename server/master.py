@@ -57,6 +57,7 @@ class SyncMaster:
     Args:
         server: the id of this master's life.
         register: the registration that begins the group; it sets job, group, epoch and policy.
+        silence: how long members may take to come back after a restart of the server, in seconds.
         budget: what the server agrees to keep.
 
     Attributes:
@@ -64,9 +65,15 @@ class SyncMaster:
         is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.
     """
 
-    def __init__(self, server: bytes, register: Register, budget: Budget | None = None) -> None:
+    def __init__(
+        self,
+        server: bytes,
+        register: Register,
+        silence: float = limits.SILENCE_SECONDS,
+        budget: Budget | None = None,
+    ) -> None:
         self.epoch = register.epoch
-        self.membership = Membership(register)
+        self.membership = Membership(register, silence)
         self.rounds_done = 0
         self.rounds_failed = 0
         self.answered = -math.inf

@@ -21,6 +21,7 @@ class Membership:
 
     Args:
         register: the registration that begins it.
+        silence: how long members may take to come back after a restart of the server, in seconds.
 
     Attributes:
         slaves: by member number.
@@ -31,7 +32,8 @@ class Membership:
         departed: what those are told who come back for another pass that can never have all its members.
     """
 
-    def __init__(self, register: Register) -> None:
+    def __init__(self, register: Register, silence: float = limits.SILENCE_SECONDS) -> None:
+        self._silence = silence
         self.job = register.job
         self.group = register.group
         self.world_size = register.world_size
@@ -116,7 +118,7 @@ class Membership:
         slave = admission.check(self, register)
         # Not before: one that is refused begins nothing.
         if register.has_past and not self.is_open:
-            self.recovery = self.recovery or Recovery(now)
+            self.recovery = self.recovery or Recovery(now, self._silence)
         slave = slave or self._take_in(register, peer)
         slave.peer = peer
         self._change_stand(slave, register)

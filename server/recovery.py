@@ -7,7 +7,6 @@ group waits until all who were named are there, as long as it would wait for any
 from collections.abc import Collection
 
 from server.liveness import RECONNECT_SECONDS
-from statsd_bn import limits
 from statsd_bn.members import Members
 
 
@@ -16,10 +15,12 @@ class Recovery:
 
     Args:
         now: when the first member came back.
+        silence: how long to wait for the others, in seconds.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, silence: float) -> None:
         self._since = now
+        self._silence = silence
         self._named: set[int] = set()
 
     def name(self, known: Members) -> None:
@@ -36,7 +37,7 @@ class Recovery:
 
     def is_late(self, now: float) -> bool:
         """Returns whether the time to come back is over."""
-        return now - self._since >= limits.SILENCE_SECONDS
+        return now - self._since >= self._silence
 
     def late(self, now: float, present: Collection[int]) -> list[int]:
         """Returns who has not come in time, and waits no longer for them."""

@@ -8,6 +8,7 @@ leaves nothing.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -57,7 +58,7 @@ class Moments:
             sum_in_order((self.squares, other.squares)),
         )
 
-    @property
+    @cached_property
     def mean(self) -> FloatArray:
         """Shape (C,): Σx / n. Needs count >= 1."""
         return self.sums / self.count
@@ -72,6 +73,9 @@ class Moments:
         Returns:
             Shape (C,). NaN where the input held NaN.
         """
+        return self._centred / (self.count - unbiased)
+
+    @cached_property
+    def _centred(self) -> FloatArray:
         with np.errstate(all="ignore"):  # NaN and infinity pass through, as in torch
-            centred = self.squares - self.sums * self.sums / self.count
-        return np.maximum(centred, 0.0) / (self.count - unbiased)
+            return np.maximum(self.squares - self.sums * self.sums / self.count, 0.0)

@@ -294,7 +294,7 @@ def refused_begins_recovery() -> Any:
 
     def admit(right: Any, self: Membership, now: float, register: Any, peer: bytes) -> Any:
         if register.has_past and not self.is_open and not self.lost:
-            self.recovery = self.recovery or Recovery(now)
+            self.recovery = self.recovery or Recovery(now, self._silence)
         return right(self, now, register, peer)
 
     return instead(Membership, "admit", admit)

@@ -31,6 +31,15 @@ def test_a_flag_wins_over_its_twin():
     assert found == Config(("tcp://127.0.0.1:3",), "warning")
 
 
+def test_the_silence_that_the_server_bears():
+    assert from_arguments([], {}).silence == 3.5
+    assert from_arguments([], {"STATSD_BN_SILENCE": "20"}).silence == 20.0
+    assert from_arguments(["--silence", "7.5"], {"STATSD_BN_SILENCE": "20"}).silence == 7.5
+    for wrong in ("1.9", "nan", "inf", "-1", "soon", ""):
+        with pytest.raises(ConfigurationError, match="silence: expected seconds"):
+            from_arguments(["--silence", wrong], {})
+
+
 def test_several_endpoints():
     both = ("tcp://127.0.0.1:*", "ipc:///run/statsd-bn")
     assert from_arguments(["--bind", both[0], "--bind", both[1]], {}).bind == both

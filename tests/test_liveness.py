@@ -295,3 +295,20 @@ def test_an_unknown_heartbeat_is_answered_and_a_known_one_is_not(clock):
     assert STRANGER.hex() in told.message
     clock.open(1)
     assert clock.say(Heartbeat(session_of(0)), b"who") == []
+
+
+def test_a_server_may_be_told_to_bear_more_silence(clock):
+    clock.dispatcher = Dispatcher(b"server-0", clock.now, 10.0)
+    clock.open()
+    assert clock.pass_time(9.5, alive=(0, 1)) == []
+    clock.pass_time(0.5, alive=(0, 1))
+    assert clock.present == [0, 1]
+
+
+def test_a_server_that_bears_more_silence_waits_longer_for_those_who_are_to_come_back(clock):
+    clock.dispatcher = Dispatcher(b"server-1", clock.now, 10.0)
+    back = {"server": b"server-0", "known": Members.of([0, 1])}
+    clock.say(register(0, 2, **back), peer(0))
+    assert clock.pass_time(9.5, alive=(0,)) == []
+    (said,) = clock.pass_time(0.5, alive=(0,))
+    assert (said[1].code, said[1].fields["member"]) == ("replica_lost", 1)

@@ -16,7 +16,7 @@ SERVER = b"server-9"
 
 @pytest.fixture
 def recovery() -> Recovery:
-    recovery = Recovery(10.0)
+    recovery = Recovery(10.0, SILENCE)
     recovery.name(Members.of([0, 1]))
     recovery.name(Members.of([1, 3]))
     return recovery

@@ -1,5 +1,7 @@
 """Replica threads meet, or are told at once why they cannot."""
 
+import threading
+
 import pytest
 
 from client.rendezvous import Rendezvous
@@ -91,3 +93,23 @@ def test_a_sibling_that_does_not_come_is_waited_for_until_the_deadline():
     rendezvous = Rendezvous(2, 0.05)
     with pytest.raises(RoundTimeout, match=r"replica 0 waited 0.05 s at bn; .*\[0\] of 2 replicas"):
         rendezvous.meet(0, "bn", None, double_all)
+
+
+def test_who_comes_after_a_sibling_has_failed_does_not_wait():
+    rendezvous = Rendezvous(3, 3600.0)
+    rendezvous.fail(2, MemoryError("too large"))
+    for replica in (0, 1):
+        with pytest.raises(ReplicaLost, match="replica 2 failed"):
+            rendezvous.meet(replica, "bn", None, double_all)
+
+
+def test_the_deadline_is_for_siblings_and_not_for_what_they_wait_for_together():
+    rendezvous = Rendezvous(2, 0.05)
+    late = threading.Event()
+
+    def slowly(offers):
+        late.wait(0.2)
+        return double_all(offers)
+
+    programs = [lambda number=number: rendezvous.meet(number, "bn", number, slowly) for number in range(2)]
+    assert in_threads(programs) == [0, 2]

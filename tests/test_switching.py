@@ -1,13 +1,13 @@
 """Python's switch interval is short while a round is under way, and the usual one at any other time."""
 
-import os
+import subprocess
 import sys
 import threading
 
 import numpy as np
 import pytest
 
-from client.switching import INTERVAL_SECONDS, Switching, switching
+from client.switching import INTERVAL_SECONDS, Switching
 from memory_members import MemoryMaster, run_members
 from statsd_bn import Rows
 from statsd_bn.errors import RoundMismatch
@@ -25,6 +25,15 @@ def usual():
 SHORT = pytest.approx(INTERVAL_SECONDS)
 
 
+@pytest.fixture
+def fresh(monkeypatch):
+    """One that knows of no rounds, which threads of other tests may be in."""
+    found = Switching()
+    monkeypatch.setattr("client.connection.switching", found)
+    return found
+
+
+@pytest.mark.usefixtures("fresh")
 def test_a_round_has_the_short_interval_and_leaves_the_usual_one(usual, monkeypatch):
     master = MemoryMaster()
     receive = master.transport._receive
@@ -42,6 +51,7 @@ def test_a_round_has_the_short_interval_and_leaves_the_usual_one(usual, monkeypa
     assert (registration, contribution, goodbye) == (usual, SHORT, usual)
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_round_that_fails_leaves_the_usual_interval(usual):
     def program(connection):
         channels = 2 + connection.member.member
@@ -62,11 +72,11 @@ def test_the_interval_stays_short_until_the_last_of_several_rounds_has_ended(usu
     assert sys.getswitchinterval() == usual
 
 
-def test_an_interval_that_is_shorter_already_stays():
+def test_an_interval_that_is_shorter_already_stays(fresh):
     sys.setswitchinterval(0.00002)
-    switching.begin()
+    fresh.begin()
     assert sys.getswitchinterval() == pytest.approx(0.00002)
-    switching.end()
+    fresh.end()
     assert sys.getswitchinterval() == pytest.approx(0.00002)
 
 
@@ -86,14 +96,21 @@ def test_threads_that_begin_and_end_at_once_lose_no_count(usual):
     assert sys.getswitchinterval() == usual
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_that_is_forked_during_a_round_has_the_usual_interval(usual):
-    switching.begin()
-    child = os.fork()
-    if child == 0:
-        right = sys.getswitchinterval() == usual
-        switching.begin()  # would hang on a lock that a thread of the parent held
-        switching.end()
-        os._exit(0 if right and sys.getswitchinterval() == usual else 1)
+FORK = """
+import os, sys
+from client.switching import switching
+
+switching.begin()
+child = os.fork()
+if child == 0:
+    usual = abs(sys.getswitchinterval() - 0.005) < 1e-6
+    switching.begin()  # would hang on a lock that a thread of the parent held
     switching.end()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os._exit(0 if usual and abs(sys.getswitchinterval() - 0.005) < 1e-6 else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_that_is_forked_during_a_round_has_the_usual_interval():
+    """In a process of its own, which has no other rounds."""
+    assert subprocess.run([sys.executable, "-c", FORK], check=False).returncode == 0

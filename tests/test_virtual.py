@@ -1,6 +1,7 @@
 """Scatter, replicate, parallel_apply and gather around virtual replicas follow torch's rules."""
 
 import collections
+import threading
 
 import pytest
 import torch
@@ -137,6 +138,34 @@ def test_replicas_run_in_the_callers_grad_inference_and_autocast_modes():
         assert run([Modes()] * 2)[0] == [(False, False, True, torch.float16)] * 2
     with torch.inference_mode():
         assert run([Modes()] * 2)[0] == [(False, True, False, torch.bfloat16)] * 2
+
+
+class Threads(nn.Module):
+    """Tells how many threads torch gives to its operators."""
+
+    def forward(self):
+        return torch.get_num_threads()
+
+
+def test_replicas_have_the_callers_number_of_torchs_threads_though_their_own_are_older():
+    before = torch.get_num_threads()
+    try:
+        for number in (2, 1):
+            torch.set_num_threads(number)
+            assert run([Threads()] * 3)[0] == [number] * 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_no_replica_runs_in_the_callers_thread():
+    """A checkpoint's hooks around the wrapper would see only that one."""
+    caller = threading.get_ident()
+
+    class Where(nn.Module):
+        def forward(self):
+            return threading.get_ident()
+
+    assert caller not in run([Where()] * 3)[0]
 
 
 def test_who_is_through_is_told():

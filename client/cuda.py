@@ -1,0 +1,112 @@
+"""The kernels' way on CUDA: the fused operators of torch's own SyncBatchNorm, fed with our statistics.
+
+Each of the four steps reads its tensors once. One copy brings vectors to the host or to the device, through pinned
+memory, and only the copy to the host is waited for.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from statsd_bn.reduction import FloatArray
+
+# The operators' mean is a float32, off by up to 2^-24 of itself. Up to this ratio of mean and deviation that is less
+# than 10^-6 of a deviation; beyond it the sums are taken around the mean, which finds what the rounding left.
+NEAR = 16.0
+
+
+# Which of the sums to take: those for the input's gradient hold those for weight and bias.
+_FOR_THE_INPUT = (True, False, False)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether `x`, dense or not, may come here."""
+    return x.is_cuda and x.numel() > 0
+
+
+def moments(x: Tensor) -> tuple[FloatArray, FloatArray] | None:
+    """Returns mean and Σ(x - mean)² of a dense `x`, each of shape (C,); None where the mean is too far from 0."""
+    mean, variance = to_host(*torch.batch_norm_update_stats(x, None, None, 0.0))
+    if (mean * mean > NEAR * NEAR * variance).any():
+        return None
+    return mean, variance * (x.numel() // x.shape[1])
+
+
+def normalise(x: Tensor, mean: FloatArray, invstd: FloatArray, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Returns (x - mean) * invstd * weight + bias, in the type and layout of a dense `x`.
+
+    Args:
+        x: shape (N, C, *).
+        mean: shape (C,), float64.
+        invstd: shape (C,), float64.
+        weight: shape (C,) or None for 1.
+        bias: shape (C,) or None for 0.
+    """
+    center = _rounded(mean, x)
+    on_device, scale, rest = to_device(x, center, invstd, (center - mean) * invstd)
+    weight = _weight(x, weight)
+    rest = rest * weight
+    return torch.batch_norm_elemt(x, weight, rest if bias is None else rest + bias.detach(), on_device, scale, 0.0)
+
+
+def backward_sums(grad: Tensor, x: Tensor, mean: FloatArray, invstd: FloatArray) -> FloatArray:
+    """Returns Σdy and Σdy·(x - mean), shape (2, C); `grad`, dy, is of the type and layout of `x`."""
+    center = _rounded(mean, x)
+    on_device, scale = to_device(x, center, invstd)
+    found = torch.batch_norm_backward_reduce(grad, x, on_device, scale, _weight(x, None), *_FOR_THE_INPUT)
+    first, second = to_host(*found[:2])
+    return np.stack((first, second - (mean - center) * first))
+
+
+def input_gradient(
+    grad: Tensor, x: Tensor, mean: FloatArray, invstd: FloatArray, means: FloatArray, weight: Tensor | None
+) -> Tensor:
+    """Returns invstd * weight * (dy - means[0] - (x - mean) * invstd² * means[1]), in the type and layout of `x`.
+
+    Args:
+        grad: dy, of the type and layout of `x`.
+        x: shape (N, C, *).
+        mean: shape (C,), float64.
+        invstd: shape (C,), float64.
+        means: shape (2, C): the means of dy and of dy·(x - mean) over all replicas.
+        weight: shape (C,) or None for 1.
+    """
+    center = _rounded(mean, x)
+    by_deviation = invstd * invstd * means[1]
+    on_device, scale, first, second = to_device(x, center, invstd, means[0] - (mean - center) * by_deviation, means[1])
+    # The operator would divide sums by a count of 32 bits.
+    one = torch.ones(1, dtype=torch.int32, device=x.device)
+    return torch.batch_norm_backward_elemt(grad, x, on_device, scale, _weight(x, weight), first, second, one)
+
+
+def to_host(*vectors: Tensor) -> FloatArray:
+    """One copy, and the only wait for the device."""
+    stacked = torch.stack(vectors)
+    if not stacked.is_cuda:
+        return stacked.double().numpy()
+    host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+    host.copy_(stacked, non_blocking=True)
+    torch.cuda.current_stream(stacked.device).synchronize()
+    return host.double().numpy()
+
+
+def to_device(x: Tensor, *vectors: FloatArray) -> tuple[Tensor, ...]:
+    """One copy, which nobody waits for; in the type that the operators compute in."""
+    stacked = torch.from_numpy(np.stack(vectors)).to(_compute_type(x))
+    pinned = stacked.pin_memory() if x.is_cuda else stacked
+    return pinned.to(x.device, non_blocking=True).unbind()
+
+
+def _rounded(mean: FloatArray, x: Tensor) -> FloatArray:
+    return torch.from_numpy(mean).to(_compute_type(x)).double().numpy()
+
+
+def _weight(x: Tensor, weight: Tensor | None) -> Tensor:
+    """The operators take the types of their statistics from the weight's, so there is always one."""
+    if weight is None:
+        return torch.ones(x.shape[1], dtype=_compute_type(x), device=x.device)
+    return weight.detach().to(_compute_type(x))
+
+
+def _compute_type(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

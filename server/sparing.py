@@ -1,0 +1,45 @@
+"""Sparing: keeps a flood of one kind of message out of the log, and tells how many were kept out.
+
+Whoever reaches the port can send garbage, and each frame of it is worth a line; a million of them would fill a disk.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PERIOD_SECONDS = 60.0
+MOST_IN_A_PERIOD = 30
+
+
+@dataclass(slots=True)
+class _Kind:
+    """One kind of message: when its period began, and how many have come since."""
+
+    since: float
+    number: int = 0
+
+
+class Sparing(logging.Filter):
+    """Lets through so many messages of a kind in a period; the first of the next period says how many were left out.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._kinds: dict[str, _Kind] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether a record may pass; messages are of one kind if they have one format."""
+        now = self._clock()
+        kind = self._kinds.setdefault(str(record.msg), _Kind(now))
+        if now - kind.since >= PERIOD_SECONDS:
+            left_out = max(0, kind.number - MOST_IN_A_PERIOD)
+            if left_out:
+                record.msg = f"{record.msg} ({left_out} more like this were left out of the log)"
+            kind.since, kind.number = now, 0
+        kind.number += 1
+        return kind.number <= MOST_IN_A_PERIOD
