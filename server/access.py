@@ -56,9 +56,6 @@ class Access:
                 )
             self._tenants[client.key] = Tenant(client.name, client.key, client.jobs)
 
-    def __len__(self) -> int:
-        return len(self._tenants)
-
     @property
     def names(self) -> set[str]:
         """Who is let in."""

@@ -204,7 +204,7 @@ class Service:
         except ConfigurationError as error:
             logger.error("the keys stay as they were: %s", error)  # noqa: TRY400 - the operator's mistake, not ours
             return
-        logger.info("lets in %d keys from now on: %s", len(self._access), ", ".join(sorted(self._access.names)))
+        logger.info("lets in %d keys from now on: %s", len(self._access.keys), ", ".join(sorted(self._access.names)))
         self._send(self._dispatcher.expel(time.monotonic(), self._access))
         self._doomed += self._connections.of_others(self._access.keys)
 
@@ -229,26 +229,20 @@ class Service:
 
     def _take(self, peer: bytes) -> None:
         """Takes what a peer has sent, of which ZeroMQ has given its name only."""
-        tenant: Tenant | None = ANYBODY
-        descriptor = -1
-        if self._access is None and peer in self._connections.members:
-            frame = self._socket.recv()
-        else:
-            # Where it comes from costs half a microsecond; without keys that of a member is known.
-            whole = self._socket.recv(copy=False)
-            frame, descriptor = whole.bytes, _descriptor(whole)
-            tenant = self._access.tenant(str(whole.get("User-Id"))) if self._access else ANYBODY
-        if int(self._socket.getsockopt(zmq.RCVMORE)):
+        part = self._socket.recv(copy=False)
+        frame = part.bytes
+        tenant = ANYBODY if self._access is None else self._access.tenant(str(part.get("User-Id")))
+        if part.more:
             # A frame too many is no frame of ours; an empty one is refused as any garbage is.
             self._socket.recv_multipart()
             frame = b""
         if tenant is None:
             self._send([(peer, failure(access.revoked()))])
-            self._doomed.append(descriptor)
+            self._doomed.append(_descriptor(part))
             return
         self._send(self._dispatcher.receive(time.monotonic(), peer, frame, tenant))
         if peer not in self._connections.members:
-            self._get_to_know(peer, frame, tenant, descriptor)
+            self._get_to_know(peer, frame, tenant, _descriptor(part))
 
     def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant, descriptor: int) -> None:
         """Takes note of a connection that something has come over, perhaps from a member."""

@@ -5,9 +5,7 @@ its own gives it at once, however busy the server's loop is.
 """
 
 import logging
-import math
 import threading
-import time
 from collections.abc import Callable
 
 import zmq
@@ -22,9 +20,6 @@ DOMAIN = b"statsd_bn"
 _FIELDS = 5
 _KEY_BYTES = 32
 
-# A refused connection is logged at most this often, so that strangers cannot fill the log; all are counted.
-LOG_SECONDS = 1.0
-
 
 class Gatekeeper:
     """A running thread; it ends with its context.
@@ -36,7 +31,6 @@ class Gatekeeper:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], is_allowed: Callable[[str], bool]) -> None:
         self._is_allowed = is_allowed
-        self._logged = -math.inf
         self._socket = context.socket(zmq.REP)
         self._socket.bind(ENDPOINT)
         self._thread = threading.Thread(target=self._run, name="statsd_bn gatekeeper", daemon=True)
@@ -59,10 +53,8 @@ class Gatekeeper:
         if key and self._is_allowed(key):
             # What is behind the text becomes the User-Id of each message of the connection.
             return [version, number, b"200", b"OK", key.encode(), b""]
-        if time.monotonic() - self._logged >= LOG_SECONDS:
-            self._logged = time.monotonic()
-            address = fields[1].decode("ascii", "replace") if len(fields) > 1 else "?"
-            logger.info("refused a connection from %s: unknown key %s", address, key or "(none)")
+        address = fields[1].decode("ascii", "replace") if len(fields) > 1 else "?"
+        logger.info("refused a connection from %s: unknown key %s", address, key or "(none)")
         return [version, number, b"400", b"unknown key", b"", b""]
 
 

@@ -153,7 +153,7 @@ def test_only_the_revoked_member_of_a_job_is_lost(world):
 
 
 def test_a_tenant_leaves_room_for_others():
-    dispatcher = Dispatcher(b"server-0", 0.0, Quota(max_key_groups=2))
+    dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_key_groups=2))
 
     def begin(tenant: Tenant, group: int) -> Message:
         message = register(

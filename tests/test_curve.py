@@ -26,11 +26,12 @@ from client.session import Member
 from client.transport import ZmqTransport
 from memory_members import outcome, wait_until
 from server import Config, Service
+from server.access import Access
 from server.keygen import generate
 from server.status import ask
 from statsd_bn.errors import AuthenticationRefused, RegistrationRefused, ReplicaLost, ServerUnreachable
 from statsd_bn.keys import ClientKeys, load_client
-from statsd_bn.messages import Registered, StatusRequest
+from statsd_bn.messages import Failure, Registered, StatusRequest
 from statsd_bn.wire import decode, encode
 from strategies import register, rows
 
@@ -197,6 +198,28 @@ def test_a_key_that_is_exchanged_under_its_name_is_revoked(service, keys, tmp_pa
         alice = load_client(secret(keys, "alice"))
         wait_until(lambda: not ask(service.endpoints[0], keys=alice)["groups"])
         assert isinstance(outcome(lambda: connection.exchange("bn", rows(1.0))), AuthenticationRefused)
+
+
+def test_without_any_key_left_nobody_is_let_in(service, keys):
+    """An empty list of keys is not the same as none."""
+    bob = load_client(secret(keys, "bob"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        secure(dealer, bob)
+        dealer.connect(service.endpoints[0])
+        dealer.send(encode(register(0, 2)))
+        assert dealer.poll(WAIT_SECONDS * 1000)
+        assert isinstance(decode(dealer.recv()), Registered)
+        for path in (keys / "clients").iterdir():
+            path.unlink()
+        # It takes the frame before it would cut the connection.
+        service._access = Access([])
+        dealer.send(encode(StatusRequest()))
+        assert dealer.poll(WAIT_SECONDS * 1000)
+        answer = decode(dealer.recv())
+    assert isinstance(answer, Failure)
+    assert (answer.code, answer.fields) == ("authentication", {"reason": "revoked"})
+    assert isinstance(outcome(lambda: ask(service.endpoints[0], keys=bob)), AuthenticationRefused)
 
 
 def test_a_connection_with_a_revoked_key_is_ended_though_it_says_nothing(service, keys):

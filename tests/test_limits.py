@@ -42,7 +42,7 @@ class Play:
 
     def __init__(self, **quota: float) -> None:
         self.now = 0.0
-        self.dispatcher = Dispatcher(b"server-0", 0.0, Quota(**quota))
+        self.dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(**quota))
 
     def say(self, *messages: Message) -> list[Any]:
         replies: Any = []
