@@ -17,7 +17,7 @@ class Connection:
 
     Attributes:
         socket: what the descriptor stood for, because numbers are used again.
-        heard: when it was accepted, or a message came that was no member's.
+        heard: when it was accepted, or a sound message came that was no member's.
         peer: its routing id, once a member has spoken over it; from then on it may be silent.
         key: the public key that it was made with, once something has come over it.
     """

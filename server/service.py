@@ -240,12 +240,14 @@ class Service:
             self._send([(peer, failure(access.revoked()))])
             self._doomed.append(_descriptor(part))
             return
+        bad_before = self._dispatcher.bad_frames
         self._send(self._dispatcher.receive(time.monotonic(), peer, frame, tenant))
-        if peer not in self._connections.members:
+        # A flood of garbage costs no more for this, and does not keep its connection open.
+        if peer not in self._connections.members and self._dispatcher.bad_frames == bad_before:
             self._get_to_know(peer, frame, tenant, _descriptor(part))
 
     def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant, descriptor: int) -> None:
-        """Takes note of a connection that something has come over, perhaps from a member."""
+        """Takes note of a connection that something sound has come over, perhaps from a member."""
         # It was told of before anything could come.
         self._read_monitor()
         is_member = self._dispatcher.is_from_a_member(frame)
