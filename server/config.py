@@ -63,7 +63,8 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m server",
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
-        epilog="`python -m server status ENDPOINT` says what a running server is doing.",
+        epilog="`python -m server status ENDPOINT` says what a running server is doing, "
+        "`python -m server check` whether it answers.",
     )
     result.add_argument(
         "--bind",
@@ -94,5 +95,9 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
         ConfigurationError: a value is unusable.
     """
     found = parser(environ).parse_args(arguments)
-    twin = tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))
-    return Config(tuple(found.bind or twin), found.log_level, found.insecure)
+    return Config(tuple(found.bind or bound_to(environ)), found.log_level, found.insecure)
+
+
+def bound_to(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the endpoints that an environment says to listen on."""
+    return tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))

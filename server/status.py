@@ -1,15 +1,24 @@
-"""`python -m server status ENDPOINT`: asks a running server what it is doing."""
+"""`python -m server status` and `check`: asks a running server what it is doing, or whether it is there."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import zmq
 
-from statsd_bn.errors import ProtocolError, ServerUnreachable
+from server.config import bound_to
+from statsd_bn.errors import ConfigurationError, ProtocolError, ServerUnreachable
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Status, StatusRequest, missing_members
 from statsd_bn.wire import decode, encode
 
 ANSWER_SECONDS = 5.0
+
+# A server is asked from its own host, where it answers in milliseconds; a loaded one may take longer. Whoever probes
+# waits longer still, or it would not learn the reason.
+CHECK_SECONDS = 3.0
+
+# What stands for all addresses of a host when listening, and the one of them that is always there.
+ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - nothing is bound here
 
 
 def ask(endpoint: str, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
@@ -41,6 +50,22 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
         text = answer.message if isinstance(answer, Failure) else type(answer).__name__
         raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
     return answer.report
+
+
+def own_endpoint(environ: Mapping[str, str]) -> str:
+    """Returns where to reach the server that listens on this host as `environ` says; of several endpoints the first.
+
+    Raises:
+        ConfigurationError: it listens nowhere, or on a port that only it knows.
+    """
+    endpoint = next(iter(bound_to(environ)), "")
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc":
+        return endpoint
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigurationError(f"ENDPOINT: expected, since STATSD_BN_BIND names none with a port but {endpoint!r}")
+    return f"{scheme}://{ALL_ADDRESSES.get(host, host)}:{port}"
 
 
 def describe(report: dict[str, Any]) -> str:
