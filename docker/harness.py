@@ -102,7 +102,11 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--replicas", type=int, choices=POSSIBLE_REPLICAS, default=os.environ.get("REPLICAS", 4), help="default: 4"
+        "--replicas",
+        type=int,
+        choices=POSSIBLE_REPLICAS,
+        default=os.environ.get("REPLICAS", "4"),
+        help="how many (REPLICAS; default: 4)",
     )
     parser.add_argument(
         "--deadline", type=float, default=20.0, metavar="SECONDS", help="how long one waits for another (default: 20)"

@@ -1,4 +1,10 @@
-"""What the harness does to a training, and what must come of it."""
+"""What the harness does to a training, and what must come of it.
+
+Each scenario takes the plan and returns a row of the table.
+
+Raises:
+    EngineError: it did not come to an end.
+"""
 
 import json
 import re
@@ -6,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 from engine import Container, EngineError, Stack, docker, wait_until
 
@@ -25,6 +32,10 @@ DISTURB_AFTER = 20
 
 # How long the server stays away: longer than a silence that costs a member its place.
 AWAY_SECONDS = 5.0
+
+# Beyond its deadline a member waits a moment for the server to end a round, then for its sockets to close, and then
+# Python has to show the error.
+LEAVE_SECONDS = 15.0
 
 # The one that something is done to. Not 0, which says how it goes.
 VICTIM = 2
@@ -62,7 +73,7 @@ class Plan:
     bits: str = field(default="")
 
 
-def image(plan: Plan) -> Row:
+def image(_: Plan) -> Row:
     """The server's image is small, and holds no torch and no root."""
     started = time.monotonic()
     size = int(docker("image", "inspect", "--format", "{{.Size}}", SERVER_IMAGE)) / 1e6
@@ -166,7 +177,7 @@ def network_cut(plan: Plan) -> Row:
         seconds = _wait_for_end(others, limit)
         named = sum(map(_names_the_victim, others))
         # It may wait for its peers in gloo, and then for the server that is to name them.
-        alone = seconds + _wait_for_end([replicas[VICTIM]], plan.deadline * 2 + KNOWN_SECONDS)
+        alone = seconds + _wait_for_end([replicas[VICTIM]], plan.deadline * 2 + LEAVE_SECONDS)
     return Row(
         "network of a replica cut",
         f"the other {len(others)} name member {VICTIM} and fail within {limit:g} s; it fails too",
@@ -215,14 +226,17 @@ def _wait_for_end(replicas: Iterable[Container], seconds: float) -> float:
     return time.monotonic() - started
 
 
-def _verdict(stack: Stack, plan: Plan) -> dict[str, object]:
+def _verdict(stack: Stack, plan: Plan) -> dict[str, Any]:
+    """Waits until all replicas have ended well, and returns what `verdict.py` says of their result."""
     replicas = stack.replicas(plan.replicas, COME_SECONDS)
     for rank, replica in enumerate(replicas):
         wait_until(lambda replica=replica: replica.exit_code is not None, TRAIN_SECONDS, f"the end of rank {rank}")
         if replica.exit_code:
             raise EngineError(f"rank {rank} ended with exit code {replica.exit_code}:\n{_last_lines(replica)}")
-    command = ["run", "--rm", "--network", "none", "--volume", f"{stack.results}:/results:ro", "--entrypoint", "python"]
-    return json.loads(docker(*command, REPLICA_IMAGE, "/app/docker/verdict.py", "/results/trained.pt", seconds=TRAIN_SECONDS))
+    isolated = ["run", "--rm", "--network", "none", "--volume", f"{stack.results}:/results:ro"]
+    verdict = ["--entrypoint", "python", REPLICA_IMAGE, "/app/docker/verdict.py", "/results/trained.pt"]
+    found: dict[str, Any] = json.loads(docker(*isolated, *verdict, seconds=TRAIN_SECONDS))
+    return found
 
 
 def _names_the_victim(replica: Container) -> bool:
@@ -238,6 +252,5 @@ def _last_lines(replica: Container) -> str:
 
 
 def _moment(text: str) -> datetime:
-    """Reads the engine's time at the beginning of a text; it has nanoseconds, which Python does not know."""
-    date, fraction = re.match(r"([\d-]+T[\d:]+)\.?(\d{0,6})", text).groups()
-    return datetime.fromisoformat(f"{date}.{fraction:0<6}+00:00")
+    """Reads the engine's time, UTC with nanoseconds, at the beginning of a text."""
+    return datetime.fromisoformat(text.partition("Z")[0] + "+00:00")

@@ -101,7 +101,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains on the digits as process RANK of WORLD_SIZE.")
     parser.add_argument("--steps", type=int, default=900, help="batches to train with (default: 900)")
     parser.add_argument(
-        "--deadline", type=float, default=DEADLINE, metavar="SECONDS", help="how long to wait for a process that is late"
+        "--deadline", type=float, default=DEADLINE, metavar="SECONDS", help="how long to wait for a late process"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument(
