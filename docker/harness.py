@@ -10,11 +10,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from engine import BUILD_SECONDS, FOLDER, EngineError, Stack, build_settings, compose_command, docker
-from scenarios import SCENARIOS, Plan, Row
+from scenarios import SCENARIOS, Outcome, Plan
 
 FILES = [FOLDER / "docker-compose.yml"]
 GPU_FILES = [*FILES, FOLDER / "docker-compose.gpu.yml"]
@@ -23,6 +24,21 @@ GPU_FILES = [*FILES, FOLDER / "docker-compose.gpu.yml"]
 POSSIBLE_REPLICAS = (4, 8)
 
 HEADINGS = ("scenario", "expected", "got", "seconds", "ok")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A scenario's row in the table."""
+
+    scenario: str
+    outcome: Outcome
+    seconds: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As HEADINGS says."""
+        verdict = "yes" if self.outcome.ok else "NO"
+        return self.scenario, self.outcome.expected, self.outcome.got, f"{self.seconds:.1f}", verdict
 
 
 def main() -> int:
@@ -56,7 +72,7 @@ def main() -> int:
         print(f"harness: {error}", file=sys.stderr)
         return 1
     print(table(rows))
-    return 0 if all(row.ok for row in rows) else 1
+    return 0 if all(row.outcome.ok for row in rows) else 1
 
 
 def build(stack: Stack) -> None:
@@ -66,24 +82,23 @@ def build(stack: Stack) -> None:
     print(f"Built in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def attempt(scenario: Callable[[Plan], Row], plan: Plan) -> Row:
-    """Runs a scenario; where it fails to come to an end, the reason is its row."""
-    started = time.monotonic()
+def attempt(scenario: Callable[[Plan], Outcome], plan: Plan) -> Row:
+    """Runs a scenario; where it fails to come to an end, the reason is what it got."""
     name = scenario.__name__.replace("_", " ")
+    started = time.monotonic()
     try:
-        row = scenario(plan)
+        outcome = scenario(plan)
     except EngineError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
-        row = Row(name, "an end", str(error).splitlines()[0], time.monotonic() - started, ok=False)
-    print(f"{row.scenario}: {row.got}", flush=True)
-    return row
+        outcome = Outcome("an end", str(error).splitlines()[0], ok=False)
+    print(f"{name}: {outcome.got}", flush=True)
+    return Row(name, outcome, time.monotonic() - started)
 
 
 def table(rows: list[Row]) -> str:
     """Returns the rows as a table in Markdown."""
-    cells = [(row.scenario, row.expected, row.got, f"{row.seconds:.1f}", "yes" if row.ok else "NO") for row in rows]
-    widths = [max(map(len, column)) for column in zip(HEADINGS, *cells, strict=True)]
-    lines = [HEADINGS, tuple("-" * width for width in widths), *cells]
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *(row.cells for row in rows), strict=True)]
+    lines = [HEADINGS, tuple("-" * width for width in widths), *(row.cells for row in rows)]
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
 

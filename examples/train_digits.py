@@ -45,8 +45,8 @@ def main() -> None:
     states = {}
     if options.synchronise:
         client.convert_model(network)
-    # Before this process connects, since torch imports its compiler here. Where a machine has no time for that, it holds
-    # Python's global lock for so long that the server takes the process for lost.
+    # Before this process connects, since torch imports its compiler here. Where a machine has little time for that, it
+    # holds Python's global lock for so long that the server takes the process for lost.
     model = parallel(network, options)
     connecting = client.connect(deadline=options.deadline) if options.synchronise else nullcontext()
     with connecting as connection, naming_the_lost():
