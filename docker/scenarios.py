@@ -107,7 +107,7 @@ def undisturbed(plan: Plan) -> Outcome:
     return Outcome(
         f"the whole batch's result after {verdict['compared_after']} steps",
         f"differs by {verdict['difference']:.1e}; {verdict['rounds']} rounds, accuracy {verdict['accuracy']:.1%}",
-        verdict["equals_whole_batch"] and verdict["rounds"] > 0,
+        verdict["equals_whole_batch"] and bool(verdict["rounds"]),
     )
 
 
