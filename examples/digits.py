@@ -34,11 +34,11 @@ class Images:
     labels: Tensor
 
 
-def load() -> tuple[Images, Images]:
+def load(device: torch.device | str = "cpu") -> tuple[Images, Images]:
     """Returns the images to train with and those to test with; shuffled, since they come sorted by writer."""
     data = load_digits()
-    pixels = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(data.target)
+    pixels = torch.tensor(data.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
+    labels = torch.tensor(data.target, device=device)
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED))
     training, test = shuffled[:TRAINING_IMAGES], shuffled[TRAINING_IMAGES:]
     return Images(pixels[training], labels[training]), Images(pixels[test], labels[test])

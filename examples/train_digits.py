@@ -10,19 +10,21 @@ and STATSD_BN_ENDPOINT from the environment. Gradients are the business of Distr
 import argparse
 import os
 import sys
-from contextlib import nullcontext
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import client
 import digits
 from training import snapshot, train
 
-# Seconds until a process that does not come is an error; by default torch waits half an hour.
+# By default torch waits half an hour.
 DEADLINE = 60.0
 
 TELL_EVERY = 10
@@ -37,14 +39,17 @@ def main() -> None:
         init_method=options.init_method,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=DEADLINE),
+        timeout=timedelta(seconds=options.deadline),
     )
-    network = digits.network()
+    network = digits.network().to(device(options))
     states = {}
     if options.synchronise:
         client.convert_model(network)
-    with client.connect(deadline=DEADLINE) if options.synchronise else nullcontext() as connection:
-        model = DistributedDataParallel(network)
+    # Before this process connects, since torch imports its compiler here. Where a machine has little time for that, it
+    # holds Python's global lock for so long that the server takes the process for lost.
+    model = parallel(network, options)
+    connecting = client.connect(deadline=options.deadline) if options.synchronise else nullcontext()
+    with connecting as connection, naming_the_lost():
         for step, loss in train(model, options.steps, rank, world_size):
             if rank == 0 and step % TELL_EVERY == 0:
                 print(f"step {step} of {options.steps}: loss {loss:.3f}", flush=True)
@@ -59,6 +64,33 @@ def main() -> None:
     distributed.destroy_process_group()
 
 
+def device(options: argparse.Namespace) -> torch.device:
+    """Returns where to train: of several CUDA devices of a host each process has its own, as long as they suffice."""
+    if options.device != "cuda":
+        return torch.device(options.device)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def parallel(network: nn.Module, options: argparse.Namespace) -> nn.Module:
+    """Returns what spreads the batch over this process's devices, or averages the gradients with other processes."""
+    return client.DataParallelWithCallback(network) if options.data_parallel else DistributedDataParallel(network)
+
+
+@contextmanager
+def naming_the_lost() -> Iterator[None]:
+    """Says which process is gone where gloo is the first to notice that one is: gloo knows only an address.
+
+    Raises:
+        ReplicaLost: with the name, from the server.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" in str(error) and client.current_connection():
+            client.SynchronizedBatchNorm1d(1)(torch.zeros(2, 1))
+        raise
+
+
 def exchanges(connection: client.Connection | None) -> dict[str, float]:
     """Returns how often and how quickly the synchronised layers exchanged their statistics, if they did."""
     if connection is None:
@@ -70,6 +102,13 @@ def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Trains on the digits as process RANK of WORLD_SIZE.")
     parser.add_argument("--steps", type=int, default=900, help="batches to train with (default: 900)")
+    parser.add_argument(
+        "--deadline", type=float, default=DEADLINE, metavar="SECONDS", help="how long to wait for a late process"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--data-parallel", action="store_true", help="one process for all CUDA devices, in place of one for each"
+    )
     parser.add_argument("--init-method", default="env://", help="where the processes meet (default: as torchrun says)")
     parser.add_argument(
         "--no-synchronise", dest="synchronise", action="store_false", help="leave torch's batch norm in place"
@@ -82,8 +121,14 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    code = 0
+    try:
+        main()
+    except Exception:  # noqa: BLE001 - whatever it is, it is shown, and the interpreter must not be torn down
+        traceback.print_exc()
+        code = 1
     # Once DistributedDataParallel was used, gloo's threads outlive destroy_process_group, and one that is late may
     # abort an interpreter that is being torn down (pytorch#190489). So this one is not torn down.
     sys.stdout.flush()
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(code)

@@ -22,7 +22,7 @@ def train(model: nn.Module, steps: int, member: int = 0, members: int = 1) -> It
     """
     # Small tensors, and maybe more processes than cores: threads would only get in each other's way.
     torch.set_num_threads(1)
-    images, _ = digits.load()
+    images, _ = digits.load(device=next(model.parameters()).device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for step, batch in enumerate(digits.batches(steps), start=1):
         mine = batch.chunk(members)[member]
@@ -34,5 +34,5 @@ def train(model: nn.Module, steps: int, member: int = 0, members: int = 1) -> It
 
 
 def snapshot(network: nn.Module) -> digits.State:
-    """Returns a copy of the weights and running statistics, which further training leaves alone."""
-    return {name: value.detach().clone() for name, value in network.state_dict().items()}
+    """Returns a copy of the weights and running statistics on the CPU, which further training leaves alone."""
+    return {name: value.detach().cpu().clone() for name, value in network.state_dict().items()}

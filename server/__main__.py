@@ -5,12 +5,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from server.config import from_arguments
 from server.keygen import generate
 from server.service import run_master
 from server.sparing import Sparing
-from server.status import ask, describe
+from server.status import CHECK_SECONDS, ask, describe, own_endpoint
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
 from statsd_bn.keys import load_client
 
@@ -25,9 +26,9 @@ EXIT_CODES: dict[type[Exception], int] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server there, 5 refused by it."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"status": _status, "keygen": _keygen}
     try:
-        return commands[given[0]](given[1:]) if given and given[0] in commands else _serve(given)
+        command = COMMANDS.get(given[0]) if given else None
+        return command(given[1:]) if command else _serve(given)
     except tuple(EXIT_CODES) as error:
         print(f"statsd_bn: {error}", file=sys.stderr)  # noqa: T201 - the command's one-line error
         return EXIT_CODES[type(error)]
@@ -73,6 +74,27 @@ def _keygen(arguments: list[str]) -> int:
     for path in generate(found.folder, found.client or (), found.jobs or ()):
         print(f"wrote {path}")  # noqa: T201 - the command's result
     return 0
+
+
+def _check(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m server check",
+        description="Exits with 0 if a server answers, with 4 if not; for health checks and probes.",
+    )
+    parser.add_argument(
+        "endpoint",
+        metavar="ENDPOINT",
+        nargs="?",
+        help="where the server listens (default: what STATSD_BN_BIND of this host's server says)",
+    )
+    endpoint = parser.parse_args(arguments).endpoint or own_endpoint(os.environ)
+    # One that wants a key of whoever asks is there.
+    with suppress(AuthenticationRefused):
+        ask(endpoint, CHECK_SECONDS)
+    return 0
+
+
+COMMANDS = {"status": _status, "check": _check, "keygen": _keygen}
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m server",
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
-        epilog="`python -m server status ENDPOINT` says what a running server is doing; `python -m server keygen DIR` "
-        "makes keys for --curve.",
+        epilog="`python -m server status ENDPOINT` says what a running server is doing, `python -m server check` "
+        "whether it answers; `python -m server keygen DIR` makes keys for --curve.",
     )
     result.add_argument(
         "--bind",
@@ -119,5 +119,10 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
     """
     found = parser(environ).parse_args(arguments)
     quota = Quota(**{option.name: getattr(found, option.name) for option in fields(Quota)})
-    twin = tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))
-    return Config(tuple(found.bind or twin), found.log_level, found.insecure, found.curve, quota)
+    bind = tuple(found.bind or bound_to(environ))
+    return Config(bind, found.log_level, found.insecure, found.curve, quota)
+
+
+def bound_to(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the endpoints that an environment says to listen on."""
+    return tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))

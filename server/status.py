@@ -1,13 +1,15 @@
-"""`python -m server status ENDPOINT`: asks a running server what it is doing."""
+"""`python -m server status` and `check`: asks a running server what it is doing, or whether it is there."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from server.config import bound_to
 from server.keygen import check_curve
-from statsd_bn.errors import AuthenticationRefused, ProtocolError, ServerUnreachable, from_wire
+from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
 from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
@@ -23,6 +25,13 @@ COUNTS = {
     "idle_connections": "idle connections closed",
     "dropped_answers": "answers dropped",
 }
+
+# A server is asked from its own host, where it answers in milliseconds; a loaded one may take longer. Whoever probes
+# waits longer still, or it would not learn the reason.
+CHECK_SECONDS = 3.0
+
+# What stands for all addresses of a host when listening, and the one of them that is always there.
+ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - nothing is bound here
 
 
 def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> dict[str, Any]:
@@ -93,6 +102,22 @@ def _report(endpoint: str, frame: bytes) -> dict[str, Any]:
         text = answer.message if isinstance(answer, Failure) else type(answer).__name__
         raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
     return answer.report
+
+
+def own_endpoint(environ: Mapping[str, str]) -> str:
+    """Returns where to reach the server that listens on this host as `environ` says; of several endpoints the first.
+
+    Raises:
+        ConfigurationError: it listens nowhere, or on a port that only it knows.
+    """
+    endpoint = next(iter(bound_to(environ)), "")
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc":
+        return endpoint
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigurationError(f"ENDPOINT: expected, since STATSD_BN_BIND names none with a port but {endpoint!r}")
+    return f"{scheme}://{ALL_ADDRESSES.get(host, host)}:{port}"
 
 
 def describe(report: dict[str, Any]) -> str:

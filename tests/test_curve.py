@@ -26,6 +26,7 @@ from client.session import Member
 from client.transport import ZmqTransport
 from memory_members import outcome, wait_until
 from server import Config, Service
+from server import __main__ as command
 from server.access import Access
 from server.keygen import generate
 from server.status import ask
@@ -373,3 +374,8 @@ def test_the_status_command_takes_a_key_and_says_when_it_is_refused(service, key
     assert refused.returncode == 5
     assert refused.stderr.count("\n") == 1
     assert "authentication refused" in refused.stderr
+
+
+def test_a_server_that_wants_a_key_is_there_for_a_health_check(service, tmp_path):
+    assert command.main(["check", service.endpoints[0]]) == 0
+    assert command.main(["check", f"ipc://{tmp_path}/nobody"]) == 4

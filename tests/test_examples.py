@@ -55,3 +55,50 @@ def test_the_demo_says_so_if_it_is_not(monkeypatch, way, kind, difference):
     good, sentence = report.verdict(rows | {way: dataclasses.replace(same, **{kind: difference})}, length)
     assert not good
     assert report.TITLES[way] in sentence
+
+
+DIES_IN_GLOO = """
+import os, signal, sys, time
+import torch, train_digits
+
+class Dying(train_digits.DistributedDataParallel):
+    def __init__(self, network):
+        super().__init__(network)
+        self.register_comm_hook(None, die)
+
+def die(state, bucket):
+    time.sleep(1)  # until the others are in gloo
+    os.kill(os.getpid(), signal.SIGKILL)
+
+train_digits.DistributedDataParallel = Dying
+train_digits.main()
+"""
+
+
+def test_a_member_that_dies_while_the_others_are_in_gloo_is_named(server, job, tmp_path):
+    together = ["--steps", "5", "--init-method", f"file://{tmp_path / 'meeting'}"]
+    environ = {**os.environ, "WORLD_SIZE": "3", "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": job}
+    path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    programs = [[EXAMPLES / "train_digits.py"], [EXAMPLES / "train_digits.py"], ["-c", DIES_IN_GLOO]]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *program, *together],
+            env={**environ, "RANK": str(rank), "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, program in enumerate(programs)
+    ]
+    try:
+        said = [process.communicate(timeout=90)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [1, 1, -9]
+    for text in said[:2]:
+        assert "gloo" in text, text
+        assert "member 2 (" in text.splitlines()[-1]
+        assert "ReplicaLost" in text.splitlines()[-1]

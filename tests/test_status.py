@@ -6,8 +6,8 @@ import pytest
 import zmq
 
 import server.__main__ as command
-from server.status import ask, describe
-from statsd_bn.errors import ServerUnreachable
+from server.status import ask, describe, own_endpoint
+from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Failure, Leave, Registered
 from statsd_bn.wire import decode, encode
@@ -128,6 +128,45 @@ def test_what_is_no_endpoint_exits_with_4(endpoint, capsys):
     said = capsys.readouterr().err
     assert said.startswith(f"statsd_bn: {endpoint}: ")
     assert said.count("\n") == 1
+
+
+def test_a_check_of_a_running_server_exits_with_0_and_says_nothing(server, capsys):
+    assert command.main(["check", server.endpoint]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_check_without_an_endpoint_is_of_this_hosts_own_server(server, nobody, monkeypatch, capsys):
+    monkeypatch.setattr(command, "CHECK_SECONDS", 0.05)
+    monkeypatch.setenv("STATSD_BN_BIND", nobody)
+    assert command.main(["check"]) == 4
+    assert capsys.readouterr().err.startswith(f"statsd_bn: no answer from {nobody} within 0.05 s")
+    monkeypatch.setattr(command, "CHECK_SECONDS", 5.0)
+    monkeypatch.setenv("STATSD_BN_BIND", server.endpoint)
+    assert command.main(["check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("bound", "reached"),
+    [
+        (None, "tcp://127.0.0.1:5555"),
+        ("tcp://0.0.0.0:7000", "tcp://127.0.0.1:7000"),
+        ("tcp://*:7000,ipc:///run/statsd_bn", "tcp://127.0.0.1:7000"),
+        ("tcp://[::]:7000", "tcp://[::1]:7000"),
+        ("tcp://10.0.0.7:7000", "tcp://10.0.0.7:7000"),
+        ("ipc:///run/statsd_bn", "ipc:///run/statsd_bn"),
+    ],
+)
+def test_a_server_that_listens_on_all_addresses_is_reached_on_the_loopback_one(bound, reached):
+    assert own_endpoint({} if bound is None else {"STATSD_BN_BIND": bound}) == reached
+
+
+@pytest.mark.parametrize("bound", ["", "tcp://127.0.0.1:*", "tcp://127.0.0.1", "nonsense"])
+def test_a_check_of_a_server_whose_port_nobody_knows_is_a_wrong_use(bound, monkeypatch, capsys):
+    monkeypatch.setenv("STATSD_BN_BIND", bound)
+    with pytest.raises(ConfigurationError, match="STATSD_BN_BIND names none with a port"):
+        own_endpoint({"STATSD_BN_BIND": bound})
+    assert command.main(["check"]) == 2
+    assert repr(bound) in capsys.readouterr().err
 
 
 @pytest.fixture

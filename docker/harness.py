@@ -1,0 +1,136 @@
+"""The harness: trains the digits in containers, undisturbed and disturbed, and prints a table of what came of it.
+
+Exits with 0 if everything came as expected, with 1 if something fell short, with 2 if there is no engine to try it on.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from engine import BUILD_SECONDS, FOLDER, EngineError, Stack, build_settings, compose_command, docker
+from scenarios import SCENARIOS, Outcome, Plan
+
+FILES = [FOLDER / "docker-compose.yml"]
+GPU_FILES = [*FILES, FOLDER / "docker-compose.gpu.yml"]
+
+# Those into which the batch can be split evenly, with one to lose.
+POSSIBLE_REPLICAS = (4, 8)
+
+HEADINGS = ("scenario", "expected", "got", "seconds", "ok")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A scenario's row in the table."""
+
+    scenario: str
+    outcome: Outcome
+    seconds: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As HEADINGS says."""
+        verdict = "yes" if self.outcome.ok else "NO"
+        return self.scenario, self.outcome.expected, self.outcome.got, f"{self.seconds:.1f}", verdict
+
+
+def main() -> int:
+    """Runs the harness and returns its exit code."""
+    options = arguments()
+    # Unlike the exception that Ctrl-C raises, SIGTERM's default would leave the containers behind.
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        compose = compose_command()
+        version = docker("version", "--format", "{{.Server.Version}}").strip()
+        settings = {**build_settings(), "REPLICAS": str(options.replicas), "DEADLINE": str(options.deadline)}
+    except EngineError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return 2
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="statsd-bn-harness-"))
+    files = GPU_FILES if options.gpu else FILES
+    print(f"Engine {version}, {' '.join(compose)}; logs in {logs}", flush=True)
+
+    def stack(scenario: str) -> Stack:
+        return Stack(compose, files, f"statsd-bn-{os.getpid()}-{scenario}", settings, logs / scenario)
+
+    plan = Plan(options.replicas, options.deadline, stack)
+    try:
+        if not options.no_build:
+            build(stack("build"))
+        rows = [attempt(scenario, plan) for scenario in SCENARIOS]
+    except KeyboardInterrupt:
+        print("Interrupted; no container is left.", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except EngineError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return 1
+    print(table(rows))
+    return 0 if all(row.outcome.ok for row in rows) else 1
+
+
+def build(stack: Stack) -> None:
+    """Builds the images."""
+    started = time.monotonic()
+    stack.compose("build", seconds=BUILD_SECONDS)
+    print(f"Built in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def attempt(scenario: Callable[[Plan], Outcome], plan: Plan) -> Row:
+    """Runs a scenario; where it fails to come to an end, the reason is what it got."""
+    name = scenario.__name__.replace("_", " ")
+    started = time.monotonic()
+    try:
+        outcome = scenario(plan)
+    except EngineError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        outcome = Outcome("an end", str(error).splitlines()[0], ok=False)
+    print(f"{name}: {outcome.got}", flush=True)
+    return Row(name, outcome, time.monotonic() - started)
+
+
+def table(rows: list[Row]) -> str:
+    """Returns the rows as a table in Markdown."""
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *(row.cells for row in rows), strict=True)]
+    lines = [HEADINGS, tuple("-" * width for width in widths), *(row.cells for row in rows)]
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+
+
+def leave(number: int, _frame: object) -> NoReturn:
+    """Ends the harness by an exception, so that whatever it has started is taken away."""
+    raise SystemExit(128 + number)
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="docker/harness",
+        description=__doc__,
+        epilog="COMPOSE says how Compose is called; BASE_IMAGE, WHEELS, BUILD_NETWORK, STEPS, COMPARE_AFTER and "
+        "TRAINING are the variables of docker-compose.yml.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        choices=POSSIBLE_REPLICAS,
+        default=os.environ.get("REPLICAS", "4"),
+        help="how many (REPLICAS; default: 4)",
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=20.0, metavar="SECONDS", help="how long one waits for another (default: 20)"
+    )
+    parser.add_argument("--gpu", action="store_true", help="with docker-compose.gpu.yml")
+    parser.add_argument("--no-build", action="store_true", help="with the images that are there")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to keep what the containers say")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""What can be said of the images and the harness without an engine, and, where one is asked for, the harness itself."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docker"
+
+
+def module(name):
+    """Imports a script of `docker/`, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture
+def compose():
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, of the extra dev")
+    return lambda name: yaml.safe_load((FOLDER / name).read_text())
+
+
+def stages() -> dict[str, str]:
+    """The text of each stage of the Dockerfile."""
+    text = re.sub(r"^#.*\n", "", (FOLDER / "Dockerfile").read_text(), flags=re.MULTILINE)
+    parts = re.split(r"^FROM \S+ AS (\S+)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("target", ["server", "replica"])
+def test_an_image_runs_as_nobody(target):
+    assert re.search(r"^USER 65534:65534$", stages()[target], re.MULTILINE)
+
+
+def test_the_servers_image_has_a_health_check_and_nothing_of_the_replicas():
+    found = stages()
+    assert 'CMD ["python", "-m", "server", "check"]' in found["server"]
+    assert "--from=server-build" in found["server"]
+    assert "replica" not in found["server"]
+    assert found["server-build"].strip() == "RUN ./install ."
+
+
+def test_what_the_dockerfile_copies_is_there_and_in_the_build_context():
+    copied = [
+        word
+        for line in re.findall(r"^COPY (?!--from)(.*)$", "\n".join(stages().values()), re.MULTILINE)
+        for word in line.split()[:-1]
+    ]
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for path in (word.replace("${WHEELS}", "docker/wheels") for word in copied):
+        assert (ROOT / path).exists(), path
+        assert f"!{Path(path).parts[0]}" in ignored
+
+
+def test_the_compose_file_closes_the_server_and_lets_the_replicas_wait_for_it(compose):
+    found = compose("docker-compose.yml")
+    server, replica = found["services"]["server"], found["services"]["replica"]
+    assert server["read_only"]
+    assert found["networks"] == {"statistics": {"internal": True}}
+    assert server["networks"] == replica["networks"] == ["statistics"]
+    assert replica["depends_on"] == {"server": {"condition": "service_healthy"}}
+    assert replica["scale"] == replica["environment"]["WORLD_SIZE"] == "${REPLICAS:-4}"
+    assert {service["build"]["target"] for service in (server, replica)} == set(found["services"]) <= set(stages())
+
+
+def test_the_gpu_file_adds_devices_and_changes_nothing_else(compose):
+    plain = compose("docker-compose.yml")["services"]["replica"]
+    services = compose("docker-compose.gpu.yml")["services"]
+    assert set(services) == {"replica"}
+    with_gpu = services["replica"]
+    assert set(with_gpu) == {"command", "deploy"}
+    assert with_gpu["command"].replace(" --device cuda", "") == plain["command"]
+    (device,) = with_gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+@pytest.mark.parametrize("script", ["bootstrap-engine", "fetch-wheels", "harness", "install"])
+def test_a_shell_script_can_be_read_by_its_shell(script):
+    path = FOLDER / script
+    shell = path.read_text().splitlines()[0].rpartition("/")[2].split()[-1]
+    assert os.access(path, os.X_OK)
+    done = subprocess.run([shell, "-n", path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_each_replica_takes_a_rank_of_its_own_and_a_restarted_one_the_same_again(tmp_path):
+    claim = module("replica").claim
+    assert [claim(tmp_path, 3, name) for name in ("a", "b", "a", "c", "b")] == [0, 1, 0, 2, 1]
+    with pytest.raises(SystemExit, match=f"expected one of 3 ranks to be free in {tmp_path}, but all are taken"):
+        claim(tmp_path, 3, "d")
+
+
+def harness(*arguments, **environ):
+    return subprocess.run(
+        [sys.executable, FOLDER / "harness.py", *arguments],
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_an_engine_the_harness_says_so(tmp_path):
+    done = harness("--logs", str(tmp_path), PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "expected Compose" in done.stderr
+
+
+def test_a_number_of_replicas_that_does_not_split_the_batch_is_refused():
+    done = harness("--replicas", "3")
+    assert done.returncode == 2
+    assert "invalid choice: 3" in done.stderr
+
+
+ENGINE_STAND_IN = """#!/bin/sh
+echo "$@" >>"$CALLS"
+case "$*" in
+  *" up "*) echo "no such image" >&2; exit 1 ;;
+  "image inspect"*) echo "$SIZE" ;;
+  "run --rm --entrypoint python statsd-bn-server"*) echo "65534 False" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("size", "fits"), [("249000000", "yes"), ("251000000", "NO")])
+def test_the_harness_fails_with_a_row_for_each_thing_that_falls_short_and_cleans_up(tmp_path, size, fits):
+    program = tmp_path / "docker"
+    program.write_text(ENGINE_STAND_IN)
+    program.chmod(0o755)
+    calls = tmp_path / "calls"
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = harness("--logs", str(tmp_path / "logs"), PATH=path, CALLS=str(calls), SIZE=size, COMPOSE="docker compose")
+    assert done.returncode == 1
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    assert [row.rpartition(" | ")[2].strip(" |") for row in rows] == [fits] + ["NO"] * 5
+    ups, downs = ([line for line in calls.read_text().splitlines() if f" {word} " in line] for word in ("up", "down"))
+    assert len(ups) == 5
+    assert len(downs) == 5
+    assert all("--volumes" in line for line in downs)
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.skipif(os.environ.get("STATSD_BN_TEST_ENGINE") != "1", reason="asked for by STATSD_BN_TEST_ENGINE=1")
+@pytest.mark.skipif(
+    shutil.which("docker") is None, reason="needs a container engine; docker/bootstrap-engine gives one"
+)
+def test_the_harness(tmp_path):
+    done = harness("--logs", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
