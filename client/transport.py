@@ -30,8 +30,9 @@ WATCH_SECONDS = 0.1
 # As a plain integer, which is quicker than pyzmq's flag.
 _AT_ONCE = int(zmq.NOBLOCK)
 
-# How long a goodbye may take to leave when the connection closes.
+# How long a goodbye may take to leave when the connection closes, and all of the closing.
 LINGER_MILLISECONDS = 1000
+CLOSE_SECONDS = 3.0
 
 
 class Channel(Protocol):
@@ -124,7 +125,10 @@ class ZmqTransport(Transport):
     def close(self) -> None:
         """Closes all sockets; the last frames have a moment to leave."""
         super().close()
-        self._context.term()
+        # It waits for ZeroMQ's thread, which may be asking for a name that nobody answers for, 30 seconds long.
+        ending = threading.Thread(target=self._context.term, name="statsd_bn close", daemon=True)
+        ending.start()
+        ending.join(CLOSE_SECONDS)
 
     def _open(self) -> Channel:
         return _ZmqChannel(self._context, self.endpoint, self._keys, self._handshakes)

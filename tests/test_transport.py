@@ -152,3 +152,21 @@ def test_a_wait_ends_early_when_the_master_has_come_back(tmp_path):
             another.bind(endpoint)
             assert waiting.result(timeout=20) is None
     transport.close()
+
+
+def test_closing_does_not_wait_for_a_zeromq_that_is_stuck(server, monkeypatch):
+    """Its thread may be asking for a name that nobody answers for."""
+    transport = ZmqTransport(server.endpoint)
+    release = threading.Event()
+    term = transport._context.term
+
+    def stuck():
+        release.wait(10.0)
+        term()
+
+    monkeypatch.setattr(transport._context, "term", stuck)
+    monkeypatch.setattr("client.transport.CLOSE_SECONDS", 0.1)
+    transport.close()
+    assert not transport._context.closed
+    release.set()
+    wait_until(lambda: transport._context.closed)
