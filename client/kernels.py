@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client import cpu
+from client import cpu, jit
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
 
@@ -105,6 +105,8 @@ def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     number = count(x, mask)
     if number == 0:
         return Moments.empty(x.shape[1])
+    if mask is None and jit.takes(x):
+        return _moments_compiled(dense(x), number)
     if mask is None and cpu.takes(x):
         return _moments_on_cpu(dense(x), number)
     values = where(mask, x.to(compute_type(x)))
@@ -119,6 +121,14 @@ def _moments_on_cpu(x: Tensor, number: int) -> Moments:
         return Moments(number, first, second)
     center = vector(first / number, x)
     return _around(number, center.double().numpy(), *cpu.shifted_sums(x, center))
+
+
+def _moments_compiled(x: Tensor, number: int) -> Moments:
+    first, second = jit.shifted_sums(x, np.zeros(x.shape[1]))
+    if cpu.are_near_zero(first, second, number):
+        return Moments(number, first, second)
+    center = jit.rounded(first / number)
+    return _around(number, center, *jit.shifted_sums(x, center))
 
 
 def _around(number: int, center: FloatArray, first: FloatArray, second: FloatArray) -> Moments:
@@ -136,8 +146,12 @@ def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Te
         weight: shape (C,) or None for 1.
         bias: shape (C,) or None for 0.
     """
+    if jit.takes(x):
+        factor = _weighted(statistics, weight)
+        addend = np.zeros_like(factor) if bias is None else on_host(bias)
+        return jit.scale(dense(x), statistics.mean, factor, addend)
     if cpu.takes(x) and statistics.is_near_zero:
-        factor = statistics.invstd if weight is None else statistics.invstd * on_host(weight)
+        factor = _weighted(statistics, weight)
         addend = -factor * statistics.mean
         return cpu.scale(dense(x), factor, addend if bias is None else addend + on_host(bias))
     return affine(x, statistics, statistics.invstd, np.zeros_like(statistics.mean), weight, bias).to(x.dtype)
@@ -158,6 +172,8 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor 
     """
     if x.numel() == 0:
         return np.zeros((2, x.shape[1]))
+    if mask is None and jit.takes(x):
+        return jit.sums(*alike(grad, x), statistics.mean)
     if mask is None and cpu.takes(x) and statistics.is_near_zero:
         found = cpu.sums(*alike(grad, x))
         found[1] -= statistics.mean * found[0]
@@ -195,8 +211,12 @@ def input_gradient(
     mean_grad, mean_product = sums / statistics.count
     invstd = statistics.invstd
     slope = invstd * invstd * mean_product * statistics.slope
+    if mask is None and jit.takes(x):
+        by_grad = _weighted(statistics, weight)
+        vectors = by_grad, -by_grad * slope, -by_grad * mean_grad
+        return jit.combine(*alike(grad, x), statistics.mean, *vectors)
     if mask is None and cpu.takes(x) and statistics.is_near_zero:
-        by_grad = invstd if weight is None else invstd * on_host(weight)
+        by_grad = _weighted(statistics, weight)
         factor = -by_grad * slope
         return cpu.combine(*alike(grad, x), by_grad, factor, -by_grad * mean_grad - factor * statistics.mean)
     through_statistics = where(mask, affine(x, statistics, -invstd * slope, -invstd * mean_grad, weight))
@@ -225,6 +245,10 @@ def affine(
         addend = addend + bias
     deviations = laid_out(x.to(compute_type(x)) - _broadcast(device_center, x))
     return deviations.mul_(_broadcast(factor, x)).add_(_broadcast(addend, x))
+
+
+def _weighted(statistics: Statistics, weight: Tensor | None) -> FloatArray:
+    return statistics.invstd if weight is None else statistics.invstd * on_host(weight)
 
 
 def on_host(vector: Tensor) -> FloatArray:
