@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # first cache. Several rows at a time were slower where the tensor comes from memory.
 COLUMNS = 512
 
-# Values in a part of rows, which is what threads share.
+# Values in a part of rows: what threads share, and what is added in float32 before it goes to float64, 512 rows or so.
 PART = 2**18
 
 # Values per thread below which another one costs more than it saves: a thread takes 0.1 ms to start and to end.
@@ -94,7 +94,7 @@ def _sums(grad: Tensor, x: Tensor, center: FloatArray, shift: FloatArray) -> Flo
     vectors = _kernels.in_float32(center, shift, center, center, columns // channels or 1)
     if columns:
         length = max(PART // columns, 1) * columns
-        found = np.zeros((2, -(-x.numel() // length), columns))
+        found = np.empty((2, -(-x.numel() // length), columns))
         _share(_kernels.sum_rows, found.shape[1], _flat(grad), _flat(x), vectors, found, length)
     else:
         found = np.empty((2, x.shape[0] * channels, 1))

@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 # bfloat16, which numpy lacks, comes as its bits.
 _OF_PLANES, _OF_ROWS = (types.float32, types.uint16), (types.uint16,)
 
-# What is added in float32 before it goes to float64: rows, or values of a plane, which are added in 64 columns or so.
-ROWS, GROUP = 64, 2**12
+# Values of a plane that are added in float32, in 64 columns or so, before their sum goes to float64.
+GROUP = 2**12
 
 _EXACT = {"contract"}
 _IN_ANY_ORDER = {"contract", "reassoc"}  # within a plane, so that it is added in as many columns as the machine has
@@ -95,18 +95,17 @@ def sum_rows(grad, x, vectors, sums, length, start, stop):
     first, second = np.empty(columns, np.float32), np.empty(columns, np.float32)
     for part in range(start, stop):
         end = min((part + 1) * length, len(x))
-        for group in range(part * length, end, ROWS * columns):
-            first[:] = 0
-            second[:] = 0
-            for row in range(group, min(group + ROWS * columns, end), columns):
-                g, v = grad[row : row + columns], x[row : row + columns]
-                for c in range(len(v)):
-                    shifted = _wide(g[c]) - shift[c]
-                    first[c] += shifted
-                    second[c] += shifted * (_wide(v[c]) - center[c])
-            for c in range(columns):
-                sums[0, part, c] += first[c]
-                sums[1, part, c] += second[c]
+        first[:] = 0
+        second[:] = 0
+        for row in range(part * length, end, columns):
+            g, v = grad[row : row + columns], x[row : row + columns]
+            for c in range(len(v)):
+                shifted = _wide(g[c]) - shift[c]
+                first[c] += shifted
+                second[c] += shifted * (_wide(v[c]) - center[c])
+        for c in range(columns):
+            sums[0, part, c] = first[c]
+            sums[1, part, c] = second[c]
 
 
 @_compiled(_OF_PLANES, _EXACT, None, None, _Vectors, _int, _int, _int)
