@@ -4,15 +4,14 @@ Torch's operators, put together in `client.cpu`, take several passes wherever bf
 value is widened, computed with in float32 and rounded once, to the nearest even. Values are centred on the way, so that
 it does not matter how far from zero they are.
 
-A dense tensor is seen as flat memory: planes of equal length, one channel each, or rows whose channels lie last. How
-many threads share a tensor changes no bit: they share planes and parts, each of which is added in an order of its own.
+A dense tensor is seen as flat memory: planes of equal length, one channel each, or rows whose channels lie last. One
+thread does it all, the caller's, without Python's lock: where others want the cores too, to wait for a second one took
+longer than to do its work.
 """
 
 import importlib
 import logging
-import threading
 import time
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,11 +29,8 @@ logger = logging.getLogger(__name__)
 # first cache. Several rows at a time were slower where the tensor comes from memory.
 COLUMNS = 512
 
-# Values in a part of rows: what threads share, and what is added in float32 before it goes to float64, 512 rows or so.
+# Values in a part of rows, which are added in float32 before their sum goes to float64: 512 rows or so.
 PART = 2**18
-
-# Values per thread below which another one costs more than it saves: a thread takes 0.1 ms to start and to end.
-PER_THREAD = 2**19
 
 # `client.jit_kernels`, once somebody has asked for it.
 _kernels: Any = None
@@ -95,10 +91,10 @@ def _sums(grad: Tensor, x: Tensor, center: FloatArray, shift: FloatArray) -> Flo
     if columns:
         length = max(PART // columns, 1) * columns
         found = np.empty((2, -(-x.numel() // length), columns))
-        _share(_kernels.sum_rows, found.shape[1], _flat(grad), _flat(x), vectors, found, length)
+        _kernels.sum_rows(_flat(grad), _flat(x), vectors, found, length)
     else:
         found = np.empty((2, x.shape[0] * channels, 1))
-        _share(_kernels.sum_planes, found.shape[1], _flat(grad), _flat(x), vectors, found, x.numel() // found.shape[1])
+        _kernels.sum_planes(_flat(grad), _flat(x), vectors, found, x.numel() // found.shape[1])
     by_channel: FloatArray = found.reshape(2, -1, channels).sum(1)
     return by_channel
 
@@ -130,9 +126,9 @@ def _into_fresh(kernel: Any, tensors: tuple[Tensor, ...], *vectors: FloatArray) 
     x = tensors[-1]
     output = fresh(x)
     columns = _columns(x)
-    units = -(-x.numel() // columns) if columns else x.shape[0] * x.shape[1]
+    length = columns or x.numel() // (x.shape[0] * x.shape[1])
     repeated = _kernels.in_float32(*vectors, columns // x.shape[1] or 1)
-    _share(kernel, units, *map(_flat, (*tensors, output)), repeated, columns or x.numel() // units)
+    kernel(*map(_flat, (*tensors, output)), repeated, length)
     return output
 
 
@@ -146,15 +142,3 @@ def _flat(x: Tensor) -> NDArray[Any]:
     """Returns the memory of a dense `x`; of bfloat16 the bits."""
     flat = x.detach().as_strided((x.numel(),), (1,))
     return (flat.view(torch.uint16) if x.dtype == torch.bfloat16 else flat).numpy()
-
-
-def _share(kernel: Any, units: int, *arguments: Any) -> None:
-    """Runs a kernel over planes, rows or parts, in as many threads as torch would take."""
-    threads = max(1, min(torch.get_num_threads(), len(arguments[0]) // PER_THREAD, units))
-    bounds = [units * thread // threads for thread in range(threads + 1)]
-    others = [threading.Thread(target=kernel, args=(*arguments, *span)) for span in pairwise(bounds[1:])]
-    for other in others:
-        other.start()
-    kernel(*arguments, 0, bounds[1])
-    for other in others:
-        other.join()

@@ -1,7 +1,7 @@
 """Numba's kernels, which `client.jit` calls: importing this module compiles them, or loads them from numba's cache.
 
-They work on flat memory, on the planes, rows or parts from `start` to `stop`, each of the given length in values. In
-the vectors of a call, shape (4, columns or C), the rows are: center, factor (of sums: shift), addend, by_grad.
+They work on flat memory, in planes, rows or parts of the given length, in values. In the vectors of a call, shape (4,
+columns or C), the rows are: center, factor (of sums: shift), addend, by_grad.
 """
 
 from typing import Any
@@ -66,10 +66,10 @@ _Given = types.Array(types.float64, 1, "A", readonly=True)
 _int = types.int64
 
 
-@_compiled(_OF_PLANES, _IN_ANY_ORDER, None, None, _Vectors, _Sums, _int, _int, _int)
-def sum_planes(grad, x, vectors, sums, length, start, stop):
+@_compiled(_OF_PLANES, _IN_ANY_ORDER, None, None, _Vectors, _Sums, _int)
+def sum_planes(grad, x, vectors, sums, length):
     """Σ(g - shift) and Σ(g - shift)·(x - center) of planes; vectors: shape (4, C), sums: shape (2, planes, 1)."""
-    for plane in range(start, stop):
+    for plane in range(sums.shape[1]):
         c = plane % vectors.shape[1]
         center, shift = vectors[0, c], vectors[1, c]
         firsts = seconds = 0.0
@@ -87,13 +87,13 @@ def sum_planes(grad, x, vectors, sums, length, start, stop):
         sums[1, plane, 0] = seconds
 
 
-@_compiled(_OF_ROWS, _EXACT, None, None, _Vectors, _Sums, _int, _int, _int)
-def sum_rows(grad, x, vectors, sums, length, start, stop):
+@_compiled(_OF_ROWS, _EXACT, None, None, _Vectors, _Sums, _int)
+def sum_rows(grad, x, vectors, sums, length):
     """As `sum_planes`, of parts of rows; vectors: shape (4, columns), sums: shape (2, parts, columns)."""
     columns = sums.shape[2]
     center, shift = vectors[0], vectors[1]
     first, second = np.empty(columns, np.float32), np.empty(columns, np.float32)
-    for part in range(start, stop):
+    for part in range(sums.shape[1]):
         end = min((part + 1) * length, len(x))
         first[:] = 0
         second[:] = 0
@@ -108,10 +108,10 @@ def sum_rows(grad, x, vectors, sums, length, start, stop):
             sums[1, part, c] = second[c]
 
 
-@_compiled(_OF_PLANES, _EXACT, None, None, _Vectors, _int, _int, _int)
-def scale_planes(x, output, vectors, length, start, stop):
+@_compiled(_OF_PLANES, _EXACT, None, None, _Vectors, _int)
+def scale_planes(x, output, vectors, length):
     """Into output, (x - center) * factor + addend of planes; vectors: shape (4, C)."""
-    for plane in range(start, stop):
+    for plane in range(len(x) // length):
         c = plane % vectors.shape[1]
         center, factor, addend = vectors[0, c], vectors[1, c], vectors[2, c]
         v, into = x[plane * length : (plane + 1) * length], output[plane * length : (plane + 1) * length]
@@ -119,20 +119,20 @@ def scale_planes(x, output, vectors, length, start, stop):
             into[i] = _narrow((_wide(v[i]) - center) * factor + addend, v[i])
 
 
-@_compiled(_OF_ROWS, _EXACT, None, None, _Vectors, _int, _int, _int)
-def scale_rows(x, output, vectors, length, start, stop):
+@_compiled(_OF_ROWS, _EXACT, None, None, _Vectors, _int)
+def scale_rows(x, output, vectors, length):
     """As `scale_planes`, of rows; vectors: shape (4, length)."""
     center, factor, addend = vectors[0], vectors[1], vectors[2]
-    for row in range(start, stop):
-        v, into = x[row * length : (row + 1) * length], output[row * length : (row + 1) * length]
+    for row in range(0, len(x), length):
+        v, into = x[row : row + length], output[row : row + length]
         for c in range(len(v)):
             into[c] = _narrow((_wide(v[c]) - center[c]) * factor[c] + addend[c], v[c])
 
 
-@_compiled(_OF_PLANES, _EXACT, None, None, None, _Vectors, _int, _int, _int)
-def combine_planes(grad, x, output, vectors, length, start, stop):
+@_compiled(_OF_PLANES, _EXACT, None, None, None, _Vectors, _int)
+def combine_planes(grad, x, output, vectors, length):
     """Into output, g * by_grad + ((x - center) * factor + addend) of planes; vectors: shape (4, C)."""
-    for plane in range(start, stop):
+    for plane in range(len(x) // length):
         c = plane % vectors.shape[1]
         center, factor, addend, by_grad = vectors[0, c], vectors[1, c], vectors[2, c], vectors[3, c]
         g, v = grad[plane * length : (plane + 1) * length], x[plane * length : (plane + 1) * length]
@@ -141,13 +141,13 @@ def combine_planes(grad, x, output, vectors, length, start, stop):
             into[i] = _narrow(_wide(g[i]) * by_grad + ((_wide(v[i]) - center) * factor + addend), v[i])
 
 
-@_compiled(_OF_ROWS, _EXACT, None, None, None, _Vectors, _int, _int, _int)
-def combine_rows(grad, x, output, vectors, length, start, stop):
+@_compiled(_OF_ROWS, _EXACT, None, None, None, _Vectors, _int)
+def combine_rows(grad, x, output, vectors, length):
     """As `combine_planes`, of rows; vectors: shape (4, length)."""
     center, factor, addend, by_grad = vectors[0], vectors[1], vectors[2], vectors[3]
-    for row in range(start, stop):
-        g, v = grad[row * length : (row + 1) * length], x[row * length : (row + 1) * length]
-        into = output[row * length : (row + 1) * length]
+    for row in range(0, len(x), length):
+        g, v = grad[row : row + length], x[row : row + length]
+        into = output[row : row + length]
         for c in range(len(v)):
             into[c] = _narrow(_wide(g[c]) * by_grad[c] + ((_wide(v[c]) - center[c]) * factor[c] + addend[c]), v[c])
 
