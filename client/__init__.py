@@ -4,6 +4,8 @@ Two lines synchronise a model: `model = client.convert_model(model)`, and `with 
 training. A single process under `client.DataParallelWithCallback` needs only the first.
 """
 
+import os
+
 from client.batchnorm import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
@@ -12,7 +14,9 @@ from client.batchnorm import (
 )
 from client.connection import Connection, connect, current_connection, disconnect
 from client.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.environment import integer
 from client.groups import Group
+from client.jit import use_compiled_kernels
 from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
 from client.pipe import SlavePipe
 from client.recalibration import recalibrate
@@ -47,4 +51,8 @@ __all__ = [
     "patch_sync_batchnorm",
     "recalibrate",
     "revert_model",
+    "use_compiled_kernels",
 ]
+
+if integer(os.environ, "STATSD_BN_COMPILED", 0):
+    use_compiled_kernels()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client import cpu, cuda
+from client import cpu, cuda, jit
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
 
@@ -105,6 +105,8 @@ def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     number = count(x, mask)
     if number == 0:
         return Moments.empty(x.shape[1])
+    if mask is None and jit.takes(x):
+        return _moments_compiled(dense(x), number)
     if mask is None and cpu.takes(x):
         return _moments_on_cpu(dense(x), number)
     if mask is None and cuda.takes(x) and (found := cuda.moments(dense(x))):
@@ -123,6 +125,14 @@ def _moments_on_cpu(x: Tensor, number: int) -> Moments:
     return _around(number, center.double().numpy(), *cpu.shifted_sums(x, center))
 
 
+def _moments_compiled(x: Tensor, number: int) -> Moments:
+    first, second = jit.shifted_sums(x, np.zeros(x.shape[1]))
+    if cpu.are_near_zero(first, second, number):
+        return Moments(number, first, second)
+    center = jit.rounded(first / number)
+    return _around(number, center, *jit.shifted_sums(x, center))
+
+
 def _around(number: int, center: FloatArray, first: FloatArray, second: FloatArray) -> Moments:
     """Returns the moments of values whose Σ(x - center) and Σ(x - center)² these are; shape (C,)."""
     return Moments.from_centred(number, center + first / number, second - first * first / number)
@@ -138,8 +148,12 @@ def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Te
         weight: shape (C,) or None for 1.
         bias: shape (C,) or None for 0.
     """
+    if jit.takes(x):
+        factor = _weighted(statistics, weight)
+        addend = np.zeros_like(factor) if bias is None else on_host(bias)
+        return jit.scale(dense(x), statistics.mean, factor, addend)
     if cpu.takes(x) and statistics.is_near_zero:
-        factor = statistics.invstd if weight is None else statistics.invstd * on_host(weight)
+        factor = _weighted(statistics, weight)
         addend = -factor * statistics.mean
         return cpu.scale(dense(x), factor, addend if bias is None else addend + on_host(bias))
     if cuda.takes(x):
@@ -162,6 +176,8 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor 
     """
     if x.numel() == 0:
         return np.zeros((2, x.shape[1]))
+    if mask is None and jit.takes(x):
+        return jit.sums(*alike(grad, x), statistics.mean)
     if mask is None and cpu.takes(x) and statistics.is_near_zero:
         found = cpu.sums(*alike(grad, x))
         found[1] -= statistics.mean * found[0]
@@ -201,8 +217,12 @@ def input_gradient(
     mean_grad, mean_product = sums / statistics.count
     invstd = statistics.invstd
     slope = invstd * invstd * mean_product * statistics.slope
+    if mask is None and jit.takes(x):
+        by_grad = _weighted(statistics, weight)
+        vectors = by_grad, -by_grad * slope, -by_grad * mean_grad
+        return jit.combine(*alike(grad, x), statistics.mean, *vectors)
     if mask is None and cpu.takes(x) and statistics.is_near_zero:
-        by_grad = invstd if weight is None else invstd * on_host(weight)
+        by_grad = _weighted(statistics, weight)
         factor = -by_grad * slope
         return cpu.combine(*alike(grad, x), by_grad, factor, -by_grad * mean_grad - factor * statistics.mean)
     if mask is None and cuda.takes(x):
@@ -234,6 +254,10 @@ def affine(
         addend = addend + bias
     deviations = laid_out(x.to(compute_type(x)) - _broadcast(device_center, x))
     return deviations.mul_(_broadcast(factor, x)).add_(_broadcast(addend, x))
+
+
+def _weighted(statistics: Statistics, weight: Tensor | None) -> FloatArray:
+    return statistics.invstd if weight is None else statistics.invstd * on_host(weight)
 
 
 def on_host(vector: Tensor) -> FloatArray:
