@@ -14,7 +14,10 @@ from client.batchnorm import (
 )
 from client.connection import Connection, connect, current_connection, disconnect
 from client.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.elastic import ElasticState, MembersChanged, run_elastic
+from client.elastic_sampler import ElasticSampler
 from client.environment import integer
+from client.gradients import average_gradients
 from client.groups import Group
 from client.jit import use_compiled_kernels
 from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
@@ -32,15 +35,19 @@ __all__ = [
     "CallbackContext",
     "Connection",
     "DataParallelWithCallback",
+    "ElasticSampler",
+    "ElasticState",
     "Group",
     "LazySynchronizedBatchNorm1d",
     "LazySynchronizedBatchNorm2d",
     "LazySynchronizedBatchNorm3d",
+    "MembersChanged",
     "SlavePipe",
     "SynchronizedBatchNorm",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "average_gradients",
     "connect",
     "convert_model",
     "current_connection",
@@ -51,6 +58,7 @@ __all__ = [
     "patch_sync_batchnorm",
     "recalibrate",
     "revert_model",
+    "run_elastic",
     "use_compiled_kernels",
 ]
 
