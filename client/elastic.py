@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 MEETING = "ElasticState.commit()"
 STATE = "ElasticState.sync()"
 
-# The generation of a state that has taken part in no meeting yet.
+# What a state counts as that has taken part in no meeting yet.
 FRESH = -1
 
 
@@ -55,7 +55,7 @@ class _Vote:
     """What a member says of itself at a meeting.
 
     Attributes:
-        generation: how many commits its state has seen.
+        generation: how many meetings its state has seen.
         epoch: of its sampler.
         members: whom it has met at the last meeting.
         batches: how many it has recorded since.
@@ -186,7 +186,7 @@ class ElasticState:
         if (lost or _is_uneven(votes)) and not self._take_over(connection, leader, with_sampler=changed):
             return False
         self._members = list(votes)
-        self._keep(votes[leader].generation + (0 if lost else 1))
+        self._keep(votes[leader].generation + 1)
         if changed and self.sampler is not None:
             self.sampler.reset(self._members.index(connection.member.member), len(votes))
         return True
@@ -217,9 +217,7 @@ class ElasticState:
     def _is_epoch_committed(self) -> bool:
         sampler = self.sampler
         # Not `bool(sampler)`: its length is that of a share, which may be empty.
-        if sampler is None or self._generation == FRESH:
-            return False
-        return sampler.is_exhausted and not sampler.recorded
+        return sampler is not None and sampler.is_exhausted and not sampler.recorded
 
     def _keep(self, generation: int) -> None:
         self._generation = generation
@@ -287,7 +285,7 @@ def _check_agreement(votes: Votes) -> None:
     places = {member: (vote.epoch, vote.generation) for member, vote in votes.items() if vote.generation != FRESH}
     if len(set(places.values())) > 1:
         told = ", ".join(
-            f"member {member} in epoch {epoch} after {generation} commits"
+            f"member {member} in epoch {epoch} after {generation + 1} meetings"
             for member, (epoch, generation) in places.items()
         )
         raise RoundMismatch(f"ElasticState.commit(): expected all members at one place, got {told}")

@@ -92,6 +92,8 @@ def test_batches_are_those_of_a_loader():
         assert sampler.recorded[-1] == batch.tolist()
     assert sampler.is_exhausted
     assert len(loader) == 3
+    sampler.reset(0, 1)
+    assert (sampler.recorded, list(sampler)) == ([], [])
 
 
 def test_a_state_goes_from_one_sampler_to_another():

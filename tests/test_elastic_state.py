@@ -110,12 +110,27 @@ def test_restore_goes_back_to_the_last_commit(together):
         state.seen.append("undone")
         nn.init.constant_(model.weight, 6.0)
         state.restore()
+        state.seen.append("undone as well")
+        state.restore()
         return model.weight.item(), state.seen, state.sampler.processed_indices
 
     first, second = together(2, there_and_back)
     assert first == second
     assert first[:2] == (5.0, ["kept"])
     assert len(first[2]) == 2
+
+
+def test_a_batch_that_was_not_recorded_does_not_change_the_shares(together):
+    def skip_one(connection: Connection) -> Any:
+        state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(12)))
+        state.sync()
+        before = list(state.sampler)
+        if connection.member.member:
+            state.sampler.record_batch(0, 2)
+        state.commit()
+        return before == list(state.sampler), len(state.sampler.processed_indices)
+
+    assert together(2, skip_one) == [(True, 2)] * 2
 
 
 def test_members_that_commit_at_different_places_are_told(together):
@@ -127,7 +142,7 @@ def test_members_that_commit_at_different_places_are_told(together):
 
     for error in together(2, wander):
         assert type(error) is RoundMismatch
-        assert "member 0 in epoch 0 after 0 commits, member 1 in epoch 1 after 0 commits" in str(error)
+        assert "member 0 in epoch 0 after 1 meetings, member 1 in epoch 1 after 1 meetings" in str(error)
 
 
 def test_who_has_come_and_gone_is_said(together):

@@ -74,5 +74,5 @@ def test_a_changed_byte_raises_nothing_else(data):
 
 @pytest.mark.parametrize("cut", [0, 3, 10, -1])
 def test_a_cut_one_is_refused(cut):
-    with pytest.raises(ProtocolError, match="^(state|array 0): "):
+    with pytest.raises(ProtocolError, match=r"^(state|array 0): "):
         unpack(pack({"weights": torch.ones(3)})[:cut])
