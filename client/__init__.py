@@ -14,6 +14,7 @@ from client.batchnorm import (
 )
 from client.connection import Connection, connect, current_connection, disconnect
 from client.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.ddp_handler import DDPHandler
 from client.environment import integer
 from client.groups import Group
 from client.jit import use_compiled_kernels
@@ -31,6 +32,7 @@ from client.uneven_inputs import join
 __all__ = [
     "CallbackContext",
     "Connection",
+    "DDPHandler",
     "DataParallelWithCallback",
     "Group",
     "LazySynchronizedBatchNorm1d",
