@@ -1,5 +1,6 @@
 """Loaders whose samples are split among the members, and what tells their samplers which epoch it is."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, Self
@@ -12,22 +13,8 @@ from statsd_bn.errors import ConfigurationError
 Loader = DataLoader[Any]
 Sampler = DistributedSampler[Any]
 
-# What a loader was made with, its sampler apart; all of it is kept under the same name.
-KEPT = (
-    "batch_size",
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "drop_last",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+# What a loader was made with, its sampler apart, whatever this torch offers; it is all kept under the same names.
+KEPT = sorted({*inspect.signature(DataLoader).parameters} - {"dataset", "shuffle", "sampler", "batch_sampler"})
 
 
 def split(data_loader: Loader, shuffle: bool, world_size: int, rank: int) -> tuple[Loader, Sampler]:

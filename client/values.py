@@ -10,7 +10,7 @@ from client.arrays import NUMPY_DTYPES
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.members import Members
 
-_NUMBERS = (bool, int, float, complex, np.number, np.bool_)
+_NUMBERS = (bool, int, float, np.integer, np.floating, np.bool_)
 
 
 def as_tensor(data: Any, double_precision: bool) -> Tensor:
@@ -24,9 +24,7 @@ def as_tensor(data: Any, double_precision: bool) -> Tensor:
         TypeError: `data` is something else.
         ValueError: a list's elements differ in shape, or a number has no room in 64 bits.
     """
-    tensor = _tensor(data)
-    if double_precision and not isinstance(data, Tensor):
-        tensor = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    tensor = _tensor(data, double_precision and not isinstance(data, Tensor))
     return tensor if tensor.ndim else tensor.reshape(1)
 
 
@@ -70,32 +68,43 @@ def _told(members: list[int]) -> str:
     return f"member{'s' * (len(members) > 1)} {Members.of(members)}"
 
 
-def _tensor(data: Any) -> Tensor:
+def _tensor(data: Any, is_double: bool) -> Tensor:
     """Returns the tensor of the same shape."""
     if isinstance(data, Tensor):
         if data.layout is not torch.strided:
             raise TypeError(f"expected a dense tensor, got one with layout {data.layout}")
-        return data.detach().cpu()
+        return _cast(data.detach().cpu(), is_double)
     if isinstance(data, np.ndarray):
         if data.dtype.name not in NUMPY_DTYPES:
             raise TypeError(f"expected an array of numbers or bool, got dtype {data.dtype}")
-        return torch.tensor(data.astype(data.dtype.newbyteorder("="), order="C"))
+        return _cast(torch.tensor(data.astype(data.dtype.newbyteorder("="), order="C")), is_double)
     if isinstance(data, _NUMBERS):
-        return torch.tensor(data)
+        return _of_numbers(data, is_double)
     if isinstance(data, list | tuple):
-        return _of_list(data)
+        return _of_list(data, is_double)
     raise TypeError(f"expected a tensor, an array, a number, or a list of these, got {type(data).__name__}")
 
 
-def _of_list(data: list[Any] | tuple[Any, ...]) -> Tensor:
+def _cast(tensor: Tensor, is_double: bool) -> Tensor:
+    if not is_double:
+        return tensor
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _of_numbers(data: Any, is_double: bool) -> Tensor:
+    # At once: a number that has been float32 is not what it was.
+    return torch.tensor(data, dtype=torch.float64 if is_double else None)
+
+
+def _of_list(data: list[Any] | tuple[Any, ...], is_double: bool) -> Tensor:
     kinds = _kinds_within(data)
     for kind in kinds:
         if not issubclass(kind, (Tensor, np.ndarray, *_NUMBERS)):
             raise TypeError(f"expected a list of numbers, arrays, tensors or such lists, got {kind.__name__} in it")
     # Number by number torch is quick; of arrays it is slow, and of tensors it warns.
     if not any(issubclass(kind, Tensor | np.ndarray) for kind in kinds):
-        return torch.tensor(data)
-    elements = [_tensor(element) for element in data]
+        return _of_numbers(data, is_double)
+    elements = [_tensor(element, is_double) for element in data]
     shapes = {tuple(element.shape) for element in elements}
     if len(shapes) > 1:
         raise ValueError(f"expected a list whose elements have one shape, got {sorted(shapes)}")
