@@ -98,8 +98,11 @@ def _read(data: bytes) -> tuple[Tensors, str]:
 def _check_nobody_raised(causes: dict[int, str]) -> None:
     if causes:
         member, cause = next(iter(causes.items()))
-        told = "; ".join(f"member {member}: {cause}" for member, cause in causes.items())
-        raise RoundFailed(f"{LANE}: expected values from all members, got none from {told}", member=member, cause=cause)
+        raise RoundFailed(
+            f"{LANE}: expected values from all members, got none from {Members.of(causes)}; member {member}: {cause}",
+            member=member,
+            cause=cause,
+        )
 
 
 def _check_names(shared: dict[int, Tensors]) -> None:

@@ -14,7 +14,7 @@ _NUMBERS = (bool, int, float, np.integer, np.floating, np.bool_)
 
 
 def as_tensor(data: Any, double_precision: bool) -> Tensor:
-    """Returns a tensor of at least one dimension, without a graph.
+    """Returns a tensor of at least one dimension.
 
     Args:
         data: a tensor, which stays as it is; an array, a number, or a list or tuple of these.
@@ -73,11 +73,11 @@ def _tensor(data: Any, is_double: bool) -> Tensor:
     if isinstance(data, Tensor):
         if data.layout is not torch.strided:
             raise TypeError(f"expected a dense tensor, got one with layout {data.layout}")
-        return _cast(data.detach().cpu(), is_double)
+        return _cast(data.cpu(), is_double)
     if isinstance(data, np.ndarray):
         if data.dtype.name not in NUMPY_DTYPES:
             raise TypeError(f"expected an array of numbers or bool, got dtype {data.dtype}")
-        return _cast(torch.tensor(data.astype(data.dtype.newbyteorder("="), order="C")), is_double)
+        return _cast(torch.tensor(data.astype(data.dtype.newbyteorder("="))), is_double)
     if isinstance(data, _NUMBERS):
         return _of_numbers(data, is_double)
     if isinstance(data, list | tuple):

@@ -15,6 +15,7 @@ from client.arrays import encode
 from client.sharing import LANE, _message, share
 from client.values import joined, like
 from memory_members import MemoryMaster, in_threads, outcome, run_members
+from statsd_bn import limits
 from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, RoundMismatch
 
 LOOP = SimpleNamespace(train_loader=None, validation_loader=None, test_loader=None)
@@ -172,7 +173,7 @@ def test_a_bad_value_on_one_member_is_told_to_all_and_nobody_hangs(bad, kind, wh
         raise second
     assert type(first) is type(third) is RoundFailed
     assert str(first) == str(third)
-    assert f"expected values from all members, got none from member 1: {kind.__name__}: " in str(first)
+    assert f"expected values from all members, got none from 1; member 1: {kind.__name__}: " in str(first)
     assert first.fields["member"] == 1
     assert [told for _, *told in results] == [[[0, 1, 2], 2]] * 3
 
@@ -187,6 +188,7 @@ def test_a_cause_that_is_too_long_or_no_text_is_told_all_the_same():
     first, second = run_members(2, sync)
     assert type(first) is RoundFailed
     assert "OSError: ????" in str(first)
+    assert len(first.fields["cause"]) == limits.MAX_TEXT_BYTES
     assert type(second) is OSError
 
 
