@@ -14,6 +14,7 @@ from client.batchnorm import (
 )
 from client.connection import Connection, connect, current_connection, disconnect
 from client.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.ddp_handler import DDPHandler
 from client.elastic import ElasticState, MembersChanged, run_elastic
 from client.elastic_sampler import ElasticSampler
 from client.environment import integer
@@ -34,6 +35,7 @@ from client.uneven_inputs import join
 __all__ = [
     "CallbackContext",
     "Connection",
+    "DDPHandler",
     "DataParallelWithCallback",
     "ElasticSampler",
     "ElasticState",

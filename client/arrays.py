@@ -102,13 +102,20 @@ def _flattened(place: int, array: Array) -> tuple[str, str, bytes]:
             raise TypeError(
                 f"array {place}: expected a dense tensor of numbers or bool, got {array.layout} of {array.dtype}"
             )
-        plain = array.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return TENSOR, _TORCH_NAMES[array.dtype], plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return TENSOR, _TORCH_NAMES[array.dtype], _elements(array.detach())
     if not isinstance(array, np.ndarray):
         raise TypeError(f"array {place}: expected a tensor or a numpy array, got {type(array).__name__}")
     if array.dtype.name not in NUMPY_DTYPES:
         raise TypeError(f"array {place}: expected numbers or bool, got dtype {array.dtype}")
     return NDARRAY, array.dtype.name, array.astype(NUMPY_DTYPES[array.dtype.name], copy=False).tobytes()
+
+
+def _elements(tensor: Tensor) -> bytes:
+    # Without any, a tensor may have stride 0, and then has no view of another size.
+    if not tensor.numel():
+        return b""
+    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _header(data: bytes) -> tuple[list[Any], int]:
@@ -162,6 +169,6 @@ def _built(place: int, kind: str, dtype: str, shape: list[int], elements: np.nda
         raise ProtocolError(f"array {place}: expected bytes 0 and 1 for bool, got {elements.max()}")
     if kind == NDARRAY:
         return elements.view(NUMPY_DTYPES[dtype]).astype(np.dtype(dtype), copy=False).reshape(shape)
-    # Of no bytes torch makes a tensor with stride 0, which has no view of another size.
-    tensor = torch.from_numpy(elements).view(TORCH_DTYPES[dtype]) if elements.size else torch.empty(0)
-    return tensor.to(TORCH_DTYPES[dtype]).reshape(shape)
+    if not elements.size:
+        return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    return torch.from_numpy(elements).view(TORCH_DTYPES[dtype]).reshape(shape)

@@ -4,8 +4,8 @@ python -m server --bind tcp://127.0.0.1:5555 &
 export STATSD_BN_ENDPOINT=tcp://127.0.0.1:5555 WORLD_SIZE=3
 for rank in 0 1 2; do RANK=$rank python examples/train_elastic.py & done
 
-Kill any of them, and the others go on from the last commit; start another one (RANK=3), and it is brought up to date and
-takes its share. No sample of an epoch is lost or seen twice, and no process group is needed.
+Kill any of them, and the others go on from the last commit; start another one (RANK=3), and it is brought up to date
+and takes its share. No sample of an epoch is lost or seen twice, and no process group is needed.
 """
 
 import argparse

@@ -65,6 +65,11 @@ def test_what_arrives_is_its_own_and_may_be_changed():
     assert sent[0].tolist() == sent[1].tolist() == [1, 1]
 
 
+def test_an_empty_tensor_from_numpy_has_stride_0_and_travels():
+    (arrived,) = decode(encode([torch.from_numpy(np.zeros(0, "i8"))]))
+    assert (arrived.shape, arrived.dtype) == ((0,), torch.int64)
+
+
 def test_a_lazy_conjugate_arrives_resolved():
     (arrived,) = decode(encode([torch.tensor([1 + 2j]).conj()]))
     assert arrived.tolist() == [1 - 2j]
