@@ -18,6 +18,7 @@ from client.environment import integer
 from client.groups import Group
 from client.jit import use_compiled_kernels
 from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
+from client.micro_batches import commit_running_statistics
 from client.pipe import SlavePipe
 from client.recalibration import recalibrate
 from client.replicate import (
@@ -41,6 +42,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "commit_running_statistics",
     "connect",
     "convert_model",
     "current_connection",
