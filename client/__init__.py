@@ -27,6 +27,7 @@ from client.replicate import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
+from client.smart_ddp import smart_ddp
 from client.uneven_inputs import join
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "patch_sync_batchnorm",
     "recalibrate",
     "revert_model",
+    "smart_ddp",
     "use_compiled_kernels",
 ]
 
