@@ -49,9 +49,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches.
         group: with whom the layer synchronises: None for the whole job, "local" for the members of this host, or a
             `client.Group`.
-        chunks: micro-batches per mini-batch. Each forward pass in training is normalised by itself, and the running
-            statistics move once after `chunks` of them, towards those of all their values together; where a
-            mini-batch has fewer, by `commit_running_statistics`.
+        chunks: micro-batches per mini-batch. Each call in training is normalised by itself, and the running statistics
+            move once after `chunks` of them, towards those of all their values together; where a mini-batch has
+            fewer, by `commit_running_statistics`.
         process_group: None, for `torch.nn.SyncBatchNorm`'s sake.
 
     Attributes:
@@ -323,7 +323,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     def _deferred_now(self) -> Deferred | None:
         """Statistics that are not kept need no deferring."""
-        return self._deferred if self.training and self.track_running_stats else None
+        return self._deferred if self.track_running_stats else None
 
 
 # The attributes that a layer of ours has and torch's has not.
