@@ -323,7 +323,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     def _deferred_now(self) -> Deferred | None:
         """Statistics that are not kept need no deferring."""
-        return self._deferred if self.track_running_stats else None
+        return self._deferred if self.training and self.track_running_stats else None
 
 
 # The attributes that a layer of ours has and torch's has not.

@@ -233,6 +233,19 @@ def test_while_tracking_is_off_micro_batches_are_not_counted():
     assert_equal(layer, plain)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_in_eval_nothing_is_counted_even_with_batch_statistics(compiled):
+    """Which eval takes where the buffers are gone, and where there is a mask by our own kernels."""
+    torch.compiler.reset()
+    _, layer = layers(2)
+    layer.running_mean = layer.running_var = None
+    run = torch.compile(layer.eval(), fullgraph=True, backend="aot_eager") if compiled else layer.eval()
+    for part in samples(9).chunk(3):
+        run(part, mask=torch.ones(3, dtype=torch.bool))
+    client.commit_running_statistics(layer)
+    assert layer.num_batches_tracked == 0
+
+
 def test_what_is_pending_is_no_state():
     _, layer = layers(2)
     layer(samples(4))
