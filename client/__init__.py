@@ -22,6 +22,7 @@ from client.gradients import average_gradients
 from client.groups import Group
 from client.jit import use_compiled_kernels
 from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
+from client.micro_batches import commit_running_statistics
 from client.pipe import SlavePipe
 from client.recalibration import recalibrate
 from client.replicate import (
@@ -30,6 +31,7 @@ from client.replicate import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
+from client.smart_ddp import smart_ddp
 from client.uneven_inputs import join
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
     "average_gradients",
+    "commit_running_statistics",
     "connect",
     "convert_model",
     "current_connection",
@@ -61,6 +64,7 @@ __all__ = [
     "recalibrate",
     "revert_model",
     "run_elastic",
+    "smart_ddp",
     "use_compiled_kernels",
 ]
 
