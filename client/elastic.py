@@ -33,9 +33,6 @@ Result = TypeVar("Result")
 MEETING = "ElasticState.commit()"
 STATE = "ElasticState.sync()"
 
-# What a state counts as that has taken part in no meeting yet.
-FRESH = -1
-
 
 class MembersChanged(Exception):
     """Members have come or gone at a commit; `run_elastic` catches it, and begins `train` anew.
@@ -57,7 +54,7 @@ class _Vote:
     Attributes:
         generation: how many meetings its state has seen.
         epoch: of its sampler.
-        members: whom it has met at the last meeting.
+        members: whom it has met at the last meeting; nobody if it is new.
         batches: how many it has recorded since.
         indices: their samples.
     """
@@ -77,6 +74,11 @@ class _Vote:
     def unpacked(cls, data: bytes) -> "_Vote":
         generation, epoch, members, batches, samples = msgpack.unpackb(data)
         return cls(generation, epoch, members, batches, np.frombuffer(samples, "<i8").tolist())
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has met nobody yet. Its number does not tell: a new process may have that of a lost one."""
+        return not self.members
 
 
 Votes = dict[int, _Vote]
@@ -117,7 +119,8 @@ class ElasticState:
     ) -> None:
         self.model, self.optimizer, self.sampler = model, optimizer, sampler
         self._names = ("model", "optimizer", "sampler", *values)
-        self._generation = FRESH
+        self._generation = 0
+        self._connection: Connection | None = None
         self._members: list[int] = []
         self._saved: dict[str, Any] = {}
         for name, value in values.items():
@@ -141,10 +144,9 @@ class ElasticState:
         if self._is_epoch_committed():
             self._saved = self._copy()
             return
-        before = self._members
-        members = self._meet()
-        if members != before:
-            raise MembersChanged(set(before).difference(members), set(members).difference(before))
+        lost, joined = self._meet()
+        if lost or joined:
+            raise MembersChanged(lost, joined)
 
     def restore(self) -> None:
         """Goes back to the last commit, or the beginning; the samples processed since count as unprocessed."""
@@ -160,34 +162,42 @@ class ElasticState:
         """
         self._meet()
 
-    def _meet(self) -> list[int]:
-        """Meets the others and agrees with them on one state; returns who they are."""
+    def _meet(self) -> tuple[set[int], set[int]]:
+        """Meets the others and agrees with them on one state; returns who is lost and who has come."""
         connection = current_connection()
+        self._use(connection)
         if connection is None:
             self._keep(self._generation + 1)
-            return []
+            return set(), set()
         while True:
             connection.come_back(None)
             votes = _votes(connection, self._vote())
             if self._agree(connection, votes):
-                return self._members
+                return _lost(votes), _new(votes)
             logger.warning("the member whose state the others were to take over was lost; meeting again")
+
+    def _use(self, connection: Connection | None) -> None:
+        """With another connection it is new: the others have gone on without it, or all begin anew at their commits."""
+        if connection is not None and connection is not self._connection:
+            if self._members:
+                self.restore()
+            self._connection, self._members = connection, []
 
     def _agree(self, connection: Connection, votes: Votes) -> bool:
         """Makes one state of all members'; returns False where the member that has it was lost meanwhile."""
-        lost = {member for vote in votes.values() for member in vote.members}.difference(votes)
+        lost, new = _lost(votes), _new(votes)
         if not lost:
             _check_agreement(votes)
             self._record(votes)
-        elif self._generation != FRESH:
+        elif self._members:
             self.restore()
-        leader = max(votes, key=lambda member: (votes[member].generation, votes[member].batches, -member))
-        changed = list(votes) != self._members
-        if (lost or _is_uneven(votes)) and not self._take_over(connection, leader, with_sampler=changed):
+        leader = _leader(votes)
+        is_changed = bool(lost or new)
+        if (is_changed or _is_uneven(votes)) and not self._take_over(connection, leader, with_sampler=is_changed):
             return False
         self._members = list(votes)
         self._keep(votes[leader].generation + 1)
-        if changed and self.sampler is not None:
+        if is_changed and self.sampler is not None:
             self.sampler.reset(self._members.index(connection.member.member), len(votes))
         return True
 
@@ -274,18 +284,33 @@ def _votes(connection: Connection, vote: bytes) -> Votes:
     return {member: _Vote.unpacked(data) for member, data in connection.gather(MEETING, vote).items()}
 
 
-def _is_uneven(votes: Votes) -> bool:
-    """Whether some members lack what others have: they have just come, or had a batch less."""
-    return (
-        any(vote.generation == FRESH for vote in votes.values()) or len({vote.batches for vote in votes.values()}) > 1
+def _new(votes: Votes) -> set[int]:
+    return {member for member, vote in votes.items() if vote.is_new}
+
+
+def _lost(votes: Votes) -> set[int]:
+    """Returns who is not there whom somebody has met at the last meeting."""
+    met = {member for vote in votes.values() for member in vote.members}
+    return met.difference(votes) | met & _new(votes)
+
+
+def _leader(votes: Votes) -> int:
+    """Returns whose state all take over: the lowest of those who are furthest, and were there if anybody was."""
+    return max(
+        votes, key=lambda member: (not votes[member].is_new, votes[member].generation, votes[member].batches, -member)
     )
 
 
+def _is_uneven(votes: Votes) -> bool:
+    """Whether some members lack what others have: they had a batch less."""
+    return len({vote.batches for vote in votes.values()}) > 1
+
+
 def _check_agreement(votes: Votes) -> None:
-    places = {member: (vote.epoch, vote.generation) for member, vote in votes.items() if vote.generation != FRESH}
+    places = {member: (vote.epoch, vote.generation) for member, vote in votes.items() if not vote.is_new}
     if len(set(places.values())) > 1:
         told = ", ".join(
-            f"member {member} in epoch {epoch} after {generation + 1} meetings"
+            f"member {member} in epoch {epoch} after {generation} meetings"
             for member, (epoch, generation) in places.items()
         )
         raise RoundMismatch(f"ElasticState.commit(): expected all members at one place, got {told}")

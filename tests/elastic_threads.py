@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -56,15 +57,20 @@ class World:
         Args:
             world_size: how many begin, numbered from 0.
             deaths: in which of its rounds a member dies.
-            newcomers: by number, in which round of which other member it comes.
+            newcomers: by number, in which round of which other member it comes. One may have the number of one that
+                dies: if that is dead by then, it comes in its place.
         """
+        deaths = dict(deaths)
         with ThreadPoolExecutor(world_size + len(newcomers)) as executor, own_connections():
-            futures: dict[int, Future[Any]] = {}
+            futures: list[tuple[int, Future[Any]]] = []
 
             def start(member: int) -> None:
-                futures[member] = executor.submit(self._live, member, world_size, deaths, arrivals)
+                life = executor.submit(self._live, member, world_size, deaths.pop(member, None), arrivals)
+                futures.append((member, life))
 
             def arrive(member: int) -> None:
+                if member in self.master.members("world"):
+                    return
                 start(member)
                 # Whoever comes when all others have gone would wait for a job of its own.
                 wait_until(lambda: member in self.master.members("world"))
@@ -72,21 +78,19 @@ class World:
             arrivals = {place: (lambda member=member: arrive(member)) for member, place in newcomers.items()}
             for member in range(world_size):
                 start(member)
-            results = {}
-            while pending := set(futures).difference(results):
-                for member in pending:
-                    results[member] = futures[member].result(timeout=WAIT_SECONDS)
-        return {member: weights for member, weights in sorted(results.items()) if weights is not None}
+            # Whoever comes is started by one of those before it in the list.
+            results = [(member, future.result(timeout=WAIT_SECONDS)) for member, future in futures]
+        return {member: weights for member, weights in sorted(results, key=itemgetter(0)) if weights is not None}
 
     def _live(
         self,
         member: int,
         world_size: int,
-        deaths: dict[int, int],
+        death: int | None,
         arrivals: dict[tuple[int, int], Callable[[], None]],
     ) -> Any:
         connection = self.master.connect(member, world_size, min_members=1)
-        _count_rounds(connection, deaths.get(member), arrivals)
+        _count_rounds(connection, death, arrivals)
         use(connection)
         try:
             with connection:

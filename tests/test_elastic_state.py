@@ -1,5 +1,6 @@
 """ElasticState and run_elastic: whoever comes or dies, and whenever, every sample is learnt once in each epoch."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from client.connection import Connection
 from client.elastic import ElasticState, MembersChanged, run_elastic
 from client.elastic_sampler import ElasticSampler
 from elastic_threads import Job, World, own_connections, use
-from memory_members import MemoryMaster, in_threads, outcome
+from memory_members import MemoryMaster, in_threads, outcome, wait_until
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 
 jobs = st.builds(Job, st.integers(1, 24), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
@@ -21,14 +22,19 @@ jobs = st.builds(Job, st.integers(1, 24), st.integers(1, 4), st.integers(1, 4), 
 
 @st.composite
 def fates(draw: Any) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:
-    """How many begin, who dies in which round, and who comes in which round of whom; one of the first stays alive."""
+    """How many begin, who dies in which round, and who comes in which round of whom; one of the first stays alive.
+
+    Whoever dies may have a successor of the same number.
+    """
     world_size = draw(st.integers(1, 4))
     nr_newcomers = draw(st.integers(0, 2))
     survivor = draw(st.integers(0, world_size - 1))
     deaths = draw(st.dictionaries(st.integers(0, world_size + nr_newcomers - 1), st.integers(0, 30)))
     deaths.pop(survivor, None)
     place = st.tuples(st.integers(0, world_size - 1), st.integers(0, 30))
-    return world_size, deaths, {world_size + n: draw(place) for n in range(nr_newcomers)}
+    successors = draw(st.sets(st.sampled_from(sorted(deaths)))) if deaths else set()
+    newcomers = successors.union(range(world_size, world_size + nr_newcomers))
+    return world_size, deaths, {newcomer: draw(place) for newcomer in sorted(newcomers)}
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -47,6 +53,12 @@ def test_the_batch_that_one_member_has_more_is_learnt_by_all():
 def test_a_newcomer_takes_over_what_the_others_have():
     learnt = World(Job(samples=8, batch=1, commit_every=1, epochs=2)).run(2, {}, {2: (0, 4)})
     assert learnt == {0: [2.0] * 8, 1: [2.0] * 8, 2: [2.0] * 8}
+
+
+def test_a_new_process_with_the_number_of_a_lost_one_is_not_taken_for_it():
+    # Member 1 dies in the second batch that is not committed yet; its successor comes before the others commit.
+    learnt = World(Job(samples=12, batch=1, commit_every=3, epochs=1)).run(2, {1: 3}, {1: (0, 4)})
+    assert learnt == {0: [1.0] * 12, 1: [1.0] * 12}
 
 
 def test_the_others_take_over_anothers_state_where_the_one_who_has_it_dies():
@@ -131,6 +143,37 @@ def test_a_batch_that_was_not_recorded_does_not_change_the_shares(together):
         return before == list(state.sampler), len(state.sampler.processed_indices)
 
     assert together(2, skip_one) == [(True, 2)] * 2
+
+
+def test_one_that_connects_anew_with_its_state_is_a_newcomer():
+    master, left = MemoryMaster(), threading.Event()
+
+    def stay(state: ElasticState) -> Any:
+        left.wait(20)
+        wait_until(lambda: master.members("world") == [0, 1])
+        return outcome(state.commit)
+
+    def member(number: int) -> Any:
+        state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4), shuffle=False), seen=[])
+        with master.connect(number, 2, min_members=1) as connection:
+            use(connection)
+            state.sync()
+            state.sampler.record_batch(0, 1)
+            state.seen.append(number)
+            if number == 0:
+                return stay(state), state.seen, list(state.sampler)
+        left.set()
+        with master.connect(number, 2, min_members=1) as connection:
+            use(connection)
+            state.sync()
+            return state.seen, list(state.sampler)
+
+    with own_connections():
+        (change, *kept), taken = in_threads([lambda: member(0), lambda: member(1)])
+    assert type(change) is MembersChanged
+    assert (change.lost, change.joined) == ([1], [1])
+    assert kept == [[], [0, 2]]
+    assert taken == ([], [1, 3])
 
 
 def test_members_that_commit_at_different_places_are_told(together):
