@@ -213,14 +213,21 @@ class Membership:
 
     def _let_in_after_recovery(self) -> None:
         """Whoever is new begins after the others; whoever was about to be called back begins with those who were."""
-        # In a strict group all begin each pass at one step; in an elastic one those who wait may be newcomers.
-        called = [one for one in self.slaves.values() if not self.is_elastic or one.stand is Stand.TAKES_PART]
-        begun = max((slave.first_step for slave in called), default=0)
+        begun = self._latest_call
         for slave in self.slaves.values():
             if self.is_elastic and not slave.has_past and self._has_begun:
                 slave.first_step = self._next_step
             elif slave.stand is Stand.BACK and slave.first_step < begun:
                 slave.first_step, slave.stand = begun, Stand.TAKES_PART
+
+    @property
+    def _latest_call(self) -> int:
+        """The step at which the latest pass that is known of began."""
+        if not self.is_elastic:
+            return max((slave.first_step for slave in self.slaves.values()), default=0)
+        # Those who wait may be newcomers, and so may those who take part: whoever was called begins before these.
+        takes_part = (slave.first_step for slave in self.slaves.values() if slave.stand is Stand.TAKES_PART)
+        return min(takes_part, default=0)
 
     @property
     def _has_begun(self) -> bool:

@@ -245,6 +245,45 @@ def test_elastic_members_come_back_when_all_that_are_left_do():
     assert [member.session.first_step for member in world.members[:2]] == [1, 1]
 
 
+def test_a_newcomer_to_a_restarted_master_calls_nobody_back():
+    """One waits for the next pass, another is not through with this one, and the newcomer begins at a later step."""
+    world = PureWorld(2, 1)
+    waits, trains = world.members
+    for member in world.members:
+        member.forward(1.0)
+    newcomer = world.come(2)
+    stand(waits, Stand.BACK)
+    world.restart()
+    for member in world.members:
+        member.introduce()
+    world.pass_time(1.0)
+    assert waits.session.stand is Stand.BACK
+    assert trains.registered.missing == 0
+    for member in (newcomer, trains):
+        stand(member, Stand.BACK)
+    assert len({member.session.first_step for member in world.members}) == 1
+    assert {member.session.stand for member in world.members} == {Stand.TAKES_PART}
+
+
+def test_one_that_did_not_hear_of_an_elastic_pass_begins_it_as_the_others_did_and_not_as_a_newcomer():
+    world = PureWorld(3, 1)
+    *heard, unheard = world.members
+    for member in heard:
+        stand(member, Stand.BACK)
+    unheard.session.stand = Stand.BACK
+    world.silent.add(unheard)  # the news does not reach it
+    unheard.register()
+    heard[0].forward(1.0)
+    newcomer = world.come(3)
+    assert [member.session.first_step for member in (*heard, newcomer)] == [1, 1, 2]
+    world.restart()
+    world.silent.remove(unheard)
+    for member in world.members:
+        member.introduce()
+    world.pass_time(1.0)
+    assert [member.session.first_step for member in world.members] == [1, 1, 1, 2]
+
+
 # With layers.
 
 
