@@ -104,6 +104,17 @@ class Connection:
         return list(self._sessions.of(self._world).members)
 
     @property
+    def place(self) -> tuple[int, int]:
+        """This member's place among those of the job, from 0, and how many they are, for shares of the data.
+
+        In a strict job these are its number and `world_size`, whoever is away; in an elastic one as `members` has it.
+        """
+        if not self.member.is_elastic:
+            return self.member.member, self.member.world_size
+        members = self.members
+        return members.index(self.member.member), len(members)
+
+    @property
     def first_step(self) -> int:
         """The first step that this member takes part in; more than 0 for one that joined an elastic job later."""
         return self._sessions.of(self._world).first_step
@@ -152,6 +163,16 @@ class Connection:
         self._check_usable()
         self._sessions.change_stand(self.group(group), Stand.BACK)
 
+    def end_absence(self, group: Group | str | None) -> None:
+        """Comes back if it is away, for a round between two passes, in which all members of the group take part.
+
+        Raises:
+            GroupIncomplete, ReplicaLost: as in `come_back`.
+        """
+        self._check_usable()
+        if self._sessions.of(self.group(group)).stand is Stand.AWAY:
+            self.come_back(group)
+
     def exchange(
         self, layer: str, rows: Rows, key: RoundKey | None = None, group: Group | str | None = None
     ) -> Aggregate:
@@ -180,8 +201,9 @@ class Connection:
     def gather(self, name: str, data: bytes) -> dict[int, bytes]:
         """Gives this member's bytes to all members of the job, and returns theirs.
 
-        All members call it in the same order among their rounds. It takes two round trips for a little data, and one
-        more for each 512 KiB of all members together.
+        All members call it in the same order among their rounds. One that is away, see `client.join`, comes back for
+        it, and waits until all are. It takes one round trip where each member has 8 KiB at most (with more than 31
+        members less), and one more for each 512 KiB of all members together.
 
         Args:
             name: what is gathered, the same on every member; as the name of a layer.
@@ -197,6 +219,7 @@ class Connection:
         def join(part: FloatArray) -> Aggregate:
             return self._round(name, Rows((0,), part[np.newaxis, np.newaxis]), None, self._world, GATHER)
 
+        self.end_absence(None)
         return gathering.gather(join, data, self.member.member, len(self.members))
 
     def _round(self, layer: str, rows: Rows, key: RoundKey | None, group: Group, phase: str = FORWARD) -> Aggregate:

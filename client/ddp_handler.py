@@ -44,8 +44,8 @@ class DDPHandler:
         called again when the members have changed.
 
         Args:
-            world_size: how many members there are; default: those of the connection that are there.
-            rank: which of them this one is; default: its place among them.
+            world_size: how many members there are; default: as `Connection.place` says.
+            rank: which of them this one is; default: the same.
 
         Raises:
             ConfigurationError: `rank` is outside [0, world_size), or a loader cannot be split. All loaders are then
@@ -54,8 +54,9 @@ class DDPHandler:
         Warns:
             UserWarning: a loader's own sampler, neither sequential nor random, is replaced by a sequential one.
         """
-        place, members = self._place()
-        world_size = len(members) if world_size is None else world_size
+        connection = self._connection
+        place, size = connection.place if connection else (0, 1)
+        world_size = size if world_size is None else world_size
         rank = place if rank is None else rank
         loaders = {name: getattr(self.train_loop_obj, name) for name in LOADERS}
         split = {
@@ -90,6 +91,8 @@ class DDPHandler:
         self, data: Any, double_precision: bool = False, concat_mp_data: bool = True, return_tensor: bool = True
     ) -> Any:
         """Returns the values of all members. All of them call it, in the same order among their rounds.
+
+        Those that are through with a pass in `client.join` wait for the others to be through as well.
 
         Args:
             data: a tensor, array, number, or list of numbers. Its length, which is that of dimension 0, may differ from
@@ -131,13 +134,6 @@ class DDPHandler:
     @property
     def _connection(self) -> Connection | None:
         return current_connection() if self._given is None else self._given
-
-    def _place(self) -> tuple[int, list[int]]:
-        """Returns this member's place among the members that are there, and those."""
-        connection = self._connection
-        if connection is None:
-            return 0, [0]
-        return connection.members.index(connection.member.member), connection.members
 
     def _register(self) -> None:
         callbacks_handler: Any = getattr(self.train_loop_obj, "callbacks_handler", None)

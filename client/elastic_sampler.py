@@ -127,7 +127,8 @@ class ElasticSampler(Sampler[int]):
             world_size: how many they are; None: as the current connection has it.
         """
         if rank is None or world_size is None:
-            rank, world_size = _place()
+            connection = current_connection()
+            rank, world_size = connection.place if connection else (0, 1)
         self.rank, self.world_size = rank, world_size
         self.recorded = []
         order = self._order()
@@ -138,12 +139,3 @@ class ElasticSampler(Sampler[int]):
             return np.arange(self._size)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self._size, generator=generator).numpy()
-
-
-def _place() -> tuple[int, int]:
-    """Returns this process's place among the members, and how many they are."""
-    connection = current_connection()
-    if connection is None:
-        return 0, 1
-    members = connection.members
-    return members.index(connection.member.member), len(members)

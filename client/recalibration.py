@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from client.batchnorm import SynchronizedBatchNorm
+from client.connection import current_connection
 from client.groups import Group
 from client.pipe import pipe_of
 from client.tally import Tally
@@ -213,6 +214,8 @@ def _over_all_members(
     """Exchanges this member's moments and number of batches for those of all members of the layers' group."""
     shares = [_Share(layer, tallies[layer].moments or Moments.empty(layer.num_features)) for layer in layers]
     vectors = np.concatenate([share.vectors for share in shares], axis=1)
+    if connection := current_connection():
+        connection.end_absence(group)
     pipe = pipe_of(LANE, group)
     aggregates = [pipe.run_slave(Rows((batches,), part[None])) for part in _parts(vectors)]
     ends = np.cumsum([layer.num_features for layer in layers])[:-1]

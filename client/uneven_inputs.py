@@ -21,7 +21,8 @@ def join(model: nn.Module) -> Iterator[None]:
 
     Every member puts its pass into this block, `with client.join(model): for batch in loader: ...`. Whoever is through
     leaves the block and does not wait; the others' rounds go on, and cover those who are left. Entering waits until all
-    members of the groups that the model's layers use have entered, `deadline` seconds at most.
+    members of the groups that the model's layers use have entered, `deadline` seconds at most. Between two passes
+    members may gather and recalibrate: `DDPHandler.mp_sync`, `client.recalibrate`.
 
     A model under DistributedDataParallel needs torch's own `Join` as well, for the gradients: `with Join([ddp]),
     client.join(ddp):`, ours inside.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import client
 from client import DDPHandler
@@ -17,6 +18,7 @@ from client.values import joined, like
 from memory_members import MemoryMaster, in_threads, outcome, run_members
 from statsd_bn import limits
 from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, RoundMismatch
+from statsd_bn.messages import Rows
 
 LOOP = SimpleNamespace(train_loader=None, validation_loader=None, test_loader=None)
 
@@ -36,6 +38,25 @@ def assert_all_get(results: list[Any], expected: torch.Tensor) -> None:
     for result in results:
         assert result.dtype is expected.dtype
         torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_between_two_passes_all_members_are_there_again():
+    """After `client.join` each has seen other members leave last, and is away itself."""
+
+    def measure(connection: client.Connection) -> Any:
+        mine = connection.member.member
+        loop = SimpleNamespace(train_loader=DataLoader(range(6)), validation_loader=None, test_loader=None)
+        connection.come_back(None)
+        for _ in range(1 + mine):
+            connection.exchange("bn", Rows((1,), np.ones((1, 2, 1))))
+        connection.stay_away(None)
+        DDPHandler(loop, connection=connection).add_distributed_samplers()
+        sums = handler(connection).mp_sync(mine).tolist()
+        connection.come_back(None)
+        aggregate = connection.exchange("bn", Rows((1,), np.ones((1, 2, 1))))
+        return list(loop.train_loader.sampler), sums, list(aggregate.members)
+
+    assert run_members(2, measure) == [([0, 2, 4], [0, 1], [0, 1]), ([1, 3, 5], [0, 1], [0, 1])]
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,13 @@ def test_members_of_different_data_equal_the_whole_batch_of_those_that_are_left(
             torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=1e-12)
 
 
+def test_after_a_pass_all_recalibrate_together(members):
+    whole = torch.cat([uneven_programs.batch(member, 0) for member in range(2)]).mean((0, 2))
+    for nr_batches, mean in members(2, uneven_programs.recalibrate_after_a_pass):
+        assert nr_batches == 2
+        torch.testing.assert_close(torch.tensor(mean, dtype=torch.float64), whole, rtol=0, atol=1e-12)
+
+
 def test_with_torchs_join_gradients_are_averaged_as_well(members, tmp_path):
     results = members(3, uneven_programs.train_under_ddp, BATCHES, str(tmp_path / "rendezvous"))
     assert results[0] == results[1] == results[2]

@@ -43,6 +43,16 @@ def train_passes(connection: Connection, batches: tuple[int, ...]) -> tuple[list
     return outputs, gradients, [buffer.numpy() for buffer in model.buffers()]
 
 
+def recalibrate_after_a_pass(connection: Connection) -> tuple[int, list[float]]:
+    """Returns how many batches all members have measured, and the mean."""
+    model = client.convert_model(model_())
+    with client.join(model):
+        for number in range(1 + connection.member.member):
+            model(batch(connection.member.member, number))
+    nr_batches = client.recalibrate(model, [batch(connection.member.member, 0)])
+    return nr_batches, model.running_mean.tolist()
+
+
 @dataclass
 class Expected:
     """By member."""
