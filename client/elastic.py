@@ -93,8 +93,8 @@ class ElasticState:
         optimizer: its optimizer; None without one.
         sampler: of its data; None where each member's data is its own business.
         values: whatever else belongs to it, as attributes that may be set: plain values (numbers, text, None, tensors,
-            and lists, tuples and dicts of these), or objects with `state_dict` and `load_state_dict`, such as
-            learning-rate schedulers.
+            and lists, tuples and dicts of these; a tensor stays on its member's device), or objects with `state_dict`
+            and `load_state_dict`, such as learning-rate schedulers.
 
     Attributes:
         model: as given.
@@ -245,7 +245,7 @@ class ElasticState:
             if _has_state(mine):
                 mine.load_state_dict(part)
             else:
-                setattr(self, name, part)
+                setattr(self, name, packing.placed_like(part, mine))
 
 
 def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:

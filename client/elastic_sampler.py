@@ -18,7 +18,8 @@ class ElasticSampler(Sampler[int]):
     """Gives each member its share of the samples that are not processed yet.
 
     For a `DataLoader(dataset, batch_size, sampler=sampler)`. Members that have the same state have disjoint shares,
-    which are all that remains together.
+    which are all that remains together. A loader with `drop_last` leaves samples over in each epoch, and members that
+    have had different numbers of batches when they commit; `ElasticState` tells them so.
 
     Args:
         dataset: whose length counts, the same on every member.
@@ -91,7 +92,8 @@ class ElasticSampler(Sampler[int]):
     @property
     def processed_indices(self) -> list[int]:
         """The samples of this epoch that have been processed, as far as this member knows, in ascending order."""
-        return [int(index) for index in np.flatnonzero(self._processed)]
+        indices: list[int] = np.flatnonzero(self._processed).tolist()
+        return indices
 
     @property
     def is_exhausted(self) -> bool:
@@ -100,15 +102,16 @@ class ElasticSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch and what has been processed of it; which member has which share is no part of it."""
-        return {"epoch": self.epoch, "processed_indices": self.processed_indices}
+        # A tensor: a list of a million numbers takes more than a second to be copied at each commit.
+        return {"epoch": self.epoch, "processed_indices": torch.from_numpy(np.flatnonzero(self._processed))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state, and splits what remains anew.
+        """Takes over a state, and splits what remains anew; `processed_indices` may be a list as well.
 
         Raises:
             ValueError: it names a sample that the dataset has not.
         """
-        processed = np.array(state_dict["processed_indices"], dtype=np.int64)
+        processed = torch.as_tensor(state_dict["processed_indices"], dtype=torch.int64, device="cpu").numpy()
         if processed.size and not 0 <= processed.min() <= processed.max() < self._size:
             raise ValueError(
                 f"processed_indices: expected samples of a dataset of {self._size}, got {processed.min()} to "

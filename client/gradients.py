@@ -28,8 +28,8 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     it with 0. It takes a round for each 65,536 elements; without a connection it leaves the gradients as they are.
 
     Args:
-        parameters: the model, or what `model.parameters()` gives; the same shapes on every member. Where there is no
-            gradient it counts as zero.
+        parameters: the model, or what `model.parameters()` gives; the same shapes on every member. Where a member has
+            no gradient it counts as zero; where nobody has one it stays None, so that no optimizer moves the parameter.
         count: the samples in this member's loss.
 
     Returns:
@@ -56,19 +56,31 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
 def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     trained = [parameter for parameter in given if parameter.requires_grad]
-    if not _size(trained):
+    if not any(parameter.numel() for parameter in trained):
         raise ConfigurationError("parameters: expected at least one that requires a gradient, got none")
     return trained
 
 
+def _sizes(trained: list[Tensor]) -> list[int]:
+    """Returns how many numbers each gradient has; a complex one has two for each element."""
+    return [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in trained]
+
+
 def _size(trained: list[Tensor]) -> int:
-    return sum(parameter.numel() for parameter in trained)
+    """Returns how many numbers a member brings: all gradients, and for each parameter whether it has one."""
+    return sum(_sizes(trained)) + len(trained)
 
 
 def _flat(trained: list[Tensor]) -> FloatArray:
-    """Returns all gradients one behind the other, shape (elements,)."""
+    """Returns all gradients one behind the other, and then 1 for each parameter that has one, else 0."""
+    has_gradient = torch.tensor([parameter.grad is not None for parameter in trained]).double()
     gradients = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in trained)
-    return torch.cat([gradient.detach().cpu().double().flatten() for gradient in gradients]).numpy()
+    return torch.cat([*(_numbers(gradient.detach().cpu()) for gradient in gradients), has_gradient]).numpy()
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return real.double().flatten()
 
 
 def _sum(connection: Connection, values: FloatArray, count: int) -> list[Aggregate]:
@@ -78,8 +90,12 @@ def _sum(connection: Connection, values: FloatArray, count: int) -> list[Aggrega
 
 @torch.no_grad()
 def _write(trained: list[Tensor], averages: FloatArray) -> None:
-    parts = torch.split(torch.from_numpy(averages), [parameter.numel() for parameter in trained])
-    for parameter, part in zip(trained, parts, strict=True):
+    *parts, had_gradient = torch.split(torch.from_numpy(averages), [*_sizes(trained), len(trained)])
+    for parameter, part, anybody in zip(trained, parts, had_gradient.tolist(), strict=True):
+        if not anybody:
+            parameter.grad = None
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.copy_(part.view_as(parameter))
+        average = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
+        parameter.grad.copy_(average.view_as(parameter))

@@ -9,6 +9,7 @@ Only plain values travel, and no pickle.
 """
 
 import struct
+from itertools import zip_longest
 from typing import Any
 
 import msgpack
@@ -45,6 +46,8 @@ def pack(state: Any) -> bytes:
             return dict(value)
         if isinstance(value, np.generic):
             return value.item()
+        if type(value) is int:
+            raise TypeError(f"state: expected integers of 64 bits, got one of {value.bit_length()}")
         raise TypeError(
             "state: expected None, numbers, text, bytes, tensors, and lists, tuples and dicts of these, got "
             f"{type(value).__module__}.{type(value).__qualname__}"
@@ -79,6 +82,17 @@ def unpack(data: bytes) -> Any:
         return msgpack.unpackb(data[_LENGTH.size : end], ext_hook=value, strict_map_key=False)
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
         raise ProtocolError(f"state: expected one that was packed, got {error or type(error).__name__}") from error
+
+
+def placed_like(state: Any, mine: Any) -> Any:
+    """Returns a state whose tensors are on the devices of those that are in the same places of `mine`."""
+    if isinstance(state, Tensor) and isinstance(mine, Tensor):
+        return state.to(mine.device)
+    if type(state) is dict and isinstance(mine, dict):
+        return {name: placed_like(part, mine.get(name)) for name, part in state.items()}
+    if type(state) in (list, tuple) and isinstance(mine, list | tuple):
+        return type(state)(placed_like(part, other) for part, other in zip_longest(state, mine[: len(state)]))
+    return state
 
 
 def _plain(number: int) -> bytes:

@@ -86,6 +86,34 @@ def test_where_nobody_has_a_sample_gradients_stay():
         assert run_members(2, average) == [(0, None)] * 2
 
 
+def test_a_parameter_that_nobody_used_is_not_moved():
+    """Weight decay would move it if its gradient were 0; in one process it is None."""
+
+    def average(connection: Connection) -> Any:
+        use(connection)
+        used_by_one, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+        if connection.member.member:
+            used_by_one.grad = torch.ones(2)
+        average_gradients([unused, used_by_one])
+        return unused.grad, used_by_one.grad.tolist()
+
+    with own_connections():
+        assert run_members(2, average) == [(None, [0.5, 0.5])] * 2
+
+
+def test_complex_gradients_keep_both_parts():
+    def average(connection: Connection) -> Any:
+        use(connection)
+        real, weight = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, 2, dtype=torch.complex64))
+        real.grad = torch.ones(1)
+        weight.grad = torch.tensor([[1 + 2j, 3 - 4j]]).conj() * connection.member.member
+        average_gradients([weight, real])
+        return weight.grad.tolist(), real.grad.tolist()
+
+    with own_connections():
+        assert run_members(2, average) == [([[0.5 - 1j, 1.5 + 2j]], [1.0])] * 2
+
+
 def test_half_precision_is_averaged_in_double():
     def average(connection: Connection) -> Any:
         use(connection)

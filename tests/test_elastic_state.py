@@ -109,6 +109,20 @@ def test_what_all_take_over_at_the_beginning_is_member_0s(together):
     assert together(3, begin) == [([[0.0, 0.0]], 0.1, (0.5, 0.6), 0, [0, (0, None)], torch.tensor(0), 3)] * 3
 
 
+def test_a_tensor_stays_on_its_members_device(together):
+    """`meta` stands for a device that is not the CPU; what is there has no values, so a member gives it that has."""
+
+    def begin(connection: Connection) -> Any:
+        device = "meta" if connection.member.member else "cpu"
+        state = ElasticState(
+            nn.Linear(1, 1), best=torch.ones(2, device=device), lists=[{"a": (torch.ones(1, device=device), 2)}, 3]
+        )
+        state.sync()
+        return state.best.device.type, state.lists[0]["a"][0].device.type, state.lists[0]["a"][1], state.lists[1]
+
+    assert together(2, begin) == [("cpu", "cpu", 2, 3), ("meta", "meta", 2, 3)]
+
+
 def test_restore_goes_back_to_the_last_commit(together):
     def there_and_back(_: Connection) -> Any:
         model = nn.Linear(1, 1, bias=False)
