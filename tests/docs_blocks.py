@@ -59,9 +59,9 @@ def script_before(block: Block) -> Block:
     """Returns the latest Python block of the page before a block: what its `train.py` is.
 
     Raises:
-        LookupError: there is none.
+        AssertionError: there is none.
     """
-    for other in reversed(blocks_of(ROOT / block.page)):
-        if other.language == "python" and other.line < block.line:
-            return other
-    raise LookupError(f"{block} runs train.py: expected a Python block before it on the page, found none")
+    before = [one for one in all_blocks() if one.page == block.page and one.line < block.line]
+    scripts = [one for one in before if one.language == "python"]
+    assert scripts, f"{block} runs train.py: expected a Python block before it on the page, found none"
+    return scripts[-1]

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401 - the first optimizer would load it, in each process again
 from torch import distributed
 
 import client
@@ -53,6 +52,8 @@ class Outcome:
 
 def main() -> None:
     """Serves until its input ends."""
+    import torch._dynamo  # noqa: F401, PLC0415 - the first optimizer would load it, in each process again
+
     for line in sys.stdin:
         told = Run(**json.loads(line))
         if "lightning" in told.text:

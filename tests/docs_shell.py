@@ -1,9 +1,12 @@
 """Runs a shell block of the documentation, command by command.
 
-Ports are replaced by free ones, and what takes minutes is made short. What cannot run on a test's machine stands in
-`NOT_RUN`, with the reason and with what is checked of it instead.
+Ports are replaced by free ones. `torchrun ... train.py` runs the Python block before it in as many processes, which are
+forked from one that has loaded torch, since torchrun's own would load it for seconds each; tests/test_lightning.py and
+others run the real one. What does not run at all stands in `NOT_RUN`, with what is checked of it instead.
 """
 
+import argparse
+import itertools
 import os
 import re
 import shlex
@@ -14,15 +17,19 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.run import get_args_parser
 
 from docs_blocks import ROOT, Block, script_before
+from docs_runner import Run
 from server.__main__ import COMMANDS
 
 SECONDS = 60.0
 
 Words = Sequence[str]
+
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
 
 
 def check_extras(words: Words) -> None:
@@ -45,24 +52,30 @@ def check_files(words: Words) -> None:
 
 
 def check_torchrun(words: Words) -> None:
-    """Torchrun would understand it."""
-    get_args_parser().parse_args(list(words[1:]))
+    """Torchrun would understand it, and a script of the project is there."""
+    script = torchrun(words).training_script
+    assert "/" not in script or (ROOT / script).is_file(), f"expected a script at {script}, found none"
 
 
-# By the beginning of a command: why it is not run, and what is checked.
+def torchrun(words: Words) -> argparse.Namespace:
+    """Returns torchrun's arguments."""
+    try:
+        return get_args_parser().parse_args(list(words[1:]))
+    except SystemExit:
+        raise AssertionError(f"torchrun does not understand {shlex.join(words)}") from None
+
+
+# By a pattern of the command: why it is not run, and what is checked.
 NOT_RUN: dict[str, tuple[str, Callable[[Words], None]]] = {
-    "pip install": ("it would change the machine, and needs a package index", check_extras),
+    "pip install ": ("it would change the machine, and needs a package index", check_extras),
     "scripts/demo": ("tests/test_examples.py runs the demo", check_script),
     "scripts/test": ("it runs this very test", check_script),
-    "torchrun --nproc-per-node 2 examples/train_accelerate.py": ("tests/test_accelerate.py runs it", lambda _: None),
-    "torchrun --nnodes": ("it needs several hosts", check_torchrun),
-    "docker": ("it needs a container engine; docker/harness runs the images", check_files),
-    "kubectl": ("it needs a cluster; tests/test_kubernetes.py holds the manifests against their schema", check_files),
+    "torchrun .*--nnodes": ("it needs several hosts", check_torchrun),
+    "torchrun .*examples/": ("tests/test_accelerate.py runs the one, others the other", check_torchrun),
+    "docker ": ("it needs a container engine; docker/harness runs the images", check_files),
+    "kubectl ": ("it needs a cluster; tests/test_kubernetes.py holds the manifests against their schema", check_files),
     "cd docker": ("what follows in the block is not run either", lambda _: None),
 }
-
-# What the documentation's own scripts are given so that they end soon.
-SHORTENED = {"examples/train_digits.py": ["--steps", "5"]}
 
 WHAT_TO_DO = (
     "Nobody knows how to run {command!r} in a test. If it can run, teach `Shell` in tests/docs_shell.py to; "
@@ -77,14 +90,19 @@ class Shell:
         block: the block.
         folder: the working directory; what the block makes stays in there.
         endpoint: of a running server, for a block that speaks to one without starting it.
-        environ: the environment.
+        environs: gives the environments of so many processes.
+        python: runs a Python block.
     """
 
-    def __init__(self, block: Block, folder: Path, endpoint: str, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, block: Block, folder: Path, endpoint: str, environs: Callable[[int], Any], python: Callable[[Run], None]
+    ) -> None:
         self._block = block
         self._folder = folder
         self._endpoint = endpoint
-        self._environ = dict(environ)
+        self._environs = environs
+        self._python = python
+        self._exported: dict[str, str] = {}
         self._servers = ExitStack()
         for name in ("docker", "examples", "scripts"):
             (folder / name).symlink_to(ROOT / name)
@@ -96,41 +114,42 @@ class Shell:
                 self._run_line(shlex.split(line, comments=True))
 
     def _run_line(self, words: list[str]) -> None:
-        own = {}
         if words[:1] == ["export"]:
-            self._environ.update(word.split("=", 1) for word in words[1:])
+            self._exported |= self._assigned(words[1:])
             return
-        while words and re.match(r"[A-Z_]+=", words[0]):
-            name, own[name] = words.pop(0).split("=", 1)
-        words = [word for word in words if word != "&"]
-        if words:
-            self._run_command(words, {**self._environ, **{name: self._reachable(value) for name, value in own.items()}})
+        command = list(itertools.dropwhile(ASSIGNMENT.match, words))
+        if command:
+            own = self._assigned(words[: len(words) - len(command)])
+            self._run_command([word for word in command if word != "&"], {**self._exported, **own})
+
+    def _assigned(self, words: Words) -> dict[str, str]:
+        pairs = (word.split("=", 1) for word in words)
+        return {name: self._reachable(value) for name, value in pairs}
 
     def _run_command(self, words: list[str], environ: Mapping[str, str]) -> None:
         command = " ".join(words)
-        for beginning, (_, check) in NOT_RUN.items():
-            if command.startswith(beginning):
+        for pattern, (_, check) in NOT_RUN.items():
+            if re.match(pattern, command):
                 check(words)
                 return
-        if words[:3] == ["python", "-m", "server"] and words[3:4] and words[3] in COMMANDS:
+        if words[:3] == ["python", "-m", "server"] and words[3] in COMMANDS:
             self._finish([sys.executable, *map(self._reachable, words[1:])], environ)
         elif words[:3] == ["python", "-m", "server"]:
             self._serve(words[3:], environ)
         elif words[0] == "torchrun":
-            self._finish([sys.executable, "-m", "torch.distributed.run", *self._launched(words[1:])], environ)
+            self._launch(words, environ)
         else:
             raise AssertionError(WHAT_TO_DO.format(command=command))
 
     def _reachable(self, word: str) -> str:
         return self._endpoint if re.fullmatch(r"tcp://.+:\d+", word) else word
 
-    def _launched(self, words: Words) -> list[str]:
-        """With a port that no other test has, and with a script that ends soon."""
-        script = next(word for word in words if word.endswith(".py"))
-        if script == "train.py":
-            text = script_before(self._block).text
-            (self._folder / script).write_text(f"from docs_stand_ins import *\n\n{text}")
-        return ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", *words, *SHORTENED.get(script, [])]
+    def _launch(self, words: Words, environ: Mapping[str, str]) -> None:
+        options = torchrun(words)
+        assert options.training_script == "train.py", WHAT_TO_DO.format(command=" ".join(words))
+        script = script_before(self._block)
+        environs = [{**one, **environ} for one in self._environs(int(options.nproc_per_node))]
+        self._python(Run(script.page, script.line, script.text, str(self._folder), environs))
 
     def _finish(self, command: Words, environ: Mapping[str, str]) -> None:
         process = self._start(command, environ)
@@ -158,7 +177,7 @@ class Shell:
         return subprocess.Popen(
             command,
             cwd=self._folder,
-            env=environ,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -5,18 +5,17 @@ to connect to is the tests' own server. A shell block runs command by command, s
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from docs_blocks import PAGES, ROOT, Block, all_blocks
+from docs_blocks import PAGES, Block, all_blocks
 from docs_runner import Outcome, Run
 from docs_shell import Shell
 from ports import free_port
@@ -26,7 +25,7 @@ BLOCKS = list(all_blocks())
 # A language of which nothing is run: drawings, and bytes in protocol.md, have none.
 NOTHING_TO_RUN = ""
 
-ENDPOINT = re.compile(r"tcp://[\w.]+:\d+")
+ENDPOINT = re.compile(r"tcp://[\w.-]+:\d+")
 
 
 def of(language: str) -> pytest.MarkDecorator:
@@ -45,24 +44,18 @@ def test_every_block_is_in_a_language_that_is_tested():
 @of("python")
 def test_a_python_block_runs(block, python, environs, tmp_path, endpoint_of):
     text = ENDPOINT.sub(endpoint_of(block), block.text)
-    outcome = python(Run(block.page, block.line, text, str(tmp_path), environs(block)))
-    assert set(outcome.codes) == {0}, (
-        f"{block} ended with {outcome.codes}. It runs as it stands, with the names that tests/docs_stand_ins.py lists; "
-        f"whatever else it uses it must make.\n{outcome.output}"
-    )
+    python(Run(block.page, block.line, text, str(tmp_path), environs(processes_of(block))))
 
 
 @of("sh")
-def test_a_shell_block_runs(block, server, tmp_path, environ):
-    Shell(block, tmp_path, server.endpoint, {**environ, "STATSD_BN_ENDPOINT": server.endpoint}).run()
+def test_a_shell_block_runs(shell, block):
+    shell(block).run()
 
 
 def test_a_python_block_that_fails_is_shown_with_its_line_on_the_page(python, environs, tmp_path):
-    broken = Block("docs/page.md", 7, "python", "import client\n\nclient.no_such_name()\n")
-    outcome = python(Run(broken.page, broken.line, broken.text, str(tmp_path), environs(broken)))
-    assert outcome.codes == [1]
-    assert 'File "docs/page.md", line 9' in outcome.output
-    assert "no_such_name" in outcome.output
+    broken = Run("docs/page.md", 7, "import client\n\nclient.no_such_name()\n", str(tmp_path), environs(1))
+    with pytest.raises(AssertionError, match=r'File "docs/page.md", line 9(.|\n)*no_such_name'):
+        python(broken)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +67,14 @@ def test_a_python_block_that_fails_is_shown_with_its_line_on_the_page(python, en
         ("pip install 'statsd-bn[everything]'", r"got \['everything'\]"),
         ("docker compose -f no-such.yml up", "expected a file no-such.yml"),
         ("scripts/test-all", "expected a script at scripts/test-all"),
+        ("torchrun --nproc=4 train.py", "torchrun does not understand"),
+        ("torchrun examples/train_nothing.py", "expected a script at examples/train_nothing.py"),
+        ("torchrun train.py", "expected a Python block before it"),
     ],
 )
-def test_a_command_that_cannot_be_right_fails(tmp_path, environ, command, complaint):
+def test_a_command_that_cannot_be_right_fails(shell, command, complaint):
     with pytest.raises(AssertionError, match=complaint):
-        Shell(Block("docs/page.md", 7, "sh", command), tmp_path, "tcp://127.0.0.1:1", environ).run()
+        shell(Block("docs/page.md", 7, "sh", command)).run()
 
 
 @of("toml")
@@ -95,32 +91,34 @@ def test_links_lead_to_files_and_to_tests_that_are_there(page):
 
 
 @pytest.fixture(scope="module")
-def python() -> Iterator[Callable[[Run], Outcome]]:
-    """Runs Python blocks."""
+def python() -> Iterator[Callable[[Run], None]]:
+    """Runs Python blocks; raises AssertionError for one that fails."""
     command = [sys.executable, str(Path(__file__).with_name("docs_runner.py"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
-        def run(told: Run) -> Outcome:
+        def run(told: Run) -> None:
             print(json.dumps(asdict(told)), file=process.stdin, flush=True)
-            return Outcome(**json.loads(process.stdout.readline()))
+            outcome = Outcome(**json.loads(process.stdout.readline()))
+            assert set(outcome.codes) == {0}, (
+                f"{told.page}:{told.line} ended with {outcome.codes}. It runs as it stands, with the names that "
+                f"tests/docs_stand_ins.py lists; whatever else it uses it must make.\n{outcome.output}"
+            )
 
         yield run
         process.kill()
 
 
 @pytest.fixture
-def environ() -> dict[str, str]:
-    """What programs get: a machine without devices, on which client, server and the stand-ins can be imported."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+def shell(python, environs, server, tmp_path) -> Callable[[Block], Shell]:
+    """Runs a shell block."""
+    return lambda block: Shell(block, tmp_path, server.endpoint, environs, python)
 
 
 @pytest.fixture
-def environs(job, server) -> Callable[[Block], list[Mapping[str, str]]]:
-    """The environments of a block's processes, as torchrun would set them."""
+def environs(job, server) -> Callable[[int], list[dict[str, str]]]:
+    """The environments of so many processes, as torchrun would set them, on a machine without devices."""
 
-    def of_block(block: Block) -> list[Mapping[str, str]]:
-        size = processes_of(block)
+    def of_size(size: int) -> list[dict[str, str]]:
         common = {
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
@@ -133,7 +131,7 @@ def environs(job, server) -> Callable[[Block], list[Mapping[str, str]]]:
         }
         return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
-    return of_block
+    return of_size
 
 
 def processes_of(block: Block) -> int:
