@@ -56,12 +56,12 @@ def all_blocks() -> Iterator[Block]:
 
 
 def script_before(block: Block) -> Block:
-    """Returns the latest Python block of the page before a block: what its `train.py` is.
+    """Returns the latest Python block of the page before a block: what a script is that it runs.
 
     Raises:
         AssertionError: there is none.
     """
     before = [one for one in all_blocks() if one.page == block.page and one.line < block.line]
     scripts = [one for one in before if one.language == "python"]
-    assert scripts, f"{block} runs train.py: expected a Python block before it on the page, found none"
+    assert scripts, f"{block} runs a script: expected a Python block before it on the page, found none"
     return scripts[-1]

@@ -1,8 +1,9 @@
 """Runs a shell block of the documentation, command by command.
 
-Ports are replaced by free ones. `torchrun ... train.py` runs the Python block before it in as many processes, which are
-forked from one that has loaded torch, since torchrun's own would load it for seconds each; tests/test_lightning.py and
-others run the real one. What does not run at all stands in `NOT_RUN`, with what is checked of it instead.
+Ports are replaced by free ones. `torchrun` with a script in no folder, such as train.py, runs the Python block before it
+in as many processes. They are forked from one that has loaded torch, since torchrun's own would load it for seconds each;
+tests/test_lightning.py and others run the real one. What does not run at all stands in `NOT_RUN`, with what is checked
+of it instead.
 """
 
 import argparse
@@ -88,7 +89,7 @@ class Shell:
 
     Args:
         block: the block.
-        folder: the working directory; what the block makes stays in there.
+        folder: the working directory, which keeps what the block makes.
         endpoint: of a running server, for a block that speaks to one without starting it.
         environs: gives the environments of so many processes.
         python: runs a Python block.
@@ -146,7 +147,7 @@ class Shell:
 
     def _launch(self, words: Words, environ: Mapping[str, str]) -> None:
         options = torchrun(words)
-        assert options.training_script == "train.py", WHAT_TO_DO.format(command=" ".join(words))
+        assert "/" not in options.training_script, WHAT_TO_DO.format(command=" ".join(words))
         script = script_before(self._block)
         environs = [{**one, **environ} for one in self._environs(int(options.nproc_per_node))]
         self._python(Run(script.page, script.line, script.text, str(self._folder), environs))
@@ -163,6 +164,7 @@ class Shell:
     def _serve(self, words: Words, environ: Mapping[str, str]) -> None:
         free = [re.sub(r":\d+$", ":*", word) for word in words]
         process = self._servers.enter_context(self._start([sys.executable, "-m", "server", *free], environ))
+        self._servers.callback(process.kill)  # after an orderly end it does nothing
         said = []
         for line in process.stdout:
             said.append(line)
