@@ -1,9 +1,9 @@
 """Runs a shell block of the documentation, command by command.
 
-Ports are replaced by free ones. `torchrun` with a script in no folder, such as train.py, runs the Python block before it
-in as many processes. They are forked from one that has loaded torch, since torchrun's own would load it for seconds each;
-tests/test_lightning.py and others run the real one. What does not run at all stands in `NOT_RUN`, with what is checked
-of it instead.
+Ports are replaced by free ones. `torchrun` with a script in no folder, such as train.py, runs the Python block before
+it in as many processes. They are forked from one that has loaded torch, since torchrun's own would load it for seconds
+each; tests/test_lightning.py and others run the real one. What does not run at all stands in `NOT_RUN`, with what is
+checked of it instead.
 """
 
 import argparse
