@@ -7,11 +7,14 @@
 | `model` | an image classifier with two batch norms, synchronised where the block does not do that itself |
 | `optimizer`, `criterion` | SGD, and a loss |
 | `images`, `labels`, `loader` | a batch of 8 images, and 3 such batches |
+| `micro_batches` | the batch in 4 pieces |
+| `train_loop`, `accuracy` | an object with a `train_loader` and no others, and a number |
 | `train` | a function that ends with the `ReplicaLost` in `lost`, for pages about errors |
 | `Module`, `module` | a LightningModule of all that, in a block with a `Trainer` |
 """
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +32,9 @@ torch.manual_seed(rank)
 images = torch.randn(8, 3, 6, 6)
 labels = torch.randint(10, (8,))
 loader = DataLoader(TensorDataset(images.repeat(3, 1, 1, 1), labels.repeat(3)), batch_size=8)
+micro_batches = list(zip(images.chunk(4), labels.chunk(4), strict=True))
+train_loop = SimpleNamespace(train_loader=loader, validation_loader=None, test_loader=None)
+accuracy = 0.5
 
 model = nn.Sequential(
     nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)
