@@ -14,7 +14,6 @@ from client.batchnorm import (
 )
 from client.connection import Connection, connect, current_connection, disconnect
 from client.convert import convert_model, patch_sync_batchnorm, revert_model
-from client.environment import integer
 from client.groups import Group
 from client.jit import use_compiled_kernels
 from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
@@ -27,6 +26,7 @@ from client.replicate import (
     patch_replication_callback,
 )
 from client.uneven_inputs import join
+from client.variables import integer
 
 __all__ = [
     "CallbackContext",

@@ -109,6 +109,11 @@ class Dispatcher:
         replies += [reply for master in self._masters.values() for reply in self._mourn(master)]
         return replies + self._end_deadlocks(now)
 
+    @property
+    def has_members(self) -> bool:
+        """Whether anybody is registered."""
+        return bool(self._seats)
+
     def is_from_a_member(self, frame: bytes) -> bool:
         """Returns whether a frame names a session that has a seat."""
         try:
