@@ -72,6 +72,7 @@ class Dispatcher:
 
     Attributes:
         tally: what was refused.
+        has_had_members: whether anybody is registered, or was.
     """
 
     def __init__(self, server: bytes, started: float, quota: Quota | None = None) -> None:
@@ -87,6 +88,7 @@ class Dispatcher:
         self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
+        self.has_had_members = False
 
     def receive(self, now: float, peer: bytes, frame: bytes, tenant: Tenant = ANYBODY) -> list[Reply]:
         """Takes one frame from a peer and returns the frames to send; `tenant` is whose key the peer has."""
@@ -288,6 +290,7 @@ class Dispatcher:
         if former is None or former.slave is not slave:
             slave.since = now
         self._seats[register.session] = seat
+        self.has_had_members = True
         self._past.begin_session(register.session)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)

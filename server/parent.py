@@ -23,19 +23,18 @@ class Parent:
     def __init__(self, number: int, of_this_process: Callable[[], int] = os.getppid) -> None:
         self._number = number
         self._of_this_process = of_this_process
-        self._has_had_members = False
         self._ended = math.inf
 
-    def needs_no_server(self, now: float, *, has_members: bool) -> bool:
+    def needs_no_server(self, now: float, *, has_members: bool, has_had_members: bool) -> bool:
         """Returns whether nobody is left to serve.
 
         Args:
             now: seconds, on any clock.
             has_members: whether somebody is registered.
+            has_had_members: whether somebody is or was.
         """
-        if not has_members and self._has_had_members:
+        if has_had_members and not has_members:
             return True
-        self._has_had_members = has_members
         if self._ended == math.inf and self._of_this_process() != self._number:
             self._ended = now
         return now >= (self._ended + PARTING_SECONDS if has_members else self._ended)

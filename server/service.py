@@ -170,8 +170,12 @@ class Service:
             self._send(self._dispatcher.tick(time.monotonic()))
             self._close_connections()
             self._next_tick = time.monotonic() + TICK_SECONDS
-        if self._parent and self._parent.needs_no_server(time.monotonic(), has_members=self._dispatcher.has_members):
+        if self._parent and self._is_needed_no_more(self._parent):
             self.stop()
+
+    def _is_needed_no_more(self, parent: Parent) -> bool:
+        has_members, has_had_members = self._dispatcher.has_members, self._dispatcher.has_had_members
+        return parent.needs_no_server(time.monotonic(), has_members=has_members, has_had_members=has_had_members)
 
     def _configure_socket(self) -> None:
         # Without MANDATORY a ROUTER drops answers to unknown peers silently; without HANDOVER the routing

@@ -10,10 +10,12 @@ class Family:
 
     def __init__(self):
         self.number = 7
+        self.has_had_members = False
         self.parent = Parent(7, lambda: self.number)
 
     def is_over(self, now, has_members):
-        return self.parent.needs_no_server(now, has_members=has_members)
+        self.has_had_members |= has_members
+        return self.parent.needs_no_server(now, has_members=has_members, has_had_members=self.has_had_members)
 
 
 def test_it_serves_while_its_parent_lives_and_nobody_has_come_yet():
