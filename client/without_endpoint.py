@@ -13,7 +13,7 @@ from client.launcher import MeetingPlace
 from client.meeting import Meeting, News
 from client.own_master import OwnMaster
 from client.session import Member
-from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ServerUnreachable
+from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
 from statsd_bn.keys import ClientKeys, parse_client
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ def _with_own_master(who: Member, place: MeetingPlace, join_at: Join, *, is_one_
         endpoint = master.endpoint if is_one_node else reached_by(place.address, master.endpoint)
         _meet(who, place, is_one_node=is_one_node).tell(News(endpoint, who.epoch, master.key_file))
         return join_at(endpoint, _keys(master.key_file), who)
+    except GroupIncomplete:
+        # The others' time is over as well: each is told for whom it waited, and the master ends when they have left.
+        raise
     except BaseException:
         master.stop()
         raise

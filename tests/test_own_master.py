@@ -57,6 +57,11 @@ def test_it_listens_on_a_port_that_it_picks_and_stops(start):
     assert master._process.returncode == 0
 
 
+def test_ctrl_c_at_the_terminal_does_not_reach_it(start):
+    number = start()._process.pid
+    assert os.getsid(number) == number
+
+
 @with_proc
 def test_it_ends_when_its_members_have_left(start):
     master = start()

@@ -18,7 +18,7 @@ from client.meeting import Meeting, News
 from client.without_endpoint import binding, reached_by
 from launched import PROC, Launched
 from memory_members import in_threads, outcome
-from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ServerUnreachable
+from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
 
 PROGRAMS = Path(__file__).with_name("launch_programs.py")
 
@@ -169,6 +169,16 @@ def test_a_member_0_that_cannot_join_stops_its_master(environ):
         join(environ, 0, refuse)
     (master,) = started
     assert master._process.wait(20) == 0
+
+
+def test_a_member_0_that_waited_in_vain_leaves_its_master_to_those_who_came(environ):
+    def give_up(*_):
+        raise GroupIncomplete("member 2 did not connect")
+
+    with pytest.raises(GroupIncomplete):
+        join(environ, 0, give_up)
+    (master,) = own_master._started
+    assert master._process.poll() is None
 
 
 @by_name
