@@ -73,6 +73,7 @@ def test_what_is_known_is_no_news(meet):
 
 def test_a_long_wait_is_told(meet, monkeypatch, caplog):
     monkeypatch.setattr(meeting, "WARN_SECONDS", 0.05)
+    monkeypatch.setattr(meeting, "PAUSE_SECONDS", 0.01)
     with pytest.raises(ServerUnreachable), caplog.at_level("WARNING", "statsd_bn.client"):
         meet(1, patience=0.6).hear()
     told = [record.getMessage() for record in caplog.records]

@@ -223,6 +223,7 @@ def test_without_a_launcher_it_says_where_to_get_an_endpoint(environ):
 
 
 def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):
+    here = {"192.0.2.1", "2001:db8::1", "127.0.1.1"}
     known = {"here": "192.0.2.1", "elsewhere": "192.0.2.2", "this-host": "127.0.1.1"}
 
     def look_up(name, *_):
@@ -231,9 +232,7 @@ def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[name], 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(
-        without_endpoint, "_is_of_this_host", lambda address: str(address) in {"192.0.2.1", "2001:db8::1"}
-    )
+    monkeypatch.setattr(without_endpoint, "_is_of_this_host", lambda address: str(address) in here)
     assert binding("here") == binding("192.0.2.1") == "tcp://192.0.2.1:*"
     for name in ("elsewhere", "192.0.2.2", "this-host", "nobody-knows"):
         assert binding(name) == "tcp://0.0.0.0:*"
