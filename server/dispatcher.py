@@ -22,6 +22,7 @@ from server.slave import Slave
 from statsd_bn.errors import (
     AuthenticationRefused,
     LimitExceeded,
+    MasterStopped,
     ProtocolError,
     RegistrationRefused,
     ReplicaLost,
@@ -143,6 +144,11 @@ class Dispatcher:
         A member that is nowhere to be reached, and is not heard again in time, is lost at a later `tick`.
         """
         return [(other, self._probe) for other in self._liveness.unreachable(now, peer)]
+
+    def farewell(self) -> list[Reply]:
+        """Tells all members that this server ends for good; those who are busy find it before their next round."""
+        stopped = MasterStopped("the master stopped with the process that had started it")
+        return [(seat.slave.peer, failure(seat.master.membership.lost or stopped)) for seat in self._seats.values()]
 
     def stop(self) -> list[Reply]:
         """Ends all waits because the server stops."""

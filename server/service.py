@@ -155,6 +155,9 @@ class Service:
                 self._look()
                 next_look = time.monotonic() + LOOK_SECONDS
         self._drain()
+        if self._parent:
+            # Nobody will start it again, so nobody is to wait for that.
+            self._send(self._dispatcher.farewell())
         self._send(self._dispatcher.stop())
 
     def _look(self) -> None:

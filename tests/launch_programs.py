@@ -1,7 +1,6 @@
 """A script that connects without an endpoint, and says what it sees: `python launch_programs.py NAME`."""
 
 import sys
-import threading
 
 import numpy as np
 from torch import distributed
@@ -42,13 +41,12 @@ def go_on_after_member_0() -> None:
         say("covers", connection.exchange("bn", ROW).count)
 
 
-def wait_for_member_0() -> None:
-    """Member 0 stops for ever where the others wait for it."""
-    with client.connect(deadline=DEADLINE) as connection:
-        say("covers", connection.exchange("bn", ROW).count)
-        if connection.member.member == 0:
-            threading.Event().wait(DEADLINE)
-        connection.exchange("bn", ROW)
+def be_busy_when_member_0_ends() -> None:
+    """Member 0 stops for ever; another is busy for so long that the master is gone when it comes back."""
+    connection = client.connect(deadline=DEADLINE)
+    say("covers", connection.exchange("bn", ROW).count)
+    sys.stdin.readline()
+    connection.exchange("bn", ROW)
 
 
 if __name__ == "__main__":
