@@ -137,7 +137,7 @@ class OwnMaster:
 
 def wait_for_members() -> None:
     """Waits until the members have left whom a server of this process serves, as long as they may take."""
-    for master in _started:
+    for master in _started.copy():  # each leaves the list when it ends
         master.wait_for_members()
 
 
