@@ -14,9 +14,14 @@ from client.batchnorm import (
 )
 from client.connection import Connection, connect, current_connection, disconnect
 from client.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.ddp_handler import DDPHandler
+from client.elastic import ElasticState, MembersChanged, run_elastic
+from client.elastic_sampler import ElasticSampler
+from client.gradients import average_gradients
 from client.groups import Group
 from client.jit import use_compiled_kernels
 from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
+from client.micro_batches import commit_running_statistics
 from client.pipe import SlavePipe
 from client.recalibration import recalibrate
 from client.replicate import (
@@ -25,22 +30,29 @@ from client.replicate import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
+from client.smart_ddp import smart_ddp
 from client.uneven_inputs import join
 from client.variables import integer
 
 __all__ = [
     "CallbackContext",
     "Connection",
+    "DDPHandler",
     "DataParallelWithCallback",
+    "ElasticSampler",
+    "ElasticState",
     "Group",
     "LazySynchronizedBatchNorm1d",
     "LazySynchronizedBatchNorm2d",
     "LazySynchronizedBatchNorm3d",
+    "MembersChanged",
     "SlavePipe",
     "SynchronizedBatchNorm",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "average_gradients",
+    "commit_running_statistics",
     "connect",
     "convert_model",
     "current_connection",
@@ -51,6 +63,8 @@ __all__ = [
     "patch_sync_batchnorm",
     "recalibrate",
     "revert_model",
+    "run_elastic",
+    "smart_ddp",
     "use_compiled_kernels",
 ]
 

@@ -4,24 +4,34 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from client import running
+from client import kernels, running
+from client.deferred import Deferred
 from client.recomputation import is_inside_backward
 
 
-def forward(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-    """Normalises `x`, shape (N, C, *), as torch's layer does."""
+def forward(layer: nn.modules.batchnorm._BatchNorm, x: Tensor, deferred: Deferred | None = None) -> Tensor:
+    """Normalises `x`, shape (N, C, *), as torch's layer does; in training `deferred` says when its buffers move."""
     if layer.training and torch.compiler.is_compiling():
         if layer.momentum is None:
             return _with_cumulative_average(layer, x)
     elif layer.training and is_inside_backward():
-        return _again(layer, x)
+        return _without_moving(layer, x)
+    elif layer.training and deferred is not None:
+        return _deferred(layer, x, deferred)
     return nn.modules.batchnorm._BatchNorm.forward(layer, x)  # noqa: SLF001 - as above
 
 
-def _again(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+def _without_moving(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     """Where a checkpoint computes again, the running statistics have moved already (pytorch#96136)."""
     mean, variance = (None if kept is None else kept.clone() for kept in (layer.running_mean, layer.running_var))
     return F.batch_norm(x, mean, variance, layer.weight, layer.bias, training=True, eps=layer.eps)
+
+
+def _deferred(layer: nn.modules.batchnorm._BatchNorm, x: Tensor, deferred: Deferred) -> Tensor:
+    output = _without_moving(layer, x)
+    if due := deferred.add(kernels.moments(x.detach())):
+        running.move_by(layer, due)
+    return output
 
 
 def _with_cumulative_average(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from client import alone, compiled, groups, kernels, running
 from client.connection import current_connection
+from client.deferred import Deferred, check_chunks
 from client.exchange import Exchange
 from client.functional import Slice, batch_norm, held
 from client.groups import Group
@@ -20,6 +21,7 @@ from client.pipe import LocalPipe, Pipe, pipe_of
 from client.recomputation import exchanges, is_inside_backward
 from client.rendezvous import Rendezvous
 from client.tally import Tally
+from statsd_bn.moments import Moments
 
 EPS_MODES = ("plus", "clamp")
 
@@ -47,21 +49,26 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches.
         group: with whom the layer synchronises: None for the whole job, "local" for the members of this host, or a
             `client.Group`.
+        chunks: micro-batches per mini-batch. Each call in training is normalised by itself, and the running statistics
+            move once after `chunks` of them, towards those of all their values together; where a mini-batch has
+            fewer, by `commit_running_statistics`.
         process_group: None, for `torch.nn.SyncBatchNorm`'s sake.
 
     Attributes:
         layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the place in the
             model; a layer made by hand is called after its class and how many were made before it.
         group: as given.
+        chunks: as given; what is pending moves the running statistics when it is set.
 
     Shape:
         Input (N, C, *) as the torch layer of the same dimension takes it, output the same. N may differ between
         replicas, and be 0.
 
     Raises:
-        ValueError: `eps_mode` is neither, `group` is none, or `process_group` is not None; in `forward`, the input has
-            other dimensions or channels, the mask another shape, or the whole batch has one value per channel.
-        TypeError: in `forward`, the input is not floating-point, or the mask not boolean.
+        ValueError: `eps_mode` is neither, `group` is none, `chunks` is below 1, or `process_group` is not None; in
+            `forward`, the input has other dimensions or channels, the mask another shape, or the whole batch has one
+            value per channel.
+        TypeError: `chunks` is no int; in `forward`, the input is not floating-point, or the mask not boolean.
         StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
             RoundFailed.
     """
@@ -71,6 +78,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
     group: Group | str | None = None
     _seat: tuple[Rendezvous, int] | None = None
     _tally: Tally | None = None
+    _deferred: Deferred | None = None
 
     def __init__(
         self,
@@ -85,15 +93,18 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         bias: bool = True,
         eps_mode: str = "plus",
         group: Group | str | None = None,
+        chunks: int = 1,
         process_group: None = None,
     ) -> None:
         check_eps_mode(eps_mode)
         groups.check(group)
+        check_chunks(chunks)
         _refuse(process_group)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         self.eps_mode = eps_mode
         self.group = group
+        self.chunks = chunks
         self.layer_name = f"{type(self).__name__}-{next(_unnamed)}"
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
@@ -108,11 +119,39 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         self._check_input(input)
         if mask is not None:
             self._check_mask(input, mask)
-        if not self._uses_batch_statistics() or (mask is None and not self._has_company()):
-            return alone.forward(self, input)
-        if torch.compiler.is_compiling() and self._seat is None:
+        is_compiling = torch.compiler.is_compiling() and self._seat is None
+        if not self._uses_batch_statistics() or (mask is None and self._is_as_torchs(is_compiling=is_compiling)):
+            return alone.forward(self, input, self._deferred_now())
+        if is_compiling:
             return self._compiled(input, mask)
         return self._together(Slice(input, self.weight, self.bias, mask))
+
+    @property
+    def chunks(self) -> int:
+        """Micro-batches per mini-batch."""
+        return 1 if self._deferred is None else self._deferred.chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        check_chunks(chunks)
+        if chunks != self.chunks:
+            self.commit_running_statistics()
+            self._deferred = Deferred(chunks) if chunks > 1 else None
+
+    def commit_running_statistics(self) -> None:
+        """Ends a mini-batch: its micro-batches so far move the running statistics; without any nothing happens."""
+        if self._deferred is not None and (pending := self._deferred.take()):
+            running.move_by(self, pending)
+
+    def reset_running_stats(self) -> None:
+        """Torch's; what is pending is forgotten."""
+        super().reset_running_stats()
+        self.forget_pending()
+
+    def forget_pending(self) -> None:
+        """The micro-batches of an unfinished mini-batch will not move the running statistics."""
+        if self._deferred is not None:
+            self._deferred.take()
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
@@ -131,18 +170,24 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         from client.convert import convert  # noqa: PLC0415 - it knows all the layers
 
         _refuse(process_group)
-        return convert(module, None, stacklevel=3)
+        return convert(module, stacklevel=3)
 
     def extra_repr(self) -> str:
         """Torch's, and what is not its default."""
         eps_mode = "" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}"
         group = "" if self.group is None else f", group={self.group!r}"
-        return f"{super().extra_repr()}{eps_mode}{group}"
+        chunks = "" if self.chunks == 1 else f", chunks={self.chunks}"
+        return f"{super().extra_repr()}{eps_mode}{group}{chunks}"
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle is a layer like any other: it has no seat among the replicas of its original."""
         state: dict[str, Any] = super().__getstate__()
         return {name: value for name, value in state.items() if name not in {"_seat", "_tally"}}
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """What was pending belongs to the state that is replaced, such as that of a step that failed."""
+        super()._load_from_state_dict(*args)
+        self.forget_pending()
 
     def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
         """Takes this copy's seat among the replicas of its process."""
@@ -183,6 +228,13 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
     def _uses_batch_statistics(self) -> bool:
         return self._is_tallied() or self.training or (self.running_mean is None and self.running_var is None)
 
+    def _is_as_torchs(self, *, is_compiling: bool) -> bool:
+        """Whether torch's own operator will do. Where its input is traced, nothing but ours can measure what it saw."""
+        if self._has_company():
+            return False
+        is_transformed = is_compiling or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
+        return self._deferred_now() is None or not is_transformed
+
     def _is_tallied(self) -> bool:
         """Whether `recalibrate` counts this pass, in which this process's batch is the whole batch."""
         return self._tally is not None
@@ -206,17 +258,19 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         """The same as one operator, in which the compiler does not look."""
         output: Tensor
         lane = compiled.named(self.group) if self.training else compiled.ALONE
+        deferred = self._deferred_now()
+        number = compiled.NOT_DEFERRED if deferred is None else deferred.number
         output, statistics, ticket = compiled.batch_norm(
-            x, self.weight, self.bias, mask, self.layer_name, *lane, self.eps, self.eps_mode
+            x, self.weight, self.bias, mask, self.layer_name, *lane, self.eps, self.eps_mode, number
         )
         if self.training:
             statistics = statistics.detach()
             running.move(
                 self,
-                statistics[compiled.MEAN],
-                statistics[compiled.UNBIASED_VARIANCE],
-                first_run=ticket[compiled.FIRST_RUN],
-                has_values=ticket[compiled.COUNT] > 0,
+                statistics[compiled.NEWEST_MEAN],
+                statistics[compiled.NEWEST_VARIANCE],
+                is_due=ticket[compiled.IS_DUE],
+                has_values=ticket[compiled.NEWEST_COUNT] > 0,
             )
         return output
 
@@ -227,15 +281,14 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         if is_inside_backward() and (earlier := self._earlier(mine, 0 if seat is None else seat[1])):
             return batch_norm([mine], earlier)[0]
         if seat is None:
-            output, exchange = self._normalise([mine])[0]
+            output, due = self._normalise([mine])[0]
         else:
             rendezvous, replica = seat
             place = f"layer {self.layer_name!r}"
-            output, exchange = rendezvous.meet(replica, place, mine, self._normalise_replicas)
+            output, due = rendezvous.meet(replica, place, mine, self._normalise_replicas)
             output = output if torch.is_grad_enabled() else output.detach()
-        if self.training and not self._is_tallied():
-            mean, variance = (torch.from_numpy(vector) for vector in exchange.for_running_statistics)
-            running.move(self, mean, variance, has_values=exchange.moments.count > 0)
+        if due is not None:
+            running.move_by(self, due)
         return output
 
     def _earlier(self, mine: Slice, replica: int) -> Exchange | None:
@@ -245,19 +298,32 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         with torch.no_grad():
             return exchanges.find(self.layer_name, self._pipe(), replica, kernels.moments(mine.input, mine.mask))
 
-    def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Exchange]]:
+    def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Moments | None]]:
         """Runs in the thread of the last to come, whose grad mode is only its own."""
         with torch.enable_grad():
             return self._normalise(slices)
 
-    def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Exchange]]:
+    def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Moments | None]]:
         exchange = Exchange(self._pipe(), self.layer_name, self.eps, self.eps_mode)
         outputs = batch_norm(slices, exchange)
         if self._tally is None:
             exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
-        else:
-            self._tally.add(exchange.moments)
-        return [(output, exchange) for output in outputs]
+        due = self._due(exchange.moments)
+        return [(output, due) for output in outputs]
+
+    def _due(self, batch: Moments) -> Moments | None:
+        """Counts a batch; returns what every replica's running statistics move by now, if they move."""
+        if self._tally is not None:
+            self._tally.add(batch)
+            return None
+        if not self.training:
+            return None
+        deferred = self._deferred_now()
+        return batch if deferred is None else deferred.add(batch)
+
+    def _deferred_now(self) -> Deferred | None:
+        """Statistics that are not kept need no deferring."""
+        return self._deferred if self.training and self.track_running_stats else None
 
 
 # The attributes that a layer of ours has and torch's has not.

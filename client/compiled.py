@@ -11,19 +11,24 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from client import kernels
+from client import kernels, running
+from client.deferred import numbered
 from client.exchange import Exchange
 from client.groups import Group
 from client.kernels import Statistics
 from client.pipe import pipe_of
 from client.recomputation import exchanges, is_inside_backward
 from statsd_bn.messages import BACKWARD, Rows
+from statsd_bn.moments import Moments
 
-# Rows of the statistics; the first three are those of `kernels.Statistics`.
-MEAN, INVSTD, SLOPE, UNBIASED_VARIANCE = range(4)
+# Rows of the statistics: those of `kernels.Statistics`, and what the running statistics move towards.
+MEAN, INVSTD, SLOPE, NEWEST_MEAN, NEWEST_VARIANCE = range(5)
 
-# Entries of the ticket: the round's count, step and call, and 1 unless a checkpoint computes the call again.
-COUNT, STEP, CALL, FIRST_RUN = range(4)
+# Entries of the ticket: the round's count, step and call; 1 if the running statistics move, and by how many values.
+COUNT, STEP, CALL, IS_DUE, NEWEST_COUNT = range(5)
+
+# In place of a `Deferred`'s number: each call moves the running statistics.
+NOT_DEFERRED = 0
 
 # The name and size of a group that sends nothing, for eval: of one member.
 ALONE = ("eval", 1)
@@ -51,6 +56,7 @@ def batch_norm(
     size: int,
     eps: float,
     eps_mode: str,
+    deferred: int = NOT_DEFERRED,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalises this process's slice with the statistics of the whole batch.
 
@@ -64,22 +70,29 @@ def batch_norm(
         size: of that group.
         eps: the layer's.
         eps_mode: the layer's.
+        deferred: the number of the layer's `Deferred`.
 
     Returns:
-        The output; the statistics, shape (4, C), float64: mean, invstd, slope, unbiased variance; the ticket, shape
-        (4,), int64: count, step, call, and whether this is the call's first run.
+        The output; the statistics, shape (5, C), float64; the ticket, shape (5,), int64; their rows and entries are
+        named above.
     """
     fresh = Exchange(pipe_of(layer, _group(group, size)), layer, eps, eps_mode)
     exchange = _exchange(x, mask, fresh)
     exchange.check_count(x)
     assert exchange.key is not None  # noqa: S101 - the forward round has set it
     found = exchange.statistics
-    _, variance = exchange.for_running_statistics
+    due = _due(exchange.moments, deferred) if exchange is fresh else None
+    newest = due or Moments.empty(x.shape[1])
     return (
         kernels.normalise(x, found, weight, bias),
-        torch.from_numpy(np.stack((found.mean, found.invstd, found.slope, variance))),
-        torch.tensor([exchange.moments.count, exchange.key.step, exchange.key.call, exchange is fresh]),
+        torch.from_numpy(np.stack((found.mean, found.invstd, found.slope, *running.newest(newest)))),
+        torch.tensor([exchange.moments.count, exchange.key.step, exchange.key.call, due is not None, newest.count]),
     )
+
+
+def _due(moments: Moments, deferred: int) -> Moments | None:
+    """Returns what the running statistics move by after a call with these moments, if they move."""
+    return moments if deferred == NOT_DEFERRED else numbered(deferred).add(moments)
 
 
 def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
@@ -103,10 +116,11 @@ def _(
     size: int,
     eps: float,
     eps_mode: str,
+    deferred: int = NOT_DEFERRED,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del weight, bias, mask, layer, group, size, eps, eps_mode
-    statistics = torch.empty(4, x.shape[1], dtype=torch.float64, device="cpu")
-    return kernels.laid_out(torch.empty_like(x)), statistics, torch.empty(4, dtype=torch.int64, device="cpu")
+    del weight, bias, mask, layer, group, size, eps, eps_mode, deferred
+    statistics = torch.empty(5, x.shape[1], dtype=torch.float64, device="cpu")
+    return kernels.laid_out(torch.empty_like(x)), statistics, torch.empty(5, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("statsd_bn::batch_norm_backward", mutates_args=())
@@ -123,8 +137,8 @@ def batch_norm_backward(
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are `batch_norm`'s."""
-    count, step, call, _ = ticket.tolist()
-    found = Statistics(max(count, 1), *statistics.numpy()[:UNBIASED_VARIANCE])
+    count, step, call, *_ = ticket.tolist()
+    found = Statistics(max(count, 1), *statistics.numpy()[:NEWEST_MEAN])
     local = kernels.backward_sums(grad, x, found, mask)
     by_input = x.new_empty(0)
     if needs_input:
@@ -155,7 +169,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, _, mask, *ctx.lane, _, _ = inputs
+    x, weight, _, mask, *ctx.lane, _, _, _ = inputs
     _, statistics, ticket = output
     ctx.save_for_backward(x, weight, mask, statistics, ticket)
 
@@ -163,7 +177,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
     gradients = batch_norm_backward(grad, *ctx.saved_tensors, *ctx.lane, needs[0])
-    return *(found if need else None for found, need in zip(gradients, needs, strict=True)), *[None] * 6
+    return *(found if need else None for found, need in zip(gradients, needs, strict=True)), *[None] * 7
 
 
 batch_norm.register_autograd(_backward, setup_context=_setup_context)

@@ -22,6 +22,7 @@ from client.batchnorm import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
 )
+from client.deferred import check_chunks
 from client.groups import Group
 from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
 from client.replicate import DataParallelWithCallback
@@ -46,7 +47,7 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 BOUND = ("forward", "_compiled_call_impl")
 
 
-def convert_model(module: nn.Module, *, group: Group | str | None = None) -> nn.Module:
+def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks: int | None = None) -> nn.Module:
     """Replaces every batch norm of torch's in `module` by its synchronised twin, and names it by its place.
 
     That is `nn.BatchNorm1d/2d/3d`, `nn.LazyBatchNorm1d/2d/3d` and `nn.SyncBatchNorm`, at any depth; `nn.DataParallel`
@@ -60,20 +61,27 @@ def convert_model(module: nn.Module, *, group: Group | str | None = None) -> nn.
         module: any module; containers are changed in place. Layers that are synchronised already are only named.
         group: with whom the layers synchronise: None for the whole job, "local" for the members of this host, or a
             `client.Group`. A synchronised layer that has a group keeps it.
+        chunks: micro-batches per mini-batch, for pipelines and gradient accumulation: the running statistics move once
+            per mini-batch, see `SynchronizedBatchNorm`. None leaves layers as they are, which is 1 where they are new.
 
     Returns:
         The module, or its replacement if it is itself a batch norm or an `nn.DataParallel`.
 
     Raises:
-        ValueError: `group` is none; or an `nn.SyncBatchNorm` has a `process_group`, and no `group` is given; nothing is
-            changed.
+        ValueError: `group` is none, or `chunks` is below 1; or an `nn.SyncBatchNorm` has a `process_group`, and no
+            `group` is given; nothing is changed.
+        TypeError: `chunks` is neither None nor an int.
     """
-    return convert(module, group, stacklevel=3)
+    return convert(module, group, chunks, stacklevel=3)
 
 
-def convert(module: nn.Module, group: Group | str | None, *, stacklevel: int) -> nn.Module:
+def convert(
+    module: nn.Module, group: Group | str | None = None, chunks: int | None = None, *, stacklevel: int
+) -> nn.Module:
     """`convert_model`, for callers that have callers of their own: 2 makes the warning show their line, 3 those'."""
     groups.check(group)
+    if chunks is not None:
+        check_chunks(chunks)
     if group is None:
         _refuse_process_groups(module)
     converted = _replace(module, SYNCHRONISED, {})
@@ -81,6 +89,7 @@ def convert(module: nn.Module, group: Group | str | None, *, stacklevel: int) ->
         if isinstance(layer, SynchronizedBatchNorm):
             layer.layer_name = place or type(layer).__name__.removeprefix("Lazy")
             layer.group = group if layer.group is None else layer.group
+            layer.chunks = chunks or layer.chunks
     if left := [_described(place, layer) for place, layer in _places(converted) if _is_unsynchronised(layer)]:
         warnings.warn(
             f"convert_model left as they are, unsynchronised: {', '.join(left)}. Replace each by hand, or let its "
@@ -95,7 +104,8 @@ def revert_model(module: nn.Module) -> nn.Module:
     """Replaces every synchronised layer in `module` by torch's own: the inverse of `convert_model`.
 
     A `DataParallelWithCallback` becomes an `nn.DataParallel`, except where its replicas share a device, which torch's
-    cannot. Subclasses of ours are left as they are, and a `UserWarning` names them.
+    cannot. Subclasses of ours are left as they are, and a `UserWarning` names them. Micro-batches whose mini-batch has
+    not ended are forgotten; `client.commit_running_statistics(module)` before it counts them.
 
     Args:
         module: any module; containers are changed in place.

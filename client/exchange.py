@@ -78,14 +78,6 @@ class Exchange:
         key = self.key.of_phase(phase if walk == 1 else f"{phase} {walk}")
         return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
 
-    @property
-    def for_running_statistics(self) -> tuple[FloatArray, FloatArray]:
-        """Mean and unbiased variance, each of shape (C,); zeros without values."""
-        if self.moments.count == 0:
-            nothing = np.zeros_like(self.moments.sums)
-            return nothing, nothing
-        return self.statistics.mean, self.moments.variance(unbiased=True)
-
     def check_count(self, x: Tensor) -> None:
         """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`."""
         if self.moments.count > 1 or (self.moments.count == 0 and x.numel() == 0):

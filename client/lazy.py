@@ -15,6 +15,7 @@ from client.batchnorm import (
     SynchronizedBatchNorm3d,
     check_eps_mode,
 )
+from client.deferred import check_chunks
 from client.groups import Group
 
 
@@ -31,9 +32,11 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         bias: learn `bias` where `affine`.
         eps_mode: "plus" or "clamp".
         group: with whom the layer synchronises.
+        chunks: micro-batches per mini-batch.
 
     Raises:
-        ValueError: `eps_mode` is neither, or `group` is none.
+        ValueError: `eps_mode` is neither, `group` is none, or `chunks` is below 1.
+        TypeError: `chunks` is no int.
     """
 
     def __init__(
@@ -48,13 +51,16 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         bias: bool = True,
         eps_mode: str = "plus",
         group: Group | str | None = None,
+        chunks: int = 1,
     ) -> None:
         check_eps_mode(eps_mode)
         groups.check(group)
+        check_chunks(chunks)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         self.eps_mode = eps_mode
         self.group = group
+        self.chunks = chunks
 
     def initialize_parameters(self, input: Tensor, mask: Tensor | None = None) -> None:  # noqa: A002, ARG002 - forward's
         """Gives parameters and buffers the shape (C,) of an `input` (N, C, *); it is given all that `forward` is."""

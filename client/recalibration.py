@@ -51,7 +51,8 @@ def recalibrate(
     puts in. Nothing is sent before the last batch; then one message per member and group carries all layers (one for
     every `limits.MAX_CHANNELS` channels).
 
-    No momentum, mode, hook or `num_batches_tracked` is touched. If anything raises, all statistics stay as they were.
+    No momentum, mode, hook or `num_batches_tracked` is touched; what an unfinished mini-batch has pending is forgotten.
+    If anything raises, all statistics stay as they were.
 
     Args:
         model: in training mode its layers in training mode are measured, and a layer in eval stays frozen; in eval
@@ -87,6 +88,8 @@ def recalibrate(
     _check_population(measured, total)
     _warn_of_idle([layer for layer, moments in population if not moments.count])
     _write([update for layer, moments in measured for update in _updates(layer, moments)])
+    for layer, _ in measured:
+        layer.forget_pending()
     return total
 
 

@@ -15,6 +15,7 @@ from statsd_bn.errors import ReplicaLost, StatsdBNError, UnknownSession, from_wi
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import (
     FORWARD,
+    GATHER,
     NO_SERVER,
     Aggregate,
     Contribution,
@@ -31,6 +32,9 @@ from statsd_bn.messages import (
     Stand,
 )
 from statsd_bn.wire import decode, encode
+
+# The phases that may begin a step.
+BEGINNINGS = (FORWARD, GATHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +147,8 @@ class Session:
         """Returns the frame that says that this process is alive."""
         return encode(Heartbeat(self.token))
 
-    def forward_key(self, layer: str) -> RoundKey:
-        """Returns the key of the next forward round of `layer`."""
+    def forward_key(self, layer: str, phase: str = FORWARD) -> RoundKey:
+        """Returns the key of the next forward round, or gather, of `layer`."""
         if self._backward_seen:
             self._step += 1
             self._calls.clear()
@@ -152,11 +156,11 @@ class Session:
         call = self._calls[layer]
         self._calls[layer] += 1
         who = self.member
-        return RoundKey(who.job, who.group, who.epoch, self._step, layer, call, FORWARD)
+        return RoundKey(who.job, who.group, who.epoch, self._step, layer, call, phase)
 
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
         """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
-        self._backward_seen = self._backward_seen or (key.phase != FORWARD and attempt == 0)
+        self._backward_seen = self._backward_seen or (key.phase not in BEGINNINGS and attempt == 0)
         return encode(Contribution(self.token, key, attempt, rows))
 
     def registered(self, frame: bytes) -> Registered | None:

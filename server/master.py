@@ -26,6 +26,7 @@ from statsd_bn.errors import (
 )
 from statsd_bn.members import Members
 from statsd_bn.messages import (
+    GATHER,
     Aggregate,
     Contribution,
     Pending,
@@ -36,7 +37,7 @@ from statsd_bn.messages import (
     Stand,
     missing_members,
 )
-from statsd_bn.reduction import sum_in_order
+from statsd_bn.reduction import join_in_order, sum_in_order
 from statsd_bn.wire import encode
 
 # How many late members a message names.
@@ -155,14 +156,15 @@ class SyncMaster:
         return [] if slave.owes else self._settle(now)
 
     def run_master(self, round_: Round) -> Aggregate:
-        """Reduces one complete round: adds all rows in replica order.
+        """Reduces one complete round: adds all rows in replica order, or joins them in that order if it is a gather.
 
         Raises:
             LookupError: a contribution is missing.
         """
         contributions = [future.get() for future in round_.futures.values()]
         replicas = sum(len(rows.counts) for rows in contributions)
-        total = sum_in_order(row for rows in contributions for row in rows.values)
+        reduce = join_in_order if round_.key.phase == GATHER else sum_in_order
+        total = reduce(row for rows in contributions for row in rows.values)
         return Aggregate(round_.key, replicas, round_.count, Members.of(round_.futures), total)
 
     def remove_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:

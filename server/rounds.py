@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout, StatsdBNError
-from statsd_bn.messages import Aggregate, Failure, RoundKey, Rows
+from statsd_bn.messages import GATHER, Aggregate, Failure, RoundKey, Rows
 from statsd_bn.wire import encode
 
 
@@ -134,7 +134,7 @@ class Round:
 
         Raises:
             RoundMismatch: their shape is not that of the rows that came first.
-            RoundFailed: the counts add up to more than can be exact.
+            RoundFailed: the counts add up to more than can be exact, or the rows are too many for a gather.
             ContributionConflict: this member has contributed other bytes already.
         """
         future = self.futures[member]
@@ -215,6 +215,9 @@ class Round:
         )
 
     def _check_shape(self, member: int, rows: Rows) -> None:
+        if self.key.phase == GATHER:
+            self._check_part(member, rows)
+            return
         shape = rows.values.shape[1:]
         self.shape = self.shape or shape
         if shape == self.shape:
@@ -232,6 +235,18 @@ class Round:
             got=list(shape),
             member=member,
         )
+
+    def _check_part(self, member: int, rows: Rows) -> None:
+        replicas, vectors, channels = rows.values.shape
+        if (replicas, vectors) != (1, 1):
+            what = f"expected 1 row of 1 vector from each member, got {replicas} of {vectors} from member {member}"
+            raise failed(self.key, what)
+        self.shape = (1, channels + (self.shape[1] if self.shape else 0))
+        if (together := self.shape[1]) > limits.MAX_CHANNELS:
+            what = (
+                f"expected at most {limits.MAX_CHANNELS} values of all members, got {together} with member {member}'s"
+            )
+            raise failed(self.key, what)
 
     def _check_count(self, member: int, rows: Rows) -> None:
         self.count += sum(rows.counts)

@@ -140,7 +140,10 @@ class LimitExceeded(StatsdBNError):
 
 
 class RoundFailed(StatsdBNError):
-    """One exchange failed for everyone in it. Fields: the parts of its key."""
+    """One exchange failed for everyone in it. Fields: the parts of its key.
+
+    Where a member raised instead of giving its value to `mp_sync`: member, cause.
+    """
 
     code = "round_failed"
 
@@ -151,7 +154,8 @@ class RoundMismatch(RoundFailed):
     Fields where they differ in shape: the key's, expected, got, member. Where the members wait for one another in
     different places: the key's (only job and group while a group fills); table: for each place, the most crowded first,
     its members, nr_members, seconds, group, and unless they wait for the group to open step, layer, call, phase;
-    places: how many there are, since the table is cut. Among the replicas of one process: replicas.
+    places: how many there are, since the table is cut. Among the replicas of one process: replicas. Of the values or
+    keys of `mp_sync`: none.
     """
 
     code = "mismatch"

@@ -22,6 +22,9 @@ FORWARD = "forward"
 BACKWARD = "backward"
 SECOND_BACKWARD = "second backward"
 
+# The rows of such a round are not added but put one behind the other: bytes, eight to a value.
+GATHER = "gather"
+
 # The group of all members of a job; they are numbered from 0.
 WORLD = "world"
 
@@ -92,7 +95,7 @@ class RoundKey(_KeyFields):
         step: counts the training steps of an epoch from 0.
         layer: the layer's name, its place in the model.
         call: counts the layer's forward calls within the step from 0.
-        phase: `FORWARD`, `BACKWARD`, or a longer name for a further exchange of the same call.
+        phase: `FORWARD`, `BACKWARD`, or a longer name for a further exchange of the same call; or `GATHER`.
     """
 
     __slots__ = ()
@@ -131,7 +134,7 @@ class Rows:
     Attributes:
         counts: values per channel of each replica, exact integers >= 0.
         values: shape (replicas, vectors, channels), float64. Two vectors: Σx and Σx² forward, Σdy and Σdy·(x-mean)
-            backward.
+            backward. In a gather one replica and one vector, whose bits are the member's bytes.
     """
 
     counts: tuple[int, ...]
@@ -290,7 +293,8 @@ class Aggregate:
         replicas: how many rows were added.
         count: the sum of their counts.
         members: who contributed them.
-        values: shape (vectors, channels), float64: the sum of the rows in replica order.
+        values: shape (vectors, channels), float64: the sum of the rows in replica order; of a gather the rows
+            themselves, one behind the other.
     """
 
     type: ClassVar[int] = 4

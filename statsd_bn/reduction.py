@@ -1,4 +1,4 @@
-"""The one place that adds rows.
+"""The one place that adds rows, or puts them one behind the other.
 
 Floating-point addition is not associative, so *the order is part of the result*. The master adds the rows of
 all members in replica order (member number, then row within the member), never in arrival order; a process
@@ -30,3 +30,15 @@ def sum_in_order(rows: Iterable[FloatArray]) -> FloatArray:
             for row in others:
                 total += row
     return total
+
+
+def join_in_order(rows: Iterable[FloatArray]) -> FloatArray:
+    """Puts rows one behind the other along their last axis, bit for bit.
+
+    Args:
+        rows: at least one array; of one shape, but for the last axis.
+
+    Returns:
+        A new array.
+    """
+    return np.concatenate(list(rows), axis=-1)

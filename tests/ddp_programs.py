@@ -89,16 +89,21 @@ def train(connection: client.Connection, store: str, training: Training) -> Buff
     model = client.convert_model(network(training))
     optimizer = _optimizer(model)
     with _process_group(store, connection):
-        parallel = _parallel(model, training)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            for micro_batch in range(training.micro_batches):
-                x, factors = (whole.split(training.sizes)[rank] for whole in _batch(training, step, micro_batch))
-                with nullcontext() if _synchronises(training, step, micro_batch) else parallel.no_sync():
-                    output = parallel(x, branch=_uses_branch(training, step))
-                    (_loss(output, factors, training) * len(training.sizes)).backward()
-            optimizer.step()
+        train_shard(_parallel(model, training), optimizer, training, rank)
     return _state(model)
+
+
+def train_shard(
+    parallel: DistributedDataParallel, optimizer: torch.optim.Optimizer, training: Training, rank: int
+) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro_batch in range(training.micro_batches):
+            x, factors = (whole.split(training.sizes)[rank] for whole in _batch(training, step, micro_batch))
+            with nullcontext() if _synchronises(training, step, micro_batch) else parallel.no_sync():
+                output = parallel(x, branch=_uses_branch(training, step))
+                (_loss(output, factors, training) * len(training.sizes)).backward()
+        optimizer.step()
 
 
 def wrap(connection: client.Connection, store: str) -> tuple[str, str]:

@@ -1,0 +1,295 @@
+"""Elastic training: members come and go, and no sample of an epoch is lost or seen twice.
+
+An `ElasticState` holds what a training consists of. Every so often all members *commit*: they meet, tell one another
+which samples they have processed, and keep a copy of the state. There it shows who has come and who has gone. If nobody
+is lost the commit stands; else all go back to the one before it, and split anew what it leaves unprocessed. Newcomers
+are given the state at such a meeting too, which is the only moment at which they can come in.
+
+A meeting is what `client.join` makes of the beginning of a pass: nobody's rounds go on while somebody waits in it. What
+its members decide, they decide from one aggregate, the same bytes for all.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgpack
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+
+from client import packing
+from client.connection import Connection, current_connection
+from client.elastic_sampler import ElasticSampler
+from statsd_bn.errors import ConfigurationError, RoundMismatch
+
+logger = logging.getLogger("statsd_bn.client")
+
+Result = TypeVar("Result")
+
+# The names of its rounds; no layer of a model is called so, since a place in a model has no brackets.
+MEETING = "ElasticState.commit()"
+STATE = "ElasticState.sync()"
+
+# What a state counts as that has taken part in no meeting yet.
+FRESH = -1
+
+
+class MembersChanged(Exception):
+    """Members have come or gone at a commit; `run_elastic` catches it, and begins `train` anew.
+
+    Attributes:
+        lost: who has gone; what was done since the commit before is undone.
+        joined: who has come.
+    """
+
+    def __init__(self, lost: Iterable[int], joined: Iterable[int]) -> None:
+        self.lost, self.joined = sorted(lost), sorted(joined)
+        super().__init__(f"members {self.lost} are lost, and members {self.joined} have come; return to run_elastic()")
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    """What a member says of itself at a meeting.
+
+    Attributes:
+        generation: how many meetings its state has seen.
+        epoch: of its sampler.
+        members: whom it has met at the last meeting.
+        batches: how many it has recorded since.
+        indices: their samples.
+    """
+
+    generation: int
+    epoch: int
+    members: list[int]
+    batches: int
+    indices: list[int]
+
+    def packed(self) -> bytes:
+        samples = np.array(self.indices, "<i8").tobytes()
+        packed: bytes = msgpack.packb([self.generation, self.epoch, self.members, self.batches, samples])
+        return packed
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> "_Vote":
+        generation, epoch, members, batches, samples = msgpack.unpackb(data)
+        return cls(generation, epoch, members, batches, np.frombuffer(samples, "<i8").tolist())
+
+
+Votes = dict[int, _Vote]
+"""What the members of a meeting say, by member."""
+
+
+class ElasticState:
+    """What a training consists of, with copies to go back to; the same on all members after each commit.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer; None without one.
+        sampler: of its data; None where each member's data is its own business.
+        values: whatever else belongs to it, as attributes that may be set: plain values (numbers, text, None, tensors,
+            and lists, tuples and dicts of these), or objects with `state_dict` and `load_state_dict`, such as
+            learning-rate schedulers.
+
+    Attributes:
+        model: as given.
+        optimizer: as given.
+        sampler: as given.
+
+    Raises:
+        ValueError: a value's name is taken.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        sampler: ElasticSampler | None = None,
+        **values: Any,
+    ) -> None:
+        self.model, self.optimizer, self.sampler = model, optimizer, sampler
+        self._names = ("model", "optimizer", "sampler", *values)
+        self._generation = FRESH
+        self._members: list[int] = []
+        self._saved: dict[str, Any] = {}
+        for name, value in values.items():
+            if hasattr(self, name):
+                raise ValueError(f"values: expected a name that ElasticState does not use itself, got {name!r}")
+            setattr(self, name, value)
+        self._saved = self._copy()
+
+    def commit(self) -> None:
+        """Meets the other members, and keeps a copy of the state if nobody is lost; all members call it equally often.
+
+        In an epoch whose batches are uneven the members with one more have the last of the commits for themselves; what
+        they have learnt in it the others are given.
+
+        Raises:
+            MembersChanged: members have come or gone. The state is what all go on with: that of this commit, or where
+                members are lost that of the one before.
+            RoundMismatch: the members have committed at different places.
+            StatsdBNError: the exchange with the others failed, with the reason.
+        """
+        if self._is_epoch_committed():
+            self._saved = self._copy()
+            return
+        before = self._members
+        members = self._meet()
+        if members != before:
+            raise MembersChanged(set(before).difference(members), set(members).difference(before))
+
+    def restore(self) -> None:
+        """Goes back to the last commit, or the beginning; the samples processed since count as unprocessed."""
+        self._load(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Meets the other members, takes over the state of those who are furthest, and keeps a copy of it.
+
+        Members that have just begun take over what the lowest of them has.
+
+        Raises:
+            StatsdBNError: the exchange with the others failed, with the reason.
+        """
+        self._meet()
+
+    def _meet(self) -> list[int]:
+        """Meets the others and agrees with them on one state; returns who they are."""
+        connection = current_connection()
+        if connection is None:
+            self._keep(self._generation + 1)
+            return []
+        while True:
+            connection.come_back(None)
+            votes = _votes(connection, self._vote())
+            if self._agree(connection, votes):
+                return self._members
+            logger.warning("the member whose state the others were to take over was lost; meeting again")
+
+    def _agree(self, connection: Connection, votes: Votes) -> bool:
+        """Makes one state of all members'; returns False where the member that has it was lost meanwhile."""
+        lost = {member for vote in votes.values() for member in vote.members}.difference(votes)
+        if not lost:
+            _check_agreement(votes)
+            self._record(votes)
+        elif self._generation != FRESH:
+            self.restore()
+        leader = max(votes, key=lambda member: (votes[member].generation, votes[member].batches, -member))
+        changed = list(votes) != self._members
+        if (lost or _is_uneven(votes)) and not self._take_over(connection, leader, with_sampler=changed):
+            return False
+        self._members = list(votes)
+        self._keep(votes[leader].generation + 1)
+        if changed and self.sampler is not None:
+            self.sampler.reset(self._members.index(connection.member.member), len(votes))
+        return True
+
+    def _take_over(self, connection: Connection, leader: int, *, with_sampler: bool) -> bool:
+        mine = packing.pack(self._copy()) if leader == connection.member.member else b""
+        given = connection.gather(STATE, mine)
+        if leader not in given:
+            return False
+        state = packing.unpack(given[leader])
+        if not with_sampler:
+            # A loader is under way with this member's share, and all know already what has been processed.
+            del state["sampler"]
+        self._load(state)
+        return True
+
+    def _vote(self) -> bytes:
+        sampler = self.sampler
+        batches = [] if sampler is None else sampler.recorded
+        indices = [index for batch in batches for index in batch]
+        epoch = 0 if sampler is None else sampler.epoch
+        return _Vote(self._generation, epoch, self._members, len(batches), indices).packed()
+
+    def _record(self, votes: Votes) -> None:
+        if self.sampler is not None:
+            self.sampler.record_indices([index for vote in votes.values() for index in vote.indices])
+
+    def _is_epoch_committed(self) -> bool:
+        sampler = self.sampler
+        # Not `bool(sampler)`: its length is that of a share, which may be empty.
+        return sampler is not None and sampler.is_exhausted and not sampler.recorded
+
+    def _keep(self, generation: int) -> None:
+        self._generation = generation
+        self._saved = self._copy()
+        if self.sampler is not None:
+            self.sampler.recorded = []
+
+    def _copy(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name) for name in self._names}
+        return copy.deepcopy({name: part.state_dict() if _has_state(part) else part for name, part in parts.items()})
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for name, part in state.items():
+            mine = getattr(self, name)
+            if _has_state(mine):
+                mine.load_state_dict(part)
+            else:
+                setattr(self, name, part)
+
+
+def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:
+    """Trains while members come and go.
+
+    All members call it, newcomers as well, right after `client.connect(policy="elastic")`; until then those that train
+    wait for a newcomer. It brings all to one state and calls `train`, which commits now and then, and must go on from
+    what the state says (`state.epoch`, the sampler's share), since it is called anew after each change.
+
+    Args:
+        train: takes the state, and trains to the end.
+        state: what the training consists of.
+
+    Returns:
+        What `train` returns.
+
+    Raises:
+        ConfigurationError: the connection is not elastic.
+        StatsdBNError: the exchange with the others failed, with the reason.
+    """
+    connection = current_connection()
+    if connection and not connection.member.is_elastic:
+        raise ConfigurationError(
+            "run_elastic: expected an elastic connection, got a strict one, whose members fail when one is lost; "
+            'connect with client.connect(policy="elastic")'
+        )
+    state.sync()
+    while True:
+        try:
+            return train(state)
+        except MembersChanged as change:
+            logger.warning("members %s are lost, members %s have come; going on", change.lost, change.joined)
+
+
+def _votes(connection: Connection, vote: bytes) -> Votes:
+    return {member: _Vote.unpacked(data) for member, data in connection.gather(MEETING, vote).items()}
+
+
+def _is_uneven(votes: Votes) -> bool:
+    """Whether some members lack what others have: they have just come, or had a batch less."""
+    return (
+        any(vote.generation == FRESH for vote in votes.values()) or len({vote.batches for vote in votes.values()}) > 1
+    )
+
+
+def _check_agreement(votes: Votes) -> None:
+    places = {member: (vote.epoch, vote.generation) for member, vote in votes.items() if vote.generation != FRESH}
+    if len(set(places.values())) > 1:
+        told = ", ".join(
+            f"member {member} in epoch {epoch} after {generation + 1} meetings"
+            for member, (epoch, generation) in places.items()
+        )
+        raise RoundMismatch(f"ElasticState.commit(): expected all members at one place, got {told}")
+
+
+def _has_state(part: Any) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")

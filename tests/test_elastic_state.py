@@ -1,0 +1,191 @@
+"""ElasticState and run_elastic: whoever comes or dies, and whenever, every sample is learnt once in each epoch."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from client.connection import Connection
+from client.elastic import ElasticState, MembersChanged, run_elastic
+from client.elastic_sampler import ElasticSampler
+from elastic_threads import Job, World, own_connections, use
+from memory_members import MemoryMaster, in_threads, outcome
+from statsd_bn.errors import ConfigurationError, RoundMismatch
+
+jobs = st.builds(Job, st.integers(1, 24), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+
+
+@st.composite
+def fates(draw: Any) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:
+    """How many begin, who dies in which round, and who comes in which round of whom; one of the first stays alive."""
+    world_size = draw(st.integers(1, 4))
+    nr_newcomers = draw(st.integers(0, 2))
+    survivor = draw(st.integers(0, world_size - 1))
+    deaths = draw(st.dictionaries(st.integers(0, world_size + nr_newcomers - 1), st.integers(0, 30)))
+    deaths.pop(survivor, None)
+    place = st.tuples(st.integers(0, world_size - 1), st.integers(0, 30))
+    return world_size, deaths, {world_size + n: draw(place) for n in range(nr_newcomers)}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(jobs, fates())
+def test_every_sample_is_learnt_once_in_each_epoch(job, fate):
+    learnt = World(job).run(*fate)
+    assert learnt
+    assert learnt == dict.fromkeys(learnt, [float(job.epochs)] * job.samples)
+
+
+def test_the_batch_that_one_member_has_more_is_learnt_by_all():
+    learnt = World(Job(samples=5, batch=1, commit_every=1, epochs=1)).run(2, {}, {})
+    assert learnt == {0: [1.0] * 5, 1: [1.0] * 5}
+
+
+def test_a_newcomer_takes_over_what_the_others_have():
+    learnt = World(Job(samples=8, batch=1, commit_every=1, epochs=2)).run(2, {}, {2: (0, 4)})
+    assert learnt == {0: [2.0] * 8, 1: [2.0] * 8, 2: [2.0] * 8}
+
+
+def test_the_others_take_over_anothers_state_where_the_one_who_has_it_dies():
+    # Member 0 is the one whose first state all take over: its second round.
+    learnt = World(Job(samples=6, batch=2, commit_every=1, epochs=1)).run(3, {0: 1}, {})
+    assert learnt == {1: [1.0] * 6, 2: [1.0] * 6}
+
+
+@pytest.fixture
+def together() -> Iterator[Callable[[int, Callable[[Connection], Any]], list[Any]]]:
+    """Runs `program(connection)` as n elastic members, each with its own current connection."""
+    master = MemoryMaster()
+
+    def run(n: int, program: Callable[[Connection], Any]) -> list[Any]:
+        def member(number: int) -> Any:
+            with master.connect(number, n, min_members=1) as connection:
+                use(connection)
+                return outcome(lambda: program(connection))
+
+        return in_threads([lambda number=number: member(number) for number in range(n)])
+
+    with own_connections():
+        yield run
+
+
+def test_what_all_take_over_at_the_beginning_is_member_0s(together):
+    def begin(connection: Connection) -> Any:
+        mine = connection.member.member
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, float(mine))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + mine, betas=(0.5, 0.6 + mine / 10))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3 + mine)
+        state = ElasticState(
+            model, optimizer, epoch=mine, history=[mine, (mine, None)], best=torch.tensor(mine), schedule=schedule
+        )
+        state.sync()
+        group = state.optimizer.param_groups[0]
+        return (
+            model.weight.tolist(),
+            group["lr"],
+            group["betas"],
+            state.epoch,
+            state.history,
+            state.best,
+            schedule.step_size,
+        )
+
+    assert together(3, begin) == [([[0.0, 0.0]], 0.1, (0.5, 0.6), 0, [0, (0, None)], torch.tensor(0), 3)] * 3
+
+
+def test_restore_goes_back_to_the_last_commit(together):
+    def there_and_back(_: Connection) -> Any:
+        model = nn.Linear(1, 1, bias=False)
+        state = ElasticState(model, torch.optim.SGD(model.parameters(), lr=1.0), ElasticSampler(range(4)), seen=[])
+        state.sync()
+        state.sampler.record_batch(0, 1)
+        state.seen.append("kept")
+        nn.init.constant_(model.weight, 5.0)
+        state.commit()
+        state.sampler.record_batch(1, 1)
+        state.seen.append("undone")
+        nn.init.constant_(model.weight, 6.0)
+        state.restore()
+        state.seen.append("undone as well")
+        state.restore()
+        return model.weight.item(), state.seen, state.sampler.processed_indices
+
+    first, second = together(2, there_and_back)
+    assert first == second
+    assert first[:2] == (5.0, ["kept"])
+    assert len(first[2]) == 2
+
+
+def test_a_batch_that_was_not_recorded_does_not_change_the_shares(together):
+    def skip_one(connection: Connection) -> Any:
+        state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(12)))
+        state.sync()
+        before = list(state.sampler)
+        if connection.member.member:
+            state.sampler.record_batch(0, 2)
+        state.commit()
+        return before == list(state.sampler), len(state.sampler.processed_indices)
+
+    assert together(2, skip_one) == [(True, 2)] * 2
+
+
+def test_members_that_commit_at_different_places_are_told(together):
+    def wander(connection: Connection) -> Any:
+        state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4)))
+        state.sync()
+        state.sampler.set_epoch(connection.member.member)
+        state.commit()
+
+    for error in together(2, wander):
+        assert type(error) is RoundMismatch
+        assert "member 0 in epoch 0 after 1 meetings, member 1 in epoch 1 after 1 meetings" in str(error)
+
+
+def test_who_has_come_and_gone_is_said(together):
+    def leave(connection: Connection) -> Any:
+        state = ElasticState(nn.Linear(1, 1))
+        state.sync()
+        if connection.member.member == 1:
+            return None
+        return outcome(state.commit)
+
+    first, gone, third = together(3, leave)
+    assert gone is None
+    for change in (first, third):
+        assert type(change) is MembersChanged
+        assert (change.lost, change.joined) == ([1], [])
+
+
+def test_alone_it_commits_and_restores_without_a_connection():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    state = ElasticState(model, sampler=ElasticSampler(range(3)), epoch=0)
+
+    def train(state: ElasticState) -> list[int]:
+        state.sampler.record_batch(0, 2)
+        state.epoch = 1
+        state.commit()
+        nn.init.constant_(model.weight, 2.0)
+        state.epoch = 2
+        state.restore()
+        return state.sampler.processed_indices
+
+    assert len(run_elastic(train, state)) == 2
+    assert (state.epoch, model.weight.item()) == (1, 1.0)
+
+
+def test_a_strict_connection_is_refused():
+    with own_connections(), MemoryMaster().connect(0, 1) as connection:
+        use(connection)
+        with pytest.raises(ConfigurationError, match="expected an elastic connection, got a strict one"):
+            run_elastic(lambda _: None, ElasticState(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize("name", ["commit", "restore", "sync", "_members"])
+def test_a_value_cannot_take_a_name_of_its_own(name):
+    with pytest.raises(ValueError, match=f"got '{name}'"):
+        ElasticState(nn.Linear(1, 1), **{name: 1})
