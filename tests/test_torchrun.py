@@ -11,7 +11,7 @@ import torch
 from launched import PROC, Launched
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TORCHRUN = Path(sys.executable).with_name("torchrun")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 STEPS = 40
 COMPARE = 12
@@ -35,7 +35,7 @@ def whole_batch():
 
 def digits_in(processes: int, folder: Path, *options: str) -> Launched:
     trained = ["--steps", str(STEPS), "--keep", str(COMPARE), "--save", folder / "saved.pt", "--deadline", "30"]
-    command = [TORCHRUN, "--nproc-per-node", str(processes), *options, EXAMPLES / "train_digits.py", *trained]
+    command = [*TORCHRUN, "--nproc-per-node", str(processes), *options, EXAMPLES / "train_digits.py", *trained]
     return Launched(command, {}, folder / "errors")
 
 
