@@ -117,7 +117,7 @@ def shell(python, environs, server, tmp_path) -> Callable[[Block], Shell]:
 
 
 @pytest.fixture
-def environs(job, server) -> Callable[[int], list[dict[str, str]]]:
+def environs(job) -> Callable[[int], list[dict[str, str]]]:
     """The environments of so many processes, as torchrun would set them, on a machine without devices."""
 
     def of_size(size: int) -> list[dict[str, str]]:
@@ -128,7 +128,6 @@ def environs(job, server) -> Callable[[int], list[dict[str, str]]]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "TORCHELASTIC_RUN_ID": job,
-            "STATSD_BN_ENDPOINT": server.endpoint,
             "CUDA_VISIBLE_DEVICES": "",
         }
         return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
