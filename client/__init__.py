@@ -17,7 +17,6 @@ from client.convert import convert_model, patch_sync_batchnorm, revert_model
 from client.ddp_handler import DDPHandler
 from client.elastic import ElasticState, MembersChanged, run_elastic
 from client.elastic_sampler import ElasticSampler
-from client.environment import integer
 from client.gradients import average_gradients
 from client.groups import Group
 from client.jit import use_compiled_kernels
@@ -33,6 +32,7 @@ from client.replicate import (
 )
 from client.smart_ddp import smart_ddp
 from client.uneven_inputs import join
+from client.variables import integer
 
 __all__ = [
     "CallbackContext",

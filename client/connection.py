@@ -17,7 +17,7 @@ from typing import Self
 
 import numpy as np
 
-from client import gathering, groups
+from client import gathering, groups, own_master, without_endpoint
 from client.environment import DEFAULT_DEADLINE, STRICT, keys_from, member_from
 from client.groups import LOCAL, Group
 from client.registration import Sessions, cause_of
@@ -30,6 +30,7 @@ from statsd_bn.errors import (
     ConnectionClosed,
     ProtocolError,
 )
+from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import FORWARD, GATHER, Aggregate, RoundKey, Rows, Stand
 from statsd_bn.reduction import FloatArray
 
@@ -284,11 +285,16 @@ def connect(
 ) -> Connection:
     """Connects this process's synchronised layers to a master, and waits until all members are there.
 
+    Under torchrun it needs no argument: member 0 starts a master, which ends with it, and the others learn of it
+    through torch's rendezvous store. So it is under any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT, and in tasks of SLURM's srun.
+
     Args:
-        endpoint: where `python -m server` listens, `tcp://host:port` or `ipc://path`; else STATSD_BN_ENDPOINT.
-        job: the training run's name; else STATSD_BN_JOB, else TORCHELASTIC_RUN_ID, else "default".
-        member: this process's number; else RANK, else 0.
-        world_size: how many processes the job begins with; else WORLD_SIZE, else 1.
+        endpoint: where `python -m server` listens, `tcp://host:port` or `ipc://path`; else STATSD_BN_ENDPOINT; else a
+            master is started for this job.
+        job: the training run's name; else STATSD_BN_JOB, else as the launcher calls it, else "default".
+        member: this process's number; else RANK, else as SLURM numbers the tasks, else 0.
+        world_size: how many processes the job begins with; else WORLD_SIZE, else the number of SLURM's tasks, else 1.
         deadline: seconds that any round may take to complete.
         fill_deadline: seconds that the members may take to come; else as long as a round.
         policy: what happens when a member is lost. "strict": all others raise `ReplicaLost`. "elastic": they go on
@@ -296,7 +302,7 @@ def connect(
         min_members: how few members an elastic job may go on with; with fewer all wait for newcomers, as long as a
             round may take; default 1.
         curve: the file with this client's secret key, as `python -m server keygen` makes it, for a server with --curve;
-            else STATSD_BN_CURVE.
+            else STATSD_BN_CURVE. A master that is started for this job makes keys of its own.
 
     Returns:
         The connection, also a context manager: leaving it disconnects, and tells the others why if an
@@ -304,7 +310,8 @@ def connect(
 
     Raises:
         ConfigurationError: an argument or variable is missing or wrong, or this process is connected already.
-        ServerUnreachable: nobody answers at the endpoint, within seconds.
+        ServerUnreachable: nobody answers at the endpoint, within seconds; or member 0 could not start a master, or told
+            the others of none in time.
         AuthenticationRefused: server and client do not accept each other's keys.
         DuplicateMember: another process is this member.
         WorldSizeMismatch: the members disagree on `world_size`.
@@ -317,10 +324,6 @@ def connect(
     if open_connection and open_connection.is_own:
         raise ConfigurationError(f"already connected: {open_connection!r}; call client.disconnect() first")
     endpoint = endpoint or os.environ.get("STATSD_BN_ENDPOINT")
-    if not endpoint:
-        raise ConfigurationError(
-            "endpoint: none given and STATSD_BN_ENDPOINT is not set; start `python -m server` and pass what it prints"
-        )
     who = member_from(
         os.environ,
         job=job,
@@ -331,9 +334,16 @@ def connect(
         policy=policy,
         min_members=min_members,
     )
-    connection = Connection(ZmqTransport(endpoint, keys_from(os.environ, curve)), who)
+    if endpoint:
+        connection = _join(endpoint, keys_from(os.environ, curve), who)
+    else:
+        connection = without_endpoint.join(who, os.environ, _join)
     _current = connection
     return connection
+
+
+def _join(endpoint: str, keys: ClientKeys | None, who: Member) -> Connection:
+    return Connection(ZmqTransport(endpoint, keys), who)
 
 
 def disconnect() -> None:
@@ -348,9 +358,15 @@ def current_connection() -> Connection | None:
 
 
 def _goodbye() -> None:
-    """At the interpreter's end: tells the others, with the exception that ended it if there was one."""
+    """At the interpreter's end: tells the others, with the exception that ended it if there was one.
+
+    A master of this process's own would end with it, so members who have more to do are waited for.
+    """
+    error = getattr(sys, "last_value", None)
     if connection := current_connection():
-        connection.close(cause=cause_of(getattr(sys, "last_value", None)))
+        connection.close(cause=cause_of(error))
+    if error is None:
+        own_master.wait_for_members()
 
 
 atexit.register(_goodbye)

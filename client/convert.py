@@ -6,7 +6,7 @@ mode), so optimizers and checkpoints made before the conversion go on working.
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -113,11 +113,23 @@ def revert_model(module: nn.Module) -> nn.Module:
     Returns:
         The module, or its replacement if it is itself a synchronised layer or a `DataParallelWithCallback`.
     """
-    reverted = _replace(module, PLAIN, {})
-    synchronised = [(place, layer) for place, layer in _places(reverted) if isinstance(layer, SynchronizedBatchNorm)]
-    if synchronised:
-        left = ", ".join(_described(place, layer) for place, layer in synchronised)
-        warnings.warn(f"revert_model left as they are, synchronised: {left}. Replace each by hand", stacklevel=2)
+    return revert(module, stacklevel=3)
+
+
+def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:
+    """`revert_model`, but for the layers in `kept`; `stacklevel` is as `convert` takes it."""
+    ours = set(kept)
+    reverted = _replace(module, PLAIN, {layer: layer for layer in ours})
+    left = [
+        _described(place, layer)
+        for place, layer in _places(reverted)
+        if isinstance(layer, SynchronizedBatchNorm) and layer not in ours
+    ]
+    if left:
+        warnings.warn(
+            f"revert_model left as they are, synchronised: {', '.join(left)}. Replace each by hand",
+            stacklevel=stacklevel,
+        )
     return reverted
 
 

@@ -1,13 +1,14 @@
-"""What the environment says: launchers tell a process who it is by variables, and torchrun's names are the common ones.
+"""Who this process is: as its arguments say, and else as the environment says, see `client.launcher`.
 
 Everything here is a function of a mapping, so that a test needs no environment of its own.
 """
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from client import launcher
 from client.session import Member
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
@@ -38,9 +39,9 @@ def member_from(
         ConfigurationError: a value is unusable.
     """
     if job is None:
-        job = environ.get("STATSD_BN_JOB") or environ.get("TORCHELASTIC_RUN_ID") or "default"
-    world_size = integer(environ, "WORLD_SIZE", 1) if world_size is None else world_size
-    member = integer(environ, "RANK", 0) if member is None else member
+        job = environ.get("STATSD_BN_JOB") or launcher.job(environ) or "default"
+    world_size = _first(world_size, launcher.world_size, environ, 1)
+    member = _first(member, launcher.rank, environ, 0)
     if not 1 <= world_size <= limits.MAX_MEMBERS:
         raise ConfigurationError(f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {world_size}")
     least = _min_members(policy, min_members, world_size)
@@ -57,7 +58,7 @@ def member_from(
     return Member(
         job=job,
         group=WORLD,
-        epoch=integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        epoch=launcher.epoch(environ),
         member=member,
         world_size=world_size,
         deadline=float(deadline),
@@ -65,6 +66,16 @@ def member_from(
         min_members=least,
         fill_deadline=fill_deadline,
     )
+
+
+def _first(
+    given: int | None, said: Callable[[Mapping[str, str]], int | None], environ: Mapping[str, str], default: int
+) -> int:
+    """Returns what is given, else what the launcher says, which only then has to make sense, else the default."""
+    if given is not None:
+        return given
+    found = said(environ)
+    return default if found is None else found
 
 
 def _min_members(policy: str, min_members: int | None, world_size: int) -> int:
@@ -88,16 +99,3 @@ def keys_from(environ: Mapping[str, str], curve: str | Path | None = None) -> Cl
     """
     path = curve or environ.get("STATSD_BN_CURVE")
     return load_client(path) if path else None
-
-
-def integer(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Returns a variable's value, or the default where it is not set or empty.
-
-    Raises:
-        ConfigurationError: it is no integer.
-    """
-    text = environ.get(name, "")
-    try:
-        return int(text) if text else default
-    except ValueError as error:
-        raise ConfigurationError(f"{name}: expected an integer, got {text!r}") from error

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from client.environment import integer
+from client.variables import integer
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.messages import WORLD, check_integer, check_text

@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from client.convert import convert as synchronised
-from client.environment import integer
+from client.variables import integer
 from statsd_bn.errors import ConfigurationError
 
 # DistributedDataParallel is broken there (ultralytics/yolov5#8395).

@@ -1,10 +1,10 @@
 """Trains on the digits as one of several processes: a script to start from.
 
-python -m server --bind tcp://127.0.0.1:5555 &
-STATSD_BN_ENDPOINT=tcp://127.0.0.1:5555 torchrun --nproc-per-node 4 examples/train_digits.py
+torchrun --nproc-per-node 4 examples/train_digits.py
 
-Two lines make its batch norm synchronised: `client.convert_model`, and `client.connect`, which takes RANK, WORLD_SIZE
-and STATSD_BN_ENDPOINT from the environment. Gradients are the business of DistributedDataParallel, as ever.
+Two lines make its batch norm synchronised: `client.convert_model`, and `client.connect`, which takes RANK and
+WORLD_SIZE from the environment and has rank 0 start a server. A server that runs already is used where
+STATSD_BN_ENDPOINT says where it listens. Gradients are the business of DistributedDataParallel, as ever.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.init_process_group(
         "gloo",
-        init_method=options.init_method,
+        store=store(options, rank, world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=options.deadline),
@@ -62,6 +62,19 @@ def main() -> None:
     distributed.barrier()
     del model
     distributed.destroy_process_group()
+
+
+def store(options: argparse.Namespace, rank: int, world_size: int) -> distributed.Store:
+    """Returns where the processes meet; those that `torchrun --max-restarts` has started anew, in a place of their own.
+
+    Torchrun keeps one store for all of them, where gloo would find the addresses of processes that are no more
+    (pytorch#135712). It counts restarts on each node by itself, so this is for one node; for several, start torchrun
+    with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    """
+    found, _, _ = next(distributed.rendezvous(options.init_method, rank, world_size))
+    is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else "0"
+    return distributed.PrefixStore(f"start {restarts}", found)
 
 
 def device(options: argparse.Namespace) -> torch.device:

@@ -24,6 +24,8 @@ class Config:
         curve: folder with the server's keys and the public keys of its clients, as `python -m server keygen` makes it;
             None: whoever reaches an endpoint is let in.
         quota: how much is taken, kept and waited for.
+        parent: id of the process that this server belongs to: it ends with it, and as soon as all members that were
+            there have left; None: it serves until it is told to stop.
 
     Raises:
         ConfigurationError: a value is unusable.
@@ -34,12 +36,15 @@ class Config:
     insecure: bool = False
     curve: str | None = None
     quota: Quota = field(default_factory=Quota)
+    parent: int | None = None
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
             raise ConfigurationError(f"log level: expected one of {LOG_LEVELS}, got {self.log_level!r}")
         if not self.bind:
             raise ConfigurationError("bind: expected at least one endpoint, got none")
+        if self.parent is not None and self.parent < 1:
+            raise ConfigurationError(f"parent: expected the id of a process, got {self.parent}")
         for endpoint in self.bind:
             if not re.fullmatch(r"[a-z]+://.+", endpoint):
                 raise ConfigurationError(
@@ -98,6 +103,12 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         default=environ.get("STATSD_BN_CURVE") or None,
         help="let in only clients whose public keys are in DIR, and encrypt; SIGHUP reads them again (STATSD_BN_CURVE)",
     )
+    result.add_argument(
+        "--parent",
+        type=int,
+        metavar="PID",
+        help="end with this process, which has to be the one that starts the server, and once all members have left",
+    )
     limits = result.add_argument_group("limits", "What is beyond one gets an error, and is counted in the status.")
     for option in fields(Quota):
         twin = f"STATSD_BN_{option.name.upper()}"
@@ -120,7 +131,7 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
     found = parser(environ).parse_args(arguments)
     quota = Quota(**{option.name: getattr(found, option.name) for option in fields(Quota)})
     bind = tuple(found.bind or bound_to(environ))
-    return Config(bind, found.log_level, found.insecure, found.curve, quota)
+    return Config(bind, found.log_level, found.insecure, found.curve, quota, found.parent)
 
 
 def bound_to(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from server.slave import Slave
 from statsd_bn.errors import (
     AuthenticationRefused,
     LimitExceeded,
+    MasterStopped,
     ProtocolError,
     RegistrationRefused,
     ReplicaLost,
@@ -72,6 +73,7 @@ class Dispatcher:
 
     Attributes:
         tally: what was refused.
+        has_had_members: whether anybody is registered, or was.
     """
 
     def __init__(self, server: bytes, started: float, quota: Quota | None = None) -> None:
@@ -87,6 +89,7 @@ class Dispatcher:
         self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
+        self.has_had_members = False
 
     def receive(self, now: float, peer: bytes, frame: bytes, tenant: Tenant = ANYBODY) -> list[Reply]:
         """Takes one frame from a peer and returns the frames to send; `tenant` is whose key the peer has."""
@@ -108,6 +111,11 @@ class Dispatcher:
         replies += [reply for master in self._masters.values() for reply in master.expire(now)]
         replies += [reply for master in self._masters.values() for reply in self._mourn(master)]
         return replies + self._end_deadlocks(now)
+
+    @property
+    def has_members(self) -> bool:
+        """Whether anybody is registered."""
+        return bool(self._seats)
 
     def is_from_a_member(self, frame: bytes) -> bool:
         """Returns whether a frame names a session that has a seat."""
@@ -136,6 +144,11 @@ class Dispatcher:
         A member that is nowhere to be reached, and is not heard again in time, is lost at a later `tick`.
         """
         return [(other, self._probe) for other in self._liveness.unreachable(now, peer)]
+
+    def farewell(self) -> list[Reply]:
+        """Tells all members that this server ends for good; those who are busy find it before their next round."""
+        stopped = MasterStopped("the master stopped with the process that had started it")
+        return [(seat.slave.peer, failure(seat.master.membership.lost or stopped)) for seat in self._seats.values()]
 
     def stop(self) -> list[Reply]:
         """Ends all waits because the server stops."""
@@ -283,6 +296,7 @@ class Dispatcher:
         if former is None or former.slave is not slave:
             slave.since = now
         self._seats[register.session] = seat
+        self.has_had_members = True
         self._past.begin_session(register.session)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)

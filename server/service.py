@@ -26,6 +26,7 @@ from server.connections import Connections
 from server.dispatcher import Dispatcher
 from server.keygen import check_curve
 from server.master import Reply
+from server.parent import Parent
 from server.rounds import failure
 from server.zap import DOMAIN, Gatekeeper
 from statsd_bn import keys, limits
@@ -92,6 +93,7 @@ class Service:
         self._probe_at = math.inf
         self._next_tick = 0.0
         self._socket_files: dict[Path, int] = {}
+        self._parent = Parent(config.parent) if config.parent else None
         self._quota = config.quota
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
         self._configure_socket()
@@ -139,7 +141,7 @@ class Service:
         return self._access is not None
 
     def run(self) -> None:
-        """Serves until `stop`, then drains: takes what has come, and tells who still waits."""
+        """Serves until `stop`, or the parent's end, then drains: takes what has come, and tells who still waits."""
         next_look = time.monotonic() + LOOK_SECONDS
         while not self._stopping:
             # To wait in `recv` costs some system calls less for each frame than to poll before.
@@ -153,6 +155,9 @@ class Service:
                 self._look()
                 next_look = time.monotonic() + LOOK_SECONDS
         self._drain()
+        if self._parent:
+            # Nobody will start it again, so nobody is to wait for that.
+            self._send(self._dispatcher.farewell())
         self._send(self._dispatcher.stop())
 
     def _look(self) -> None:
@@ -168,6 +173,12 @@ class Service:
             self._send(self._dispatcher.tick(time.monotonic()))
             self._close_connections()
             self._next_tick = time.monotonic() + TICK_SECONDS
+        if self._parent and self._is_needed_no_more(self._parent):
+            self.stop()
+
+    def _is_needed_no_more(self, parent: Parent) -> bool:
+        has_members, has_had_members = self._dispatcher.has_members, self._dispatcher.has_had_members
+        return parent.needs_no_server(time.monotonic(), has_members=has_members, has_had_members=has_had_members)
 
     def _configure_socket(self) -> None:
         # Without MANDATORY a ROUTER drops answers to unknown peers silently; without HANDOVER the routing
@@ -349,7 +360,7 @@ def _handler(action: Callable[[], None]) -> Callable[[int, FrameType | None], No
 
 
 def run_master(config: Config | None = None) -> None:
-    """Runs the aggregation server until SIGTERM or SIGINT, then drains and returns.
+    """Runs the aggregation server until SIGTERM or SIGINT, or the end of `config.parent`, then drains and returns.
 
     Prints one line, `listening on ENDPOINT`, for each endpoint once it is bound.
 

@@ -89,8 +89,20 @@ def load_client(path: str | Path) -> ClientKeys:
     path = Path(path)
     if path.is_dir():
         path = path / SECRET_FOLDER / secret_name(DEFAULT_CLIENT)
-    found = _load(path, secret=True)
-    return ClientKeys(Pair(_key(path, found, PUBLIC), _key(path, found, SECRET)), _key(path, found, SERVER))
+    return _client(path, _load(path, secret=True))
+
+
+def parse_client(text: str, source: str) -> ClientKeys:
+    """Returns a client's keys.
+
+    Args:
+        text: what the client's file holds.
+        source: where it comes from, for people.
+
+    Raises:
+        ConfigurationError: it is no such file's.
+    """
+    return _client(source, _parse(source, text))
 
 
 def load_server(folder: str | Path) -> Pair:
@@ -138,22 +150,38 @@ def secret_name(client: str) -> str:
 
 def _load(path: Path, *, secret: bool) -> Mapping[str, Any]:
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"curve: cannot read {path}: {error.strerror}") from error
-    except ValueError:
-        # The reason may quote what the file holds, so it is neither told nor kept.
-        raise ConfigurationError(f"curve: {path} is no file of keys, as `python -m server keygen` makes it") from None
+    except UnicodeDecodeError:
+        raise _no_keys(path) from None
+    found = _parse(path, text)
     if secret and path.stat().st_mode & 0o077:
         logger.warning("%s holds a secret key, and other users of this machine can read it; chmod 600", path)
     return found
 
 
-def _key(path: Path, found: Mapping[str, Any], name: str) -> str:
+def _parse(source: Path | str, text: str) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except ValueError:
+        # The reason may quote what the file holds, so it is neither told nor kept.
+        raise _no_keys(source) from None
+
+
+def _no_keys(source: Path | str) -> ConfigurationError:
+    return ConfigurationError(f"curve: {source} is no file of keys, as `python -m server keygen` makes it")
+
+
+def _client(source: Path | str, found: Mapping[str, Any]) -> ClientKeys:
+    return ClientKeys(Pair(_key(source, found, PUBLIC), _key(source, found, SECRET)), _key(source, found, SERVER))
+
+
+def _key(source: Path | str, found: Mapping[str, Any], name: str) -> str:
     key = found.get(name)
     if not (isinstance(key, str) and _Z85.fullmatch(key)):
         raise ConfigurationError(
-            f"curve: {path}: {name}: expected a key of 40 letters, "
+            f"curve: {source}: {name}: expected a key of 40 letters, "
             f"as `python -m server keygen` makes it, got {'none' if key is None else 'something else'}"
         )
     return key

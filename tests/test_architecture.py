@@ -34,7 +34,7 @@ def test_the_wheel_holds_the_three_packages_typed_and_nothing_else(tmp_path):
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"statsd_bn", "server", "client"}
     for package in ("statsd_bn", "server", "client"):
-        sources = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / package).glob("*.py")}
+        sources = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / package).rglob("*.py")}
         assert {f"{package}/py.typed", *sources} <= names
     assert not [name for name in names if "test" in name or "__pycache__" in name]
     assert "statsd-bn = server.__main__:main" in entry_points

@@ -133,3 +133,10 @@ def test_log_levels_are_those_of_logging(level):
 def test_a_configuration_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().insecure = True
+
+
+def test_a_parent_is_the_id_of_a_process():
+    assert from_arguments(["--parent", "12"], {}).parent == 12
+    assert from_arguments([], {}).parent is None
+    with pytest.raises(ConfigurationError, match="parent: expected the id of a process, got 0"):
+        from_arguments(["--parent", "0"], {})

@@ -24,9 +24,11 @@ from statsd_bn.errors import (
     DuplicateMember,
     GroupIncomplete,
     MasterStopped,
+    RegistrationRefused,
     ReplicaLost,
     RoundTimeout,
     ServerUnreachable,
+    StaleEpoch,
     VersionMismatch,
     WorldSizeMismatch,
 )
@@ -349,6 +351,22 @@ def test_it_counts_rounds_and_times_them():
     for rounds, median in run_members(2, exchange):
         assert rounds == 5
         assert 0.0 < median < 20.0
+
+
+def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_refused(server, job):
+    """A server that outlives a worker group of `torchrun --max-restarts`."""
+
+    def connect(restarts):
+        environ = {"STATSD_BN_JOB": job, "TORCHELASTIC_RESTART_COUNT": restarts}
+        return Connection(ZmqTransport(server.endpoint), member_from(environ, deadline=20.0))
+
+    with connect("0") as before, connect("1") as after:
+        with pytest.raises(RegistrationRefused, match="a new run of the group was begun by member 0"):
+            before.exchange("bn", ROW)
+        with pytest.raises(StaleEpoch, match="expected epoch 1 or later, got 0 from member 0") as caught:
+            connect("0")
+        assert caught.value.fields["got"] == 0
+        assert after.exchange("bn", ROW).count == 1
 
 
 def test_an_uncaught_exception_at_the_end_of_a_script_is_the_cause_the_others_see(members, server, job):

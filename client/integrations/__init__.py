@@ -1,0 +1,1 @@
+"""Other frameworks' hooks, each in a module of its own that is imported only where that framework is used."""

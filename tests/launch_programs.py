@@ -1,0 +1,56 @@
+"""A script that connects without an endpoint, and says what it sees: `python launch_programs.py NAME`."""
+
+import sys
+
+import numpy as np
+from torch import distributed
+
+import client
+from statsd_bn import Rows
+from statsd_bn.errors import StatsdBNError
+
+ROW = Rows((1,), np.ones((1, 2, 3)))
+DEADLINE = 30.0
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def meet_twice() -> None:
+    """Meets, leaves and meets again; then the process group that every training has uses the same store."""
+    for _ in range(2):
+        with client.connect(deadline=DEADLINE) as connection:
+            say("covers", connection.exchange("bn", ROW).count, repr(connection))
+    distributed.init_process_group("gloo")
+    distributed.barrier()
+    distributed.destroy_process_group()
+    say("through")
+
+
+def go_on_after_member_0() -> None:
+    """Member 0 has less data than the others, and its script ends."""
+    connection = client.connect(deadline=DEADLINE)
+    connection.exchange("bn", ROW)
+    if connection.member.member == 0:
+        connection.stay_away(None)
+        say("at the end")
+    else:
+        sys.stdin.readline()
+        say("covers", connection.exchange("bn", ROW).count)
+
+
+def be_busy_when_member_0_ends() -> None:
+    """Member 0 stops for ever; another is busy for so long that the master is gone when it comes back."""
+    connection = client.connect(deadline=DEADLINE)
+    say("covers", connection.exchange("bn", ROW).count)
+    sys.stdin.readline()
+    connection.exchange("bn", ROW)
+
+
+if __name__ == "__main__":
+    try:
+        globals()[sys.argv[1]]()
+    except StatsdBNError as error:
+        say(type(error).__name__, error)

@@ -1,0 +1,107 @@
+"""Processes of a launcher, with whatever they start themselves: what they say, and that none is left."""
+
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+# A process imports torch and starts a server in some seconds; a loaded machine may take far longer.
+WAIT_SECONDS = 60.0
+
+# A server stays for 5 s at most when its parent has been killed.
+GONE_SECONDS = 15.0
+
+PROC = Path("/proc")
+MARK = "STATSD_BN_TEST_MARK"
+
+
+class Launched:
+    """A command and all that descends from it; a context manager that leaves nothing behind.
+
+    All processes have a mark in their environment, by which they are found wherever they are.
+    """
+
+    def __init__(self, command: Sequence[str | Path], environ: dict[str, str], errors: Path) -> None:
+        self._mark = uuid.uuid4().hex
+        self._errors = errors
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
+        with errors.open("w") as complaints:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                text=True,
+                env={**inherited, **environ, MARK: self._mark},
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        self.process.wait(WAIT_SECONDS)
+        self._reader.join(WAIT_SECONDS)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    @property
+    def errors(self) -> str:
+        return self._errors.read_text()
+
+    def line(self, beginning: str) -> str:
+        """The next line that begins so."""
+        while True:
+            line = self._lines.get(timeout=WAIT_SECONDS)
+            assert line is not None, f"expected a line {beginning!r}; errors: {self.errors}"
+            if line.startswith(beginning):
+                return line
+
+    def tell(self, line: str) -> None:
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def end(self) -> int:
+        """Its exit code, once it has ended by itself."""
+        return self.process.wait(WAIT_SECONDS)
+
+    def processes(self, **environ: str) -> list[int]:
+        """The ids of its processes with these variables."""
+        return [number for number in _numbers() if self._is_one(number, environ)]
+
+    def leaves_nothing(self) -> bool:
+        """Whether all its processes end, which is waited for."""
+        expiry = time.monotonic() + GONE_SECONDS
+        while self.processes():
+            if time.monotonic() > expiry:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _is_one(self, number: int, environ: dict[str, str]) -> bool:
+        try:
+            found = (PROC / str(number) / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            return False  # it has ended meanwhile, or is another user's
+        return {f"{name}={value}" for name, value in {**environ, MARK: self._mark}.items()} <= set(found)
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+
+def _numbers() -> list[int]:
+    return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]

@@ -1,0 +1,252 @@
+"""Joining without an endpoint: where the master listens, who hears of it, and what happens where there is none."""
+
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+from client import meeting, own_master, without_endpoint
+from client.environment import member_from
+from client.launcher import MeetingPlace
+from client.meeting import Meeting, News
+from client.without_endpoint import binding, reached_by
+from launched import PROC, Launched
+from memory_members import in_threads, outcome
+from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
+
+PROGRAMS = Path(__file__).with_name("launch_programs.py")
+
+with_proc = pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
+
+
+def resolves(name):
+    try:
+        return bool(socket.gethostbyname(name))
+    except OSError:
+        return False
+
+
+# What says that there are several nodes, though all are this one.
+SEVERAL_NODES = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": socket.gethostname()}
+
+by_name = pytest.mark.skipif(not resolves(socket.gethostname()), reason="this host does not know its own name")
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return str(found.getsockname()[1])
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts the processes of a job as a launcher does that keeps no store; nothing of them is left."""
+    with ExitStack() as stack:
+
+        def run(program, processes, **environ):
+            common = {
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": free_port(),
+                **environ,
+            }
+            command = [sys.executable, PROGRAMS, program]
+            return [
+                stack.enter_context(Launched(command, {**common, "RANK": str(rank)}, tmp_path / f"errors-{rank}"))
+                for rank in range(processes)
+            ]
+
+        yield run
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """That of one process on one node whose launcher keeps a store."""
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(meeting, "_stores", {})
+    # Threads that play processes would number their meetings together.
+    monkeypatch.setattr(meeting, "_meetings", _Zeros())
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    yield {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
+    for master in list(own_master._started):
+        master.stop()
+    meeting._stores.clear()
+
+
+class _Zeros:
+    def __next__(self):
+        return 0
+
+
+def join(environ, rank, join_at=lambda *found: found, **given):
+    environ = {**environ, "RANK": str(rank)}
+    return without_endpoint.join(member_from(environ, **{"deadline": 20.0, **given}), environ, join_at)
+
+
+@by_name
+@with_proc
+def test_processes_meet_as_often_as_they_like_and_share_the_store_with_a_process_group(launch):
+    """No torchrun: the store is member 0's. On several nodes, as far as the launcher says, so there are keys."""
+    run = launch("meet_twice", 2, **SEVERAL_NODES)
+    first, second = run[0].line("covers 2"), run[0].line("covers 2")
+    assert f" to tcp://{socket.gethostname()}:" in first
+    assert first != second, "another master"
+    for process in run:
+        process.line("through")
+        assert process.end() == 0, process.errors
+        assert process.leaves_nothing()
+
+
+@with_proc
+def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch):
+    first, second = launch("go_on_after_member_0", 2)
+    first.line("at the end")
+    with pytest.raises(subprocess.TimeoutExpired):
+        first.process.wait(1.0)
+    second.tell("go on")
+    second.line("covers 1")
+    assert (first.end(), second.end()) == (0, 0)
+    assert first.leaves_nothing()
+
+
+@with_proc
+def test_a_member_that_was_busy_when_its_master_ended_does_not_wait_for_another(launch):
+    first, second = launch("be_busy_when_member_0_ends", 2)
+    for process in (first, second):
+        process.line("covers 2")
+    first.process.send_signal(signal.SIGKILL)
+    assert first.leaves_nothing()
+    second.tell("go on")
+    assert "member 0" in second.line("ReplicaLost")
+    assert second.end() == 0
+
+
+def test_on_one_node_the_master_listens_on_loopback_without_keys(environ):
+    endpoint, keys, who = join(environ, 0)
+    assert endpoint.startswith("tcp://127.0.0.1:")
+    assert (keys, who.member) == (None, 0)
+    assert join(environ, 1)[:2] == (endpoint, None)
+
+
+@by_name
+def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ):
+    """torchrun counts restarts on each node by itself (pytorch#135712)."""
+    environ |= SEVERAL_NODES
+    endpoint, keys, _ = join({**environ, "TORCHELASTIC_RESTART_COUNT": "3"}, 0)
+    other, same_keys, who = join({**environ, "TORCHELASTIC_RESTART_COUNT": "1"}, 1)
+    assert endpoint.startswith(f"tcp://{socket.gethostname()}:")
+    assert (other, same_keys, who.epoch) == (endpoint, keys, 3)
+    assert keys is not None
+
+
+def test_a_master_that_does_not_start_is_told_to_all(environ, monkeypatch):
+    monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
+    errors = in_threads([lambda rank=rank: outcome(lambda: join(environ, rank)) for rank in range(2)])
+    assert all(isinstance(error, ServerUnreachable) for error in errors)
+    assert "ended with exit code 2" in str(errors[0])
+    assert "member 0 could not start a master: " in str(errors[1])
+    assert "ended with exit code 2" in str(errors[1])
+
+
+def test_a_member_0_that_cannot_join_stops_its_master(environ):
+    started = []
+
+    def refuse(*_):
+        started.extend(own_master._started)
+        raise ServerUnreachable("refused")
+
+    with pytest.raises(ServerUnreachable, match="refused"):
+        join(environ, 0, refuse)
+    (master,) = started
+    assert master._process.wait(20) == 0
+
+
+def test_a_member_0_that_waited_in_vain_leaves_its_master_to_those_who_came(environ):
+    def give_up(*_):
+        raise GroupIncomplete("member 2 did not connect")
+
+    with pytest.raises(GroupIncomplete):
+        join(environ, 0, give_up)
+    (master,) = own_master._started
+    assert master._process.poll() is None
+
+
+@by_name
+@pytest.mark.parametrize("refusal", [ServerUnreachable, AuthenticationRefused])
+def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refusal, caplog):
+    """On several nodes a process that is started anew may come before member 0, and hear of the master before."""
+    environ |= SEVERAL_NODES
+    member_0 = Meeting(MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "latest life", 20.0)
+    member_0.tell(News("tcp://old:1", 1))
+    tried = []
+
+    def join_at(endpoint, _, who):
+        tried.append(endpoint)
+        if endpoint == "tcp://old:1":
+            member_0.tell(News("tcp://new:1", 2))
+            raise refusal("it is gone")
+        return who.epoch
+
+    assert join(environ, 1, join_at) == 2
+    assert tried == ["tcp://old:1", "tcp://new:1"]
+    assert "it is gone; waiting whether member 0 was started anew" in caplog.text
+
+
+@by_name
+def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ, monkeypatch):
+    monkeypatch.setattr(without_endpoint, "ANEW_SECONDS", 0.1)
+    environ |= SEVERAL_NODES
+    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    Meeting(place, 0, 2, "latest life", 20.0).tell(News("tcp://behind-a-wall:1"))
+
+    def join_at(*_):
+        raise ServerUnreachable("a wall")
+
+    with pytest.raises(ServerUnreachable, match=r"^a wall$"):
+        join(environ, 1, join_at)
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {}])
+def test_without_a_launcher_it_says_where_to_get_an_endpoint(environ):
+    with pytest.raises(ConfigurationError, match=r"endpoint: none given, .* start the script by torchrun, or start"):
+        without_endpoint.join(member_from(environ), environ, None)
+
+
+def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):
+    here = {"192.0.2.1", "2001:db8::1", "127.0.1.1"}
+    known = {"here": "192.0.2.1", "elsewhere": "192.0.2.2", "this-host": "127.0.1.1"}
+
+    def look_up(name, *_):
+        if name not in known:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[name], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(without_endpoint, "_is_of_this_host", lambda address: str(address) in here)
+    assert binding("here") == binding("192.0.2.1") == "tcp://192.0.2.1:*"
+    for name in ("elsewhere", "192.0.2.2", "this-host", "nobody-knows"):
+        assert binding(name) == "tcp://0.0.0.0:*"
+    assert binding("2001:db8::1") == "tcp://[2001:db8::1]:*"
+    assert binding("2001:db8::2") == "tcp://[::]:*"
+
+
+def test_an_address_of_this_host_is_known_as_one():
+    assert without_endpoint._is_of_this_host(ip_address("127.0.0.1"))
+    assert not without_endpoint._is_of_this_host(ip_address("192.0.2.1")), "that is nobody's (RFC 5737)"
+
+
+def test_others_reach_it_by_the_launchers_name_and_its_port():
+    assert reached_by("node1", "tcp://192.0.2.1:4711") == "tcp://node1:4711"
+    assert reached_by("2001:db8::1", "tcp://[2001:db8::1]:4711") == "tcp://[2001:db8::1]:4711"
