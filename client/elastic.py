@@ -12,18 +12,16 @@ its members decide, they decide from one aggregate, the same bytes for all.
 import copy
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgpack
-import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from client import packing
+from client import packing, voting
 from client.connection import Connection, current_connection
 from client.elastic_sampler import ElasticSampler
-from statsd_bn.errors import ConfigurationError, RoundMismatch
+from client.voting import Vote, Votes
+from statsd_bn.errors import ConfigurationError
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -45,44 +43,6 @@ class MembersChanged(Exception):
     def __init__(self, lost: Iterable[int], joined: Iterable[int]) -> None:
         self.lost, self.joined = sorted(lost), sorted(joined)
         super().__init__(f"members {self.lost} are lost, and members {self.joined} have come; return to run_elastic()")
-
-
-@dataclass(frozen=True, slots=True)
-class _Vote:
-    """What a member says of itself at a meeting.
-
-    Attributes:
-        generation: how many meetings its state has seen.
-        epoch: of its sampler.
-        members: whom it has met at the last meeting; nobody if it is new.
-        batches: how many it has recorded since.
-        indices: their samples.
-    """
-
-    generation: int
-    epoch: int
-    members: list[int]
-    batches: int
-    indices: list[int]
-
-    def packed(self) -> bytes:
-        samples = np.array(self.indices, "<i8").tobytes()
-        packed: bytes = msgpack.packb([self.generation, self.epoch, self.members, self.batches, samples])
-        return packed
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> "_Vote":
-        generation, epoch, members, batches, samples = msgpack.unpackb(data)
-        return cls(generation, epoch, members, batches, np.frombuffer(samples, "<i8").tolist())
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it has met nobody yet. Its number does not tell: a new process may have that of a lost one."""
-        return not self.members
-
-
-Votes = dict[int, _Vote]
-"""What the members of a meeting say, by member."""
 
 
 class ElasticState:
@@ -173,7 +133,7 @@ class ElasticState:
             connection.come_back(None)
             votes = _votes(connection, self._vote())
             if self._agree(connection, votes):
-                return _lost(votes), _new(votes)
+                return voting.lost(votes), voting.new(votes)
             logger.warning("the member whose state the others were to take over was lost; meeting again")
 
     def _use(self, connection: Connection | None) -> None:
@@ -185,15 +145,15 @@ class ElasticState:
 
     def _agree(self, connection: Connection, votes: Votes) -> bool:
         """Makes one state of all members'; returns False where the member that has it was lost meanwhile."""
-        lost, new = _lost(votes), _new(votes)
+        lost, new = voting.lost(votes), voting.new(votes)
         if not lost:
-            _check_agreement(votes)
+            voting.check_agreement(votes)
             self._record(votes)
         elif self._members:
             self.restore()
-        leader = _leader(votes)
+        leader = voting.leader(votes)
         is_changed = bool(lost or new)
-        if (is_changed or _is_uneven(votes)) and not self._take_over(connection, leader, with_sampler=is_changed):
+        if (is_changed or voting.is_uneven(votes)) and not self._take_over(connection, leader, with_sampler=is_changed):
             return False
         self._members = list(votes)
         self._keep(votes[leader].generation + 1)
@@ -218,7 +178,7 @@ class ElasticState:
         batches = [] if sampler is None else sampler.recorded
         indices = [index for batch in batches for index in batch]
         epoch = 0 if sampler is None else sampler.epoch
-        return _Vote(self._generation, epoch, self._members, len(batches), indices).packed()
+        return Vote(self._generation, epoch, self._members, len(batches), indices).packed()
 
     def _record(self, votes: Votes) -> None:
         if self.sampler is not None:
@@ -281,39 +241,7 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
 
 
 def _votes(connection: Connection, vote: bytes) -> Votes:
-    return {member: _Vote.unpacked(data) for member, data in connection.gather(MEETING, vote).items()}
-
-
-def _new(votes: Votes) -> set[int]:
-    return {member for member, vote in votes.items() if vote.is_new}
-
-
-def _lost(votes: Votes) -> set[int]:
-    """Returns who is not there whom somebody has met at the last meeting."""
-    met = {member for vote in votes.values() for member in vote.members}
-    return met.difference(votes) | met & _new(votes)
-
-
-def _leader(votes: Votes) -> int:
-    """Returns whose state all take over: the lowest of those who are furthest, and were there if anybody was."""
-    return max(
-        votes, key=lambda member: (not votes[member].is_new, votes[member].generation, votes[member].batches, -member)
-    )
-
-
-def _is_uneven(votes: Votes) -> bool:
-    """Whether some members lack what others have: they had a batch less."""
-    return len({vote.batches for vote in votes.values()}) > 1
-
-
-def _check_agreement(votes: Votes) -> None:
-    places = {member: (vote.epoch, vote.generation) for member, vote in votes.items() if not vote.is_new}
-    if len(set(places.values())) > 1:
-        told = ", ".join(
-            f"member {member} in epoch {epoch} after {generation} meetings"
-            for member, (epoch, generation) in places.items()
-        )
-        raise RoundMismatch(f"ElasticState.commit(): expected all members at one place, got {told}")
+    return {member: Vote.unpacked(data) for member, data in connection.gather(MEETING, vote).items()}
 
 
 def _has_state(part: Any) -> bool:

@@ -1,0 +1,85 @@
+"""Votes: what the members of a meeting say of themselves, and what follows from it.
+
+All have the same votes, the same bytes for all, so each finds for itself what all find.
+"""
+
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+
+from statsd_bn.errors import RoundMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What a member says of itself at a meeting.
+
+    Attributes:
+        generation: how many meetings its state has seen.
+        epoch: of its sampler.
+        members: whom it has met at the last meeting; nobody if it is new.
+        batches: how many it has recorded since.
+        indices: their samples.
+    """
+
+    generation: int
+    epoch: int
+    members: list[int]
+    batches: int
+    indices: list[int]
+
+    def packed(self) -> bytes:
+        """Returns what travels."""
+        samples = np.array(self.indices, "<i8").tobytes()
+        packed: bytes = msgpack.packb([self.generation, self.epoch, self.members, self.batches, samples])
+        return packed
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> "Vote":
+        """Returns the vote that was packed."""
+        generation, epoch, members, batches, samples = msgpack.unpackb(data)
+        return cls(generation, epoch, members, batches, np.frombuffer(samples, "<i8").tolist())
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has met nobody yet. Its number does not tell: a new process may have that of a lost one."""
+        return not self.members
+
+
+Votes = dict[int, Vote]
+"""What the members of a meeting say, by member."""
+
+
+def new(votes: Votes) -> set[int]:
+    """Returns who has come."""
+    return {member for member, vote in votes.items() if vote.is_new}
+
+
+def lost(votes: Votes) -> set[int]:
+    """Returns who is not there whom somebody has met at the last meeting."""
+    met = {member for vote in votes.values() for member in vote.members}
+    return met.difference(votes) | met & new(votes)
+
+
+def leader(votes: Votes) -> int:
+    """Returns whose state all take over: the lowest of those who are furthest, and were there if anybody was."""
+    return max(
+        votes, key=lambda member: (not votes[member].is_new, votes[member].generation, votes[member].batches, -member)
+    )
+
+
+def is_uneven(votes: Votes) -> bool:
+    """Whether some members lack what others have: they had a batch less."""
+    return len({vote.batches for vote in votes.values()}) > 1
+
+
+def check_agreement(votes: Votes) -> None:
+    """Raises RoundMismatch where members that were there before have come from different places."""
+    places = {member: (vote.epoch, vote.generation) for member, vote in votes.items() if not vote.is_new}
+    if len(set(places.values())) > 1:
+        told = ", ".join(
+            f"member {member} in epoch {epoch} after {generation} meetings"
+            for member, (epoch, generation) in places.items()
+        )
+        raise RoundMismatch(f"ElasticState.commit(): expected all members at one place, got {told}")
