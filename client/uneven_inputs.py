@@ -13,6 +13,7 @@ from torch import nn
 from client.batchnorm import SynchronizedBatchNorm
 from client.connection import Connection, current_connection
 from client.groups import Group
+from client.micro_batches import commit_running_statistics
 
 
 @contextmanager
@@ -23,6 +24,8 @@ def join(model: nn.Module) -> Iterator[None]:
     leaves the block and does not wait; the others' rounds go on, and cover those who are left. Entering waits until all
     members of the groups that the model's layers use have entered, `deadline` seconds at most. Between two passes
     members may gather and recalibrate: `DDPHandler.mp_sync`, `client.recalibrate`.
+
+    With `convert_model(model, chunks=k)` the end of a pass ends the mini-batch, see `client.commit_running_statistics`.
 
     A model under DistributedDataParallel needs torch's own `Join` as well, for the gradients: `with Join([ddp]),
     client.join(ddp):`, ours inside.
@@ -37,6 +40,7 @@ def join(model: nn.Module) -> Iterator[None]:
     connection = current_connection()
     if connection is None:
         yield
+        commit_running_statistics(model)
         return
     groups = _groups_of(model, connection)
     for group in groups:
@@ -45,13 +49,15 @@ def join(model: nn.Module) -> Iterator[None]:
         yield
     except GeneratorExit:
         # The block is in a generator that is read no further: as good an end of the pass as any.
-        _stay_away(connection, groups)
+        _end(model, connection, groups)
         raise
     # Not after another exception: it ends this member, and the others are told its cause.
-    _stay_away(connection, groups)
+    _end(model, connection, groups)
 
 
-def _stay_away(connection: Connection, groups: list[Group]) -> None:
+def _end(model: nn.Module, connection: Connection, groups: list[Group]) -> None:
+    # What is pending would be counted into the next pass, in which this member would be out of step with the others.
+    commit_running_statistics(model)
     for group in groups:
         connection.stay_away(group)
 

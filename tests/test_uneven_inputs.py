@@ -306,6 +306,10 @@ def test_after_a_pass_all_recalibrate_together(members):
         torch.testing.assert_close(torch.tensor(mean, dtype=torch.float64), whole, rtol=0, atol=1e-12)
 
 
+def test_a_pass_that_ends_within_a_mini_batch_ends_it(members):
+    assert members(2, uneven_programs.mini_batches_that_moved) == [[1, 2], [1, 2]]
+
+
 def test_with_torchs_join_gradients_are_averaged_as_well(members, tmp_path):
     results = members(3, uneven_programs.train_under_ddp, BATCHES, str(tmp_path / "rendezvous"))
     assert results[0] == results[1] == results[2]

@@ -53,6 +53,18 @@ def recalibrate_after_a_pass(connection: Connection) -> tuple[int, list[float]]:
     return nr_batches, model.running_mean.tolist()
 
 
+def mini_batches_that_moved(connection: Connection) -> list[int]:
+    """How often the statistics have moved after each pass, of 4 micro-batches for member 0 and of 2 for member 1."""
+    model = client.convert_model(model_(), chunks=4)
+    moved = []
+    for _ in range(PASSES):
+        with client.join(model):
+            for number in range(4 if connection.member.member == 0 else 2):
+                model(batch(connection.member.member, number))
+        moved.append(int(model.num_batches_tracked))
+    return moved
+
+
 @dataclass
 class Expected:
     """By member."""
