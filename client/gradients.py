@@ -36,7 +36,7 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
         The sum of the counts.
 
     Raises:
-        ConfigurationError: `count` is negative.
+        ConfigurationError: `count` is negative, no parameter is trained, or a gradient is sparse.
         StatsdBNError: a round failed, with the reason; RoundMismatch where the members' models differ in size.
     """
     if count < 0:
@@ -45,6 +45,7 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     if connection is None:
         return count
     trained = _trained(parameters)
+    _check_dense(trained)
     parts = _sum(connection, _flat(trained) * count if count else np.zeros(_size(trained)), count)
     # Of several parts a later one may lack a member that is lost meanwhile, and is an average all the same.
     averages = np.concatenate([part.values[0] / max(1, part.count) for part in parts])
@@ -59,6 +60,16 @@ def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     if not any(parameter.numel() for parameter in trained):
         raise ConfigurationError("parameters: expected at least one that requires a gradient, got none")
     return trained
+
+
+def _check_dense(trained: list[Tensor]) -> None:
+    sparse = [parameter for parameter in trained if parameter.grad is not None and parameter.grad.is_sparse]
+    if sparse:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in sparse)
+        raise ConfigurationError(
+            f"parameters: expected dense gradients, got sparse ones of parameters of shape {shapes}; make the layers "
+            "with sparse=False"
+        )
 
 
 def _sizes(trained: list[Tensor]) -> list[int]:

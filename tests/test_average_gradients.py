@@ -114,6 +114,15 @@ def test_complex_gradients_keep_both_parts():
         assert run_members(2, average) == [([[0.5 - 1j, 1.5 + 2j]], [1.0])] * 2
 
 
+def test_sparse_gradients_are_refused():
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    with own_connections(), MemoryMaster().connect(0, 1) as connection:
+        use(connection)
+        with pytest.raises(ConfigurationError, match=r"expected dense gradients, got sparse ones .* shape \(4, 2\)"):
+            average_gradients(layer)
+
+
 def test_half_precision_is_averaged_in_double():
     def average(connection: Connection) -> Any:
         use(connection)
