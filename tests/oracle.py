@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statsd_bn.messages import Aggregate, RoundKey, Rows
+from statsd_bn.messages import GATHER, Aggregate, RoundKey, Rows
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,13 @@ def add_up(rows: Sequence[list[float]]) -> list[float]:
     return total
 
 
-def expected(brought: Iterable[Brought]) -> Expected:
-    """Returns what the members' rows make, in the order of member number and row."""
+def expected(phase: str, brought: Iterable[Brought]) -> Expected:
+    """Returns what the members' rows make, in the order of member number and row: their sum, or all of a gather."""
     ordered = sorted(brought, key=lambda one: one.member)
     rows = [row.ravel().tolist() for one in ordered for row in one.rows.values]
     counts = [count for one in ordered for count in one.rows.counts]
-    return Expected(len(rows), sum(counts), add_up(rows))
+    values = list(itertools.chain(*rows)) if phase == GATHER else add_up(rows)
+    return Expected(len(rows), sum(counts), values)
 
 
 def is_same(one: list[float], other: list[float]) -> bool:
@@ -85,7 +86,7 @@ class Ledger:
             return f"{aggregate.key}: an aggregate, though members {absent} brought nothing"
         got = aggregate.values.ravel().tolist()
         for choice in self._choices(brought, members, receiver):
-            right = expected(choice)
+            right = expected(aggregate.key.phase, choice)
             counts_match = (aggregate.replicas, aggregate.count) == (right.replicas, right.count)
             if counts_match and is_same(right.values, got):
                 return self._note(aggregate, choice, got)
@@ -100,7 +101,7 @@ class Ledger:
 
     def _note(self, aggregate: Aggregate, choice: tuple[Brought, ...], got: list[float]) -> str:
         rows = [row.ravel().tolist() for one in choice for row in one.rows.values]
-        if not is_near_the_exact_sum(rows, got):
+        if aggregate.key.phase != GATHER and not is_near_the_exact_sum(rows, got):
             return f"{aggregate.key}: {got} is far from the exact sum"
         lives = tuple((one.member, one.life) for one in choice)
         raw = aggregate.values.tobytes()

@@ -23,7 +23,8 @@ from server.recovery import Recovery
 from server.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Rows, Stand
+from statsd_bn.messages import GATHER, Aggregate, Rows, Stand
+from statsd_bn.reduction import join_in_order
 from statsd_bn.wire import decode, encode
 
 BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
@@ -332,9 +333,21 @@ def steps_count_by_forward() -> Any:
     return instead(Session, "contribution", contribution)
 
 
+@bug
+def gathered_backwards() -> Any:
+    """What the members gather stands in the opposite order."""
+
+    def run_master(right: Any, self: SyncMaster, round_: Round) -> Aggregate:
+        if round_.key.phase != GATHER:
+            return right(self, round_)
+        return _reduced(round_, [future.get() for future in reversed(round_.futures.values())])
+
+    return instead(SyncMaster, "run_master", run_master)
+
+
 def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:
     rows = [row for one in contributions for row in one.values]
     counts = [count for one in contributions for count in one.counts]
     with np.errstate(all="ignore"):
-        total = functools.reduce(np.add, rows)
+        total = join_in_order(rows) if round_.key.phase == GATHER else functools.reduce(np.add, rows)
     return Aggregate(round_.key, len(counts), sum(counts), Members.of(round_.futures), total)

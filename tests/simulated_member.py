@@ -15,10 +15,10 @@ from client.session import Member
 from oracle import Brought, KeyCounter
 from simulated_network import BEACON_RECONNECT_SECONDS, SimulatedChannel
 from simulated_network import SimulatedTransport as Transport
-from simulated_plan import Call, Fault
+from simulated_plan import GATHERED, Call, Fault
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import FORWARD, Aggregate, RoundKey
+from statsd_bn.messages import FORWARD, GATHER, Aggregate, RoundKey, Rows
 
 if TYPE_CHECKING:
     from simulator import World
@@ -243,6 +243,10 @@ class Process:
     def _step(self, keys: dict[str, KeyCounter], step: int) -> None:
         walked: list[tuple[RoundKey, Call]] = []
         calls = self._calls_of(step)
+        if self.world.plan.gathers:
+            at_step, number = keys[""].forward(GATHERED)
+            key = RoundKey("job", "world", self.epoch, at_step, GATHERED, number, GATHER)
+            self._exchange(key, Call(GATHERED, 0), step)
         for place, call in enumerate(calls):
             self._think(step, place)
             at_step, number = keys[call.group].forward(call.layer)
@@ -296,9 +300,8 @@ class Process:
         world.brought_at[key] = world.clock.now
         members: Iterable[int] = world.plan.members_of(call.group)
         group = Group(call.group, len(members)) if call.group else None
-        asked = None if key.phase == FORWARD else key
         aggregate: Aggregate = self._observed(
-            "exchange", call.group or "world", key, lambda: self.connection.exchange(call.layer, rows, asked, group)
+            "exchange", call.group or "world", key, lambda: self._round(key, call.layer, rows, group)
         )
         if aggregate.key != key:
             world.find("keys follow the rule", f"{self}: expected {key}, got {aggregate.key}")
@@ -311,6 +314,11 @@ class Process:
         membership_rules.check_promptness(world, self, key)
         world.rounds += 1
         self.rounds += 1
+
+    def _round(self, key: RoundKey, layer: str, rows: Rows, group: Group | None) -> Aggregate:
+        if key.phase == GATHER:
+            return self.connection._round(layer, rows, None, self.connection._world, GATHER)
+        return self.connection.exchange(layer, rows, None if key.phase == FORWARD else key, group)
 
     def _observed(self, what: str, group: str, key: RoundKey | None, action: Callable[[], Any]) -> Any:
         outcome = Outcome(self, what, group, key, self.world.clock.now)

@@ -18,6 +18,9 @@ HARMLESS_CUT = 0.15
 
 SECOND_BACKWARD = "second backward"
 
+# What the members of some worlds gather at the beginning of each turn.
+GATHERED = "gathered"
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -33,7 +36,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Call:
-    """One forward round of one layer, and the backward round that belongs to it."""
+    """One forward round of one layer, and the backward round that belongs to it; or one gather."""
 
     layer: str
     channels: int
@@ -60,6 +63,7 @@ class Plan:
     phases: tuple[str, ...] = (BACKWARD,)
     passes: tuple[tuple[int, ...], ...] = ()
     replaced_after: float = 0.0
+    gathers: bool = False
 
     @property
     def size(self) -> int:
@@ -143,6 +147,7 @@ def draw(seed: int) -> Plan:
     )
     plan = _draw_policy(random.Random(seed + 2**42), _draw_faults(rng, plan))
     rng = random.Random(seed + 2**43)
+    plan = replace(plan, gathers=random.Random(seed + 2**44).random() < 0.2)
     return _draw_newcomers(rng, _draw_passes(rng, replace(plan, phases=_draw_phases(rng))))
 
 

@@ -32,7 +32,7 @@ from simulated_network import Clock, Network, SimulatedServer
 from simulated_plan import Call, Fault, Plan, draw
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import Aggregate, Contribution, RoundKey, Rows
+from statsd_bn.messages import GATHER, Aggregate, Contribution, RoundKey, Rows
 from statsd_bn.wire import decode
 
 TRACE_TOLD = 60
@@ -178,10 +178,14 @@ class World:
 
     def rows(self, process: Process, key: RoundKey, call: Call) -> Rows:
         counts = self.plan.replicas[process.number % self.plan.size]
+        vectors, channels = 2, call.channels
+        if key.phase == GATHER:
+            # As many as no other member has.
+            counts, vectors, channels = (0,), 1, 1 + process.number
         name = (process.number, process.life, process.epoch, key.group, key.step, key.layer, key.call, key.phase)
-        size = len(counts) * 2 * call.channels
+        size = len(counts) * vectors * channels
         start = zlib.crc32(repr(name).encode()) % (len(self._numbers) - size)
-        return Rows(counts, self._numbers[start : start + size].reshape(len(counts), 2, call.channels))
+        return Rows(counts, self._numbers[start : start + size].reshape(len(counts), vectors, channels))
 
     def _draw_numbers(self) -> Any:
         rng = random.Random(self.seed + 2**41)

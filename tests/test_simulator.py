@@ -15,7 +15,7 @@ import oracle
 import simulate
 from planted_bugs import BUGS
 from simulator import World
-from statsd_bn.messages import Rows
+from statsd_bn.messages import FORWARD, Rows
 
 SEEDS = 3000
 MOST_SEEDS_FOR_A_BUG = 5000
@@ -84,7 +84,7 @@ def test_the_oracle_tells_zeros_apart_and_takes_any_nan_for_another():
 
 def test_the_oracle_orders_by_member():
     late, early = (oracle.Brought(n, 0, Rows((1,), np.full((1, 2, 1), value))) for n, value in ((1, 1.0), (0, 1e16)))
-    assert oracle.expected([late, early]).values == oracle.add_up([[1e16, 1e16], [1.0, 1.0]])
+    assert oracle.expected(FORWARD, [late, early]).values == oracle.add_up([[1e16, 1e16], [1.0, 1.0]])
 
 
 def test_a_sum_far_from_the_exact_one_is_seen():
