@@ -50,6 +50,7 @@ class Connection:
     Attributes:
         member: who this process is.
         rounds: how many rounds it has taken part in, in all its groups.
+        is_latecomer: whether the job was under way already when this member came.
 
     Raises:
         ServerUnreachable: nobody answers at the endpoint.
@@ -68,7 +69,7 @@ class Connection:
         self._closed = False
         self._round_trips: deque[float] = deque(maxlen=REMEMBERED_ROUND_TRIPS)
         try:
-            self._sessions.of(self._world)
+            self.is_latecomer = self._sessions.of(self._world).first_step > 0
         except BaseException as error:
             self.close(cause=cause_of(error))
             raise

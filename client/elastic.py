@@ -118,6 +118,7 @@ class ElasticState:
         Members that have just begun take over what the lowest of them has.
 
         Raises:
+            ReplicaLost: this member has come to a job of which nobody is left.
             StatsdBNError: the exchange with the others failed, with the reason.
         """
         self._meet()
@@ -131,7 +132,8 @@ class ElasticState:
             return set(), set()
         while True:
             connection.come_back(None)
-            votes = _votes(connection, self._vote())
+            votes = _votes(connection, self._vote(is_latecomer=connection.is_latecomer))
+            voting.check_not_too_late(votes, connection.member.job, connection.member.member)
             if self._agree(connection, votes):
                 return voting.lost(votes), voting.new(votes)
             logger.warning("the member whose state the others were to take over was lost; meeting again")
@@ -173,12 +175,12 @@ class ElasticState:
         self._load(state)
         return True
 
-    def _vote(self) -> bytes:
+    def _vote(self, *, is_latecomer: bool) -> bytes:
         sampler = self.sampler
         batches = [] if sampler is None else sampler.recorded
         indices = [index for batch in batches for index in batch]
         epoch = 0 if sampler is None else sampler.epoch
-        return Vote(self._generation, epoch, self._members, len(batches), indices).packed()
+        return Vote(self._generation, epoch, self._members, is_latecomer, len(batches), indices).packed()
 
     def _record(self, votes: Votes) -> None:
         if self.sampler is not None:
@@ -224,6 +226,7 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
 
     Raises:
         ConfigurationError: the connection is not elastic.
+        ReplicaLost: this member has come to a job of which nobody is left.
         StatsdBNError: the exchange with the others failed, with the reason.
     """
     connection = current_connection()

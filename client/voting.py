@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgpack
 import numpy as np
 
-from statsd_bn.errors import RoundMismatch
+from statsd_bn.errors import ReplicaLost, RoundMismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Vote:
         generation: how many meetings its state has seen.
         epoch: of its sampler.
         members: whom it has met at the last meeting; nobody if it is new.
+        is_latecomer: whether the job was under way already when it connected.
         batches: how many it has recorded since.
         indices: their samples.
     """
@@ -26,20 +27,23 @@ class Vote:
     generation: int
     epoch: int
     members: list[int]
+    is_latecomer: bool
     batches: int
     indices: list[int]
 
     def packed(self) -> bytes:
         """Returns what travels."""
         samples = np.array(self.indices, "<i8").tobytes()
-        packed: bytes = msgpack.packb([self.generation, self.epoch, self.members, self.batches, samples])
+        packed: bytes = msgpack.packb(
+            [self.generation, self.epoch, self.members, self.is_latecomer, self.batches, samples]
+        )
         return packed
 
     @classmethod
     def unpacked(cls, data: bytes) -> "Vote":
         """Returns the vote that was packed."""
-        generation, epoch, members, batches, samples = msgpack.unpackb(data)
-        return cls(generation, epoch, members, batches, np.frombuffer(samples, "<i8").tolist())
+        generation, epoch, members, is_latecomer, batches, samples = msgpack.unpackb(data)
+        return cls(generation, epoch, members, is_latecomer, batches, np.frombuffer(samples, "<i8").tolist())
 
     @property
     def is_new(self) -> bool:
@@ -72,6 +76,18 @@ def leader(votes: Votes) -> int:
 def is_uneven(votes: Votes) -> bool:
     """Whether some members lack what others have: they had a batch less."""
     return len({vote.batches for vote in votes.values()}) > 1
+
+
+def check_not_too_late(votes: Votes, job: str, member: int) -> None:
+    """Raises ReplicaLost where all have come to a job under way, and nobody is left of those who had its state."""
+    if all(vote.is_new and vote.is_latecomer for vote in votes.values()):
+        raise ReplicaLost(
+            f"job {job!r}: all members have left, or are lost, that had its state, before members {list(votes)} could take "
+            "it over; if the job is not at its end, begin a new one from a checkpoint",
+            job=job,
+            member=member,
+            cause="came too late",
+        )
 
 
 def check_agreement(votes: Votes) -> None:

@@ -23,6 +23,7 @@ from client.elastic import ElasticState, run_elastic
 from client.elastic_sampler import ElasticSampler
 from client.gradients import average_gradients
 from memory_members import MemoryMaster, wait_until
+from statsd_bn.errors import ReplicaLost
 
 WAIT_SECONDS = 60.0
 
@@ -101,6 +102,10 @@ class World:
                 run_elastic(self.train, state)
                 return model.weight.detach().flatten().tolist()
         except Killed:
+            return None
+        except ReplicaLost as error:
+            if error.fields["cause"] != "came too late":
+                raise
             return None
 
     def train(self, state: ElasticState) -> None:

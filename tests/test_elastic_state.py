@@ -15,7 +15,7 @@ from client.elastic import ElasticState, MembersChanged, run_elastic
 from client.elastic_sampler import ElasticSampler
 from elastic_threads import Job, World, own_connections, use
 from memory_members import MemoryMaster, in_threads, outcome, wait_until
-from statsd_bn.errors import ConfigurationError, RoundMismatch
+from statsd_bn.errors import ConfigurationError, ReplicaLost, RoundMismatch
 
 jobs = st.builds(Job, st.integers(1, 24), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 
@@ -233,6 +233,23 @@ def test_alone_it_commits_and_restores_without_a_connection():
 
     assert len(run_elastic(train, state)) == 2
     assert (state.epoch, model.weight.item()) == (1, 1.0)
+
+
+def test_one_that_comes_when_nobody_is_left_who_has_the_state_begins_no_training_of_its_own():
+    master = MemoryMaster()
+    with own_connections(), master.connect(0, 1, min_members=1) as first:
+        use(first)
+        state = ElasticState(nn.Linear(1, 1))
+        state.sync()
+        with master.connect(7, 1, min_members=1) as latecomer:
+            first.close()
+            use(latecomer)
+            with pytest.raises(ReplicaLost, match=r"before members \[7\] could take it over"):
+                run_elastic(lambda _: pytest.fail("it trains"), ElasticState(nn.Linear(1, 1)))
+
+
+def test_a_newcomer_that_comes_before_the_first_meeting_is_one_of_those_who_begin(together):
+    assert together(1, lambda connection: connection.is_latecomer) == [False]
 
 
 def test_a_strict_connection_is_refused():
