@@ -8,12 +8,10 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
-import msgpack
-import numpy as np
 from torch import Tensor
 
-from client.arrays import decode, encode, unpacked
 from client.connection import Connection
+from client.packing import pack, unpack
 from client.registration import cause_of
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
@@ -43,7 +41,7 @@ def share(connection: Connection | None, make: Callable[[], Mapping[Any, Tensor]
     try:
         message = _packed(make())
     except Exception as error:
-        _gathered(connection, _message([], cause_of(error), []))
+        _gathered(connection, _message({}, cause_of(error)))
         raise
     shared, causes = {}, {}
     for member, data in _gathered(connection, message).items():
@@ -61,13 +59,13 @@ def _packed(tensors: Mapping[Any, Tensor]) -> bytes:
     for name in tensors:
         if not isinstance(name, str | int):
             raise TypeError(f"expected keys of type str or int, got {name!r}")
-    return _message(list(tensors), "", list(tensors.values()))
+    return _message(tensors, "")
 
 
-def _message(names: list[str | int], cause: str, tensors: list[Tensor]) -> bytes:
-    """What a member gives: first its names and why it has nothing to give, as bytes; then the tensors."""
+def _message(tensors: Mapping[str | int, Tensor], cause: str) -> bytes:
+    """What a member gives: its tensors, or why it has none to give."""
     told = cause.encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
-    return encode([np.frombuffer(msgpack.packb([names, told]), np.uint8), *tensors])
+    return pack([tensors, told])
 
 
 def _unpacked(member: int, data: bytes) -> tuple[Tensors, str]:
@@ -78,21 +76,15 @@ def _unpacked(member: int, data: bytes) -> tuple[Tensors, str]:
 
 
 def _read(data: bytes) -> tuple[Tensors, str]:
-    arrays = decode(data)
-    head = arrays.pop(0) if arrays else None
-    if not isinstance(head, np.ndarray) or head.dtype != np.uint8:
-        raise ProtocolError(f"expected an array of uint8 first, got {'nothing' if head is None else head.dtype}")
-    tensors = [array for array in arrays if isinstance(array, Tensor)]
-    if len(tensors) < len(arrays):
-        raise ProtocolError(f"expected tensors only, got {len(arrays) - len(tensors)} numpy arrays among them")
-    match unpacked("names", head.tobytes()):
-        case [list(names), str(cause)] if all(isinstance(name, str | int) for name in names):
-            pass
+    match unpack(data):
+        case [dict(tensors), str(cause)] if _is_named(tensors):
+            return tensors, cause
         case other:
-            raise ProtocolError(f"expected a list of names and a text, got {shown(other)}")
-    if len(set(names)) != len(tensors) or len(names) != len(tensors):
-        raise ProtocolError(f"expected a name of its own for each of {len(tensors)} tensors, got {shown(names)}")
-    return dict(zip(names, tensors, strict=True)), cause
+            raise ProtocolError(f"expected tensors by name and a text, got {shown(other)}")
+
+
+def _is_named(tensors: dict[Any, Any]) -> bool:
+    return all(isinstance(name, str | int) and isinstance(tensor, Tensor) for name, tensor in tensors.items())
 
 
 def _check_nobody_raised(causes: dict[int, str]) -> None:

@@ -5,10 +5,11 @@ All have the same votes, the same bytes for all, so each finds for itself what a
 
 from dataclasses import dataclass
 
-import msgpack
 import numpy as np
 
-from statsd_bn.errors import ReplicaLost, RoundMismatch
+from client.packing import pack, unpack
+from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch
+from statsd_bn.messages import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +34,28 @@ class Vote:
 
     def packed(self) -> bytes:
         """Returns what travels."""
-        samples = np.array(self.indices, "<i8").tobytes()
-        packed: bytes = msgpack.packb(
-            [self.generation, self.epoch, self.members, self.is_latecomer, self.batches, samples]
-        )
-        return packed
+        plain = self.generation, self.epoch, self.members, self.is_latecomer, self.batches
+        return pack([*plain, np.array(self.indices, np.int64)])
 
     @classmethod
     def unpacked(cls, data: bytes) -> "Vote":
-        """Returns the vote that was packed."""
-        generation, epoch, members, is_latecomer, batches, samples = msgpack.unpackb(data)
-        return cls(generation, epoch, members, is_latecomer, batches, np.frombuffer(samples, "<i8").tolist())
+        """Returns the vote that was packed.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        match unpack(data):
+            case [
+                int(generation),
+                int(epoch),
+                list(members),
+                bool(is_latecomer),
+                int(batches),
+                np.ndarray() as samples,
+            ]:
+                return cls(generation, epoch, members, is_latecomer, batches, samples.tolist())
+            case other:
+                raise ProtocolError(f"expected a vote of a member, got {shown(other)}")
 
     @property
     def is_new(self) -> bool:
@@ -82,8 +94,8 @@ def check_not_too_late(votes: Votes, job: str, member: int) -> None:
     """Raises ReplicaLost where all have come to a job under way, and nobody is left of those who had its state."""
     if all(vote.is_new and vote.is_latecomer for vote in votes.values()):
         raise ReplicaLost(
-            f"job {job!r}: all members have left, or are lost, that had its state, before members {list(votes)} could take "
-            "it over; if the job is not at its end, begin a new one from a checkpoint",
+            f"job {job!r}: all that had its state have left, or are lost, before members {list(votes)} could take it "
+            "over; if the job is not at its end, begin a new one from a checkpoint",
             job=job,
             member=member,
             cause="came too late",

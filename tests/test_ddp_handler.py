@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 import client
 from client import DDPHandler
-from client.arrays import encode
-from client.sharing import LANE, _message, share
+from client.packing import pack
+from client.sharing import LANE, share
 from client.values import joined, like
 from memory_members import MemoryMaster, in_threads, outcome, run_members
 from statsd_bn import limits
@@ -327,21 +327,12 @@ def test_in_an_elastic_job_the_values_are_those_of_the_members_that_are_there():
 @pytest.mark.parametrize(
     ("foreign", "what"),
     [
-        (b"", "expected at least 4 bytes, got 0"),
-        (encode([]), "expected an array of uint8 first, got nothing"),
-        (encode([torch.ones(1)]), "expected an array of uint8 first, got torch.float32"),
-        (encode([np.array([1, 2], np.uint8)]), "names: expected msgpack"),
-        (encode([np.frombuffer(b"\x91\x01", np.uint8)]), r"expected a list of names and a text, got \[1\]"),
-        (
-            encode([np.frombuffer(b"\x92\x91\xc0\xa0", np.uint8)]),
-            r"expected a list of names and a text, got \[\[No",
-        ),
-        (
-            _message(["a", "b"], "", [torch.ones(1)]),
-            r"a name of its own for each of 1 tensors, got \['a', 'b'\]",
-        ),
-        (_message(["a", "a"], "", [torch.ones(1)] * 2), "expected a name of its own for each of 2 tensors"),
-        (_message(["a"], "", [np.ones(1)]), "expected tensors only, got 1 numpy arrays among them"),
+        (b"", "state: expected at least 4 bytes, got 0"),
+        (pack({}), r"expected tensors by name and a text, got \{\}"),
+        (pack([{}]), r"expected tensors by name and a text, got \[\{\}\]"),
+        (pack([{}, None]), r"expected tensors by name and a text, got \[\{\}, None\]"),
+        (pack([{"a": np.ones(1)}, ""]), "expected tensors by name and a text, got"),
+        (pack([{b"a": torch.ones(1)}, ""]), "expected tensors by name and a text, got"),
     ],
 )
 def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):

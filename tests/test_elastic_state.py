@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from client.connection import Connection
-from client.elastic import ElasticState, MembersChanged, run_elastic
+from client.elastic import MEETING, ElasticState, MembersChanged, run_elastic
 from client.elastic_sampler import ElasticSampler
+from client.packing import pack
 from elastic_threads import Job, World, own_connections, use
 from memory_members import MemoryMaster, in_threads, outcome, wait_until
-from statsd_bn.errors import ConfigurationError, ReplicaLost, RoundMismatch
+from statsd_bn.errors import ConfigurationError, ProtocolError, ReplicaLost, RoundMismatch
 
 jobs = st.builds(Job, st.integers(1, 24), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 
@@ -250,6 +251,18 @@ def test_one_that_comes_when_nobody_is_left_who_has_the_state_begins_no_training
 
 def test_a_newcomer_that_comes_before_the_first_meeting_is_one_of_those_who_begin(together):
     assert together(1, lambda connection: connection.is_latecomer) == [False]
+
+
+def test_a_vote_of_something_else_is_refused(together):
+    def meet(connection: Connection) -> Any:
+        if connection.member.member:
+            connection.come_back(None)
+            return connection.gather(MEETING, pack([0, 0, [], "no"]))
+        return ElasticState(nn.Linear(1, 1)).sync()
+
+    error, _ = together(2, meet)
+    assert type(error) is ProtocolError
+    assert "expected a vote of a member, got [0, 0, [], 'no']" in str(error)
 
 
 def test_a_strict_connection_is_refused():
