@@ -53,7 +53,7 @@ class Vote:
                 int(batches),
                 np.ndarray() as samples,
             ]:
-                return cls(generation, epoch, members, is_latecomer, batches, samples.tolist())
+                return cls(generation, epoch, members, is_late, batches, samples.tolist())
             case other:
                 raise ProtocolError(f"expected a vote of a member, got {shown(other)}")
 
