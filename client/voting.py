@@ -45,15 +45,8 @@ class Vote:
             ProtocolError: it is none.
         """
         match unpack(data):
-            case [
-                int(generation),
-                int(epoch),
-                list(members),
-                bool(is_latecomer),
-                int(batches),
-                np.ndarray() as samples,
-            ]:
-                return cls(generation, epoch, members, is_late, batches, samples.tolist())
+            case [int(generation), int(epoch), list(met), bool(is_late), int(batches), np.ndarray() as samples]:
+                return cls(generation, epoch, met, is_late, batches, samples.tolist())
             case other:
                 raise ProtocolError(f"expected a vote of a member, got {shown(other)}")
 
