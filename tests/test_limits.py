@@ -1,6 +1,8 @@
 """Limits: each refuses what is beyond it, counts it, and leaves everybody else alone."""
 
 import dataclasses
+import logging
+import os
 import re
 import socket
 import threading
@@ -389,6 +391,26 @@ def test_who_does_not_read_loses_answers_and_the_server_keeps_few(serve, dial):
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqTransport(service.endpoints[0]), who) as member:
         assert member.exchange("bn", rows(2.0)).values.item() == 2.0
+
+
+def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog):
+    """Without a bound what waits would take 30 MB."""
+    caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest keeps what is logged
+    service = serve(max_unread=2, max_refusals=2**20)
+    stranger = dial(service)
+    stranger.sndtimeo = int(WAIT_SECONDS * 1000)
+    long = "n" * limits.MAX_NAME_BYTES
+    frame = encode(contribution(0, key=key(long, job=long, group=long)))
+    before = _resident_bytes()
+    for _ in range(30_000):
+        stranger.send(frame)
+    wait_until(lambda: told(service, "strangers") == 30_000, WAIT_SECONDS)
+    assert told(service, "dropped_answers") > 10_000
+    assert _resident_bytes() - before < 2**23
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_connection_over_which_too_much_is_refused_is_told_so_and_ended(serve, dial):
