@@ -330,7 +330,7 @@ def test_a_handshake_that_does_not_end_is_ended(serve):
 
 
 def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(serve, dial):
-    service = serve(idle_seconds=0.5)
+    service = serve(idle_seconds=0.5, max_refusals=2**20)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqTransport(service.endpoints[0]), who) as member:
         before = len(service._connections.members)
