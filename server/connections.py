@@ -7,6 +7,7 @@ that has hung up. Whoever is cut off by mistake connects again by itself.
 
 import os
 import socket
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -33,10 +34,17 @@ class Connections:
 
     Attributes:
         members: the routing ids of those over which members have spoken.
+        ignored: the routing ids of those over which too much had to be refused lately.
+
+    Args:
+        most_refusals: how much may be refused between two calls of `forgive`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_refusals: int) -> None:
         self.members: set[bytes] = set()
+        self.ignored: set[bytes] = set()
+        self._most_refusals = most_refusals
+        self._refusals: dict[bytes, int] = defaultdict(int)
         self._connections: dict[int, Connection] = {}
 
     def accepted(self, now: float, descriptor: int) -> None:
@@ -59,6 +67,19 @@ class Connections:
                 self.members.discard(connection.peer)
                 connection.peer = member
                 self.members.add(member)
+
+    def refused(self, peer: bytes) -> bool:
+        """Takes note of a message that was refused, from no member; returns whether that was one too many."""
+        self._refusals[peer] += 1
+        is_flooding = self._refusals[peer] > self._most_refusals
+        if is_flooding:
+            self.ignored.add(peer)
+        return is_flooding
+
+    def forgive(self) -> None:
+        """Forgets what was refused."""
+        self.ignored.clear()
+        self._refusals.clear()
 
     def idle(self, since: float) -> list[int]:
         """Returns the connections that nothing has come over since a time, nor ever anything of a member."""

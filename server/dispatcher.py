@@ -117,6 +117,11 @@ class Dispatcher:
         """Whether anybody is registered."""
         return bool(self._seats)
 
+    @property
+    def refused(self) -> int:
+        """How many frames came so far that were unsound, or of no session that has a seat."""
+        return self.bad_frames + self.tally.strangers
+
     def is_from_a_member(self, frame: bytes) -> bool:
         """Returns whether a frame names a session that has a seat."""
         try:
@@ -224,6 +229,7 @@ class Dispatcher:
     def _contribute(self, now: float, contribution: Contribution, peer: bytes) -> list[Reply]:
         seat = self._seats.get(contribution.session)
         if seat is None:
+            self.tally.strangers += 1
             return [(peer, failure(self._stranger(contribution.session), contribution.key))]
         if self._budget.narrows_contributions:
             try:
@@ -235,6 +241,7 @@ class Dispatcher:
     def _recall(self, now: float, result: Result, peer: bytes) -> list[Reply]:
         seat = self._seats.get(result.session)
         if seat is None:
+            self.tally.strangers += 1
             # Many come together, and each answer would ask for all again. A contribution will be answered.
             return []
         return seat.master.recall(now, seat.slave, result.aggregate, peer)
@@ -243,6 +250,8 @@ class Dispatcher:
         known = self._liveness.beat(now, heartbeat.session, peer)
         if known and not self._seats[heartbeat.session].slave.owes:
             return []
+        if not known:
+            self.tally.strangers += 1
         return [(peer, failure(self._stranger(heartbeat.session)))]
 
     def _stranger(self, session: bytes) -> StatsdBNError:

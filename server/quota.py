@@ -62,6 +62,12 @@ class Quota:
         "messages that wait on a connection whose peer, or the server, does not read; a member has one or two",
         least=2,
     )
+    max_refusals: int = _option(
+        limits.MAX_GROUPS,
+        2**20,
+        "messages refused on one connection in a quarter of a second, before it is closed if no member has spoken over "
+        "it; after a restart a member in every group there may be needs as many",
+    )
     handshake_seconds: float = _option(
         10.0, 30.0, "time for a connection's handshake; it takes milliseconds, over a bad network a second", least=0.1
     )
@@ -99,14 +105,18 @@ class Tally:
 
     Attributes:
         over_limits: messages answered with a `limit` Failure.
+        strangers: messages of sessions that are unknown, or have ended.
         refused_connections: handshakes that failed, for want of a known key or of any sense.
         idle_connections: connections closed because no member spoke over them.
+        flooding_connections: connections closed because too much had to be refused.
         dropped_answers: answers to peers that did not read, or had gone.
     """
 
     over_limits: int = 0
+    strangers: int = 0
     refused_connections: int = 0
     idle_connections: int = 0
+    flooding_connections: int = 0
     dropped_answers: int = 0
 
 

@@ -30,7 +30,7 @@ from server.parent import Parent
 from server.rounds import failure
 from server.zap import DOMAIN, Gatekeeper
 from statsd_bn import keys, limits
-from statsd_bn.errors import BindError, ConfigurationError
+from statsd_bn.errors import BindError, ConfigurationError, LimitExceeded
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -86,7 +86,7 @@ class Service:
         # Before anything is bound, so that nobody comes in unasked.
         self._gatekeeper = Gatekeeper(self._context, self._is_let_in) if server_keys else None
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
-        self._connections = Connections()
+        self._connections = Connections(config.quota.max_refusals)
         self._doomed: list[int] = []
         self._has_disconnected = False
         self._disconnected = -math.inf
@@ -166,12 +166,14 @@ class Service:
             self._is_reloading = False
             self._reload()
         self._read_monitor()
+        self._cut_doomed()
         disconnected, self._has_disconnected = self._has_disconnected, False
         self._drain()
         self._look_for_the_dead(disconnected=disconnected)
         if time.monotonic() >= self._next_tick:
             self._send(self._dispatcher.tick(time.monotonic()))
             self._close_connections()
+            self._connections.forgive()
             self._next_tick = time.monotonic() + TICK_SECONDS
         if self._parent and self._is_needed_no_more(self._parent):
             self.stop()
@@ -241,21 +243,26 @@ class Service:
     def _take(self, peer: bytes) -> None:
         """Takes what a peer has sent, of which ZeroMQ has given its name only."""
         part = self._socket.recv(copy=False)
-        frame = part.bytes
-        tenant = ANYBODY if self._access is None else self._access.tenant(str(part.get("User-Id")))
         if part.more:
-            # A frame too many is no frame of ours; an empty one is refused as any garbage is.
             self._socket.recv_multipart()
-            frame = b""
+        if peer in self._connections.ignored:
+            return
+        # A frame too many is no frame of ours; an empty one is refused as any garbage is.
+        frame = b"" if part.more else part.bytes
+        tenant = ANYBODY if self._access is None else self._access.tenant(str(part.get("User-Id")))
         if tenant is None:
             self._send([(peer, failure(access.revoked()))])
             self._doomed.append(_descriptor(part))
             return
-        bad_before = self._dispatcher.bad_frames
+        refused_before = self._dispatcher.refused
         self._send(self._dispatcher.receive(time.monotonic(), peer, frame, tenant))
-        # A flood of garbage costs no more for this, and does not keep its connection open.
-        if peer not in self._connections.members and self._dispatcher.bad_frames == bad_before:
+        if peer in self._connections.members:
+            return
+        # What is refused costs no more for this, and does not keep its connection open.
+        if self._dispatcher.refused == refused_before:
             self._get_to_know(peer, frame, tenant, _descriptor(part))
+        elif self._connections.refused(peer):
+            self._end_flood(peer, _descriptor(part))
 
     def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant, descriptor: int) -> None:
         """Takes note of a connection that something sound has come over, perhaps from a member."""
@@ -264,11 +271,23 @@ class Service:
         is_member = self._dispatcher.is_from_a_member(frame)
         self._connections.heard(time.monotonic(), descriptor, tenant.key, peer if is_member else b"")
 
-    def _close_connections(self) -> None:
-        """Ends those with a revoked key, which have been told by now, and those over which no member speaks."""
+    def _end_flood(self, peer: bytes, descriptor: int) -> None:
+        """Tells a peer that too much of what it says is refused; its connection is ended at the next look."""
+        most = self._quota.max_refusals
+        text = f"expected at most {most} messages in {TICK_SECONDS:g} s that are refused, got more; the connection ends"
+        logger.warning("peer %s: %s", peer.hex(), text)
+        self._dispatcher.tally.flooding_connections += 1
+        self._send([(peer, failure(LimitExceeded(text, limit=most, what="refused messages")))])
+        self._doomed.append(descriptor)
+
+    def _cut_doomed(self) -> None:
+        """Ends the connections with a revoked key, or with a flood, which have been told by now."""
         for descriptor in self._doomed:
             self._connections.cut(descriptor)
         self._doomed.clear()
+
+    def _close_connections(self) -> None:
+        """Ends those over which no member speaks."""
         for descriptor in self._connections.idle(time.monotonic() - self._quota.idle_seconds):
             self._dispatcher.tally.idle_connections += 1
             self._connections.cut(descriptor)

@@ -21,8 +21,10 @@ ANSWER_SECONDS = 5.0
 # Counts of the report that are told where they are not 0.
 COUNTS = {
     "over_limits": "messages over a limit",
+    "strangers": "messages of unknown sessions",
     "refused_connections": "connections refused",
     "idle_connections": "idle connections closed",
+    "flooding_connections": "flooding connections closed",
     "dropped_answers": "answers dropped",
 }
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 from fuzz_target import SOUND, Play
 
@@ -64,19 +65,29 @@ def flood(frames: int, seed: int) -> int:
     return play.frames
 
 
+def functions_of(module: ModuleType) -> Iterator[FunctionType]:
+    """Yields the functions that a module defines, and the methods and properties of its classes."""
+    own = [found for found in vars(module).values() if getattr(found, "__module__", "") == module.__name__]
+    members = [member for kind in own if isinstance(kind, type) for member in vars(kind).values()]
+    for found in own + members:
+        function = getattr(found, "fget", None) or getattr(found, "__func__", found)
+        if isinstance(function, FunctionType):
+            yield function
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Floods a server, then lets coverage lead; whatever is found raises."""
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="led by coverage (default 10)")
-    parser.add_argument("--frames", type=int, default=10_000_000, help="of the flood (default 10,000,000)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="led by coverage (default 10; 0: not at all)")
+    parser.add_argument("--frames", type=int, default=10_000_000, help="of the flood (default 10,000,000; 0: none)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--corpus", type=Path, help="a folder of plays, which grows (default: the seeds)")
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
-    began = time.monotonic()
-    print(
-        f"{flood(options.frames, options.seed)} frames to one server in {time.monotonic() - began:.0f} s, memory flat"
-    )
+    if options.frames:
+        began = time.monotonic()
+        frames = flood(options.frames, options.seed)
+        print(f"{frames} frames to one server in {time.monotonic() - began:.0f} s, memory flat")
     return _led_by_coverage(options.minutes, options.seed, options.corpus)
 
 
@@ -89,10 +100,9 @@ def _led_by_coverage(minutes: float, seed: int, corpus: Path | None) -> int:
         print("skipped what coverage would lead: atheris is not installed (the extra `fuzz` has it)")
         return 0
     # Its counters come into functions that are there already: what is imported again would be another server.
-    for module in [name for name in sys.modules if name.split(".")[0] in {"server", "statsd_bn"}]:
-        for function in vars(sys.modules[module]).values():
-            if hasattr(function, "__code__") and function.__module__ == module:
-                atheris.instrument_func(function)
+    for name in [name for name in sys.modules if name.split(".")[0] in {"server", "statsd_bn"}]:
+        for function in functions_of(sys.modules[name]):
+            atheris.instrument_func(function)
     with tempfile.TemporaryDirectory() as folder:
         corpus = corpus or Path(folder)
         for number, data in enumerate(seeds()):

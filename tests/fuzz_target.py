@@ -12,7 +12,7 @@ from client.session import Member, Session
 from server.dispatcher import Dispatcher
 from server.master import Reply
 from statsd_bn.members import Members
-from statsd_bn.messages import BACKWARD, Aggregate, Registered, Result, Rows, StatusRequest
+from statsd_bn.messages import BACKWARD, GATHER, Aggregate, Registered, Result, Rows, StatusRequest
 from statsd_bn.wire import decode, encode
 
 # Longer plays find nothing that shorter ones do not.
@@ -137,12 +137,22 @@ def _sound_frames() -> Iterator[bytes]:
             yield session.contribution(key, rows, attempt)
         yield session.contribution(key.of_phase(BACKWARD), rows)
         yield session.contribution(session.forward_key("bn"), rows)
+        yield from _gather(session)
         yield session.heartbeat()
         yield session.leave("")
         yield session.leave("it failed")
         yield encode(Result(session.token, aggregate))
         session.overhear(_registered(session))
         yield from session.introduction()
+
+
+def _gather(session: Session) -> Iterator[bytes]:
+    """What a member brings to a gather, whose rows may differ in length, and what it was given."""
+    key = session.forward_key("bytes", GATHER)
+    channels = 2 + session.member.member
+    yield session.contribution(key, Rows((0,), np.arange(float(channels)).reshape(1, 1, channels)))
+    joined = Aggregate(key, WORLD, 0, Members.of(range(WORLD)), np.arange(5.0).reshape(1, 5))
+    yield encode(Result(session.token, joined))
 
 
 def _registered(session: Session) -> bytes:

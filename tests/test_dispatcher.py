@@ -470,8 +470,10 @@ def test_a_status_report_says_what_the_server_is_doing(play):
         "received": 5,
         "bad_frames": 1,
         "over_limits": 0,
+        "strangers": 0,
         "refused_connections": 0,
         "idle_connections": 0,
+        "flooding_connections": 0,
         "dropped_answers": 0,
         "groups": [
             {

@@ -1,6 +1,7 @@
 """A server takes any bytes in any order and goes on; `scripts/fuzz` plays far more of them."""
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -8,10 +9,11 @@ from hypothesis import strategies as st
 
 import fuzz
 import fuzz_target
+import server.dispatcher
 from fuzz_target import MOST_TURNS, SOUND, Play
 from server.dispatcher import Dispatcher
 from server.master import SyncMaster
-from statsd_bn.messages import BY_TYPE, Contribution, Heartbeat, Leave, Register, Result, StatusRequest
+from statsd_bn.messages import BY_TYPE, GATHER, Contribution, Heartbeat, Leave, Register, Result, StatusRequest
 from statsd_bn.wire import decode
 
 
@@ -38,6 +40,21 @@ def test_random_plays_get_far():
         failed += sum(group["rounds_failed"] for group in report["groups"])
         bad += report["bad_frames"]
     assert min(done, failed, bad) >= 20, (done, failed, bad)
+
+
+def test_random_plays_end_gathers(monkeypatch):
+    phases = Counter()
+    reduce = SyncMaster.run_master
+
+    def count(master, round_):
+        phases[round_.key.phase] += 1
+        return reduce(master, round_)
+
+    monkeypatch.setattr(SyncMaster, "run_master", count)
+    chance = random.Random(0)
+    for _ in range(300):
+        Play().run(fuzz.random_play(chance))
+    assert phases[GATHER] >= 10, phases
 
 
 def test_a_play_has_an_end():
@@ -75,6 +92,13 @@ def test_the_seeds_say_every_sound_frame():
     assert set(SOUND) <= said
 
 
+def test_coverage_sees_the_methods_as_well():
+    functions = set(fuzz.functions_of(server.dispatcher))
+    assert {Dispatcher.receive, Dispatcher._contribute, server.dispatcher._failed_member} <= functions
+    assert Dispatcher.refused.fget in functions
+    assert server.dispatcher.decode not in functions, "what another module defines"
+
+
 def test_a_flood_gets_far_to_its_end(monkeypatch):
     plays = []
     monkeypatch.setattr(fuzz, "Play", lambda: plays.append(Play()) or plays[-1])
@@ -91,7 +115,7 @@ def test_a_flood_gets_far_to_its_end(monkeypatch):
     monkeypatch.setattr(SyncMaster, "run_master", lambda self, round_: ended.append(round_) or reduce(self, round_))
     monkeypatch.setattr(Play, "run", count)
     monkeypatch.setattr(fuzz, "GROWTH_KIB", 10**6)  # what is kept of ended sessions fills up in a longer one only
-    assert fuzz.flood(frames=5000, seed=0) >= 5000
+    assert fuzz.flood(frames=7000, seed=0) >= 7000
     (play,) = plays
     assert play.dispatcher.received == play.frames
     assert sum(done) >= 100, "rounds, also long after the beginning"

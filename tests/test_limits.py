@@ -1,6 +1,8 @@
 """Limits: each refuses what is beyond it, counts it, and leaves everybody else alone."""
 
 import dataclasses
+import logging
+import os
 import re
 import socket
 import threading
@@ -27,7 +29,7 @@ from server.status import ask, describe
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, LimitExceeded
 from statsd_bn.members import Members
-from statsd_bn.messages import Failure, Leave, Message, Result, StatusRequest
+from statsd_bn.messages import Failure, Heartbeat, Leave, Message, Result, StatusRequest
 from statsd_bn.wire import decode, encode
 from strategies import contribution, key, register, rows, session_of
 
@@ -328,7 +330,7 @@ def test_a_handshake_that_does_not_end_is_ended(serve):
 
 
 def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(serve, dial):
-    service = serve(idle_seconds=0.5)
+    service = serve(idle_seconds=0.5, max_refusals=2**20)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqTransport(service.endpoints[0]), who) as member:
         # The member may have its answer before the server has noted whose connection it is.
@@ -354,7 +356,7 @@ def test_a_member_that_has_gone_leaves_nothing_behind(serve):
 
 
 def test_a_frame_that_is_read_after_the_end_of_its_connection_leaves_nothing_behind():
-    connections = Connections()
+    connections = Connections(most_refusals=1)
     with socket.socket() as open_one:
         number = open_one.fileno()
         connections.accepted(0.0, number)
@@ -391,6 +393,79 @@ def test_who_does_not_read_loses_answers_and_the_server_keeps_few(serve, dial):
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqTransport(service.endpoints[0]), who) as member:
         assert member.exchange("bn", rows(2.0)).values.item() == 2.0
+
+
+def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog):
+    """Without a bound what waits would take 30 MB."""
+    caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest keeps what is logged
+    service = serve(max_unread=2, max_refusals=2**20)
+    stranger = dial(service)
+    stranger.sndtimeo = int(WAIT_SECONDS * 1000)
+    long = "n" * limits.MAX_NAME_BYTES
+    frame = encode(contribution(0, key=key(long, job=long, group=long)))
+    before = _resident_bytes()
+    for _ in range(30_000):
+        stranger.send(frame)
+    wait_until(lambda: told(service, "strangers") == 30_000, WAIT_SECONDS)
+    assert told(service, "dropped_answers") > 10_000
+    assert _resident_bytes() - before < 2**23
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_connection_over_which_too_much_is_refused_is_told_so_and_ended(serve, dial):
+    service = serve(max_refusals=5)
+    stranger = dial(service)
+    with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        for _ in range(100):
+            stranger.send(encode(contribution(0)))
+        assert monitor.poll(WAIT_SECONDS * 1000), "not ended"
+        stranger.disable_monitor()
+    codes = [decode(stranger.recv()).code]
+    while stranger.poll(0):
+        codes.append(decode(stranger.recv()).code)
+    assert set(codes) == {"unknown_session", "limit"}
+    assert codes.index("limit") > 5
+    report = ask(service.endpoints[0])
+    assert report["flooding_connections"] == codes.count("limit")
+    assert report["strangers"] == codes.count("unknown_session") < 100
+
+
+def test_over_a_members_connection_anything_may_be_refused(serve, dial):
+    service = serve(max_refusals=5)
+    member = dial(service)
+    frames = [encode(register(0, 1)), *[b"garbage"] * 100, encode(StatusRequest())]
+    for frame in frames:
+        member.send(frame)
+    answers = []
+    for _ in frames:
+        assert member.poll(WAIT_SECONDS * 1000)
+        answers.append(decode(member.recv()))
+    assert answers[-1].report["bad_frames"] == 100
+    assert answers[-1].report["flooding_connections"] == 0
+
+
+def test_what_was_refused_is_forgiven_after_a_while():
+    connections = Connections(most_refusals=2)
+    for _ in range(3):
+        assert [connections.refused(b"one") for _ in range(3)] == [False, False, True]
+        assert not connections.refused(b"other")
+        assert connections.ignored == {b"one"}
+        connections.forgive()
+        assert connections.ignored == set()
+
+
+def test_messages_of_strangers_are_counted_and_those_of_members_are_not():
+    play = Play()
+    messages = contribution(0), Heartbeat(session_of(0)), Result(session_of(0), play_aggregate())
+    for number, message in enumerate(messages, start=1):
+        play.say(message)
+        assert play.dispatcher.refused == play.dispatcher.tally.strangers == number
+    # One who is back after a restart, and has not yet told what it announced, is no stranger.
+    play.say(register(0, **PAST), Heartbeat(session_of(0)), contribution(0), StatusRequest())
+    assert play.dispatcher.refused == 3
 
 
 def test_a_client_is_told_of_a_limit_by_its_error(serve):

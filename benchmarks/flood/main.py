@@ -39,6 +39,9 @@ WARM_UP = 50
 # How much of a flood goes out between two looks at whether it is still wanted.
 BURST = 200
 
+# A connection that has taken nothing for so long was ended by the server. A flood that does not read is not told.
+STUCK_SECONDS = 0.02
+
 
 def main() -> None:
     """Measures each flood and prints a table, or JSON; fails if a result has changed."""
@@ -162,20 +165,33 @@ def _bytes(endpoint: str) -> Iterator[Callable[[int], int]]:
 
 @contextmanager
 def _frames(endpoint: str, make: Callable[[int], bytes]) -> Iterator[Callable[[int], int]]:
-    """Frames over one connection, as fast as it takes them."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(endpoint)
+    """Frames over one connection, as fast as it takes them; over a new one as soon as it takes no more."""
+    with zmq.Context() as context:
+        dealer = _dial(context, endpoint)
+        took = time.monotonic()
 
         def send(number: int) -> int:
+            nonlocal dealer, took
             try:
                 dealer.send(make(number), zmq.NOBLOCK)
             except zmq.Again:
+                if time.monotonic() - took > STUCK_SECONDS:
+                    dealer.close()
+                    dealer, took = _dial(context, endpoint), time.monotonic()
                 time.sleep(0.0001)
                 return 0
+            took = time.monotonic()
             return 1
 
         yield send
+        dealer.close()
+
+
+def _dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.connect(endpoint)
+    return dealer
 
 
 def _session(number: int) -> Session:
