@@ -57,7 +57,9 @@ class Handshakes:
             return None
         what = f"it hung up in the middle of {hung_up} handshakes; "
         if self._has_key:
-            return self._refused(f"{what}its key is probably not the one this client expects", "wrong server key")
+            # One without --curve mostly says so in its greeting, but may be gone before the client has read that.
+            likely = "its key is probably not the one this client expects, or it was started without --curve"
+            return self._refused(what + likely, "wrong server key")
         return self._refused(f"{what}it probably expects a key, and this client has none", "no key")
 
     def _mechanisms_differ(self) -> AuthenticationRefused:

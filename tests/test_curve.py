@@ -130,7 +130,8 @@ def test_a_client_with_a_key_is_told_of_a_server_without_one(serve, keys):
     service = serve(None)
     with pytest.raises(AuthenticationRefused, match="started without --curve") as caught:
         join(service.endpoints[0], load_client(secret(keys, "alice")))
-    assert caught.value.fields == {"reason": "no server key"}
+    # The server hangs up at once, and the client does not always see its greeting before that.
+    assert caught.value.fields["reason"] in {"no server key", "wrong server key"}
 
 
 def test_where_nobody_listens_a_client_with_a_key_says_so(keys, tmp_path):
