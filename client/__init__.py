@@ -12,8 +12,9 @@ from client.batchnorm import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
 )
-from client.connection import Connection, connect, current_connection, disconnect
+from client.connection import Connection
 from client.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.current import connect, current_connection, disconnect
 from client.ddp_handler import DDPHandler
 from client.elastic import ElasticState, MembersChanged, run_elastic
 from client.elastic_sampler import ElasticSampler

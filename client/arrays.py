@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from statsd_bn import limits
+from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError
-from statsd_bn.messages import shown
 
 Array = Tensor | np.ndarray[Any, Any]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from client import alone, compiled, groups, kernels, running
-from client.connection import current_connection
+from client.current import current_connection
 from client.deferred import Deferred, check_chunks
 from client.exchange import Exchange
 from client.functional import Slice, batch_norm, held

@@ -18,8 +18,9 @@ from client.groups import Group
 from client.kernels import Statistics
 from client.pipe import pipe_of
 from client.recomputation import exchanges, is_inside_backward
-from statsd_bn.messages import BACKWARD, Rows
 from statsd_bn.moments import Moments
+from statsd_bn.round_key import BACKWARD
+from statsd_bn.rows import Rows
 
 # Rows of the statistics: those of `kernels.Statistics`, and what the running statistics move towards.
 MEAN, INVSTD, SLOPE, NEWEST_MEAN, NEWEST_VARIANCE = range(5)

@@ -13,7 +13,8 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from client import samplers
-from client.connection import Connection, current_connection
+from client.connection import Connection
+from client.current import current_connection
 from client.samplers import Loader, Sampler
 from client.sharing import LANE, share
 from client.values import as_tensor, joined, like

@@ -18,7 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from client import packing, voting
-from client.connection import Connection, current_connection
+from client.connection import Connection
+from client.current import current_connection
 from client.elastic_sampler import ElasticSampler
 from client.voting import Vote, Votes
 from statsd_bn.errors import ConfigurationError

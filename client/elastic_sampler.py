@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from client.connection import current_connection
+from client.current import current_connection
 
 
 class ElasticSampler(Sampler[int]):

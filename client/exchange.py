@@ -8,9 +8,11 @@ from torch import Tensor
 from client.kernels import Statistics
 from client.pipe import Pipe
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.messages import Aggregate, RoundKey, Rows
+from statsd_bn.messages import Aggregate
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from client import kernels
 from client.exchange import Exchange
 from client.second_order import SecondOrder
-from statsd_bn.messages import BACKWARD, SECOND_BACKWARD
 from statsd_bn.reduction import FloatArray
+from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
 
 
 @dataclass(frozen=True, slots=True)

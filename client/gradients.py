@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from client.connection import Connection, current_connection
+from client.connection import Connection
+from client.current import current_connection
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.messages import Aggregate, Rows
+from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray
+from statsd_bn.rows import Rows
 
 # The name of its rounds; no layer of a model is called so, since a place in a model has no brackets.
 LANE = "average_gradients()"

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from client.variables import integer
 from statsd_bn import limits
+from statsd_bn.checks import check_integer, check_text
 from statsd_bn.errors import ConfigurationError, ProtocolError
-from statsd_bn.messages import WORLD, check_integer, check_text
+from statsd_bn.messages import WORLD
 
 # The rule: the members of this host.
 LOCAL = "local"

@@ -7,11 +7,14 @@ master, `LocalPipe` ends in this process and adds its replicas' rows as the mast
 from dataclasses import dataclass
 from typing import Protocol
 
-from client.connection import Connection, current_connection
+from client.connection import Connection
+from client.current import current_connection
 from client.groups import Group
 from statsd_bn.members import Members
-from statsd_bn.messages import FORWARD, Aggregate, RoundKey, Rows
+from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import sum_in_order
+from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.rows import Rows
 
 _THIS_PROCESS = Members.of([0])
 

@@ -21,15 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from client.batchnorm import SynchronizedBatchNorm
-from client.connection import current_connection
+from client.current import current_connection
 from client.groups import Group
 from client.pipe import pipe_of
 from client.tally import Tally
 from statsd_bn import limits
 from statsd_bn.errors import RoundMismatch
-from statsd_bn.messages import Rows
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
+from statsd_bn.rows import Rows
 
 # The name of its rounds; no layer of a model is called so, since a place in a model has no brackets.
 LANE = "recalibrate()"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from client import virtual
-from client.connection import current_connection
+from client.current import current_connection
 from client.environment import DEFAULT_DEADLINE
 from client.rendezvous import Rendezvous
 

@@ -12,7 +12,9 @@ from client.session import Session
 from client.transport import Channel
 from statsd_bn.errors import RoundTimeout, UnknownSession
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, RoundKey, Rows
+from statsd_bn.messages import Aggregate
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
 
 logger = logging.getLogger("statsd_bn.client")
 

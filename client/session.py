@@ -14,8 +14,6 @@ from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost, StatsdBNError, UnknownSession, from_wire
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import (
-    FORWARD,
-    GATHER,
     NO_SERVER,
     Aggregate,
     Contribution,
@@ -27,10 +25,10 @@ from statsd_bn.messages import (
     Register,
     Registered,
     Result,
-    RoundKey,
-    Rows,
     Stand,
 )
+from statsd_bn.round_key import FORWARD, GATHER, RoundKey
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 
 # The phases that may begin a step.

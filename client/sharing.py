@@ -14,9 +14,9 @@ from client.connection import Connection
 from client.packing import pack, unpack
 from client.registration import cause_of
 from statsd_bn import limits
+from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.members import Members
-from statsd_bn.messages import shown
 
 Tensors = dict[str | int, Tensor]
 

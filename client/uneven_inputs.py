@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from client.batchnorm import SynchronizedBatchNorm
-from client.connection import Connection, current_connection
+from client.connection import Connection
+from client.current import current_connection
 from client.groups import Group
 from client.micro_batches import commit_running_statistics
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from client.packing import pack, unpack
+from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch
-from statsd_bn.messages import shown
 
 
 @dataclass(frozen=True, slots=True)

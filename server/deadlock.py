@@ -19,7 +19,8 @@ from server.master import SyncMaster
 from statsd_bn import limits
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.members import Members
-from statsd_bn.messages import WORLD, RoundKey
+from statsd_bn.messages import WORLD
+from statsd_bn.round_key import RoundKey
 
 # How long nothing may have changed for the members that seem stuck. A member may have further threads, which the server
 # does not see before they contribute: models that overlap reach their rounds some milliseconds apart, and in any order.

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from server.archive import Archive, Room
 from server.membership import Membership
 from server.quota import Budget, size_of
 from server.rounds import FutureResult, Round, State, failed, failure
@@ -25,28 +26,14 @@ from statsd_bn.errors import (
     UnknownSession,
 )
 from statsd_bn.members import Members
-from statsd_bn.messages import (
-    GATHER,
-    Aggregate,
-    Contribution,
-    Pending,
-    Register,
-    Registered,
-    RoundKey,
-    Rows,
-    Stand,
-    missing_members,
-)
+from statsd_bn.messages import Aggregate, Contribution, Pending, Register, Registered, Stand, missing_members
 from statsd_bn.reduction import join_in_order, sum_in_order
+from statsd_bn.round_key import GATHER, RoundKey
+from statsd_bn.rows import Rows
 from statsd_bn.wire import encode
 
 # How many late members a message names.
 TOLD_OF = 8
-
-# Rounds of one group that ended before the kept ones and are remembered by a number each: a late copy of a
-# contribution must not begin such a round anew, and wait for members that will never come. A copy can be late by what
-# a broken connection had under way, which is far less than this.
-REMEMBERED_ROUNDS = 1024
 
 Reply = tuple[bytes, bytes]
 """(peer, frame): what to send to whom."""
@@ -74,12 +61,11 @@ class SyncMaster:
         self._server = server
         self._budget = budget or Budget()
         self.membership = Membership(register, self._budget.quota.silence_seconds)
-        self._held = 0
+        self._room = Room(self._budget, register.job)
+        self._archive = Archive(self._room)
         # What all keys of this life begin with.
         self._run = (register.job, register.group, register.epoch)
         self._open: dict[RoundKey, Round] = {}
-        self._kept: dict[RoundKey, Round] = {}
-        self._ended: dict[int, None] = {}
         self._is_broken = False
         self._is_departure_told = False
         self._deferred: list[tuple[Slave, Contribution, bytes]] = []
@@ -116,8 +102,8 @@ class SyncMaster:
         """
         key, rows = contribution.key, contribution.rows
         slave.peer = peer
-        if key in self._kept:
-            return self._answer_again(self._kept[key], slave, rows, peer)
+        if kept := self._archive.get(key):
+            return self._answer_again(kept, slave, rows, peer)
         if self.membership.recovery and not self.membership.lost:
             return self._defer(slave, contribution, peer)
         try:
@@ -145,10 +131,10 @@ class SyncMaster:
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
         self.membership.recall(slave, key, aggregate.members)
-        if kept := self._kept.get(key):
+        if kept := self._archive.get(key):
             return self._compare(kept, slave, aggregate) + ([] if slave.owes else self._settle(now))
         if self.membership.recovery:
-            self._check_room(aggregate.values.nbytes)
+            self._room.check(aggregate.values.nbytes)
             round_ = Round(key, (), now, 0.0)
             round_.end(aggregate)
             self._close(round_)
@@ -209,7 +195,7 @@ class SyncMaster:
 
     def retire(self) -> None:
         """Gives back all room that it has; to be called when the group has ended."""
-        self._keep(-self._held)
+        self._room.empty()
 
     def report(self, now: float) -> dict[str, Any]:
         """Returns what a status report says of this group."""
@@ -234,32 +220,20 @@ class SyncMaster:
             "lost": str(membership.lost or ""),
             "rounds_done": self.rounds_done,
             "rounds_failed": self.rounds_failed,
-            "kept_bytes": self._held,
+            "kept_bytes": self._room.held,
             "waiting": [
                 {"round": str(round_.key), "seconds": now - round_.opened, "missing": round_.missing}
                 for round_ in self._open.values()
             ],
         }
 
-    def _check_room(self, size: int) -> None:
-        self._budget.check_room(self._run[0], size)
-
-    def _keep(self, size: int) -> None:
-        self._held += size
-        self._budget.keep(self._run[0], size)
-
     def _reserve(self, round_: Round, size: int) -> None:
-        self._budget.take(self._run[0], size)
-        self._held += size
+        self._room.take(size)
         round_.held += size
-
-    def _hold(self, round_: Round, size: int) -> None:
-        round_.held += size
-        self._keep(size)
 
     def _take_deferred(self) -> list[tuple[Slave, Contribution, bytes]]:
         deferred, self._deferred = self._deferred, []
-        self._keep(-sum(size_of(contribution.rows) for _, contribution, _ in deferred))
+        self._room.keep(-sum(size_of(contribution.rows) for _, contribution, _ in deferred))
         return deferred
 
     @property
@@ -279,7 +253,7 @@ class SyncMaster:
 
     def _without(self, now: float, slave: Slave, loss: ReplicaLost | None) -> tuple[ReplicaLost | None, list[Reply]]:
         self._deferred = [wait for wait in self._take_deferred() if wait[0] is not slave]
-        self._keep(sum(size_of(contribution.rows) for _, contribution, _ in self._deferred))
+        self._room.keep(sum(size_of(contribution.rows) for _, contribution, _ in self._deferred))
         if self.membership.lost:
             return loss, self._break_if_lost()
         return loss, self._tell_departure() + self._withdraw(slave) + self._settle(now)
@@ -348,10 +322,10 @@ class SyncMaster:
         if len(self._deferred) >= self._budget.quota.max_open_rounds * self.nr_slaves:
             return [(peer, failure(self._too_many(key), key))]
         try:
-            self._check_room(size_of(contribution.rows))
+            self._room.check(size_of(contribution.rows))
         except LimitExceeded as error:
             return [(peer, failure(error, key))]
-        self._keep(size_of(contribution.rows))
+        self._room.keep(size_of(contribution.rows))
         self._deferred.append((slave, contribution, peer))
         absent = self.membership.absent
         whom = f"members {absent}" if absent else "all members"
@@ -367,11 +341,11 @@ class SyncMaster:
             missing, present = membership.missing_for(slave)
             awaited = missing_members(membership.group, membership.world_size, present, missing)
             raise failed(key, f"the group is not open, it waits for {awaited}")
-        if hash(key) in self._ended:
+        if self._archive.remembers(key):
             raise failed(key, "it ended long ago, and its answer is no longer kept")
         if len(self._open) >= self._budget.quota.max_open_rounds:
             raise self._too_many(key)
-        self._check_room(size_of(contribution.rows))
+        self._room.check(size_of(contribution.rows))
         members = membership.participants(key.step)
         if slave.member not in members:
             raise failed(key, f"{slave} is not one of the members that take part, {Members.of(members)}")
@@ -447,19 +421,10 @@ class SyncMaster:
 
     def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:
         self._open.pop(round_.key, None)
-        self._kept[round_.key] = round_
-        self._hold(round_, len(round_.answer))
         # Members that come back differ in which rounds they tell of, and the latest come first from some of them.
         most = limits.KEPT_ROUNDS * (2 if self.membership.recovery else 1)
-        while len(self._kept) > most:
-            self._remember(next(iter(self._kept)))
+        self._archive.add(round_, most)
         return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
-
-    def _remember(self, key: RoundKey) -> None:
-        self._keep(-self._kept.pop(key).held)
-        self._ended[hash(key)] = None
-        if len(self._ended) > REMEMBERED_ROUNDS:
-            del self._ended[next(iter(self._ended))]
 
 
 def unknown(session: bytes) -> UnknownSession:

@@ -13,7 +13,8 @@ from server.slave import Slave
 from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from statsd_bn.members import Members
-from statsd_bn.messages import Register, RoundKey, Stand
+from statsd_bn.messages import Register, Stand
+from statsd_bn.round_key import RoundKey
 
 
 class Membership:

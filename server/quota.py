@@ -10,7 +10,8 @@ from typing import Any
 from server.past import Name
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, LimitExceeded
-from statsd_bn.messages import Contribution, Register, Rows
+from statsd_bn.messages import Contribution, Register
+from statsd_bn.rows import Rows
 
 # What a contribution keeps beside its numbers: objects, its key, and its place in the round.
 OVERHEAD_BYTES = 1024

@@ -14,7 +14,9 @@ from enum import StrEnum
 
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout, StatsdBNError
-from statsd_bn.messages import GATHER, Aggregate, Failure, RoundKey, Rows
+from statsd_bn.messages import Aggregate, Failure
+from statsd_bn.round_key import GATHER, RoundKey
+from statsd_bn.rows import Rows
 from statsd_bn.wire import encode
 
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from statsd_bn.messages import RoundKey, Stand
+from statsd_bn.messages import Stand
+from statsd_bn.round_key import RoundKey
 
 
 @dataclass(slots=True)

@@ -4,8 +4,10 @@ It knows neither torch nor sockets, threads or clocks, so both sides and every t
 """
 
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import Aggregate, RoundKey, Rows
+from statsd_bn.messages import Aggregate
 from statsd_bn.moments import Moments
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
 from statsd_bn.wire import PROTOCOL_VERSION
 
 __version__ = "0.1.0"

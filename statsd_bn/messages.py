@@ -4,149 +4,25 @@ Each message checks itself when it is built, so one that exists is sound, whethe
 `wire.decode` did. docs/protocol.md describes every field; the order of fields here is their order on the wire.
 """
 
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, Self, get_args
-
-import numpy as np
+from typing import Any, ClassVar, get_args
 
 from statsd_bn import limits
+from statsd_bn.checks import check_integer, check_text, check_token, check_values, shown
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.reduction import FloatArray
-
-FORWARD = "forward"
-BACKWARD = "backward"
-SECOND_BACKWARD = "second backward"
-
-# The rows of such a round are not added but put one behind the other: bytes, eight to a value.
-GATHER = "gather"
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
 
 # The group of all members of a job; they are numbered from 0.
 WORLD = "world"
 
 # What a member says that has not met a server yet.
 NO_SERVER = bytes(limits.TOKEN_BYTES)
-
-
-_FLOAT64 = np.dtype(np.float64)
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 80
-
-
-def shown(value: object) -> str:
-    """Returns what came, short enough for an error, however long or deeply nested it is."""
-    return _short.repr(value)
-
-
-def check_integer(name: str, value: object, low: int, high: int) -> None:
-    """Raises ProtocolError unless `value` is an int in [low, high]."""
-    if type(value) is not int or not low <= value <= high:
-        raise ProtocolError(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
-
-
-def check_text(name: str, value: object, longest: int, shortest: int = 1) -> None:
-    """Raises ProtocolError unless `value` is a str whose UTF-8 form has a length in [shortest, longest]."""
-    if type(value) is str and value.isascii() and shortest <= len(value) <= longest:
-        return  # what nearly all text is: a byte for each letter
-    try:
-        sound = type(value) is str and shortest <= len(value.encode()) <= longest
-    except UnicodeEncodeError:
-        sound = False
-    if not sound:
-        raise ProtocolError(f"{name}: expected text of {shortest} to {longest} bytes, got {shown(value)}")
-
-
-def check_token(name: str, value: object) -> None:
-    """Raises ProtocolError unless `value` is a token: bytes of the one fixed length."""
-    if type(value) is not bytes or len(value) != limits.TOKEN_BYTES:
-        raise ProtocolError(f"{name}: expected {limits.TOKEN_BYTES} bytes, got {shown(value)}")
-
-
-def _check_values(values: object, dimensions: int) -> None:
-    if not (isinstance(values, np.ndarray) and values.dtype == _FLOAT64 and values.ndim == dimensions):
-        found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
-        raise ProtocolError(f"values: expected float64 of {dimensions} dimensions, got {found}")
-    check_integer("vectors", values.shape[-2], 1, limits.MAX_VECTORS)
-    check_integer("channels", values.shape[-1], 1, limits.MAX_CHANNELS)
-
-
-class _KeyFields(NamedTuple):
-    job: str
-    group: str
-    epoch: int
-    step: int
-    layer: str
-    call: int
-    phase: str
-
-
-class RoundKey(_KeyFields):
-    """What identifies one round, on every member alike; a tuple, because it is compared and looked up all the time.
-
-    Attributes:
-        job: the training run.
-        group: the members of the job that synchronise together.
-        epoch: one life of the group's membership.
-        step: counts the training steps of an epoch from 0.
-        layer: the layer's name, its place in the model.
-        call: counts the layer's forward calls within the step from 0.
-        phase: `FORWARD`, `BACKWARD`, or a longer name for a further exchange of the same call; or `GATHER`.
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, job: str, group: str, epoch: int, step: int, layer: str, call: int, phase: str) -> Self:
-        """Checks what it is made of."""
-        check_text("job", job, limits.MAX_NAME_BYTES)
-        check_text("group", group, limits.MAX_NAME_BYTES)
-        check_integer("epoch", epoch, 0, limits.MAX_COUNTER)
-        check_integer("step", step, 0, limits.MAX_COUNTER)
-        check_text("layer", layer, limits.MAX_NAME_BYTES)
-        check_integer("call", call, 0, limits.MAX_COUNTER)
-        check_text("phase", phase, limits.MAX_PHASE_BYTES)
-        return super().__new__(cls, job, group, epoch, step, layer, call, phase)
-
-    def __str__(self) -> str:
-        return (
-            f"job {self.job!r}, group {self.group!r}, epoch {self.epoch}, step {self.step}, "
-            f"layer {self.layer!r}, call {self.call}, {self.phase}"
-        )
-
-    def of_phase(self, phase: str) -> Self:
-        """Returns the key of another exchange of the same call."""
-        return type(self)(*self[:-1], phase)
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The parts by name, for an error's fields."""
-        return self._asdict()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """What the replicas of one member bring to a round: a row each.
-
-    Attributes:
-        counts: values per channel of each replica, exact integers >= 0.
-        values: shape (replicas, vectors, channels), float64. Two vectors: Σx and Σx² forward, Σdy and Σdy·(x-mean)
-            backward. In a gather one replica and one vector, whose bits are the member's bytes.
-    """
-
-    counts: tuple[int, ...]
-    values: FloatArray
-
-    def __post_init__(self) -> None:
-        check_integer("replicas", len(self.counts), 1, limits.MAX_REPLICAS)
-        for count in self.counts:
-            check_integer("count", count, 0, limits.MAX_COUNT)
-        _check_values(self.values, 3)
-        if self.values.shape[0] != len(self.counts):
-            raise ProtocolError(f"values: expected {len(self.counts)} rows, one per count, got {self.values.shape[0]}")
 
 
 class Stand(IntEnum):
@@ -308,7 +184,7 @@ class Aggregate:
     def __post_init__(self) -> None:
         check_integer("replicas", self.replicas, 1, limits.MAX_REPLICAS * limits.MAX_MEMBERS)
         check_integer("count", self.count, 0, limits.MAX_COUNT)
-        _check_values(self.values, 2)
+        check_values(self.values, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import msgpack
 import numpy as np
 
 from statsd_bn import limits
+from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, VersionMismatch
 from statsd_bn.members import Members
 from statsd_bn.messages import (
@@ -34,12 +35,11 @@ from statsd_bn.messages import (
     Register,
     Registered,
     Result,
-    RoundKey,
-    Rows,
-    shown,
     values_of,
 )
 from statsd_bn.reduction import FloatArray
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
 
 PROTOCOL_VERSION = 1
 MAGIC = b"SBN"

@@ -12,7 +12,9 @@ from client.session import Member, Session
 from server.dispatcher import Dispatcher
 from server.master import Reply
 from statsd_bn.members import Members
-from statsd_bn.messages import BACKWARD, GATHER, Aggregate, Registered, Result, Rows, StatusRequest
+from statsd_bn.messages import Aggregate, Registered, Result, StatusRequest
+from statsd_bn.round_key import BACKWARD, GATHER
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 
 # Longer plays find nothing that shorter ones do not.

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statsd_bn.messages import GATHER, Aggregate, RoundKey, Rows
+from statsd_bn.messages import Aggregate
+from statsd_bn.round_key import GATHER, RoundKey
+from statsd_bn.rows import Rows
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,10 @@ from server.recovery import Recovery
 from server.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import GATHER, Aggregate, Rows, Stand
+from statsd_bn.messages import Aggregate, Stand
 from statsd_bn.reduction import join_in_order
+from statsd_bn.round_key import GATHER
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 
 BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
@@ -90,7 +92,7 @@ def kept_too_few() -> Any:
 
     def close(right: Any, self: SyncMaster, round_: Round, *args: Any) -> Any:
         replies = right(self, round_, *args)
-        self._kept.clear()
+        self._archive._kept.clear()
         return replies
 
     return instead(SyncMaster, "_close", close)
@@ -255,7 +257,7 @@ def first_result_wins_unchecked() -> Any:
 
     def recall(right: Any, self: SyncMaster, now: float, slave: Any, aggregate: Aggregate, peer: bytes) -> Any:
         replies = right(self, now, slave, aggregate, peer)
-        for round_ in self._kept.values():
+        for round_ in self._archive._kept.values():
             if round_.key.step == aggregate.key.step and round_.key.phase == aggregate.key.phase:
                 round_.answer = encode(replace(aggregate, key=round_.key))
         return replies

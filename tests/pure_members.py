@@ -8,7 +8,9 @@ from client.session import Member, Session
 from server.dispatcher import Dispatcher
 from server.liveness import RECONNECT_SECONDS
 from statsd_bn.errors import StatsdBNError, UnknownSession
-from statsd_bn.messages import BACKWARD, Aggregate, Pending, Registered, RoundKey, Rows
+from statsd_bn.messages import Aggregate, Pending, Registered
+from statsd_bn.round_key import BACKWARD, RoundKey
+from statsd_bn.rows import Rows
 
 
 def rows_of(*values: float) -> Rows:

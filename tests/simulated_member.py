@@ -18,7 +18,9 @@ from simulated_network import SimulatedTransport as Transport
 from simulated_plan import GATHERED, Call, Fault
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import FORWARD, GATHER, Aggregate, RoundKey, Rows
+from statsd_bn.messages import Aggregate
+from statsd_bn.round_key import FORWARD, GATHER, RoundKey
+from statsd_bn.rows import Rows
 
 if TYPE_CHECKING:
     from simulator import World

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from simulated_rules import ENDS, NEWS_SECONDS, mute_seconds
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import Aggregate, Contribution, RoundKey
+from statsd_bn.messages import Aggregate, Contribution
+from statsd_bn.round_key import RoundKey
 from statsd_bn.wire import decode
 
 if TYPE_CHECKING:

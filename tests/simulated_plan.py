@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from simulated_network import Weather
-from statsd_bn.messages import BACKWARD
+from statsd_bn.round_key import BACKWARD
 
 # What befalls one member at a time, and what it needs to know of it.
 MEMBER_FAULTS = ("killed", "vanished", "frozen", "slow", "cut")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from client.registration import ANSWER_SECONDS, TAKEN_SECONDS
 from client.round_trip import ASK_AGAIN_AT_MOST, ASK_AGAIN_SECONDS, GRACE_SECONDS
+from server.archive import REMEMBERED_ROUNDS
 from server.deadlock import THREADED_QUIET_SECONDS
 from server.liveness import RECONNECT_SECONDS
-from server.master import REMEMBERED_ROUNDS
 from server.service import PROBE_SECONDS, TICK_SECONDS
 from simulated_plan import HARMLESS_FREEZE
 from statsd_bn import errors, limits
@@ -64,11 +64,11 @@ def check_memory(world: "World") -> None:
         # While members come back after a restart, each tells of as many rounds, and not of the same ones.
         kept = limits.KEPT_ROUNDS * (2 if world.server.outages else 1)
         if (
-            len(master._kept) > kept
-            or len(master._ended) > REMEMBERED_ROUNDS
+            len(master._archive) > kept
+            or len(master._archive._remembered) > REMEMBERED_ROUNDS
             or len(master._open) > limits.MAX_OPEN_ROUNDS
         ):
-            world.find("memory is bounded", f"{len(master._kept)} rounds kept, {len(master._open)} open")
+            world.find("memory is bounded", f"{len(master._archive)} rounds kept, {len(master._open)} open")
 
 
 def check_end(world: "World") -> None:

@@ -32,7 +32,9 @@ from simulated_network import Clock, Network, SimulatedServer
 from simulated_plan import Call, Fault, Plan, draw
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import GATHER, Aggregate, Contribution, RoundKey, Rows
+from statsd_bn.messages import Aggregate, Contribution
+from statsd_bn.round_key import GATHER, RoundKey
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode
 
 TRACE_TOLD = 60

@@ -9,8 +9,6 @@ from hypothesis.extra import numpy as hnp
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import (
-    BACKWARD,
-    FORWARD,
     Aggregate,
     Contribution,
     Failure,
@@ -21,12 +19,12 @@ from statsd_bn.messages import (
     Register,
     Registered,
     Result,
-    RoundKey,
-    Rows,
     Stand,
     Status,
     StatusRequest,
 )
+from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
+from statsd_bn.rows import Rows
 
 
 def session_of(member: int, job: str = "job") -> bytes:

@@ -18,7 +18,7 @@ from client.values import joined, like
 from memory_members import MemoryMaster, in_threads, outcome, run_members
 from statsd_bn import limits
 from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, RoundMismatch
-from statsd_bn.messages import Rows
+from statsd_bn.rows import Rows
 
 LOOP = SimpleNamespace(train_loader=None, validation_loader=None, test_loader=None)
 

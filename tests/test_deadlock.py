@@ -13,7 +13,8 @@ from server import deadlock
 from server.deadlock import QUIET_SECONDS, THREADED_QUIET_SECONDS, stuck
 from server.dispatcher import Dispatcher
 from statsd_bn import limits
-from statsd_bn.messages import BACKWARD, Aggregate, Failure, Heartbeat, Message, RoundKey
+from statsd_bn.messages import Aggregate, Failure, Heartbeat, Message
+from statsd_bn.round_key import BACKWARD, RoundKey
 from statsd_bn.wire import decode, encode
 from strategies import contribution, key, register, rows
 

@@ -11,19 +11,9 @@ from server.dispatcher import Dispatcher
 from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import (
-    Aggregate,
-    Failure,
-    Leave,
-    Message,
-    Pending,
-    Registered,
-    Result,
-    RoundKey,
-    Rows,
-    Status,
-    StatusRequest,
-)
+from statsd_bn.messages import Aggregate, Failure, Leave, Message, Pending, Registered, Result, Status, StatusRequest
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 from strategies import KEY, contribution, key, messages, register, rows, session_of
 

@@ -13,7 +13,8 @@ import server.dispatcher
 from fuzz_target import MOST_TURNS, SOUND, Play
 from server.dispatcher import Dispatcher
 from server.master import SyncMaster
-from statsd_bn.messages import BY_TYPE, GATHER, Contribution, Heartbeat, Leave, Register, Result, StatusRequest
+from statsd_bn.messages import BY_TYPE, Contribution, Heartbeat, Leave, Register, Result, StatusRequest
+from statsd_bn.round_key import GATHER
 from statsd_bn.wire import decode
 
 

@@ -14,7 +14,8 @@ from memory_members import MemoryMaster, in_threads, outcome, run_members, wait_
 from statsd_bn import Rows, limits
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.members import Members
-from statsd_bn.messages import BACKWARD, GATHER, Aggregate
+from statsd_bn.messages import Aggregate
+from statsd_bn.round_key import BACKWARD, GATHER
 from strategies import key
 
 ROW = Rows((1,), np.ones((1, 2, 3)))

@@ -24,7 +24,7 @@ from statsd_bn.errors import (
     ReplicaLost,
     WorldSizeMismatch,
 )
-from statsd_bn.messages import BACKWARD, FORWARD
+from statsd_bn.round_key import BACKWARD, FORWARD
 
 PAIR = Group("pair", 2)
 LOW, HIGH = Group("low", 2), Group("high", 2)

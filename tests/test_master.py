@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server import master
+from server import archive
 from server.master import Reply, SyncMaster
 from server.rounds import FutureResult, Round, State, failure
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, LimitExceeded, ReplicaLost, StatsdBNError
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Failure, Registered, RoundKey, Rows
+from statsd_bn.messages import Aggregate, Failure, Registered
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode
 from strategies import KEY, contribution, key, register, rows
 
@@ -289,7 +291,7 @@ def test_only_the_latest_results_are_kept():
     for step in range(3 * limits.KEPT_ROUNDS):
         group.bring(0, float(step), key(step=step))
         answers[step] = dict(group.bring(1, 1.0, key(step=step)))[peer(0)]
-    assert len(group.master._kept) == limits.KEPT_ROUNDS
+    assert len(group.master._archive) == limits.KEPT_ROUNDS
     assert not group.master._open
     for step in list(answers)[-limits.KEPT_ROUNDS :]:
         assert group.bring(0, float(step), key(step=step)) == [(peer(0), answers[step])]
@@ -442,7 +444,7 @@ def test_a_late_copy_of_a_contribution_begins_no_round_that_is_over():
 
 
 def test_only_so_many_rounds_that_are_over_are_remembered(monkeypatch):
-    monkeypatch.setattr(master, "REMEMBERED_ROUNDS", 2)
+    monkeypatch.setattr(archive, "REMEMBERED_ROUNDS", 2)
     group = Group(1)
     for step in range(limits.KEPT_ROUNDS + 4):
         group.bring(0, key=key(step=step))
@@ -474,7 +476,7 @@ def test_a_failed_round_ends_in_the_state_failed():
     group = Group(2)
     group.bring(0)
     group.master.stop()
-    (ended,) = group.master._kept.values()
+    (ended,) = group.master._archive._kept.values()
     assert ended.state is State.FAILED
 
 

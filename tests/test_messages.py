@@ -8,7 +8,6 @@ from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members
 from statsd_bn.messages import (
     BY_TYPE,
-    FORWARD,
     NO_SERVER,
     Aggregate,
     Contribution,
@@ -19,12 +18,12 @@ from statsd_bn.messages import (
     Register,
     Registered,
     Result,
-    RoundKey,
-    Rows,
     Status,
     StatusRequest,
     values_of,
 )
+from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.rows import Rows
 
 KEY = RoundKey("job", "world", 0, 1, "layer1.bn", 2, FORWARD)
 

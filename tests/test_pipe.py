@@ -7,7 +7,7 @@ from client.pipe import LocalPipe, SlavePipe
 from memory_members import in_threads, outcome, run_members
 from statsd_bn import Rows
 from statsd_bn.errors import RoundMismatch
-from statsd_bn.messages import BACKWARD
+from statsd_bn.round_key import BACKWARD
 
 # In float64, adding these in another order gives another last bit.
 ROWS = np.array([0.1, 0.2, 0.3, 1e16, -1e16, 0.7]).reshape(6, 1, 1)

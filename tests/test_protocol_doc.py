@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from client import beacon, connection, registration, round_trip, transport
-from server import deadlock, liveness, master, past, quota, service
+from server import archive, deadlock, liveness, past, quota, service
 from server.access import Tenant
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
@@ -22,7 +22,6 @@ from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members
 from statsd_bn.messages import (
     BY_TYPE,
-    FORWARD,
     Aggregate,
     Contribution,
     Failure,
@@ -32,11 +31,11 @@ from statsd_bn.messages import (
     Pending,
     Registered,
     Result,
-    RoundKey,
-    Rows,
     Status,
     StatusRequest,
 )
+from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 from strategies import contribution, key, register, rows, session_of
 
@@ -434,7 +433,7 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service, deadlock, liveness, master, past, quota],
+        "server": [service, archive, deadlock, liveness, past, quota],
         "client": [beacon, connection, registration, round_trip, transport],
         "both": [service, transport],
     }

@@ -19,7 +19,9 @@ from server.dispatcher import Dispatcher
 from statsd_bn import limits
 from statsd_bn.errors import RegistrationRefused, ReplicaLost
 from statsd_bn.members import Members
-from statsd_bn.messages import BACKWARD, Aggregate, Failure, Pending, Registered, Result, Rows
+from statsd_bn.messages import Aggregate, Failure, Pending, Registered, Result
+from statsd_bn.round_key import BACKWARD
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 
 # A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.

@@ -7,7 +7,8 @@ import pytest
 from server.rounds import TRANSITIONS, Event, FutureResult, Round, State, failed
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Rows
+from statsd_bn.messages import Aggregate
+from statsd_bn.rows import Rows
 from statsd_bn.wire import encode
 from strategies import key, rows
 

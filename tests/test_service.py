@@ -21,7 +21,8 @@ from server import Config, Service
 from server.status import ask
 from statsd_bn import limits
 from statsd_bn.errors import BindError
-from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Leave, Message, Registered, Rows, Status, StatusRequest
+from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Leave, Message, Registered, Status, StatusRequest
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 from strategies import contribution, key, register, rows, session_of
 

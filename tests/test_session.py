@@ -6,7 +6,9 @@ import pytest
 from client.session import Member, Session
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch, StatsdBNError, VersionMismatch
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import BACKWARD, Aggregate, Contribution, Failure, Leave, Register, Registered, Rows
+from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered
+from statsd_bn.round_key import BACKWARD
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 
 TOKEN = b"session0"

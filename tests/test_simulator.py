@@ -15,7 +15,8 @@ import oracle
 import simulate
 from planted_bugs import BUGS
 from simulator import World
-from statsd_bn.messages import FORWARD, Rows
+from statsd_bn.round_key import FORWARD
+from statsd_bn.rows import Rows
 
 SEEDS = 3000
 MOST_SEEDS_FOR_A_BUG = 5000

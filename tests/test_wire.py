@@ -20,11 +20,11 @@ from statsd_bn.messages import (
     Register,
     Registered,
     Result,
-    RoundKey,
-    Rows,
     Status,
     StatusRequest,
 )
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
 from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
 from strategies import MESSAGES, key, messages, register
 

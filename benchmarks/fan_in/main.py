@@ -22,7 +22,8 @@ import zmq
 
 from client.session import Member, Session
 from statsd_bn import limits
-from statsd_bn.messages import Aggregate, Rows
+from statsd_bn.messages import Aggregate
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode
 
 WAIT_MILLISECONDS = 60_000

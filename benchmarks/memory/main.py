@@ -22,7 +22,9 @@ import zmq
 from client.session import Member, Session
 from statsd_bn import limits
 from statsd_bn.errors import RoundFailed
-from statsd_bn.messages import Aggregate, RoundKey, Rows
+from statsd_bn.messages import Aggregate
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
 
 MEMBERS = 8
 WAIT_MILLISECONDS = 20_000

@@ -8,14 +8,18 @@ launched it, and where its connection belongs. On a single device Lightning call
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import distributed, nn
 
 from client.batchnorm import SynchronizedBatchNorm
-from client.connection import Connection, connect, current_connection
 from client.convert import convert, revert
+from client.current import connect, current_connection
 from client.registration import cause_of
+
+if TYPE_CHECKING:
+    from client.connection import Connection
 
 
 # A LayerSync that is not derived from Lightning's own one is refused beside sync_batchnorm=True.

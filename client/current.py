@@ -1,0 +1,122 @@
+"""connect(): this process's place among the replicas.
+
+A process has at most one current connection, which its synchronised layers use. Without one they synchronise over the
+replicas of their own process.
+"""
+
+import atexit
+import os
+import sys
+from pathlib import Path
+
+from client import own_master, without_endpoint
+from client.connection import Connection
+from client.environment import DEFAULT_DEADLINE, STRICT, keys_from, member_from
+from client.registration import cause_of
+from client.session import Member
+from client.transport import ZmqTransport
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.keys import ClientKeys
+
+_current: Connection | None = None
+
+
+def connect(
+    endpoint: str | None = None,
+    *,
+    job: str | None = None,
+    member: int | None = None,
+    world_size: int | None = None,
+    deadline: float = DEFAULT_DEADLINE,
+    fill_deadline: float | None = None,
+    policy: str = STRICT,
+    min_members: int | None = None,
+    curve: str | Path | None = None,
+) -> Connection:
+    """Connects this process's synchronised layers to a master, and waits until all members are there.
+
+    Under torchrun it needs no argument: member 0 starts a master, which ends with it, and the others learn of it
+    through torch's rendezvous store. So it is under any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT, and in tasks of SLURM's srun.
+
+    Args:
+        endpoint: where `python -m server` listens, `tcp://host:port` or `ipc://path`; else STATSD_BN_ENDPOINT; else a
+            master is started for this job.
+        job: the training run's name; else STATSD_BN_JOB, else as the launcher calls it, else "default".
+        member: this process's number; else RANK, else as SLURM numbers the tasks, else 0.
+        world_size: how many processes the job begins with; else WORLD_SIZE, else the number of SLURM's tasks, else 1.
+        deadline: seconds that any round may take to complete.
+        fill_deadline: seconds that the members may take to come; else as long as a round.
+        policy: what happens when a member is lost. "strict": all others raise `ReplicaLost`. "elastic": they go on
+            without it, and newcomers may join at a step boundary, see `Connection.first_step`.
+        min_members: how few members an elastic job may go on with; with fewer all wait for newcomers, as long as a
+            round may take; default 1.
+        curve: the file with this client's secret key, as `python -m server keygen` makes it, for a server with --curve;
+            else STATSD_BN_CURVE. A master that is started for this job makes keys of its own.
+
+    Returns:
+        The connection, also a context manager: leaving it disconnects, and tells the others why if an
+        exception was the reason.
+
+    Raises:
+        ConfigurationError: an argument or variable is missing or wrong, or this process is connected already.
+        ServerUnreachable: nobody answers at the endpoint, within seconds; or member 0 could not start a master, or told
+            the others of none in time.
+        AuthenticationRefused: server and client do not accept each other's keys.
+        DuplicateMember: another process is this member.
+        WorldSizeMismatch: the members disagree on `world_size`.
+        GroupIncomplete: not all members came in time.
+        RegistrationRefused: the members do not agree on the policy, or another reason that it names.
+    """
+    global _current  # noqa: PLW0603 - a process has one current connection, as it has one rank
+    open_connection = current_connection()
+    # A forked child may have its own beside its parent's, which it can neither use nor close.
+    if open_connection and open_connection.is_own:
+        raise ConfigurationError(f"already connected: {open_connection!r}; call client.disconnect() first")
+    endpoint = endpoint or os.environ.get("STATSD_BN_ENDPOINT")
+    who = member_from(
+        os.environ,
+        job=job,
+        member=member,
+        world_size=world_size,
+        deadline=deadline,
+        fill_deadline=fill_deadline,
+        policy=policy,
+        min_members=min_members,
+    )
+    if endpoint:
+        connection = _join(endpoint, keys_from(os.environ, curve), who)
+    else:
+        connection = without_endpoint.join(who, os.environ, _join)
+    _current = connection
+    return connection
+
+
+def _join(endpoint: str, keys: ClientKeys | None, who: Member) -> Connection:
+    return Connection(ZmqTransport(endpoint, keys), who)
+
+
+def disconnect() -> None:
+    """Closes the current connection; harmless without one."""
+    if _current is not None:
+        _current.close()
+
+
+def current_connection() -> Connection | None:
+    """Returns the connection this process's layers use, if there is one."""
+    return None if _current is None or _current.closed else _current
+
+
+def _goodbye() -> None:
+    """At the interpreter's end: tells the others, with the exception that ended it if there was one.
+
+    A master of this process's own would end with it, so members who have more to do are waited for.
+    """
+    error = getattr(sys, "last_value", None)
+    if connection := current_connection():
+        connection.close(cause=cause_of(error))
+    if error is None:
+        own_master.wait_for_members()
+
+
+atexit.register(_goodbye)

@@ -1,0 +1,89 @@
+"""Archive: what a group keeps of its rounds that have ended, and how much room all that it keeps takes.
+
+Members in step can be a round apart, so the latest answers are kept for whoever asks again. Of those before them a
+number each is enough: a late copy of a contribution must not begin such a round anew.
+"""
+
+from server.quota import Budget
+from server.rounds import Round
+from statsd_bn.round_key import RoundKey
+
+# A copy can be late by what a broken connection had under way, which is far less than this.
+REMEMBERED_ROUNDS = 1024
+
+
+class Room:
+    """A group's part of what the server keeps for its job.
+
+    Args:
+        budget: what the server agrees to keep.
+        job: whose group it is.
+
+    Attributes:
+        held: how many bytes the group keeps.
+    """
+
+    def __init__(self, budget: Budget, job: str) -> None:
+        self.held = 0
+        self._budget = budget
+        self._job = job
+
+    def check(self, size: int) -> None:
+        """Raises LimitExceeded where the job would keep too many bytes."""
+        self._budget.check_room(self._job, size)
+
+    def take(self, size: int) -> None:
+        """Keeps bytes.
+
+        Raises:
+            LimitExceeded: the job would keep too many.
+        """
+        self._budget.take(self._job, size)
+        self.held += size
+
+    def keep(self, size: int) -> None:
+        """Takes note of bytes that are kept, or with a size below zero no longer are."""
+        self._budget.keep(self._job, size)
+        self.held += size
+
+    def empty(self) -> None:
+        """Gives all back."""
+        self.keep(-self.held)
+
+
+class Archive:
+    """The rounds that have ended.
+
+    Args:
+        room: what they take is taken from.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._kept: dict[RoundKey, Round] = {}
+        self._remembered: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: RoundKey) -> Round | None:
+        """Returns a round whose answer is kept."""
+        return self._kept.get(key)
+
+    def remembers(self, key: RoundKey) -> bool:
+        """Returns whether a round has ended whose answer is no longer kept."""
+        return hash(key) in self._remembered
+
+    def add(self, round_: Round, most: int) -> None:
+        """Keeps a round that has ended, and of those before it so many that `most` are kept."""
+        self._kept[round_.key] = round_
+        round_.held += len(round_.answer)
+        self._room.keep(len(round_.answer))
+        while len(self._kept) > most:
+            self._remember(next(iter(self._kept)))
+
+    def _remember(self, key: RoundKey) -> None:
+        self._room.keep(-self._kept.pop(key).held)
+        self._remembered[hash(key)] = None
+        if len(self._remembered) > REMEMBERED_ROUNDS:
+            del self._remembered[next(iter(self._remembered))]

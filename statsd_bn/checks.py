@@ -1,0 +1,54 @@
+"""Checks: what every field of a message is held against before it is used.
+
+An error says what was expected and what came, shortened, since it may have come from anybody.
+"""
+
+import reprlib
+
+import numpy as np
+
+from statsd_bn import limits
+from statsd_bn.errors import ProtocolError
+
+_FLOAT64 = np.dtype(np.float64)
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+def shown(value: object) -> str:
+    """Returns what came, short enough for an error, however long or deeply nested it is."""
+    return _short.repr(value)
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    """Raises ProtocolError unless `value` is an int in [low, high]."""
+    if type(value) is not int or not low <= value <= high:
+        raise ProtocolError(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
+
+
+def check_text(name: str, value: object, longest: int, shortest: int = 1) -> None:
+    """Raises ProtocolError unless `value` is a str whose UTF-8 form has a length in [shortest, longest]."""
+    if type(value) is str and value.isascii() and shortest <= len(value) <= longest:
+        return  # what nearly all text is: a byte for each letter
+    try:
+        sound = type(value) is str and shortest <= len(value.encode()) <= longest
+    except UnicodeEncodeError:
+        sound = False
+    if not sound:
+        raise ProtocolError(f"{name}: expected text of {shortest} to {longest} bytes, got {shown(value)}")
+
+
+def check_token(name: str, value: object) -> None:
+    """Raises ProtocolError unless `value` is a token: bytes of the one fixed length."""
+    if type(value) is not bytes or len(value) != limits.TOKEN_BYTES:
+        raise ProtocolError(f"{name}: expected {limits.TOKEN_BYTES} bytes, got {shown(value)}")
+
+
+def check_values(values: object, dimensions: int) -> None:
+    """Raises ProtocolError unless `values` is a float64 array of these dimensions: (..., vectors, channels)."""
+    if not (isinstance(values, np.ndarray) and values.dtype == _FLOAT64 and values.ndim == dimensions):
+        found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise ProtocolError(f"values: expected float64 of {dimensions} dimensions, got {found}")
+    check_integer("vectors", values.shape[-2], 1, limits.MAX_VECTORS)
+    check_integer("channels", values.shape[-1], 1, limits.MAX_CHANNELS)

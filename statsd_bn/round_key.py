@@ -1,0 +1,65 @@
+"""Round keys: what identifies one exchange, on every member alike."""
+
+from typing import Any, NamedTuple, Self
+
+from statsd_bn import limits
+from statsd_bn.checks import check_integer, check_text
+
+FORWARD = "forward"
+BACKWARD = "backward"
+SECOND_BACKWARD = "second backward"
+
+# The rows of such a round are not added but put one behind the other: bytes, eight to a value.
+GATHER = "gather"
+
+
+class _KeyFields(NamedTuple):
+    job: str
+    group: str
+    epoch: int
+    step: int
+    layer: str
+    call: int
+    phase: str
+
+
+class RoundKey(_KeyFields):
+    """What identifies one round, on every member alike; a tuple, because it is compared and looked up all the time.
+
+    Attributes:
+        job: the training run.
+        group: the members of the job that synchronise together.
+        epoch: one life of the group's membership.
+        step: counts the training steps of an epoch from 0.
+        layer: the layer's name, its place in the model.
+        call: counts the layer's forward calls within the step from 0.
+        phase: `FORWARD`, `BACKWARD`, or a longer name for a further exchange of the same call; or `GATHER`.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, job: str, group: str, epoch: int, step: int, layer: str, call: int, phase: str) -> Self:
+        """Checks what it is made of."""
+        check_text("job", job, limits.MAX_NAME_BYTES)
+        check_text("group", group, limits.MAX_NAME_BYTES)
+        check_integer("epoch", epoch, 0, limits.MAX_COUNTER)
+        check_integer("step", step, 0, limits.MAX_COUNTER)
+        check_text("layer", layer, limits.MAX_NAME_BYTES)
+        check_integer("call", call, 0, limits.MAX_COUNTER)
+        check_text("phase", phase, limits.MAX_PHASE_BYTES)
+        return super().__new__(cls, job, group, epoch, step, layer, call, phase)
+
+    def __str__(self) -> str:
+        return (
+            f"job {self.job!r}, group {self.group!r}, epoch {self.epoch}, step {self.step}, "
+            f"layer {self.layer!r}, call {self.call}, {self.phase}"
+        )
+
+    def of_phase(self, phase: str) -> Self:
+        """Returns the key of another exchange of the same call."""
+        return type(self)(*self[:-1], phase)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The parts by name, for an error's fields."""
+        return self._asdict()
