@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from client import alone, compiled, groups, kernels, running
+from client import alone, compiled, groups, inputs, kernels, running
 from client.current import current_connection
 from client.deferred import Deferred, check_chunks
 from client.exchange import Exchange
@@ -116,9 +116,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
                 normalised like the rest.
         """
         self._check_input_dim(input)
-        self._check_input(input)
+        inputs.check(self, input)
         if mask is not None:
-            self._check_mask(input, mask)
+            inputs.check_mask(self, input, mask)
         is_compiling = torch.compiler.is_compiling() and self._seat is None
         if not self._uses_batch_statistics() or (mask is None and self._is_as_torchs(is_compiling=is_compiling)):
             return alone.forward(self, input, self._deferred_now())
@@ -196,34 +196,6 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
         if input.dim() < 2:  # noqa: PLR2004 - the batch and the channels
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
-    def _check_input(self, x: Tensor) -> None:
-        if not x.is_floating_point():
-            raise TypeError(f"layer {self.layer_name!r}: expected a floating-point input, got {x.dtype}")
-        if self.num_features == 0:
-            self.num_features = self._count_features(x)
-        if x.shape[1] != self.num_features:
-            raise ValueError(
-                f"layer {self.layer_name!r}: expected {self.num_features} channels, got {x.shape[1]} "
-                f"(input of shape {tuple(x.shape)})"
-            )
-
-    def _count_features(self, x: Tensor) -> int:
-        """Torch's lazy layers leave `num_features` at 0 where they have no tensor, or loaded theirs."""
-        for tensor in (self.weight, self.running_mean):
-            if tensor is not None:
-                return tensor.shape[0]
-        return x.shape[1]
-
-    def _check_mask(self, x: Tensor, mask: Tensor) -> None:
-        if mask.dtype != torch.bool:
-            raise TypeError(f"layer {self.layer_name!r}: expected a boolean mask, got {mask.dtype}")
-        expected = (x.shape[0], *x.shape[2:])
-        if mask.shape != expected or mask.device != x.device:
-            raise ValueError(
-                f"layer {self.layer_name!r}: expected a mask of shape {tuple(expected)} on {x.device}, as the input "
-                f"without its channels, got {tuple(mask.shape)} on {mask.device}"
-            )
 
     def _uses_batch_statistics(self) -> bool:
         return self._is_tallied() or self.training or (self.running_mean is None and self.running_var is None)

@@ -6,6 +6,7 @@ time hold a channel each and never wait for one another. `ZmqTransport` goes ove
 function; tests and demos use it to run several members in one process.
 """
 
+import itertools
 import queue
 import threading
 import time
@@ -214,6 +215,8 @@ class MemoryTransport(Transport):
         self._receive = receive
         self._master = threading.Lock()
         self._inboxes: dict[bytes, queue.SimpleQueue[bytes]] = {}
+        # Threads open channels at the same time, and each needs a number of its own.
+        self._numbers = itertools.count()
 
     def deliver(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
         """Puts frames into their peers' inboxes."""
@@ -222,7 +225,7 @@ class MemoryTransport(Transport):
                 self._inboxes[peer].put(frame)
 
     def _open(self) -> Channel:
-        peer = len(self._inboxes).to_bytes(4, "big")
+        peer = next(self._numbers).to_bytes(4, "big")
         self._inboxes[peer] = queue.SimpleQueue()
         return _MemoryChannel(self, peer, self._inboxes[peer])
 

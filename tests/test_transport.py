@@ -1,7 +1,10 @@
 """Transports lend channels: one thread each, and never again after an error."""
 
+import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import zmq
@@ -135,6 +138,31 @@ def test_frames_travel_in_memory_to_whom_they_are_for():
         one.send(b"one")
         assert one.receive(1.0) == b"one!"
         assert other.receive(0.0) is None
+
+
+def test_threads_that_open_channels_at_the_same_time_get_their_own_answers(monkeypatch):
+    monkeypatch.setattr(queue, "SimpleQueue", _slow_to_make(queue.SimpleQueue))
+    transport = MemoryTransport(lambda peer, frame: [(peer, frame)])
+    together = threading.Barrier(4)
+
+    def echo(number: int) -> bytes | None:
+        together.wait(5.0)
+        with transport.channel() as channel:
+            channel.send(bytes([number]))
+            return channel.receive(1.0)
+
+    with ThreadPoolExecutor(4) as executor:
+        assert list(executor.map(echo, range(4))) == [bytes([number]) for number in range(4)]
+
+
+def _slow_to_make(kind: Callable[[], Any]) -> Callable[[], Any]:
+    """Lets all threads come so far before the first goes on."""
+
+    def make() -> Any:
+        threading.Event().wait(0.05)
+        return kind()
+
+    return make
 
 
 def test_a_wait_ends_early_when_the_master_has_come_back(tmp_path):

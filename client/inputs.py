@@ -1,0 +1,43 @@
+"""Inputs: what a layer takes, and the words for what it does not."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check(layer: Any, x: Tensor) -> None:
+    """Raises TypeError or ValueError where a layer cannot take an input of shape (N, C, *).
+
+    A layer that does not know its channels yet takes them from its tensors, or from the input.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}")
+    if layer.num_features == 0:
+        layer.num_features = _channels_of(layer, x)
+    if x.shape[1] != layer.num_features:
+        raise ValueError(
+            f"layer {layer.layer_name!r}: expected {layer.num_features} channels, got {x.shape[1]} "
+            f"(input of shape {tuple(x.shape)})"
+        )
+
+
+def check_mask(layer: Any, x: Tensor, mask: Tensor) -> None:
+    """Raises TypeError or ValueError where a mask is not boolean, of shape (N, *), and where the input is."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"layer {layer.layer_name!r}: expected a boolean mask, got {mask.dtype}")
+    expected = (x.shape[0], *x.shape[2:])
+    if mask.shape != expected or mask.device != x.device:
+        raise ValueError(
+            f"layer {layer.layer_name!r}: expected a mask of shape {tuple(expected)} on {x.device}, as the input "
+            f"without its channels, got {tuple(mask.shape)} on {mask.device}"
+        )
+
+
+def _channels_of(layer: Any, x: Tensor) -> int:
+    """Torch's lazy layers leave `num_features` at 0 where they have no tensor, or loaded theirs."""
+    for tensor in (layer.weight, layer.running_mean):
+        if tensor is not None:
+            channels: int = tensor.shape[0]
+            return channels
+    return x.shape[1]
