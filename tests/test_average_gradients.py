@@ -1,5 +1,6 @@
 """average_gradients gives every member the gradient of the mean over all samples."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -19,9 +20,14 @@ INPUTS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=tor
 SHARES = (slice(0, 4), slice(4, 4), slice(4, 7))
 
 
-def model() -> nn.Sequential:
+with torch.random.fork_rng():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    MODEL = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+
+
+def model() -> nn.Sequential:
+    """The same weights each time; threads share one random generator."""
+    return copy.deepcopy(MODEL)
 
 
 def gradients(network: nn.Module) -> list[torch.Tensor]:

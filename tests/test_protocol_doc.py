@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from client import beacon, connection, registration, round_trip, transport
+from client import beacon, current, registration, round_trip, transport
 from server import archive, deadlock, liveness, past, quota, service
 from server.access import Tenant
 from server.dispatcher import Dispatcher
@@ -434,7 +434,7 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
         "server": [service, archive, deadlock, liveness, past, quota],
-        "client": [beacon, connection, registration, round_trip, transport],
+        "client": [beacon, current, registration, round_trip, transport],
         "both": [service, transport],
     }
     for name, value, side in table("Deadlines"):
