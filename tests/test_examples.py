@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -102,3 +103,37 @@ def test_a_member_that_dies_while_the_others_are_in_gloo_is_named(server, job, t
         assert "gloo" in text, text
         assert "member 2 (" in text.splitlines()[-1]
         assert "ReplicaLost" in text.splitlines()[-1]
+
+
+def test_elastic_members_end_with_the_same_weights_and_have_learnt(server, job, tmp_path, monkeypatch):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, EXAMPLES / "train_elastic.py", "--epochs", "2", "--save", tmp_path / f"{rank}.pt"],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "STATSD_BN_ENDPOINT": server.endpoint,
+                "STATSD_BN_JOB": job,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            said, _ = process.communicate(timeout=90)
+            assert process.returncode == 0, said
+            assert "epoch 1, batch 45 of 45" in said
+    finally:
+        for process in processes:
+            process.kill()
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import digits  # noqa: PLC0415 - the examples are no package, and on the path only here
+
+    assert digits.accuracy(first, digits.load()[1]) > 0.85
