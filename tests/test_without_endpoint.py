@@ -117,8 +117,9 @@ def test_processes_meet_as_often_as_they_like_and_share_the_store_with_a_process
 
 
 @with_proc
-def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch):
-    first, second = launch("go_on_after_member_0", 2)
+@pytest.mark.parametrize("program", ["go_on_after_member_0", "go_on_after_member_0_in_forked_children"])
+def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch, program):
+    first, second = launch(program, 2)
     first.line("at the end")
     with pytest.raises(subprocess.TimeoutExpired):
         first.process.wait(1.0)
