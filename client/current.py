@@ -5,8 +5,10 @@ replicas of their own process.
 """
 
 import atexit
+import multiprocessing
 import os
 import sys
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from client import own_master, without_endpoint
@@ -17,6 +19,9 @@ from client.session import Member
 from client.transport import ZmqTransport
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.keys import ClientKeys
+
+# A child of multiprocessing has sent what its queues hold before it says goodbye, and perhaps waits for other members.
+AFTER_QUEUES = -100
 
 _current: Connection | None = None
 
@@ -89,6 +94,9 @@ def connect(
     else:
         connection = without_endpoint.join(who, os.environ, _join)
     _current = connection
+    if multiprocessing.parent_process():
+        # Where such a child was forked it ends without a word to atexit.
+        Finalize(None, _goodbye, exitpriority=AFTER_QUEUES)
     return connection
 
 
@@ -112,11 +120,18 @@ def _goodbye() -> None:
 
     A master of this process's own would end with it, so members who have more to do are waited for.
     """
-    error = getattr(sys, "last_value", None)
+    error = _end_of_process()
     if connection := current_connection():
         connection.close(cause=cause_of(error))
     if error is None:
         own_master.wait_for_members()
+
+
+def _end_of_process() -> BaseException | None:
+    """Returns the exception that ends the process: shown by now, or in a child of multiprocessing on its way."""
+    error = getattr(sys, "last_value", None) or sys.exception()
+    # torch's spawn turns an exception into an exit.
+    return error.__context__ if isinstance(error, SystemExit) else error
 
 
 atexit.register(_goodbye)

@@ -40,6 +40,8 @@ def member_from(
     """
     if job is None:
         job = environ.get("STATSD_BN_JOB") or launcher.job(environ) or "default"
+    if world_size is None and member is None:
+        _check_is_numbered(environ)
     world_size = _first(world_size, launcher.world_size, environ, 1)
     member = _first(member, launcher.rank, environ, 0)
     if not 1 <= world_size <= limits.MAX_MEMBERS:
@@ -76,6 +78,16 @@ def _first(
         return given
     found = said(environ)
     return default if found is None else found
+
+
+def _check_is_numbered(environ: Mapping[str, str]) -> None:
+    """Of several processes that nobody has numbered each would take itself for member 0."""
+    processes = launcher.world_size(environ)
+    if processes is not None and processes > 1 and launcher.rank(environ) is None:
+        raise ConfigurationError(
+            f"RANK: expected this process's number, since WORLD_SIZE says {processes}, got none; set it for each "
+            "process, or give member"
+        )
 
 
 def _min_members(policy: str, min_members: int | None, world_size: int) -> int:

@@ -7,7 +7,10 @@ of them; a process that took itself for one of so few would train with the wrong
 Everything here is a function of a mapping, so that a test needs no environment of its own.
 """
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
+from ipaddress import IPv6Address
 from typing import NamedTuple
 
 from client import slurm
@@ -15,6 +18,9 @@ from client.variables import integer, optional_integer
 from statsd_bn.errors import ConfigurationError
 
 LAST_PORT = 65_535
+
+# A name, or an address of IPv4.
+_NAME = re.compile(r"[\w.-]+")
 
 
 class MeetingPlace(NamedTuple):
@@ -72,6 +78,10 @@ def meeting_place(environ: Mapping[str, str]) -> MeetingPlace | None:
         return None
     if not 1 <= port <= LAST_PORT:
         raise ConfigurationError(f"MASTER_PORT: expected a port from 1 to {LAST_PORT}, got {port}")
+    if not (_NAME.fullmatch(address) or _is_ipv6(address)):
+        raise ConfigurationError(
+            f"MASTER_ADDR: expected a host's name or address and nothing else, got {address!r:.80}"
+        )
     return MeetingPlace(address, port)
 
 
@@ -84,6 +94,12 @@ def is_one_node(environ: Mapping[str, str], place: MeetingPlace, processes: int)
     if local is None:
         return processes == 1 or slurm.nodes(environ) == 1
     return local == processes
+
+
+def _is_ipv6(address: str) -> bool:
+    with suppress(ValueError):
+        return bool(IPv6Address(address))
+    return False
 
 
 def _counts_nodes(environ: Mapping[str, str], given: int) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import distributed
 
+from client.bounded import within
 from client.launcher import MeetingPlace
 from statsd_bn.errors import ConfigurationError, ProtocolError, ServerUnreachable
 
@@ -29,6 +30,10 @@ PREFIX = "statsd_bn"
 # Between two looks into the store, growing: member 0 needs half a second, and a thousand others ask one store.
 FIRST_PAUSE_SECONDS = 0.01
 PAUSE_SECONDS = 0.25
+
+# A store answers in milliseconds, but torch waits without a limit for one whose process is frozen. Beyond the time that
+# the others may take it has this much.
+ANSWER_SECONDS = 5.0
 
 # From when on, and then in growing intervals, a wait is worth a warning.
 WARN_SECONDS = 10.0
@@ -121,7 +126,7 @@ class Meeting:
         started = time.monotonic()
         expiry = min(self._expiry, started + seconds)
         next_warning, pause = WARN_SECONDS, FIRST_PAUSE_SECONDS
-        while (news := self._look()) in {None, known}:
+        while (news := self._look(expiry)) in {None, known}:
             waited = time.monotonic() - started
             if started + waited >= expiry:
                 raise self._unheard(waited)
@@ -132,17 +137,23 @@ class Meeting:
             pause = min(2 * pause, PAUSE_SECONDS)
         return news
 
-    def _look(self) -> News | None:
+    def _look(self, expiry: float) -> News | None:
+        left = max(0.0, expiry - time.monotonic())
         try:
-            # Not `wait`: torch writes several lines to the error output for each that runs out.
-            return News.parse(self._store.get(self._key)) if self._store.check([self._key]) else None
-        except RuntimeError as error:
+            told = within(left + ANSWER_SECONDS, self._told)
+        except (RuntimeError, TimeoutError) as error:
             raise _no_store(self._place, error) from error
+        return None if told is None else News.parse(told)
+
+    def _told(self) -> bytes | None:
+        # Not `wait`: torch writes several lines to the error output for each that runs out.
+        return self._store.get(self._key) if self._store.check([self._key]) else None
 
     def _unheard(self, waited: float) -> ServerUnreachable:
         return ServerUnreachable(
             f"member 0 has told nobody of a master, in the store at {self._place.address}:{self._place.port}, within "
-            f"{waited:.1f} s; does it call client.connect() as often as this process, and without an endpoint too?",
+            f"{waited:.1f} s; does it call client.connect() as often as this process, for the same job, and without an "
+            "endpoint too?",
             endpoint="",
             seconds=waited,
         )
@@ -158,17 +169,20 @@ def _open(place: MeetingPlace, member: int, world_size: int, patience: float) ->
     if identity not in _stores:
         host = f"[{place.address}]" if ":" in place.address else place.address
         try:
-            _stores[identity], _, _ = next(
-                rendezvous(f"tcp://{host}:{place.port}", member, world_size, timeout=timedelta(seconds=patience))
+            _stores[identity], _, _ = within(
+                patience + ANSWER_SECONDS,
+                lambda: next(
+                    rendezvous(f"tcp://{host}:{place.port}", member, world_size, timeout=timedelta(seconds=patience))
+                ),
             )
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise _no_store(place, error) from error
     return PrefixStore(PREFIX, _stores[identity])
 
 
-def _no_store(place: MeetingPlace, error: RuntimeError) -> ServerUnreachable:
+def _no_store(place: MeetingPlace, error: RuntimeError | TimeoutError) -> ServerUnreachable:
     # torch adds the frames of its own code.
-    reason = str(error).partition("\n")[0]
+    reason = str(error).partition("\n")[0] or "it does not answer; its process may be frozen, or its host cut off"
     return ServerUnreachable(
         f"torch's rendezvous store at MASTER_ADDR {place.address}, MASTER_PORT {place.port}, through which member 0 "
         f"tells where its master is: {reason}",

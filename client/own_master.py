@@ -4,6 +4,7 @@ The client imports nothing of the server, so the child is `python -m server`, th
 ends with this process, however that ends, and as soon as all members have left (`--parent`).
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from statsd_bn import keys
 from statsd_bn.errors import ServerUnreachable
+
+logger = logging.getLogger("statsd_bn.client")
 
 # The server imports no torch and listens within a second; a loaded machine may take longer.
 START_SECONDS = 60.0
@@ -55,6 +58,7 @@ class OwnMaster:
 
     def __init__(self, bind: str, *, with_keys: bool, patience: float) -> None:
         self._owner = os.getpid()
+        self._is_stopped = False
         self._patience = patience
         self.key_file = ""
         arguments = ["--bind", bind, "--parent", str(self._owner)]
@@ -71,6 +75,7 @@ class OwnMaster:
 
     def stop(self) -> None:
         """Tells it to stop, and insists if it does not."""
+        self._is_stopped = True
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
@@ -130,7 +135,9 @@ class OwnMaster:
             # So that whoever waits for the line finds how it ended.
             self._process.wait()
         line.set_result(said)
-        self._process.wait()
+        code = self._process.wait()
+        if said and code and not self._is_stopped:
+            logger.error("the server that this process had started %s; its members wait for it in vain", _ending(code))
         with suppress(ValueError):
             _started.remove(self)
 
@@ -150,8 +157,8 @@ def _environment() -> Mapping[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     path = [str(PACKAGES), inherited.get("PYTHONPATH", "")]
     return {
-        "STATSD_BN_LOG_LEVEL": "warning",
         **inherited,
+        "STATSD_BN_LOG_LEVEL": inherited.get("STATSD_BN_LOG_LEVEL") or "warning",
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
 

@@ -35,7 +35,8 @@ def join(who: Member, environ: Mapping[str, str], join_at: Join) -> "Connection"
     """Returns a connection to the master that member 0 starts for this job.
 
     Raises:
-        ConfigurationError: the environment does not say who this process is and where the processes meet.
+        ConfigurationError: the environment does not say who this process is and where the processes meet, or not the
+            same as that of member 0.
         ServerUnreachable: there is no master, with the reason.
     """
     place = launcher.meeting_place(environ)
@@ -46,21 +47,28 @@ def join(who: Member, environ: Mapping[str, str], join_at: Join) -> "Connection"
             "and pass what it prints"
         )
     is_one_node = launcher.is_one_node(environ, place, who.world_size)
+    life = _life(who, environ, is_one_node=is_one_node)
+
+    def meet() -> Meeting:
+        return Meeting(place, who.member, who.world_size, f"job {who.job}/{life}", who.patience)
+
     if who.member == 0:
-        return _with_own_master(who, place, join_at, is_one_node=is_one_node)
-    return _with_that_of_member_0(who, place, join_at, is_one_node=is_one_node)
+        return _with_own_master(who, place, meet, join_at, is_one_node=is_one_node)
+    return _with_that_of_member_0(who, meet, join_at, is_one_node=is_one_node)
 
 
-def _with_own_master(who: Member, place: MeetingPlace, join_at: Join, *, is_one_node: bool) -> "Connection":
+def _with_own_master(
+    who: Member, place: MeetingPlace, meet: Callable[[], Meeting], join_at: Join, *, is_one_node: bool
+) -> "Connection":
     bind = LOOPBACK if is_one_node else binding(place.address)
     try:
         master = OwnMaster(bind, with_keys=not is_one_node, patience=who.deadline)
     except ServerUnreachable as error:
-        _meet(who, place, is_one_node=is_one_node).tell(News(problem=f"{who.place}: {error}"))
+        meet().tell(News(problem=f"{who.place}: {error}"))
         raise
     try:
         endpoint = master.endpoint if is_one_node else reached_by(place.address, master.endpoint)
-        _meet(who, place, is_one_node=is_one_node).tell(News(endpoint, who.epoch, master.key_file))
+        meet().tell(News(endpoint, who.epoch, master.key_file))
         return join_at(endpoint, _keys(master.key_file), who)
     except GroupIncomplete:
         # The others' time is over as well: each is told for whom it waited, and the master ends when they have left.
@@ -70,12 +78,21 @@ def _with_own_master(who: Member, place: MeetingPlace, join_at: Join, *, is_one_
         raise
 
 
-def _with_that_of_member_0(who: Member, place: MeetingPlace, join_at: Join, *, is_one_node: bool) -> "Connection":
-    meeting = _meet(who, place, is_one_node=is_one_node)
+def _with_that_of_member_0(
+    who: Member, meet: Callable[[], Meeting], join_at: Join, *, is_one_node: bool
+) -> "Connection":
+    meeting = meet()
     news = meeting.hear()
     while True:
         if news.problem:
             raise ServerUnreachable(f"member 0 could not start a master: {news.problem}", endpoint="")
+        if not is_one_node and not news.key_file:
+            # Some launchers give the process that the others come to "localhost" for its own address.
+            raise ConfigurationError(
+                "MASTER_ADDR: expected the same on all processes; by this one's they are on several hosts, but member "
+                f"0 takes all to be on its own, and its master listens at {news.endpoint}. Give member 0 the name or "
+                "address by which the others reach it"
+            )
         try:
             # torchrun counts restarts on each node by itself, so that of member 0 is everybody's.
             return join_at(news.endpoint, _keys(news.key_file), replace(who, epoch=news.epoch))
@@ -89,10 +106,12 @@ def _with_that_of_member_0(who: Member, place: MeetingPlace, join_at: Join, *, i
                 raise error from None
 
 
-def _meet(who: Member, place: MeetingPlace, *, is_one_node: bool) -> Meeting:
-    # torchrun's store outlives the processes that it starts anew. On one node all know the number of this life.
-    life = f"life {who.epoch}" if is_one_node else "latest life"
-    return Meeting(place, who.member, who.world_size, life, who.patience)
+def _life(who: Member, environ: Mapping[str, str], *, is_one_node: bool) -> str:
+    """Returns what tells the meetings of this life from those before, in a store that outlives the processes.
+
+    That is torchrun's, for those that it starts anew. On one node all know how often it has.
+    """
+    return f"life {who.epoch}" if is_one_node and environ.get("TORCHELASTIC_RESTART_COUNT") else "latest life"
 
 
 def _keys(key_file: str) -> ClientKeys | None:
@@ -125,7 +144,7 @@ def _addresses(name: str) -> list[IPv4Address | IPv6Address]:
         return [ip_address(name)]
     try:
         return [ip_address(found[4][0]) for found in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
-    except OSError:
+    except (OSError, UnicodeError):  # that of a name that cannot be one, such as "a..b"
         return []
 
 

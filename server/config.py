@@ -88,7 +88,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     result.add_argument(
         "--log-level",
         choices=LOG_LEVELS,
-        default=environ.get("STATSD_BN_LOG_LEVEL", "info"),
+        default=environ.get("STATSD_BN_LOG_LEVEL") or "info",
         help="(STATSD_BN_LOG_LEVEL; default info)",
     )
     result.add_argument(

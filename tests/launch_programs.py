@@ -1,5 +1,7 @@
 """A script that connects without an endpoint, and says what it sees: `python launch_programs.py NAME`."""
 
+import multiprocessing
+import os
 import sys
 
 import numpy as np
@@ -39,6 +41,20 @@ def go_on_after_member_0() -> None:
     else:
         sys.stdin.readline()
         say("covers", connection.exchange("bn", ROW).count)
+
+
+def go_on_after_member_0_in_forked_children() -> None:
+    """The same in children of multiprocessing, which do not end as scripts do."""
+    told = os.dup(sys.stdin.fileno())
+
+    def child() -> None:
+        sys.stdin = os.fdopen(told)
+        go_on_after_member_0()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
 
 
 def be_busy_when_member_0_ends() -> None:

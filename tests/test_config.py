@@ -25,6 +25,10 @@ def test_environment_twins():
     assert from_arguments([], twins) == Config((OPEN,), "error", insecure=True)
 
 
+def test_an_empty_variable_is_not_set():
+    assert from_arguments([], {"STATSD_BN_LOG_LEVEL": "", "STATSD_BN_CURVE": "", "STATSD_BN_MAX_JOBS": ""}) == Config()
+
+
 def test_a_flag_wins_over_its_twin():
     twins = {"STATSD_BN_BIND": "tcp://127.0.0.1:1,tcp://127.0.0.1:2", "STATSD_BN_LOG_LEVEL": "error"}
     found = from_arguments(["--bind", "tcp://127.0.0.1:3", "--log-level", "warning"], twins)

@@ -176,6 +176,21 @@ def test_one_process_is_on_one_node():
     assert launcher.is_one_node({}, MeetingPlace("node1", 29500), 1)
 
 
+@pytest.mark.parametrize("address", ["node-1", "a_b.example.org", "192.0.2.1", "::1", "2001:db8::1"])
+def test_processes_meet_at_a_name_or_an_address(address):
+    assert launcher.meeting_place({"MASTER_ADDR": address, "MASTER_PORT": "1"}) == MeetingPlace(address, 1)
+
+
+@pytest.mark.parametrize("rank", [{}, {"RANK": ""}])
+def test_one_of_several_processes_has_a_number(rank):
+    """Else each would be member 0, start a master of its own, and wait for the others there."""
+    environ = {"WORLD_SIZE": "4", **rank}
+    with pytest.raises(ConfigurationError, match=r"RANK: expected this process's number, since WORLD_SIZE says 4"):
+        member_from(environ)
+    assert member_from(environ, member=0).world_size == 4
+    assert member_from({"WORLD_SIZE": "1", **rank}).member == 0
+
+
 def test_without_a_launcher_there_is_no_place_to_meet():
     assert launcher.meeting_place({}) is None
     assert launcher.meeting_place({"MASTER_ADDR": "a"}) is None
@@ -189,6 +204,9 @@ def test_without_a_launcher_there_is_no_place_to_meet():
         ({"MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT: expected an integer, got 'x'"),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "MASTER_PORT: expected a port from 1 to 65535, got 65536"),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "0"}, "got 0"),
+        ({"MASTER_ADDR": "a:29500", "MASTER_PORT": "1"}, "MASTER_ADDR: expected a host's name .*, got 'a:29500'"),
+        ({"MASTER_ADDR": "tcp://a", "MASTER_PORT": "1"}, "got 'tcp://a'"),
+        ({"MASTER_ADDR": "[::1]", "MASTER_PORT": "1"}, r"got '\[::1\]'"),
         ({**SLURM, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID: expected an integer, got 'x'"),
     ],
 )

@@ -1,6 +1,7 @@
 """The meeting: what member 0 tells, through a store as torchrun keeps it for the processes that it starts."""
 
 import itertools
+import socket
 import threading
 
 import pytest
@@ -97,6 +98,37 @@ class _Gone:
         raise distributed.DistNetworkError("connection closed\nframe #0: somewhere")
 
     set = check
+
+
+def test_a_store_whose_process_is_frozen_ends_the_wait_in_time(meet, monkeypatch):
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.1)
+    hearing = meet(1, patience=0.1)
+    hearing._store = frozen = _Frozen()
+    try:
+        with pytest.raises(ServerUnreachable, match="does not answer; its process may be frozen"):
+            hearing.hear()
+    finally:
+        frozen.thaw.set()
+
+
+class _Frozen:
+    """A store whose process is stopped: torch sends it a question, and waits."""
+
+    def __init__(self):
+        self.thaw = threading.Event()
+
+    def check(self, _):
+        self.thaw.wait(20)
+        return False
+
+
+def test_a_store_that_takes_connections_and_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = MeetingPlace("127.0.0.1", silent.getsockname()[1])
+        with pytest.raises(ServerUnreachable, match=r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: "):
+            Meeting(place, 1, 2, "life 0", 0.3)
 
 
 def test_without_a_store_the_place_is_named(monkeypatch):

@@ -115,6 +115,15 @@ def test_a_server_that_does_not_start_is_told_with_its_exit_code(start, monkeypa
     assert "log level: expected one of" in capfd.readouterr().err
 
 
+def test_a_server_that_is_killed_is_told_and_one_that_is_stopped_is_not(start, caplog):
+    stopped, killed = start(), start()
+    stopped.stop()
+    assert caplog.messages == []
+    os.kill(killed._process.pid, signal.SIGKILL)
+    wait_until(lambda: caplog.messages)
+    assert "the server that this process had started was ended by SIGKILL" in caplog.text
+
+
 def test_a_server_that_says_nothing_is_told_and_stopped(start, monkeypatch):
     monkeypatch.setattr(own_master, "START_SECONDS", 0.2)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]

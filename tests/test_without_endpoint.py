@@ -1,5 +1,6 @@
 """Joining without an endpoint: where the master listens, who hears of it, and what happens where there is none."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -85,6 +86,12 @@ def environ(monkeypatch):
     meeting._stores.clear()
 
 
+@pytest.fixture
+def any_keys(monkeypatch):
+    """Takes any text for a file of keys."""
+    monkeypatch.setattr(without_endpoint, "_keys", lambda text: text)
+
+
 class _Zeros:
     def __next__(self):
         return 0
@@ -110,8 +117,9 @@ def test_processes_meet_as_often_as_they_like_and_share_the_store_with_a_process
 
 
 @with_proc
-def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch):
-    first, second = launch("go_on_after_member_0", 2)
+@pytest.mark.parametrize("program", ["go_on_after_member_0", "go_on_after_member_0_in_forked_children"])
+def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch, program):
+    first, second = launch(program, 2)
     first.line("at the end")
     with pytest.raises(subprocess.TimeoutExpired):
         first.process.wait(1.0)
@@ -151,6 +159,37 @@ def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ):
     assert keys is not None
 
 
+def test_two_jobs_with_one_store_have_a_master_each(environ):
+    """As where the processes of one torchrun are shared out between two trainings."""
+    endpoints = {job: join(environ, 0, job=job)[0] for job in ("left", "right")}
+    assert endpoints["left"] != endpoints["right"]
+    for job, endpoint in endpoints.items():
+        assert join(environ, 1, job=job)[0] == endpoint
+
+
+def test_a_member_0_that_takes_several_hosts_for_one_is_told_of_by_the_others(environ):
+    """Some launchers say "localhost" to the process that the others come to, by its name."""
+    del environ["LOCAL_WORLD_SIZE"]
+    join(environ, 0)
+    place = MeetingPlace(socket.gethostname(), int(environ["MASTER_PORT"]))
+    # That another host reaches the store by its name is not what this is about.
+    meeting._stores[os.getpid(), place] = meeting._stores[os.getpid(), place._replace(address="127.0.0.1")]
+    with pytest.raises(
+        ConfigurationError, match=r"MASTER_ADDR: expected the same on all .* at tcp://127.0.0.1:\d+\. Give"
+    ):
+        join({**environ, "MASTER_ADDR": place.address}, 1)
+
+
+def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_master_before(environ):
+    join({**environ, "TORCHELASTIC_RESTART_COUNT": "0"}, 0)
+    anew = {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}
+    with pytest.raises(ServerUnreachable, match="has told nobody of a master"):
+        join(anew, 1, fill_deadline=0.1)
+    endpoint, _, _ = join(anew, 0)
+    meeting._stores.clear()
+    assert join(anew, 1)[0] == endpoint
+
+
 def test_a_master_that_does_not_start_is_told_to_all(environ, monkeypatch):
     monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
     errors = in_threads([lambda rank=rank: outcome(lambda: join(environ, rank)) for rank in range(2)])
@@ -184,18 +223,21 @@ def test_a_member_0_that_waited_in_vain_leaves_its_master_to_those_who_came(envi
 
 
 @by_name
+@pytest.mark.usefixtures("any_keys")
 @pytest.mark.parametrize("refusal", [ServerUnreachable, AuthenticationRefused])
 def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refusal, caplog):
     """On several nodes a process that is started anew may come before member 0, and hear of the master before."""
     environ |= SEVERAL_NODES
-    member_0 = Meeting(MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "latest life", 20.0)
-    member_0.tell(News("tcp://old:1", 1))
+    member_0 = Meeting(
+        MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "job default/latest life", 20.0
+    )
+    member_0.tell(News("tcp://old:1", 1, "keys"))
     tried = []
 
     def join_at(endpoint, _, who):
         tried.append(endpoint)
         if endpoint == "tcp://old:1":
-            member_0.tell(News("tcp://new:1", 2))
+            member_0.tell(News("tcp://new:1", 2, "keys"))
             raise refusal("it is gone")
         return who.epoch
 
@@ -205,11 +247,12 @@ def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refus
 
 
 @by_name
+@pytest.mark.usefixtures("any_keys")
 def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ, monkeypatch):
     monkeypatch.setattr(without_endpoint, "ANEW_SECONDS", 0.1)
     environ |= SEVERAL_NODES
     place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    Meeting(place, 0, 2, "latest life", 20.0).tell(News("tcp://behind-a-wall:1"))
+    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://behind-a-wall:1", key_file="keys"))
 
     def join_at(*_):
         raise ServerUnreachable("a wall")
@@ -250,3 +293,7 @@ def test_an_address_of_this_host_is_known_as_one():
 def test_others_reach_it_by_the_launchers_name_and_its_port():
     assert reached_by("node1", "tcp://192.0.2.1:4711") == "tcp://node1:4711"
     assert reached_by("2001:db8::1", "tcp://[2001:db8::1]:4711") == "tcp://[2001:db8::1]:4711"
+
+
+def test_a_name_that_cannot_be_one_is_none_of_this_host():
+    assert binding("a..b") == "tcp://0.0.0.0:*"
