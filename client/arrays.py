@@ -126,13 +126,13 @@ def _header(data: bytes) -> tuple[list[Any], int]:
     end = _LENGTH.size + length
     if length > limits.MAX_HEADER_BYTES or end > len(data):
         raise ProtocolError(f"header: {length} bytes announced, {len(data) - _LENGTH.size} came")
-    header = unpacked("header", data[_LENGTH.size : end])
+    header = _unpacked("header", data[_LENGTH.size : end])
     if type(header) is not list:
         raise ProtocolError(f"header: expected a list of [kind, dtype, shape], got {shown(header)}")
     return header, end
 
 
-def unpacked(name: str, packed: bytes) -> Any:
+def _unpacked(name: str, packed: bytes) -> Any:
     """Returns what msgpack carries.
 
     Raises:
