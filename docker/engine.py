@@ -175,14 +175,14 @@ class Stack:
     @property
     def server(self) -> Container:
         """The server's container."""
-        return self._containers("server")[0]
+        return self.containers("server")[0]
 
     def replicas(self, number: int, seconds: float) -> list[Container]:
         """Returns the replicas by rank, as soon as all have told theirs."""
         found: dict[int, Container] = {}
 
         def all_there() -> bool:
-            for container in self._containers("replica"):
+            for container in self.containers("replica"):
                 if told := re.search(r"^rank (\d+) of", container.log(), re.MULTILINE):
                     found[int(told[1])] = container
             return len(found) == number
@@ -190,7 +190,8 @@ class Stack:
         wait_until(all_there, seconds, f"{number} replicas that say their rank")
         return [found[rank] for rank in range(number)]
 
-    def _containers(self, service: str) -> list[Container]:
+    def containers(self, service: str) -> list[Container]:
+        """Returns those of a service, whether they run or not."""
         # Both generations label alike; their container names differ.
         labels = [f"com.docker.compose.project={self._name}", f"com.docker.compose.service={service}"]
         filters = [word for label in labels for word in ("--filter", f"label={label}")]
@@ -199,7 +200,7 @@ class Stack:
     def _keep_logs(self) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
         for service in ("server", "replica"):
-            for container in self._containers(service):
+            for container in self.containers(service):
                 told = re.search(r"^rank (\d+) of", container.log(), re.MULTILINE)
                 name = f"{service}-{told[1]}" if told else f"{service}-{container.id}"
                 text = container.log("--timestamps") + json.dumps(container.state, indent=2)

@@ -21,12 +21,14 @@ class Block:
         line: of the page, where its text begins, from 1.
         language: what stands behind the fence.
         text: what is in it.
+        before: the line of the page above it that is not empty.
     """
 
     page: str
     line: int
     language: str
     text: str
+    before: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -47,7 +49,8 @@ def blocks_of(page: Path) -> list[Block]:
 def _block(page: Path, text: str, match: re.Match[str]) -> Block:
     line = text.count("\n", 0, match.start("text")) + 1
     name = page.relative_to(ROOT).as_posix()
-    return Block(name, line, match["language"], textwrap.dedent(match["text"]))
+    before = text[: match.start()].rstrip().rpartition("\n")[2]
+    return Block(name, line, match["language"], textwrap.dedent(match["text"]), before)
 
 
 def all_blocks() -> Iterator[Block]:
@@ -55,8 +58,8 @@ def all_blocks() -> Iterator[Block]:
         yield from blocks_of(page)
 
 
-def script_before(block: Block) -> Block:
-    """Returns the latest Python block of the page before a block: what a script is that it runs.
+def script_before(block: Block, name: str) -> Block:
+    """Returns what a script is that a block runs: the Python block before it that the page calls so, else the latest.
 
     Raises:
         AssertionError: there is none.
@@ -64,4 +67,4 @@ def script_before(block: Block) -> Block:
     before = [one for one in all_blocks() if one.page == block.page and one.line < block.line]
     scripts = [one for one in before if one.language == "python"]
     assert scripts, f"{block} runs a script: expected a Python block before it on the page, found none"
-    return scripts[-1]
+    return next((one for one in scripts if f"`{name}`" in one.before), scripts[-1])

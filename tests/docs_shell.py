@@ -2,8 +2,8 @@
 
 Ports are replaced by free ones. `torchrun` with a script in no folder, such as train.py, runs the Python block before
 it in as many processes. They are forked from one that has loaded torch, since torchrun's own would load it for seconds
-each; tests/test_lightning.py and others run the real one. What does not run at all stands in `NOT_RUN`, with what is
-checked of it instead.
+each; with several nodes it is the real one, with an agent for each node, all of them on this machine. `docker` runs
+where an engine is asked for, `kubectl` with a stand-in for the cluster. What other tests run stands in `RUN_ELSEWHERE`.
 """
 
 import argparse
@@ -11,33 +11,35 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
 from torch.distributed.run import get_args_parser
 
 from docs_blocks import ROOT, Block, script_before
+from docs_cluster import cluster
+from docs_engine import Engine, want_of_engine
 from docs_runner import Run
+from ports import free_port
 from server.__main__ import COMMANDS
 
 SECONDS = 60.0
 
 Words = Sequence[str]
 
+# The project, and what stands in for a reader's own in a script of theirs.
+PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
-
-
-def check_extras(words: Words) -> None:
-    """Every extra that is to be installed is one of the project's."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = [name for word in words for found in re.findall(r"\[(.*?)\]", word) for name in found.split(",")]
-    assert set(named) <= set(extras), f"expected extras of {sorted(extras)}, got {named}"
 
 
 def check_script(words: Words) -> None:
@@ -45,11 +47,11 @@ def check_script(words: Words) -> None:
     assert os.access(ROOT / words[0], os.X_OK), f"expected a script at {words[0]}, found none"
 
 
-def check_files(words: Words) -> None:
-    """Each file that is named is there, from the root or from docker/."""
+def check_files(words: Words, folder: Path) -> None:
+    """Each file that is named is there, from a folder of the project."""
     for word in words:
         if word.endswith((".yml", "Dockerfile")):
-            assert any((ROOT / folder / word).is_file() for folder in (".", "docker")), f"expected a file {word}"
+            assert (ROOT / folder / word).is_file(), f"expected a file {word}"
 
 
 def check_torchrun(words: Words) -> None:
@@ -66,21 +68,16 @@ def torchrun(words: Words) -> argparse.Namespace:
         raise AssertionError(f"torchrun does not understand {shlex.join(words)}") from None
 
 
-# By a pattern of the command: why it is not run, and what is checked.
-NOT_RUN: dict[str, tuple[str, Callable[[Words], None]]] = {
-    "pip install ": ("it would change the machine, and needs a package index", check_extras),
-    "scripts/demo": ("tests/test_examples.py runs the demo", check_script),
+# By a pattern of the command: the test that runs it, and what is checked here.
+RUN_ELSEWHERE: dict[str, tuple[str, Callable[[Words], None]]] = {
+    "scripts/demo": ("tests/test_examples.py", check_script),
     "scripts/test": ("it runs this very test", check_script),
-    "torchrun .*--nnodes": ("it needs several hosts", check_torchrun),
-    "torchrun .*examples/": ("tests/test_accelerate.py runs the one, others the other", check_torchrun),
-    "docker ": ("it needs a container engine; docker/harness runs the images", check_files),
-    "kubectl ": ("it needs a cluster; tests/test_kubernetes.py holds the manifests against their schema", check_files),
-    "cd docker": ("what follows in the block is not run either", lambda _: None),
+    "torchrun .*examples/train_accelerate.py": ("tests/test_accelerate.py", check_torchrun),
 }
 
 WHAT_TO_DO = (
-    "Nobody knows how to run {command!r} in a test. If it can run, teach `Shell` in tests/docs_shell.py to; "
-    "else give `NOT_RUN` there the reason, and a check of what would go wrong most easily"
+    "Nobody knows how to run {command!r} in a test. Teach `Shell` in tests/docs_shell.py to; "
+    "if another test runs it, say so in `RUN_ELSEWHERE` there, with a check of what would go wrong most easily"
 )
 
 
@@ -104,15 +101,20 @@ class Shell:
         self._environs = environs
         self._python = python
         self._exported: dict[str, str] = {}
-        self._servers = ExitStack()
+        self._started = ExitStack()
+        self._at = Path()
+        self._engine: Engine | None = None
+        self._wanting: str | None = None
         for name in ("docker", "examples", "scripts"):
             (folder / name).symlink_to(ROOT / name)
 
     def run(self) -> None:
-        """Runs all commands in their order; raises AssertionError if one fails."""
-        with self._servers:
+        """Runs all commands in their order; raises AssertionError if one fails, and skips what needs something more."""
+        with self._started:
             for line in self._block.text.replace("\\\n", " ").splitlines():
                 self._run_line(shlex.split(line, comments=True))
+        if self._wanting:
+            pytest.skip(f"{self._block}: {self._wanting}")
 
     def _run_line(self, words: list[str]) -> None:
         if words[:1] == ["export"]:
@@ -129,7 +131,7 @@ class Shell:
 
     def _run_command(self, words: list[str], environ: Mapping[str, str]) -> None:
         command = " ".join(words)
-        for pattern, (_, check) in NOT_RUN.items():
+        for pattern, (_, check) in RUN_ELSEWHERE.items():
             if re.match(pattern, command):
                 check(words)
                 return
@@ -139,6 +141,12 @@ class Shell:
             self._serve(words[3:], environ)
         elif words[0] == "torchrun":
             self._launch(words, environ)
+        elif words[0] == "cd":
+            self._at /= words[1]
+        elif words[0] == "docker":
+            self._contain(words, environ)
+        elif words[0] == "kubectl":
+            self._apply(words)
         else:
             raise AssertionError(WHAT_TO_DO.format(command=command))
 
@@ -148,12 +156,43 @@ class Shell:
     def _launch(self, words: Words, environ: Mapping[str, str]) -> None:
         options = torchrun(words)
         assert "/" not in options.training_script, WHAT_TO_DO.format(command=" ".join(words))
-        script = script_before(self._block)
-        environs = [{**one, **environ} for one in self._environs(int(options.nproc_per_node))]
-        self._python(Run(script.page, script.line, script.text, str(self._folder), environs))
+        script = script_before(self._block, options.training_script)
+        nodes = int(options.nnodes.partition(":")[0])
+        if nodes == 1:
+            environs = [{**one, **environ} for one in self._environs(int(options.nproc_per_node))]
+            self._python(Run(script.page, script.line, script.text, str(self._folder), environs))
+        else:
+            (self._folder / options.training_script).write_text(f"from docs_stand_ins import *\n\n{script.text}")
+            self._launch_nodes(nodes, words, options.rdzv_endpoint, environ)
 
-    def _finish(self, command: Words, environ: Mapping[str, str]) -> None:
-        process = self._start(command, environ)
+    def _launch_nodes(self, number: int, words: Words, meeting: str, environ: Mapping[str, str]) -> None:
+        told = [word.replace(meeting, f"127.0.0.1:{free_port()}") for word in words[1:]]
+        command = [sys.executable, "-m", "torch.distributed.run", *told]
+        with ThreadPoolExecutor() as agents:
+            nodes = [agents.submit(self._finish, command, environ) for _ in range(number)]
+        for node in nodes:
+            node.result()
+
+    def _contain(self, words: Words, environ: Mapping[str, str]) -> None:
+        check_files(words, self._at)
+        self._wanting = self._wanting or want_of_engine(words)
+        if not self._wanting:
+            self._engine = self._engine or self._started.enter_context(Engine(self._folder / "logs"))
+            self._engine.run(words, environ, ROOT / self._at)
+
+    def _apply(self, words: Words) -> None:
+        assert words[1:3] == ["apply", "-f"], WHAT_TO_DO.format(command=" ".join(words))
+        check_files(words, self._at)
+        if shutil.which("kubectl") is None:
+            self._wanting = "needs kubectl"
+            return
+        with cluster() as found:
+            self._finish([*words, "--server", found.url], {"HOME": str(self._folder)}, ROOT / self._at)
+        told = {(one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all((ROOT / words[3]).read_text())}
+        assert set(found.objects) == told
+
+    def _finish(self, command: Words, environ: Mapping[str, str], folder: Path | None = None) -> None:
+        process = self._start(command, environ, folder)
         try:
             output, _ = process.communicate(timeout=SECONDS)
         finally:
@@ -163,8 +202,8 @@ class Shell:
 
     def _serve(self, words: Words, environ: Mapping[str, str]) -> None:
         free = [re.sub(r":\d+$", ":*", word) for word in words]
-        process = self._servers.enter_context(self._start([sys.executable, "-m", "server", *free], environ))
-        self._servers.callback(process.kill)  # after an orderly end it does nothing
+        process = self._started.enter_context(self._start([sys.executable, "-m", "server", *free], environ))
+        self._started.callback(process.kill)  # after an orderly end it does nothing
         said = []
         for line in process.stdout:
             said.append(line)
@@ -172,14 +211,14 @@ class Shell:
                 break
         else:
             raise AssertionError(f"{shlex.join(words)} starts no server:\n{''.join(said)}")
-        self._servers.callback(_end, process)
+        self._started.callback(_end, process)
         self._endpoint = line.split()[-1]
 
-    def _start(self, command: Words, environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    def _start(self, command: Words, environ: Mapping[str, str], folder: Path | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
             command,
-            cwd=self._folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+            cwd=folder or self._folder,
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, **environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

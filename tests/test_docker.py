@@ -1,25 +1,17 @@
 """What can be said of the images and the harness without an engine, and, where one is asked for, the harness itself."""
 
-import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from docs_engine import script, want_of_engine
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docker"
-
-
-def module(name):
-    """Imports a script of `docker/`, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
 
 
 @pytest.fixture
@@ -92,7 +84,7 @@ def test_a_shell_script_can_be_read_by_its_shell(script):
 
 
 def test_each_replica_takes_a_rank_of_its_own_and_a_restarted_one_the_same_again(tmp_path):
-    claim = module("replica").claim
+    claim = script("replica").claim
     assert [claim(tmp_path, 3, name) for name in ("a", "b", "a", "c", "b")] == [0, 1, 0, 2, 1]
     with pytest.raises(SystemExit, match=f"expected one of 3 ranks to be free in {tmp_path}, but all are taken"):
         claim(tmp_path, 3, "d")
@@ -149,10 +141,7 @@ def test_the_harness_fails_with_a_row_for_each_thing_that_falls_short_and_cleans
 
 
 @pytest.mark.timeout(2400)
-@pytest.mark.skipif(os.environ.get("STATSD_BN_TEST_ENGINE") != "1", reason="asked for by STATSD_BN_TEST_ENGINE=1")
-@pytest.mark.skipif(
-    shutil.which("docker") is None, reason="needs a container engine; docker/bootstrap-engine gives one"
-)
+@pytest.mark.skipif(want_of_engine() is not None, reason=str(want_of_engine()))
 def test_the_harness(tmp_path):
     done = harness("--logs", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
