@@ -115,7 +115,8 @@ def _elements(tensor: Tensor) -> bytes:
     if not tensor.numel():
         return b""
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    # Not by `numpy()`, after which the storage could not be resized, as FSDP does with parameters.
+    return np.from_dlpack(plain.reshape(-1).view(torch.uint8)).tobytes()
 
 
 def _header(data: bytes) -> tuple[list[Any], int]:

@@ -4,6 +4,7 @@ A converted layer takes over the whole state of the old one (the same parameter 
 mode), so optimizers and checkpoints made before the conversion go on working.
 """
 
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -55,7 +56,8 @@ def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks
     layer, with the name of the first. Names do not count the levels of `DataParallel` and `DistributedDataParallel`.
 
     What is not exactly one of these classes, or has a `forward` of its own, is left as it is, since its twin would lose
-    what it adds. A `UserWarning` names the layers so left.
+    what it adds; and so is what FSDP has sharded, which would go on with the old layer's parameters. A `UserWarning`
+    names the layers so left.
 
     Args:
         module: any module; containers are changed in place. Layers that are synchronised already are only named.
@@ -84,7 +86,7 @@ def convert(
         check_chunks(chunks)
     if group is None:
         _refuse_process_groups(module)
-    converted = _replace(module, SYNCHRONISED, {})
+    converted = _replace(module, SYNCHRONISED, {part: part for part in _sharded(module)})
     for place, layer in _places(converted):
         if isinstance(layer, SynchronizedBatchNorm):
             layer.layer_name = place or type(layer).__name__.removeprefix("Lazy")
@@ -94,7 +96,7 @@ def convert(
         warnings.warn(
             f"convert_model left as they are, unsynchronised: {', '.join(left)}. Replace each by hand, or let its "
             "class derive from client.SynchronizedBatchNorm1d/2d/3d or client.DataParallelWithCallback, or convert "
-            "the model before the layer is parametrized, compiled or given a forward of its own",
+            "the model before the layer is parametrized, compiled, sharded or given a forward of its own",
             stacklevel=stacklevel,
         )
     return converted
@@ -104,8 +106,9 @@ def revert_model(module: nn.Module) -> nn.Module:
     """Replaces every synchronised layer in `module` by torch's own: the inverse of `convert_model`.
 
     A `DataParallelWithCallback` becomes an `nn.DataParallel`, except where its replicas share a device, which torch's
-    cannot. Subclasses of ours are left as they are, and a `UserWarning` names them. Micro-batches whose mini-batch has
-    not ended are forgotten; `client.commit_running_statistics(module)` before it counts them.
+    cannot. Subclasses of ours and what FSDP has sharded are left as they are, and a `UserWarning` names them.
+    Micro-batches whose mini-batch has not ended are forgotten; `client.commit_running_statistics(module)` before it
+    counts them.
 
     Args:
         module: any module; containers are changed in place.
@@ -119,7 +122,7 @@ def revert_model(module: nn.Module) -> nn.Module:
 def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:
     """`revert_model`, but for the layers in `kept`; `stacklevel` is as `convert` takes it."""
     ours = set(kept)
-    reverted = _replace(module, PLAIN, {layer: layer for layer in ours})
+    reverted = _replace(module, PLAIN, {part: part for part in (*ours, *_sharded(module))})
     left = [
         _described(place, layer)
         for place, layer in _places(reverted)
@@ -172,6 +175,16 @@ def _has_twin(module: nn.Module, kinds: Kinds) -> bool:
     if type(module) not in kinds or any(name in vars(module) for name in BOUND):
         return False
     return not (isinstance(module, DataParallelWithCallback) and module.has_virtual_replicas)
+
+
+def _sharded(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields what FSDP, of either version, has in its hands: it would gather the parameters for a replaced layer."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # loading it takes a while, and who shards has loaded it
+    names = ("FullyShardedDataParallel", "FSDPModule")  # torch before 2.6 has no second version
+    kinds = tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
+    for part in module.modules():
+        if isinstance(part, kinds):
+            yield from part.modules()
 
 
 def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:

@@ -261,11 +261,11 @@ def _weighted(statistics: Statistics, weight: Tensor | None) -> FloatArray:
 
 
 def on_host(vector: Tensor) -> FloatArray:
-    """Returns a parameter as float64 on the host; a view of it where it is that already."""
-    vector = vector.detach()
-    if vector.is_cpu and vector.dtype == torch.float32:
-        return vector.numpy().astype(np.float64)  # a third of what torch takes for it
-    return vector.cpu().to(torch.float64).numpy()
+    """Returns a parameter as float64 on the host: a copy, for `numpy()` makes its storage one that cannot be resized.
+
+    Resizing it is how FSDP frees a parameter.
+    """
+    return vector.detach().cpu().to(torch.float64, copy=True).numpy()
 
 
 def alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

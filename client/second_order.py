@@ -14,7 +14,6 @@ five of them, so a second backward takes one round too.
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from client import kernels
@@ -115,4 +114,4 @@ def _host(vector: Tensor | None, default: float, like: FloatArray) -> FloatArray
     """Returns a parameter-like vector as float64 on the host."""
     if vector is None:
         return np.full_like(like, default)
-    return vector.detach().cpu().to(torch.float64).numpy()
+    return kernels.on_host(vector)

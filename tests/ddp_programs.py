@@ -73,7 +73,7 @@ def network(training: Training) -> Network:
 
 def train_on_the_whole_batch(training: Training) -> Buffers:
     model = network(training)
-    optimizer = _optimizer(model)
+    optimizer = optimizer_for(model)
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro_batch in range(training.micro_batches):
@@ -87,8 +87,8 @@ def train(connection: client.Connection, store: str, training: Training) -> Buff
     """One member's shard under DistributedDataParallel, which averages the members' gradients."""
     rank = connection.member.member
     model = client.convert_model(network(training))
-    optimizer = _optimizer(model)
-    with _process_group(store, connection):
+    optimizer = optimizer_for(model)
+    with process_group(store, connection):
         train_shard(_parallel(model, training), optimizer, training, rank)
     return _state(model)
 
@@ -109,7 +109,7 @@ def train_shard(
 def wrap(connection: client.Connection, store: str) -> tuple[str, str]:
     """What DistributedDataParallel says to torch's synchronised layers on the CPU, and to ours."""
     told = []
-    with _process_group(store, connection):
+    with process_group(store, connection):
         for convert in (nn.SyncBatchNorm.convert_sync_batchnorm, client.convert_model):
             model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
             try:
@@ -129,7 +129,7 @@ def _parallel(model: nn.Module, training: Training) -> DistributedDataParallel:
 
 
 @contextmanager
-def _process_group(store: str, connection: client.Connection) -> Iterator[None]:
+def process_group(store: str, connection: client.Connection) -> Iterator[None]:
     who = connection.member
     # Gloo's threads may also abort an interpreter that is being torn down (pytorch#190489). So this one's is not.
     atexit.register(os._exit, 0)
@@ -149,7 +149,7 @@ def _process_group(store: str, connection: client.Connection) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 

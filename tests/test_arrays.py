@@ -136,3 +136,10 @@ def test_a_changed_byte_gives_arrays_or_an_error(arrays, data):
     changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     with suppress(ProtocolError):
         decode(bytes(changed))
+
+
+def test_a_tensors_storage_can_be_resized_afterwards():
+    """As FSDP does with parameters."""
+    tensor = torch.ones(3, 2)
+    encode([tensor])
+    assert tensor.untyped_storage().resizable()

@@ -189,3 +189,15 @@ def test_no_values_at_all_give_empty_outputs():
     outputs = batch_norm([Slice(torch.empty(0, 2), None, None)] * 2, call)
     assert call.moments.count == 0
     assert [output.shape for output in outputs] == [(0, 2)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_storage_of_the_callers_becomes_one_that_cannot_be_resized(dtype):
+    """FSDP frees a parameter by resizing its storage; `numpy()` on the parameter would forbid that for good."""
+    inputs, weights, biases = tensors(dtype=dtype)
+    leaves = [tensor.requires_grad_() for tensor in (*inputs, weights[0], biases[0])]
+    outputs = batch_norm(slices(inputs, weights, biases), exchange())
+    grads = [torch.randn_like(output, requires_grad=True) for output in outputs]
+    found = torch.autograd.grad(outputs, leaves, grads, create_graph=True)
+    sum(gradient.square().sum() for gradient in found).backward()
+    assert all(tensor.untyped_storage().resizable() for tensor in (*leaves, *outputs, *grads))

@@ -1,0 +1,33 @@
+"""With sharded parameters, on the CPU: members train as `nn.BatchNorm` does on the whole batch."""
+
+import pytest
+
+import fsdp_programs
+from ddp_programs import train_on_the_whole_batch
+from whole_batch import assert_equal
+
+# As in test_ddp.py.
+TOLERANCE = 1e-8
+
+
+@pytest.mark.parametrize("way", fsdp_programs.WAYS)
+def test_after_20_steps_weights_and_buffers_are_those_of_the_whole_batch(members, tmp_path, way):
+    found = members(2, fsdp_programs.train, str(tmp_path / "store"), way)
+    expected = train_on_the_whole_batch(fsdp_programs.TRAINING)
+    for state in found:
+        assert_equal(state, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("way", fsdp_programs.WAYS)
+def test_what_is_sharded_is_left_as_it_is_and_named(members, tmp_path, way):
+    for (converting, told), (reverting, told_then) in members(
+        2, fsdp_programs.convert_what_is_sharded, str(tmp_path / "store"), way
+    ):
+        assert converting
+        assert reverting
+        assert [len(told), len(told_then)] == [1, 1]
+        for place in ("stem.1", "body.1", "head.2"):
+            assert f"{place}'" in told[0]
+            assert f"{place}'" in told_then[0]
+        assert "unsynchronised" in told[0]
+        assert "before the layer is parametrized, compiled, sharded" in told[0]
