@@ -1,7 +1,8 @@
 """A master of one's own: a server that this process starts as its child, for the members of its own job.
 
 The client imports nothing of the server, so the child is `python -m server`, the one that lies beside this package. It
-ends with this process, however that ends, and as soon as all members have left (`--parent`).
+ends with this process, however that ends, and as soon as all members have left (`--parent`). One that is killed is
+started again where it was, which costs the members a moment and not a bit.
 """
 
 import logging
@@ -28,8 +29,12 @@ START_SECONDS = 60.0
 # A server that is told to stop needs as long as its answers may take to leave, a second.
 STOP_SECONDS = 5.0
 
-# The name of the client whose keys all members of the job share.
+# How often a server is started again: whatever kills more of them would kill the next one too.
+RESTARTS = 3
+
+# The name of the client whose keys all members of the job share, and where they lie in the folder of all keys.
 MEMBER = "member"
+MEMBERS_KEYS = f"{keys.SECRET_FOLDER}/{keys.secret_name(MEMBER)}"
 
 # Where `client` and `server` lie; a program named server in the script's folder is none of ours.
 PACKAGES = Path(__file__).parents[1]
@@ -41,7 +46,7 @@ _started: list["OwnMaster"] = []
 
 
 class OwnMaster:
-    """A running server; a thread waits for its end, so that no zombie is left.
+    """A running server; a thread waits for its end, so that no zombie is left, and starts it again if it was killed.
 
     Args:
         bind: where it listens, a ZeroMQ endpoint.
@@ -58,38 +63,41 @@ class OwnMaster:
 
     def __init__(self, bind: str, *, with_keys: bool, patience: float) -> None:
         self._owner = os.getpid()
-        self._is_stopped = False
         self._patience = patience
-        self.key_file = ""
-        arguments = ["--bind", bind, "--parent", str(self._owner)]
+        self._is_stopped = False
+        self._has_ended = threading.Event()
+        self._restarts = 0
         try:
-            if with_keys:
-                # Until the server listens, which it does when it has read them.
-                with tempfile.TemporaryDirectory(prefix="statsd_bn-") as folder:
-                    self.key_file = _make_keys(Path(folder))
-                    self.endpoint = self._start([*arguments, "--curve", folder])
-            else:
-                self.endpoint = self._start(arguments)
+            self._keys = _new_keys() if with_keys else {}
+            self.key_file = self._keys.get(MEMBERS_KEYS, "")
+            self.endpoint = self._start(bind)
         except (OSError, subprocess.SubprocessError) as error:
             raise ServerUnreachable(f"cannot start a server: {error}", endpoint=bind) from error
+        _started.append(self)
 
     def stop(self) -> None:
         """Tells it to stop, and insists if it does not."""
         self._is_stopped = True
         self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        if not self._has_ended.wait(STOP_SECONDS):
             self._process.kill()
 
     def wait_for_members(self) -> None:
         """Waits until all members have left, as long as they may take."""
         # A forked child inherits the list of masters, and none of them.
         if os.getpid() == self._owner:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(self._patience)
+            self._has_ended.wait(self._patience)
 
-    def _start(self, arguments: Sequence[str]) -> str:
+    def _start(self, bind: str) -> str:
+        """Returns where it listens, as soon as it does; until then it has its keys in a folder."""
+        arguments = ["--bind", bind, "--parent", str(self._owner)]
+        if not self._keys:
+            return self._run(arguments)
+        with tempfile.TemporaryDirectory(prefix="statsd_bn-") as folder:
+            _write(self._keys, Path(folder))
+            return self._run([*arguments, "--curve", folder])
+
+    def _run(self, arguments: Sequence[str]) -> str:
         # In a session of its own: Ctrl-C at the terminal is for the members, which then say goodbye.
         self._process = subprocess.Popen(  # noqa: S603 - this project's own program
             _command(*arguments),
@@ -100,11 +108,14 @@ class OwnMaster:
             start_new_session=True,
         )
         line: Future[str] = Future()
-        threading.Thread(target=self._watch, args=[line], name="statsd_bn master", daemon=True).start()
+        threading.Thread(target=self._watch, args=[self._process, line], name="statsd_bn master", daemon=True).start()
+        if self._is_stopped:
+            # Whoever stopped it knew only the process before.
+            self._process.terminate()
         try:
             return self._endpoint(line)
         except BaseException:
-            self.stop()
+            _end(self._process)
             raise
 
     def _endpoint(self, line: Future[str]) -> str:
@@ -124,22 +135,38 @@ class OwnMaster:
                 endpoint="",
                 seconds=seconds,
             )
-        _started.append(self)
         return endpoint
 
-    def _watch(self, line: Future[str]) -> None:
-        if self._process.stdout is not None:
-            with self._process.stdout as output:
+    def _watch(self, process: subprocess.Popen[str], line: Future[str]) -> None:
+        if process.stdout is not None:
+            with process.stdout as output:
                 said = output.readline()
         if not said:
             # So that whoever waits for the line finds how it ended.
-            self._process.wait()
+            process.wait()
         line.set_result(said)
-        code = self._process.wait()
-        if said and code and not self._is_stopped:
+        code = process.wait()
+        if not (said and code and self._starts_again(code)):
+            self._has_ended.set()
+            with suppress(ValueError):
+                _started.remove(self)
+
+    def _starts_again(self, code: int) -> bool:
+        """Starts a server that was not told to end where the one before listened, if that may help."""
+        if self._is_stopped:
+            return False
+        self._restarts += 1
+        if self._restarts > RESTARTS:
             logger.error("the server that this process had started %s; its members wait for it in vain", _ending(code))
-        with suppress(ValueError):
-            _started.remove(self)
+            return False
+        logger.warning("the server that this process had started %s; it is started again", _ending(code))
+        try:
+            self._start(self.endpoint)
+        except (OSError, ServerUnreachable) as error:
+            if not self._is_stopped:
+                logger.error("%s; its members wait for it in vain", error)  # noqa: TRY400 - the text has all there is
+            return False
+        return True
 
 
 def wait_for_members() -> None:
@@ -163,17 +190,36 @@ def _environment() -> Mapping[str, str]:
     }
 
 
-def _make_keys(folder: Path) -> str:
-    """Makes the keys of a server and of its members; returns what the members' file holds."""
-    subprocess.run(  # noqa: S603 - this project's own program
-        _command("keygen", str(folder), "--client", MEMBER),
-        env=_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        timeout=START_SECONDS,
-        check=True,
-    )
-    return (folder / keys.SECRET_FOLDER / keys.secret_name(MEMBER)).read_text(encoding="utf-8")
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _new_keys() -> Mapping[str, str]:
+    """Makes the keys of a server and of its members; returns the files' texts by their paths in the server's folder."""
+    with tempfile.TemporaryDirectory(prefix="statsd_bn-") as name:
+        subprocess.run(  # noqa: S603 - this project's own program
+            _command("keygen", name, "--client", MEMBER),
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            timeout=START_SECONDS,
+            check=True,
+        )
+        folder = Path(name)
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in files}
+
+
+def _write(files: Mapping[str, str], folder: Path) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(text, encoding="utf-8")
 
 
 def _ending(code: int) -> str:

@@ -1,9 +1,11 @@
 """A master of one's own: it listens where it is told to, lets in whom it should, and leaves nothing behind."""
 
 import os
+import re
 import signal
 import sys
 import tempfile
+import threading
 
 import pytest
 import zmq
@@ -115,13 +117,78 @@ def test_a_server_that_does_not_start_is_told_with_its_exit_code(start, monkeypa
     assert "log level: expected one of" in capfd.readouterr().err
 
 
-def test_a_server_that_is_killed_is_told_and_one_that_is_stopped_is_not(start, caplog):
-    stopped, killed = start(), start()
-    stopped.stop()
+def kill(master):
+    """Kills its server, and waits until it has another one or none."""
+    before = master._process
+    os.kill(before.pid, signal.SIGKILL)
+    wait_until(lambda: master._process is not before or master._has_ended.is_set())
+
+
+@pytest.mark.parametrize("with_keys", [False, pytest.param(True, marks=with_curve)])
+def test_a_server_that_is_killed_is_started_again_where_it_was(start, caplog, tmp_path, monkeypatch, with_keys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    master = start(with_keys=with_keys)
+    keys = parse_client(master.key_file, "here") if with_keys else None
+    with member(master.endpoint, keys) as connection:
+        before = connection.gather("first", b"1")
+        kill(master)
+        assert (before, connection.gather("second", b"2")) == ({0: b"1"}, {0: b"2"})
+        assert list(tmp_path.iterdir()) == []
+    wait_until(lambda: has_ended(master))
+    assert master._process.returncode == 0
+    assert (
+        caplog.messages.count("the server that this process had started was ended by SIGKILL; it is started again") == 1
+    )
+
+
+def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(start, caplog):
+    master = start()
+    for _ in range(own_master.RESTARTS):
+        kill(master)
+        assert ask(master.endpoint)["groups"] == []
+    kill(master)
+    wait_until(lambda: master not in own_master._started)
+    assert "was ended by SIGKILL; its members wait for it in vain" in caplog.messages[-1]
+    assert has_ended(master)
+
+
+def test_one_that_cannot_be_started_again_is_told(start, caplog, monkeypatch):
+    master = start()
+    monkeypatch.setattr(own_master, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
+    kill(master)
+    wait_until(lambda: master not in own_master._started)
+    assert re.search(r"cannot start a server: .* exit code 7 .*; its members wait for it in vain", caplog.text)
+
+
+def test_one_that_is_stopped_is_not_started_again_and_nothing_is_told(start, caplog):
+    master = start()
+    master.stop()
     assert caplog.messages == []
-    os.kill(killed._process.pid, signal.SIGKILL)
-    wait_until(lambda: caplog.messages)
-    assert "the server that this process had started was ended by SIGKILL" in caplog.text
+    assert has_ended(master)
+
+
+def test_one_that_is_stopped_while_it_is_started_again_ends(start, caplog, monkeypatch):
+    master = start()
+    is_about_to, may = threading.Event(), threading.Event()
+    command = own_master._command
+
+    def late(*arguments):
+        is_about_to.set()
+        assert may.wait(20.0)
+        return command(*arguments)
+
+    monkeypatch.setattr(own_master, "_command", late)
+    before = master._process
+    os.kill(before.pid, signal.SIGKILL)
+    assert is_about_to.wait(20.0)
+    stopping = threading.Thread(target=master.stop)
+    stopping.start()
+    wait_until(lambda: master._is_stopped)
+    may.set()
+    stopping.join(20.0)
+    wait_until(lambda: master._process is not before and has_ended(master))
+    assert master._process.returncode != -signal.SIGKILL
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_a_server_that_says_nothing_is_told_and_stopped(start, monkeypatch):

@@ -61,3 +61,18 @@ def test_after_a_worker_was_killed_those_that_are_started_anew_train_as_on_the_w
         assert run.end() == 0, run.errors
         assert run.leaves_nothing()
     assert is_whole_batch(tmp_path / "saved.pt", whole_batch)
+
+
+def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, whole_batch):
+    with digits_in(2, tmp_path) as run:
+        run.line("step 10 of")
+        (server,) = (number for number in run.processes(RANK="0") if _is_server(number))
+        os.kill(server, signal.SIGKILL)
+        assert run.end() == 0, run.errors
+        assert "was ended by SIGKILL; it is started again" in run.errors
+        assert run.leaves_nothing()
+    assert is_whole_batch(tmp_path / "saved.pt", whole_batch)
+
+
+def _is_server(number: int) -> bool:
+    return b"-m\0server\0" in (PROC / str(number) / "cmdline").read_bytes()
