@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from server.archive import Archive, Room
+from server.deferral import Deferral
 from server.membership import Membership
 from server.quota import Budget, size_of
 from server.rounds import FutureResult, Round, State, failed, failure
@@ -68,7 +69,7 @@ class SyncMaster:
         self._open: dict[RoundKey, Round] = {}
         self._is_broken = False
         self._is_departure_told = False
-        self._deferred: list[tuple[Slave, Contribution, bytes]] = []
+        self._deferral = Deferral(self._room)
 
     @property
     def nr_slaves(self) -> int:
@@ -189,8 +190,7 @@ class SyncMaster:
     def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
         """Ends all open rounds and all deferred contributions, each for its own reason."""
         replies = [reply for round_ in list(self._open.values()) for reply in self._break(round_, reason(round_.key))]
-        deferred = self._take_deferred()
-        keys = ((peer, contribution.key) for _, contribution, peer in deferred)
+        keys = ((peer, contribution.key) for _, contribution, peer in self._deferral.take())
         return replies + [(peer, failure(reason(key), key)) for peer, key in keys]
 
     def retire(self) -> None:
@@ -206,16 +206,7 @@ class SyncMaster:
             "epoch": self.epoch,
             "world_size": membership.world_size,
             "min_members": membership.min_members,
-            "members": [
-                {
-                    "member": slave.member,
-                    "place": slave.place,
-                    "stand": slave.stand.name.lower(),
-                    "step": slave.step,
-                    "replicas": slave.replicas,
-                }
-                for slave in sorted(membership.slaves.values(), key=lambda slave: slave.member)
-            ],
+            "members": [slave.report() for slave in sorted(membership.slaves.values(), key=lambda slave: slave.member)],
             "missing": membership.missing,
             "lost": str(membership.lost or ""),
             "rounds_done": self.rounds_done,
@@ -231,11 +222,6 @@ class SyncMaster:
         self._room.take(size)
         round_.held += size
 
-    def _take_deferred(self) -> list[tuple[Slave, Contribution, bytes]]:
-        deferred, self._deferred = self._deferred, []
-        self._room.keep(-sum(size_of(contribution.rows) for _, contribution, _ in deferred))
-        return deferred
-
     @property
     def _name(self) -> str:
         return f"job {self.membership.job!r}, group {self.membership.group!r}"
@@ -246,14 +232,12 @@ class SyncMaster:
             return []
         self.answered = now
         replies = [(slave.peer, self._registered(slave)) for slave in self.membership.slaves.values()]
-        deferred = self._take_deferred()
-        for slave, contribution, peer in deferred:
+        for slave, contribution, peer in self._deferral.take():
             replies += self.contribute(now, slave, contribution, peer)
         return replies
 
     def _without(self, now: float, slave: Slave, loss: ReplicaLost | None) -> tuple[ReplicaLost | None, list[Reply]]:
-        self._deferred = [wait for wait in self._take_deferred() if wait[0] is not slave]
-        self._room.keep(sum(size_of(contribution.rows) for _, contribution, _ in self._deferred))
+        self._deferral.forget(slave)
         if self.membership.lost:
             return loss, self._break_if_lost()
         return loss, self._tell_departure() + self._withdraw(slave) + self._settle(now)
@@ -285,7 +269,7 @@ class SyncMaster:
         if lost is None or self._is_broken:
             return []
         self._is_broken = True
-        with_a_round = {slave.member for slave, _, _ in self._deferred}
+        with_a_round = self._deferral.members
         waiting = [
             slave
             for slave in self.membership.slaves.values()
@@ -319,14 +303,12 @@ class SyncMaster:
         key = contribution.key
         if slave.owes:
             return [(peer, failure(unknown(slave.session), key))]
-        if len(self._deferred) >= self._budget.quota.max_open_rounds * self.nr_slaves:
+        if len(self._deferral) >= self._budget.quota.max_open_rounds * self.nr_slaves:
             return [(peer, failure(self._too_many(key), key))]
         try:
-            self._room.check(size_of(contribution.rows))
+            self._deferral.add(slave, contribution, peer)
         except LimitExceeded as error:
             return [(peer, failure(error, key))]
-        self._room.keep(size_of(contribution.rows))
-        self._deferred.append((slave, contribution, peer))
         absent = self.membership.absent
         whom = f"members {absent}" if absent else "all members"
         text = f"waiting for {whom} to come back to a restarted server"

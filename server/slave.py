@@ -1,6 +1,7 @@
 """Slave: a registered contributor, seen from the master."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from statsd_bn.messages import Stand
 from statsd_bn.round_key import RoundKey
@@ -54,3 +55,13 @@ class Slave:
     def owes(self) -> bool:
         """Whether results that it has announced have not come: they may have been lost on the way."""
         return len(self.recalled) < self.owed
+
+    def report(self) -> dict[str, Any]:
+        """Returns what a status report says of it."""
+        return {
+            "member": self.member,
+            "place": self.place,
+            "stand": self.stand.name.lower(),
+            "step": self.step,
+            "replicas": self.replicas,
+        }

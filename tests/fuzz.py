@@ -105,6 +105,7 @@ def _led_by_coverage(minutes: float, seed: int, corpus: Path | None) -> int:
             atheris.instrument_func(function)
     with tempfile.TemporaryDirectory() as folder:
         corpus = corpus or Path(folder)
+        corpus.mkdir(parents=True, exist_ok=True)
         for number, data in enumerate(seeds()):
             (corpus / f"seed-{number}").write_bytes(data)
         limits = [f"-max_total_time={int(60 * minutes)}", f"-seed={seed + 1}", "-max_len=1024", "-print_final_stats=1"]

@@ -187,7 +187,7 @@ def session_not_checked() -> Any:
     """A session that is not known is not told so."""
 
     def contribute(right: Any, self: Dispatcher, now: float, contribution: Any, peer: bytes) -> Any:
-        return right(self, now, contribution, peer) if contribution.session in self._seats else []
+        return right(self, now, contribution, peer) if contribution.session in self._registry.seats else []
 
     return instead(Dispatcher, "_contribute", contribute)
 

@@ -65,7 +65,7 @@ class Job:
         told: dict[bytes, Message] = {}
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
-            for session in list(self.dispatcher._seats):
+            for session in list(self.dispatcher._registry.seats):
                 self.dispatcher.receive(self.now, b"beacon", encode(Heartbeat(session)))
             told |= read(self.dispatcher.tick(self.now))
         return told

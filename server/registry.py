@@ -1,0 +1,150 @@
+"""Registry: all groups of all jobs, who has a seat in which, and how seats are lost.
+
+A session has one seat, in one group. A group is there while it has seats; when the last one goes, it is forgotten, but
+for what its members may still have to be told.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from server.access import ANYBODY, Tenant
+from server.liveness import Liveness
+from server.master import Reply, SyncMaster
+from server.past import Name, Past
+from server.rounds import failure
+from server.slave import Slave
+from statsd_bn.errors import RegistrationRefused, StatsdBNError
+from statsd_bn.messages import WORLD
+
+logger = logging.getLogger("statsd_bn.server")
+
+
+@dataclass(slots=True)
+class Seat:
+    """Where a session sits: its master, its slave there, and with which key it has come."""
+
+    master: SyncMaster
+    slave: Slave
+    key: str = ANYBODY.key
+
+
+class Registry:
+    """Groups and seats.
+
+    Args:
+        started: the time it began, on the clock of all other times.
+        silence_seconds: how long a member may be silent.
+
+    Attributes:
+        masters: of the groups, by job and group.
+        seats: by session.
+        past: what has ended.
+        liveness: when each session was heard.
+        has_had_members: whether anybody has a seat, or had one.
+    """
+
+    def __init__(self, started: float, silence_seconds: float) -> None:
+        self.masters: dict[Name, SyncMaster] = {}
+        self.seats: dict[bytes, Seat] = {}
+        self.past = Past()
+        self.liveness = Liveness(started, silence_seconds)
+        self.has_had_members = False
+
+    def seat(self, session: bytes, seat: Seat) -> None:
+        """Gives a session its seat."""
+        self.seats[session] = seat
+        self.has_had_members = True
+        self.past.begin_session(session)
+
+    def groups_of(self, tenant: Tenant) -> int:
+        """Returns in how many groups a tenant has members; nobody counts for anybody."""
+        if tenant is ANYBODY:
+            return 0
+        return len({id(seat.master) for seat in self.seats.values() if seat.key == tenant.key})
+
+    def leave(self, now: float, session: bytes, cause: str) -> list[Reply]:
+        """Takes the seat of a member that says goodbye, with a cause if it has failed."""
+        seat = self._vacate(session)
+        if seat is None:
+            return []
+        _log_end(seat, f"leaves: {cause}" if cause else "leaves")
+        return self._take_out(now, session, seat, cause)
+
+    def lose(self, now: float, session: bytes, cause: str) -> list[Reply]:
+        """Takes the seat of a member that is lost, and why."""
+        seat = self._vacate(session)
+        if seat is None:
+            return []
+        _log_end(seat, f"is lost: {cause}")
+        loss, replies = seat.master.banish_slave(now, seat.slave, cause)
+        if loss:
+            self.past.end_session(session, seat.master.epoch, loss)
+        return self._end_if_empty(seat.master, replies)
+
+    def dissolve(self, now: float, master: SyncMaster, error: StatsdBNError) -> list[Reply]:
+        """Tells all who wait for a group to open that it will not; whoever is out of it again is told once."""
+        slaves = list(master.membership.slaves.values())
+        replies = [(slave.peer, failure(error)) for slave in slaves]
+        for slave in slaves:
+            self._vacate(slave.session)
+            replies += self._take_out(now, slave.session, Seat(master, slave), "")
+        return replies
+
+    def close(self, name: Name, reason: str) -> list[Reply]:
+        """Ends a life of a group, which another one replaces."""
+        lost = RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}")
+        master = self.masters.pop(name)
+        for session in [session for session, seat in self.seats.items() if seat.master is master]:
+            self._vacate(session)
+            self.past.end_session(session, master.epoch, lost)
+        replies = master.break_all(lambda _: lost)
+        master.retire()
+        return replies
+
+    def mourn(self, world: SyncMaster) -> list[Reply]:
+        """Whoever waits for a group to open may wait for the member that the world has lost, and is told once."""
+        job, lost = world.membership.job, failed_member(world)
+        if lost is None or world.is_mourned:
+            return []
+        world.is_mourned = True
+        groups = [master for name, master in self.masters.items() if name[0] == job and master.epoch == world.epoch]
+        return [
+            (slave.peer, failure(lost))
+            for master in groups
+            if master is not world and not master.membership.is_open
+            for slave in master.membership.slaves.values()
+        ]
+
+    def _vacate(self, session: bytes) -> Seat | None:
+        self.liveness.forget(session)
+        return self.seats.pop(session, None)
+
+    def _take_out(self, now: float, session: bytes, seat: Seat, cause: str) -> list[Reply]:
+        """Ends what a member began that says goodbye."""
+        _, replies = seat.master.remove_slave(now, seat.slave, cause)
+        left = RegistrationRefused(f"session {session.hex()}: expected a new one, this one has left")
+        self.past.end_session(session, seat.master.epoch, left)
+        return self._end_if_empty(seat.master, replies)
+
+    def _end_if_empty(self, master: SyncMaster, replies: list[Reply]) -> list[Reply]:
+        """Forgets a group without members; else tells those who wait for one of its job that can never open."""
+        membership = master.membership
+        name = (membership.job, membership.group)
+        if not master.nr_slaves and self.masters.get(name) is master:
+            del self.masters[name]
+            master.retire()
+            if membership.is_open:
+                self.past.end_group(name, master.epoch)
+        return replies + self.mourn(master)
+
+
+def failed_member(world: SyncMaster) -> StatsdBNError | None:
+    """Returns why the group of all members of a job is broken, if one has failed; None for any other group."""
+    membership = world.membership
+    has_failed = membership.group == WORLD and membership.lost and membership.lost.fields.get("cause")
+    return membership.lost if has_failed else None
+
+
+def _log_end(seat: Seat, how: str) -> None:
+    membership = seat.master.membership
+    logger.info("job %r, group %r: %s %s", membership.job, membership.group, seat.slave, how)
