@@ -1,18 +1,16 @@
-"""run_master: the server process. The only file with a ROUTER socket.
+"""run_master: the server process.
 
 A synchronous poll loop: asyncio doubles the round trip, and there is nothing here to do meanwhile. Each turn of
 the loop drains what has come, so that the last contribution of a round and its answers meet in one turn.
 """
 
 import logging
-import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -24,35 +22,18 @@ from server.access import ANYBODY, Access, Tenant
 from server.config import Config, is_local
 from server.connections import Connections
 from server.dispatcher import Dispatcher
-from server.keygen import check_curve
+from server.listener import LOOK_SECONDS, Listener
 from server.master import Reply
 from server.parent import Parent
+from server.probing import Probing
 from server.rounds import failure
-from server.zap import DOMAIN, Gatekeeper
 from statsd_bn import keys, limits
 from statsd_bn.errors import BindError, ConfigurationError, LimitExceeded
 
 logger = logging.getLogger("statsd_bn.server")
 
-# How long the loop sleeps at most: a request to stop, or the end of a connection, is noticed this much late.
-LOOK_SECONDS = 0.05
-
 # How often deadlines are looked at.
 TICK_SECONDS = 0.25
-
-# How long answers may take to leave when the server stops.
-LINGER_MILLISECONDS = 1000
-
-# How long after a connection has ended the members are tried: ZeroMQ tells of the end a moment before it acts on it,
-# and the many connections of a job that ends cost one pass.
-PROBE_SECONDS = 0.05
-
-# How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
-KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
-
-HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 # As plain integers: to join pyzmq's flags takes as long as to send.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -75,32 +56,23 @@ class Service:
     def __init__(self, config: Config) -> None:
         self._curve = config.curve
         self._access: Access | None = None
-        server_keys = None
+        pair = None
         if config.curve:
-            check_curve()
-            server_keys, self._access = keys.load_server(config.curve), Access(keys.load_clients(config.curve))
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._stopping = False
-        self._is_reloading = False
-        # Before anything is bound, so that nobody comes in unasked.
-        self._gatekeeper = Gatekeeper(self._context, self._is_let_in) if server_keys else None
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+            pair, self._access = keys.load_server(config.curve), Access(keys.load_clients(config.curve))
+        self._quota = config.quota
+        self._listener = Listener(config.quota, pair, self._is_let_in)
+        self._socket, self._monitor = self._listener.socket, self._listener.monitor
         self._connections = Connections(config.quota.max_refusals)
         self._doomed: list[int] = []
         self._has_disconnected = False
-        self._disconnected = -math.inf
-        self._probe_at = math.inf
+        self._probing = Probing()
         self._next_tick = 0.0
-        self._socket_files: dict[Path, int] = {}
+        self._stopping = False
+        self._is_reloading = False
         self._parent = Parent(config.parent) if config.parent else None
-        self._quota = config.quota
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
-        self._configure_socket()
-        if server_keys:
-            self._require_keys(server_keys)
         try:
-            self.endpoints = tuple(self._bind(endpoint) for endpoint in config.bind)
+            self.endpoints = tuple(self._listener.bind(endpoint) for endpoint in config.bind)
         except BindError:
             self.close()
             raise
@@ -115,17 +87,7 @@ class Service:
 
     def close(self) -> None:
         """Closes all sockets; answers under way have a moment to leave."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=LINGER_MILLISECONDS)
-        self._context.term()
-        if self._gatekeeper:
-            self._gatekeeper.join()
-        for path, inode in self._socket_files.items():
-            # Another server may have taken the path over meanwhile.
-            if path.exists() and path.stat().st_ino == inode:
-                path.unlink()
-        self._socket_files.clear()
+        self._listener.close()
 
     def stop(self) -> None:
         """Asks `run` to drain and return at its next look; safe from any thread and from a signal handler."""
@@ -182,29 +144,6 @@ class Service:
         has_members, has_had_members = self._dispatcher.has_members, self._dispatcher.has_had_members
         return parent.needs_no_server(time.monotonic(), has_members=has_members, has_had_members=has_had_members)
 
-    def _configure_socket(self) -> None:
-        # Without MANDATORY a ROUTER drops answers to unknown peers silently; without HANDOVER the routing
-        # id of a frozen connection is never released.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.RCVTIMEO, int(LOOK_SECONDS * 1000))
-        self._socket.setsockopt(zmq.SNDHWM, self._quota.max_unread)
-        self._socket.setsockopt(zmq.RCVHWM, self._quota.max_unread)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(self._quota.handshake_seconds * 1000))
-        for option, value in KEEPALIVE.items():
-            self._socket.setsockopt(option, value)
-
-    def _require_keys(self, pair: keys.Pair) -> None:
-        self._socket.curve_server = True
-        self._socket.curve_publickey = pair.public.encode()
-        self._socket.curve_secretkey = pair.secret.encode()
-        self._socket.zap_domain = DOMAIN
-        # Without it ZeroMQ lets everybody in when the gatekeeper is not there.
-        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        # Nobody is to take another's answers over by its routing id.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-
     def _is_let_in(self, key: str) -> bool:
         return self._access is not None and self._access.tenant(key) is not None
 
@@ -220,20 +159,6 @@ class Service:
         logger.info("lets in %d keys from now on: %s", len(self._access.keys), ", ".join(sorted(self._access.names)))
         self._send(self._dispatcher.expel(time.monotonic(), self._access))
         self._doomed += self._connections.of_others(self._access.keys)
-
-    def _bind(self, endpoint: str) -> str:
-        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise BindError(
-                f"cannot listen on {endpoint}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint
-            ) from error
-        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        path = Path(bound.removeprefix("ipc://"))
-        if bound.startswith("ipc://") and path.exists():  # ZeroMQ leaves it behind
-            self._socket_files[path] = path.stat().st_ino
-        return bound
 
     def _drain(self) -> None:
         with suppress(zmq.Again):
@@ -313,18 +238,13 @@ class Service:
     def _look_for_the_dead(self, *, disconnected: bool) -> None:
         """Tries those who have not spoken since a connection has ended, a moment after it.
 
-        Whose connection it was ZeroMQ does not say. To be called when everything has been received that came before,
-        what came through that connection as well.
+        To be called when everything has been received that came before, what came through that connection as well.
         """
         now = time.monotonic()
         if disconnected:
-            self._disconnected = now
-            self._probe_at = min(self._probe_at, now + PROBE_SECONDS)
-        if now >= self._probe_at:
-            # What has ended after this pass was put on its way needs another.
-            due = self._disconnected + PROBE_SECONDS
-            self._probe_at = due if due > self._probe_at else math.inf
-            self._try(self._dispatcher.probes(self._disconnected))
+            self._probing.connection_ended(now)
+        if self._probing.takes_place(now):
+            self._try(self._dispatcher.probes(self._probing.disconnected))
 
     def _try(self, probes: Iterable[Reply]) -> None:
         for peer, frame in probes:

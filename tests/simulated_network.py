@@ -10,6 +10,7 @@ notice is damaged: magic, version, length, and the size of the frame.
 """
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,7 +19,8 @@ from typing import Any
 
 from client.transport import WATCH_SECONDS, Transport
 from server.dispatcher import Dispatcher
-from server.service import PROBE_SECONDS, TICK_SECONDS
+from server.probing import Probing
+from server.service import TICK_SECONDS
 
 Trace = list[tuple[Any, ...]]
 
@@ -294,14 +296,14 @@ class SimulatedServer:
         self.dispatcher: Dispatcher
         self._clock, self._network, self._rng, self._trace = clock, network, rng, trace
         self._backlog: list[Callable[[], None]] | None = None
-        self._disconnected = self._probe_at = float("-inf")
+        self._probing = Probing()
         network.server = self
 
     def start(self) -> None:
         self.up = True
         self.lives += 1
         self._backlog = None
-        self._disconnected = self._probe_at = float("-inf")
+        self._probing = Probing()
         self._trace.append((self._clock.now, "server starts"))
         self.on_start()
         self.dispatcher = Dispatcher(self._rng.randbytes(8), self._clock.now)
@@ -342,10 +344,10 @@ class SimulatedServer:
         if self._backlog is not None:
             self._backlog.append(self.disconnected)
             return
-        self._disconnected = now = self._clock.now
-        if self._probe_at <= now:
-            self._probe_at = now + PROBE_SECONDS
-            self._clock.at(self._probe_at, self._probe, self.lives)
+        before = self._probing.due
+        self._probing.connection_ended(self._clock.now)
+        if self._probing.due < before:
+            self._clock.at(self._probing.due, self._probe, self.lives)
 
     def _go(self) -> None:
         self.up = False
@@ -379,11 +381,10 @@ class SimulatedServer:
         if self._backlog is not None:
             self._backlog.append(lambda: self._probe(life))
             return
-        due = self._disconnected + PROBE_SECONDS
-        if due > self._clock.now:
-            self._probe_at = due
-            self._clock.at(due, self._probe, life)
-        self._try(self.dispatcher.probes(self._disconnected))
+        if self._probing.takes_place(self._clock.now):
+            if self._probing.due < math.inf:
+                self._clock.at(self._probing.due, self._probe, life)
+            self._try(self.dispatcher.probes(self._probing.disconnected))
 
     def _try(self, probes: Iterable[tuple[bytes, bytes]]) -> None:
         # In order: they come out of a set, whose order is another in each process.

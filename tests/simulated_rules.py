@@ -12,7 +12,8 @@ from client.round_trip import ASK_AGAIN_AT_MOST, ASK_AGAIN_SECONDS, GRACE_SECOND
 from server.archive import REMEMBERED_ROUNDS
 from server.deadlock import THREADED_QUIET_SECONDS
 from server.liveness import RECONNECT_SECONDS
-from server.service import PROBE_SECONDS, TICK_SECONDS
+from server.probing import PROBE_SECONDS
+from server.service import TICK_SECONDS
 from simulated_plan import HARMLESS_FREEZE
 from statsd_bn import errors, limits
 

@@ -1,0 +1,108 @@
+"""Listener: the server's ROUTER socket, how it is set up, and what it leaves on disk."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from server.keygen import check_curve
+from server.quota import Quota
+from server.zap import DOMAIN, Gatekeeper
+from statsd_bn import keys, limits
+from statsd_bn.errors import BindError
+
+# How long the server sleeps at most: a request to stop, or the end of a connection, is noticed this much late.
+LOOK_SECONDS = 0.05
+
+# How long answers may take to leave when the server stops.
+LINGER_MILLISECONDS = 1000
+
+# How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
+KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
+
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Listener:
+    """The socket that all clients connect to.
+
+    Args:
+        quota: what bounds it.
+        pair: the server's keys, if clients need keys.
+        is_let_in: says whether a client may come in, by its public key; asked in a thread of its own.
+
+    Attributes:
+        socket: the ROUTER.
+        monitor: tells what happens to its connections.
+    """
+
+    def __init__(self, quota: Quota, pair: keys.Pair | None, is_let_in: Callable[[str], bool]) -> None:
+        if pair:
+            check_curve()
+        self._context = zmq.Context()
+        self._files: dict[Path, int] = {}
+        self.socket = self._context.socket(zmq.ROUTER)
+        # Before anything is bound, so that nobody comes in unasked.
+        self._gatekeeper = Gatekeeper(self._context, is_let_in) if pair else None
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+        self._configure(quota)
+        if pair:
+            self._require_keys(pair)
+
+    def bind(self, endpoint: str) -> str:
+        """Listens, and returns where, with the port that was picked.
+
+        Raises:
+            BindError: the endpoint is taken or does not exist.
+        """
+        self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise BindError(
+                f"cannot listen on {endpoint}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint
+            ) from error
+        bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        path = Path(bound.removeprefix("ipc://"))
+        if bound.startswith("ipc://") and path.exists():  # ZeroMQ leaves it behind
+            self._files[path] = path.stat().st_ino
+        return bound
+
+    def close(self) -> None:
+        """Closes everything; answers under way have a moment to leave."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=LINGER_MILLISECONDS)
+        self._context.term()
+        if self._gatekeeper:
+            self._gatekeeper.join()
+        for path, inode in self._files.items():
+            # Another server may have taken the path over meanwhile.
+            if path.exists() and path.stat().st_ino == inode:
+                path.unlink()
+        self._files.clear()
+
+    def _configure(self, quota: Quota) -> None:
+        # Without MANDATORY a ROUTER drops answers to unknown peers silently; without HANDOVER the routing
+        # id of a frozen connection is never released.
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(LOOK_SECONDS * 1000))
+        self.socket.setsockopt(zmq.SNDHWM, quota.max_unread)
+        self.socket.setsockopt(zmq.RCVHWM, quota.max_unread)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(quota.handshake_seconds * 1000))
+        for option, value in KEEPALIVE.items():
+            self.socket.setsockopt(option, value)
+
+    def _require_keys(self, pair: keys.Pair) -> None:
+        self.socket.curve_server = True
+        self.socket.curve_publickey = pair.public.encode()
+        self.socket.curve_secretkey = pair.secret.encode()
+        self.socket.zap_domain = DOMAIN
+        # Without it ZeroMQ lets everybody in when the gatekeeper is not there.
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        # Nobody is to take another's answers over by its routing id.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
