@@ -26,7 +26,7 @@ from server.connections import Connections
 from server.dispatcher import Dispatcher
 from server.keygen import check_curve
 from server.master import Reply
-from server.parent import Parent
+from server.parent import RETURN_SECONDS, Parent
 from server.rounds import failure
 from server.zap import DOMAIN, Gatekeeper
 from statsd_bn import keys, limits
@@ -93,7 +93,7 @@ class Service:
         self._probe_at = math.inf
         self._next_tick = 0.0
         self._socket_files: dict[Path, int] = {}
-        self._parent = Parent(config.parent) if config.parent else None
+        self._parent = _parent(config)
         self._quota = config.quota
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
         self._configure_socket()
@@ -347,6 +347,13 @@ class Service:
                 self._try(self._dispatcher.unreachable(time.monotonic(), peer))
             return zmq.strerror(error.errno or 0)
         return ""
+
+
+def _parent(config: Config) -> Parent | None:
+    if config.parent is None:
+        return None
+    patience = max(RETURN_SECONDS, config.quota.silence_seconds) if config.again else math.inf
+    return Parent(config.parent, expected_until=time.monotonic() + patience)
 
 
 def _descriptor(frame: zmq.Frame) -> int:
