@@ -14,8 +14,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from statsd_bn import keys
@@ -66,7 +66,6 @@ class OwnMaster:
         self._patience = patience
         self._is_stopped = False
         self._has_ended = threading.Event()
-        self._restarts = 0
         try:
             self._keys = _new_keys() if with_keys else {}
             self.key_file = self._keys.get(MEMBERS_KEYS, "")
@@ -74,6 +73,7 @@ class OwnMaster:
         except (OSError, subprocess.SubprocessError) as error:
             raise ServerUnreachable(f"cannot start a server: {error}", endpoint=bind) from error
         _started.append(self)
+        threading.Thread(target=self._watch, name="statsd_bn master", daemon=True).start()
 
     def stop(self) -> None:
         """Tells it to stop, and insists if it does not."""
@@ -88,9 +88,9 @@ class OwnMaster:
         if os.getpid() == self._owner:
             self._has_ended.wait(self._patience)
 
-    def _start(self, bind: str) -> str:
+    def _start(self, bind: str, *options: str) -> str:
         """Returns where it listens, as soon as it does; until then it has its keys in a folder."""
-        arguments = ["--bind", bind, "--parent", str(self._owner)]
+        arguments = ["--bind", bind, "--parent", str(self._owner), *options]
         if not self._keys:
             return self._run(arguments)
         with tempfile.TemporaryDirectory(prefix="statsd_bn-") as folder:
@@ -107,66 +107,46 @@ class OwnMaster:
             text=True,
             start_new_session=True,
         )
-        line: Future[str] = Future()
-        threading.Thread(target=self._watch, args=[self._process, line], name="statsd_bn master", daemon=True).start()
         if self._is_stopped:
             # Whoever stopped it knew only the process before.
             self._process.terminate()
         try:
-            return self._endpoint(line)
+            return _endpoint(self._process)
         except BaseException:
             _end(self._process)
             raise
 
-    def _endpoint(self, line: Future[str]) -> str:
-        started = time.monotonic()
-        try:
-            said = line.result(START_SECONDS)
-        except TimeoutError:
-            said = ""
-        _, is_listening, endpoint = said.rstrip("\n").partition("listening on ")
-        if not is_listening:
-            seconds = time.monotonic() - started
-            code = self._process.poll()
-            how = "said nothing" if code is None else _ending(code)
-            raise ServerUnreachable(
-                f"cannot start a server: expected it to listen within {START_SECONDS:g} s, and it {how} "
-                f"after {seconds:.1f} s; what it had to say is in the error output of this process",
-                endpoint="",
-                seconds=seconds,
-            )
-        return endpoint
+    def _watch(self) -> None:
+        """Waits for its end, and starts it again where it was as long as it ends otherwise than it should.
 
-    def _watch(self, process: subprocess.Popen[str], line: Future[str]) -> None:
-        if process.stdout is not None:
-            with process.stdout as output:
-                said = output.readline()
-        if not said:
-            # So that whoever waits for the line finds how it ended.
-            process.wait()
-        line.set_result(said)
-        code = process.wait()
-        if not (said and code and self._starts_again(code)):
+        All in one thread, which is there from the beginning: at the interpreter's end Python 3.12 starts none.
+        """
+        try:
+            problem = self._problem()
+            for _ in range(RESTARTS):
+                if not problem or self._is_stopped:
+                    break
+                logger.warning("%s; it is started again", problem)
+                problem = self._problem_again()
+            if problem and not self._is_stopped:
+                logger.error("%s; its members wait for it in vain", problem)
+        finally:
             self._has_ended.set()
             with suppress(ValueError):
                 _started.remove(self)
 
-    def _starts_again(self, code: int) -> bool:
-        """Starts a server that was not told to end where the one before listened, if that may help."""
-        if self._is_stopped:
-            return False
-        self._restarts += 1
-        if self._restarts > RESTARTS:
-            logger.error("the server that this process had started %s; its members wait for it in vain", _ending(code))
-            return False
-        logger.warning("the server that this process had started %s; it is started again", _ending(code))
+    def _problem(self) -> str:
+        """Waits for its end; returns what was wrong with that, empty if nothing was."""
+        code = self._process.wait()
+        return f"the server that this process had started {_ending(code)}" if code else ""
+
+    def _problem_again(self) -> str:
+        """As `_problem`, of one that is started again; or why it did not start."""
         try:
-            self._start(self.endpoint)
+            self._start(self.endpoint, "--again")
         except (OSError, ServerUnreachable) as error:
-            if not self._is_stopped:
-                logger.error("%s; its members wait for it in vain", error)  # noqa: TRY400 - the text has all there is
-            return False
-        return True
+            return str(error)
+        return self._problem()
 
 
 def wait_for_members() -> None:
@@ -190,12 +170,50 @@ def _environment() -> Mapping[str, str]:
     }
 
 
+def _endpoint(process: subprocess.Popen[str]) -> str:
+    """Returns where a server listens, as soon as it says so.
+
+    Raises:
+        ServerUnreachable: it said something else, or nothing in time.
+    """
+    started = time.monotonic()
+    said = _first_line(process)
+    _, is_listening, endpoint = said.rstrip("\n").partition("listening on ")
+    if not is_listening:
+        seconds = time.monotonic() - started
+        code = process.poll()
+        how = "said nothing" if code is None else _ending(code)
+        raise ServerUnreachable(
+            f"cannot start a server: expected it to listen within {START_SECONDS:g} s, and it {how} "
+            f"after {seconds:.1f} s; what it had to say is in the error output of this process",
+            endpoint="",
+            seconds=seconds,
+        )
+    return endpoint
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    """Returns what it says first; empty if it ends before, or says nothing in time."""
+    if process.stdout is None:
+        return ""
+    with process.stdout as output:
+        if not wait([output.fileno()], START_SECONDS):
+            return ""
+        said = output.readline()
+    if not said:
+        # It is about to end, and how is worth telling.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    return said
+
+
 def _end(process: subprocess.Popen[str]) -> None:
     process.terminate()
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()
 
 
 def _new_keys() -> Mapping[str, str]:

@@ -26,6 +26,7 @@ class Config:
         quota: how much is taken, kept and waited for.
         parent: id of the process that this server belongs to: it ends with it, and as soon as all members that were
             there have left; None: it serves until it is told to stop.
+        again: whether it stands in for one with this parent that was killed: it ends as well if no member comes back.
 
     Raises:
         ConfigurationError: a value is unusable.
@@ -37,6 +38,7 @@ class Config:
     curve: str | None = None
     quota: Quota = field(default_factory=Quota)
     parent: int | None = None
+    again: bool = False
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
@@ -45,6 +47,8 @@ class Config:
             raise ConfigurationError("bind: expected at least one endpoint, got none")
         if self.parent is not None and self.parent < 1:
             raise ConfigurationError(f"parent: expected the id of a process, got {self.parent}")
+        if self.again and self.parent is None:
+            raise ConfigurationError("again: expected a parent with it, got none")
         for endpoint in self.bind:
             if not re.fullmatch(r"[a-z]+://.+", endpoint):
                 raise ConfigurationError(
@@ -109,6 +113,11 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         metavar="PID",
         help="end with this process, which has to be the one that starts the server, and once all members have left",
     )
+    result.add_argument(
+        "--again",
+        action="store_true",
+        help="with --parent, in place of a server that was killed: end also if no member comes back",
+    )
     limits = result.add_argument_group("limits", "What is beyond one gets an error, and is counted in the status.")
     for option in fields(Quota):
         twin = f"STATSD_BN_{option.name.upper()}"
@@ -131,7 +140,7 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
     found = parser(environ).parse_args(arguments)
     quota = Quota(**{option.name: getattr(found, option.name) for option in fields(Quota)})
     bind = tuple(found.bind or bound_to(environ))
-    return Config(bind, found.log_level, found.insecure, found.curve, quota, found.parent)
+    return Config(bind, found.log_level, found.insecure, found.curve, quota, found.parent, found.again)
 
 
 def bound_to(environ: Mapping[str, str]) -> tuple[str, ...]:

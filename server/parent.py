@@ -11,6 +11,10 @@ from collections.abc import Callable
 # it is lost, and say goodbye as soon as they have raised.
 PARTING_SECONDS = 5.0
 
+# How long the members of a server that was killed may take to come back to the one in its place. Those that live are
+# back in a moment; whoever said goodbye to none of the two never comes.
+RETURN_SECONDS = 10.0
+
 
 class Parent:
     """The process that started this server, and why it is still there.
@@ -18,11 +22,15 @@ class Parent:
     Args:
         number: the process's id.
         of_this_process: gives the id of the parent that this process has now; another one adopts it when its own ends.
+        expected_until: until when members may come for the first time, on the clock that `needs_no_server` is given.
     """
 
-    def __init__(self, number: int, of_this_process: Callable[[], int] = os.getppid) -> None:
+    def __init__(
+        self, number: int, of_this_process: Callable[[], int] = os.getppid, *, expected_until: float = math.inf
+    ) -> None:
         self._number = number
         self._of_this_process = of_this_process
+        self._expected_until = expected_until
         self._ended = math.inf
 
     def needs_no_server(self, now: float, *, has_members: bool, has_had_members: bool) -> bool:
@@ -33,7 +41,7 @@ class Parent:
             has_members: whether somebody is registered.
             has_had_members: whether somebody is or was.
         """
-        if has_had_members and not has_members:
+        if (has_had_members or now >= self._expected_until) and not has_members:
             return True
         if self._ended == math.inf and self._of_this_process() != self._number:
             self._ended = now

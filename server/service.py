@@ -5,6 +5,7 @@ the loop drains what has come, so that the last contribution of a round and its 
 """
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -24,7 +25,7 @@ from server.connections import Connections
 from server.dispatcher import Dispatcher
 from server.listener import LOOK_SECONDS, Listener
 from server.master import Reply
-from server.parent import Parent
+from server.parent import RETURN_SECONDS, Parent
 from server.probing import Probing
 from server.rounds import failure
 from statsd_bn import keys, limits
@@ -69,7 +70,7 @@ class Service:
         self._next_tick = 0.0
         self._stopping = False
         self._is_reloading = False
-        self._parent = Parent(config.parent) if config.parent else None
+        self._parent = _parent(config)
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
         try:
             self.endpoints = tuple(self._listener.bind(endpoint) for endpoint in config.bind)
@@ -267,6 +268,13 @@ class Service:
                 self._try(self._dispatcher.unreachable(time.monotonic(), peer))
             return zmq.strerror(error.errno or 0)
         return ""
+
+
+def _parent(config: Config) -> Parent | None:
+    if config.parent is None:
+        return None
+    patience = max(RETURN_SECONDS, config.quota.silence_seconds) if config.again else math.inf
+    return Parent(config.parent, expected_until=time.monotonic() + patience)
 
 
 def _descriptor(frame: zmq.Frame) -> int:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from torch.distributed.run import get_args_parser
 
 from docs_blocks import ROOT, Block, script_before
@@ -186,6 +185,7 @@ class Shell:
         if shutil.which("kubectl") is None:
             self._wanting = "needs kubectl"
             return
+        yaml = pytest.importorskip("yaml", reason="needs PyYAML, of the extra dev")
         with cluster() as found:
             self._finish([*words, "--server", found.url], {"HOME": str(self._folder)}, ROOT / self._at)
         told = {(one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all((ROOT / words[3]).read_text())}

@@ -139,6 +139,13 @@ def test_a_configuration_is_frozen():
         Config().insecure = True
 
 
+def test_only_a_server_with_a_parent_stands_in_for_one_that_was_killed():
+    assert from_arguments(["--parent", "12", "--again"], {}).again
+    assert not from_arguments(["--parent", "12"], {}).again
+    with pytest.raises(ConfigurationError, match="again: expected a parent with it, got none"):
+        from_arguments(["--again"], {})
+
+
 def test_a_parent_is_the_id_of_a_process():
     assert from_arguments(["--parent", "12"], {}).parent == 12
     assert from_arguments([], {}).parent is None

@@ -8,10 +8,10 @@ from server.parent import PARTING_SECONDS, Parent
 class Family:
     """A parent whose end is told."""
 
-    def __init__(self):
+    def __init__(self, **given):
         self.number = 7
         self.has_had_members = False
-        self.parent = Parent(7, lambda: self.number)
+        self.parent = Parent(7, lambda: self.number, **given)
 
     def is_over(self, now, has_members):
         self.has_had_members |= has_members
@@ -59,3 +59,16 @@ def test_it_knows_a_parent_that_ended_before_it_looked():
     family = Family()
     family.number = 1
     assert family.is_over(0.0, has_members=False)
+
+
+def test_it_ends_if_nobody_has_come_who_was_expected():
+    family = Family(expected_until=10.0)
+    assert not family.is_over(9.9, has_members=False)
+    assert family.is_over(10.0, has_members=False)
+
+
+def test_whoever_was_expected_and_came_may_stay():
+    family = Family(expected_until=10.0)
+    assert not family.is_over(9.9, has_members=True)
+    assert not family.is_over(11.0, has_members=True)
+    assert family.is_over(11.1, has_members=False)
