@@ -64,14 +64,13 @@ class Engine:
     def run(self, words: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
         """Runs `docker ...` in a folder."""
         environ = {**os.environ, **self._settings, **environ}
-        if words[1] == "compose":
-            command = [*self._compose, *words[2:]]
-            if "up" in words:
-                self._up(command, environ, folder)
-                return
+        command = [*self._compose, *words[2:]] if words[1] == "compose" else list(words)
+        if words[1] == "build":
+            command[2:2] = self._build_arguments()
+        if words[1] == "compose" and "up" in words:
+            self._up(command, environ, folder)
         else:
-            command = [*words[:2], *self._build_arguments(), *words[2:]]
-        subprocess.run(command, cwd=folder, env=environ, check=True, timeout=self._scripts.BUILD_SECONDS)
+            subprocess.run(command, cwd=folder, env=environ, check=True, timeout=self._scripts.BUILD_SECONDS)
 
     def _build_arguments(self) -> Iterator[str]:
         """As the compose file makes them of the same settings."""

@@ -67,11 +67,10 @@ def torchrun(words: Words) -> argparse.Namespace:
         raise AssertionError(f"torchrun does not understand {shlex.join(words)}") from None
 
 
-# By a pattern of the command: the test that runs it, and what is checked here.
-RUN_ELSEWHERE: dict[str, tuple[str, Callable[[Words], None]]] = {
-    "scripts/demo": ("tests/test_examples.py", check_script),
-    "scripts/test": ("it runs this very test", check_script),
-    "torchrun .*examples/train_accelerate.py": ("tests/test_accelerate.py", check_torchrun),
+# By a pattern of the command: the test that runs it, by what name of a program, and what is checked here.
+RUN_ELSEWHERE: dict[str, tuple[str, str, Callable[[Words], None]]] = {
+    "scripts/demo": ("tests/test_examples.py", '"demo.py"', check_script),
+    "torchrun .*examples/train_accelerate.py": ("tests/test_accelerate.py", '"train_accelerate.py"', check_torchrun),
 }
 
 WHAT_TO_DO = (
@@ -130,11 +129,13 @@ class Shell:
 
     def _run_command(self, words: list[str], environ: Mapping[str, str]) -> None:
         command = " ".join(words)
-        for pattern, (_, check) in RUN_ELSEWHERE.items():
+        for pattern, (_, _, check) in RUN_ELSEWHERE.items():
             if re.match(pattern, command):
                 check(words)
                 return
-        if words[:3] == ["python", "-m", "server"] and words[3] in COMMANDS:
+        if words[0].startswith("scripts/test"):  # which runs this very test
+            check_script(words)
+        elif words[:3] == ["python", "-m", "server"] and words[3:] and words[3] in COMMANDS:
             self._finish([sys.executable, *map(self._reachable, words[1:])], environ)
         elif words[:3] == ["python", "-m", "server"]:
             self._serve(words[3:], environ)
@@ -165,7 +166,9 @@ class Shell:
             self._launch_nodes(nodes, words, options.rdzv_endpoint, environ)
 
     def _launch_nodes(self, number: int, words: Words, meeting: str, environ: Mapping[str, str]) -> None:
-        told = [word.replace(meeting, f"127.0.0.1:{free_port()}") for word in words[1:]]
+        assert meeting, f"{self._block}: expected several nodes to have a --rdzv-endpoint"
+        here = f"127.0.0.1:{free_port()}"
+        told = [word.replace(meeting, here) for word in words[1:]]
         command = [sys.executable, "-m", "torch.distributed.run", *told]
         with ThreadPoolExecutor() as agents:
             nodes = [agents.submit(self._finish, command, environ) for _ in range(number)]

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from docs_blocks import PAGES, Block, all_blocks
+from docs_blocks import PAGES, ROOT, Block, all_blocks
 from docs_engine import want_of_engine
 from docs_runner import Outcome, Run
-from docs_shell import Shell
+from docs_shell import RUN_ELSEWHERE, Shell
 from ports import free_port
 
 BLOCKS = list(all_blocks())
@@ -78,11 +78,17 @@ def test_a_python_block_that_fails_is_shown_with_its_line_on_the_page(python, en
         ("kubectl apply -f no-such.yml", "expected a file no-such.yml"),
         ("kubectl delete -f docker/kubernetes/server.yml", "Nobody knows how to run 'kubectl delete"),
         ("torchrun train.py", "expected a Python block before it"),
+        ("torchrun --nnodes=2 train.py", "expected a Python block before it"),
     ],
 )
 def test_a_command_that_cannot_be_right_fails(shell, command, complaint):
     with pytest.raises(AssertionError, match=complaint):
         shell(Block("docs/page.md", 7, "sh", command)).run()
+
+
+def test_what_other_tests_are_said_to_run_they_run():
+    for test, program, _ in RUN_ELSEWHERE.values():
+        assert program in (ROOT / test).read_text(), f"expected {test} to run {program}"
 
 
 @of("toml")
