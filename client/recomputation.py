@@ -51,19 +51,19 @@ class Exchanges:
         """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
 
         Where several calls come near, as those of micro-batches may, it is the nearest that waits to be computed
-        again; then, since a graph that is kept may be walked once more, the nearest of the others.
+        again; then, since a graph that is kept may be walked once more, the nearest of the others. Of equally near ones
+        it is the latest, since backward begins at the end: here they are equal, on another member they may not be.
         """
         with self._lock:
             calls: list[Exchange] = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
         near = [
-            (replica in call.computed_again, distance, number)
-            for number, call in enumerate(calls)
+            (replica in call.computed_again, distance, -call.number, call)
+            for call in calls
             if call.pipe == pipe and (distance := _distance(call, replica, moments)) <= TOLERANCE
         ]
         if not near:
             return None
-        *_, number = min(near)
-        call = calls[number]
+        *_, call = min(near)
         call.computed_again.add(replica)
         return call
 
