@@ -15,9 +15,11 @@ def check(layer: Any, x: Tensor) -> None:
         raise TypeError(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}")
     if layer.num_features == 0:
         layer.num_features = _channels_of(layer, x)
-    if x.shape[1] != layer.num_features:
+    channels = x.shape[1]
+    # torch.jit.trace makes a tensor of it, and warns of whoever asks for its value; torch's operator asks again.
+    if not isinstance(channels, Tensor) and channels != layer.num_features:
         raise ValueError(
-            f"layer {layer.layer_name!r}: expected {layer.num_features} channels, got {x.shape[1]} "
+            f"layer {layer.layer_name!r}: expected {layer.num_features} channels, got {channels} "
             f"(input of shape {tuple(x.shape)})"
         )
 
