@@ -37,6 +37,9 @@ class Slice:
 def held(slice_: Slice) -> Slice:
     """Saves the input now, in the calling thread, where a checkpoint around this replica can see it.
 
+    With it goes the weight, for autograd to notice if it changes before backward: on the module's device the copies
+    share its memory.
+
     A thread without gradients has nothing to save and wants none, whatever its siblings do.
 
     The replicas' one batch norm is made by the thread that comes last, and what it saved itself that thread's
@@ -45,22 +48,22 @@ def held(slice_: Slice) -> Slice:
     if not torch.is_grad_enabled():
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
         return Slice(slice_.input.detach(), weight, bias, slice_.mask)
-    x = _Hold.apply(slice_.input)
+    x = _Hold.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach())
     return replace(slice_, input=x, holder=x.grad_fn)
 
 
 class _Hold(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor, weight: Tensor | None) -> Tensor:  # noqa: ARG004 - for `setup_context`
         return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch's signature
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:  # noqa: ARG004 - torch's
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
+        return grad, None
 
 
 def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:

@@ -172,6 +172,15 @@ def test_replicas_of_replicas_are_refused_where_they_would_miss_their_cousins():
     torch.testing.assert_close(nested.eval()(x), layer(x))
 
 
+def test_a_weight_that_changes_before_backward_is_an_error_as_with_torchs_layer():
+    wrapped = DataParallelWithCallback(client.SynchronizedBatchNorm1d(2), ["cpu"] * 2)
+    outputs = wrapped(torch.randn(8, 2, requires_grad=True))
+    with torch.no_grad():
+        wrapped.module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.square().sum().backward()
+
+
 def test_one_device_runs_the_module_itself(calls):
     wrapped = DataParallelWithCallback(nn.Sequential(Recorder()), ["cpu"])
     assert wrapped(torch.ones(3, 2)).shape == (3, 2)
