@@ -101,7 +101,25 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # it comes from C
 
 
-class _BatchNorm(torch.autograd.Function):
+class _Exchanging(torch.autograd.Function):
+    """A function that sends rounds: what torch cannot make of it, in words for whoever calls a layer."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        raise NotImplementedError(
+            "synchronised batch norm cannot be mapped by torch.vmap, which torch.func.jacrev does; "
+            "torch.func.grad and vjp work"
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "synchronised batch norm has no forward-mode derivatives, as torch.func.jvp and jacfwd want them; "
+            "backward, torch.func.grad and vjp work"
+        )
+
+
+class _BatchNorm(_Exchanging):
     @staticmethod
     def forward(exchange: Exchange, holders: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
         inputs, weights, biases, masks = _split(tensors, 4)
@@ -154,7 +172,7 @@ class _Walk:
     total: FloatArray | None = None
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(_Exchanging):
     """The first backward, as a function that can be differentiated itself."""
 
     @staticmethod
@@ -182,7 +200,7 @@ class _Backward(torch.autograd.Function):
         return None, *_SecondBackward.apply(ctx.walk, *ctx.saved_tensors, *gradients), *[None] * replicas
 
 
-class _SecondBackward(torch.autograd.Function):
+class _SecondBackward(_Exchanging):
     """The gradient of the first backward."""
 
     @staticmethod
