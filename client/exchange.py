@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from client.kernels import Statistics
@@ -32,6 +33,7 @@ class Exchange:
         moments: of the whole batch.
         statistics: what they make of it.
         number: grows with each call that this process makes.
+        place: how many nodes autograd had made in this thread before it.
         computed_again: the local replicas whose checkpoints have run it a second time.
     """
 
@@ -44,6 +46,7 @@ class Exchange:
     moments: Moments = field(init=False)
     statistics: Statistics = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
+    place: int = field(init=False, default_factory=torch._C._autograd._get_sequence_nr)  # noqa: SLF001 - has no public name
     computed_again: set[int] = field(default_factory=set)
     _walks: dict[str, int] = field(default_factory=dict)
 

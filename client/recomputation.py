@@ -51,14 +51,16 @@ class Exchanges:
         """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
 
         Where several calls come near, as those of micro-batches may, it is the nearest that waits to be computed
-        again; then, since a graph that is kept may be walked once more, the nearest of the others. Of equally near ones
-        it is the latest, since backward begins at the end: here they are equal, on another member they may not be.
+        again; then, since a graph that is kept may be walked once more, the nearest of the others. Calls that are equal
+        here may not be so on another member: of equally near ones it is the latest that the asking node can mean.
         """
         with self._lock:
-            calls: list[Exchange] = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
+            calls = [(call, True) for call in self._with_graph.get(layer, ())]
+            calls += [(call, False) for call in self._without_graph.get(layer, ())]
+        node = _asking_node()
         near = [
-            (replica in call.computed_again, distance, -call.number, call)
-            for call in calls
+            (replica in call.computed_again, distance, _is_later(call, node, has_graph=has_graph), -call.number, call)
+            for call, has_graph in calls
             if call.pipe == pipe and (distance := _distance(call, replica, moments)) <= TOLERANCE
         ]
         if not near:
@@ -66,6 +68,23 @@ class Exchanges:
         *_, call = min(near)
         call.computed_again.add(replica)
         return call
+
+
+def _asking_node() -> int | None:
+    """Returns which of its thread's nodes wants something computed again; None outside of any."""
+    node = torch._C._current_autograd_node()  # noqa: SLF001 - as above
+    return None if node is None else node._sequence_nr()  # noqa: SLF001 - as above
+
+
+def _is_later(call: Exchange, node: int | None, *, has_graph: bool) -> bool:
+    """Whether a call was made after a checkpoint that holds this node.
+
+    The nodes of a checkpoint come after its calls, and that of a reentrant one comes just before them, which have none
+    of their own. Replicas have threads of their own, whose numbers say nothing about the call's.
+    """
+    if node is None or len(call.rows.counts) > 1:
+        return False
+    return call.place > (node if has_graph else node + 1)
 
 
 def _distance(call: Exchange, replica: int, moments: Moments) -> float:
