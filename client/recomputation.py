@@ -6,7 +6,7 @@ other members may be elsewhere by then. So a call that runs inside the engine lo
 """
 
 import threading
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from weakref import WeakSet
 
 import numpy as np
@@ -36,7 +36,9 @@ class Exchanges:
 
     def __init__(self) -> None:
         self._with_graph: defaultdict[str, WeakSet[Exchange]] = defaultdict(WeakSet)
-        self._without_graph: defaultdict[str, deque[Exchange]] = defaultdict(lambda: deque(maxlen=KEPT_WITHOUT_GRAPH))
+        self._without_graph: OrderedDict[str, deque[Exchange]] = OrderedDict()  # the layer that was called last is last
+        self._nr_without_graph = 0
+        self._latest: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def remember(self, exchange: Exchange, *, has_graph: bool) -> None:
@@ -45,7 +47,21 @@ class Exchanges:
             if has_graph:
                 self._with_graph[exchange.layer].add(exchange)
             else:
-                self._without_graph[exchange.layer].append(exchange)
+                self._keep(exchange)
+
+    def _keep(self, exchange: Exchange) -> None:
+        """Keeps a call, and forgets the layer that rests longest if all could have displaced theirs meanwhile.
+
+        It may be gone, with its model.
+        """
+        layers = self._without_graph
+        layers.setdefault(exchange.layer, deque(maxlen=KEPT_WITHOUT_GRAPH)).append(exchange)
+        layers.move_to_end(exchange.layer)
+        self._nr_without_graph += 1
+        self._latest[exchange.layer] = self._nr_without_graph
+        longest = next(iter(layers))
+        if self._nr_without_graph - self._latest[longest] > KEPT_WITHOUT_GRAPH * len(layers):
+            del layers[longest], self._latest[longest]
 
     def find(self, layer: str, pipe: Pipe, replica: int, moments: Moments) -> Exchange | None:
         """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.

@@ -1,6 +1,7 @@
 """Checkpoints run a forward twice: statistics move once, gradients are right, and no second round is spent."""
 
 import copy
+import weakref
 
 import numpy as np
 import pytest
@@ -214,3 +215,17 @@ def test_calls_without_a_graph_are_forgotten_after_some_more():
         exchanges.remember(exchange_of([1.0, float(number)]), has_graph=False)
     assert find(exchanges, 0, moments_of([1.0, 0.0])) is None
     assert find(exchanges, 0, moments_of([1.0, 1.0])) is not None
+
+
+def test_a_layer_that_is_called_no_more_is_forgotten_and_one_that_is_called_seldom_is_not():
+    exchanges = Exchanges()
+    gone = exchange_of([1.0, 2.0], "gone")
+    kept = weakref.ref(gone)
+    exchanges.remember(gone, has_graph=False)
+    del gone
+    for _ in range(3):
+        exchanges.remember(exchange_of([1.0, 3.0]), has_graph=False)
+        for _ in range(KEPT_WITHOUT_GRAPH):
+            exchanges.remember(exchange_of([1.0, 4.0], "often"), has_graph=False)
+        assert find(exchanges, 0, moments_of([1.0, 3.0])) is not None
+    assert kept() is None
