@@ -68,7 +68,7 @@ def convert_what_is_sharded(connection: client.Connection, store: str, way: str)
 
 def give_a_dtensor(connection: client.Connection, store: str) -> tuple[str, torch.Tensor]:
     """What a layer says to a distributed input, and what it makes of this member's part of it."""
-    layer = client.SynchronizedBatchNorm1d(2)
+    layer = client.convert_model(nn.BatchNorm1d(2))
     with process_group(store, connection):
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
