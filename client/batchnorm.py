@@ -68,7 +68,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         ValueError: `eps_mode` is neither, `group` is none, `chunks` is below 1, or `process_group` is not None; in
             `forward`, the input has other dimensions or channels, the mask another shape, or the whole batch has one
             value per channel.
-        TypeError: `chunks` is no int; in `forward`, the input is not floating-point, or the mask not boolean.
+        TypeError: `chunks` is no int; in `forward`, the input is not floating-point or a DTensor, or the mask not
+            boolean.
         StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
             RoundFailed.
     """
@@ -124,6 +125,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             return alone.forward(self, input, self._deferred_now())
         if is_compiling:
             return self._compiled(input, mask)
+        inputs.check_local(self, input, self.weight)
         return self._together(Slice(input, self.weight, self.bias, mask))
 
     @property

@@ -1,8 +1,10 @@
 """Exchange: one call of one layer, and the rounds it has."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from client.kernels import Statistics
@@ -13,6 +15,8 @@ from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
+
+_numbers = itertools.count()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -28,6 +32,8 @@ class Exchange:
         key: of the forward round; None before it.
         moments: of the whole batch.
         statistics: what they make of it.
+        number: grows with each call that this process makes.
+        place: how many nodes autograd had made in this thread before it.
         computed_again: the local replicas whose checkpoints have run it a second time.
     """
 
@@ -39,6 +45,8 @@ class Exchange:
     key: RoundKey | None = None
     moments: Moments = field(init=False)
     statistics: Statistics = field(init=False)
+    number: int = field(init=False, default_factory=_numbers.__next__)
+    place: int = field(init=False, default_factory=torch._C._autograd._get_sequence_nr)  # noqa: SLF001 - has no public name
     computed_again: set[int] = field(default_factory=set)
     _walks: dict[str, int] = field(default_factory=dict)
 

@@ -37,6 +37,9 @@ class Slice:
 def held(slice_: Slice) -> Slice:
     """Saves the input now, in the calling thread, where a checkpoint around this replica can see it.
 
+    With it goes the weight, for autograd to notice if it changes before backward: on the module's device the copies
+    share its memory.
+
     A thread without gradients has nothing to save and wants none, whatever its siblings do.
 
     The replicas' one batch norm is made by the thread that comes last, and what it saved itself that thread's
@@ -45,22 +48,22 @@ def held(slice_: Slice) -> Slice:
     if not torch.is_grad_enabled():
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
         return Slice(slice_.input.detach(), weight, bias, slice_.mask)
-    x = _Hold.apply(slice_.input)
+    x = _Hold.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach())
     return replace(slice_, input=x, holder=x.grad_fn)
 
 
 class _Hold(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor, weight: Tensor | None) -> Tensor:  # noqa: ARG004 - for `setup_context`
         return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch's signature
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:  # noqa: ARG004 - torch's
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
+        return grad, None
 
 
 def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
@@ -98,7 +101,25 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # it comes from C
 
 
-class _BatchNorm(torch.autograd.Function):
+class _Exchanging(torch.autograd.Function):
+    """A function that sends rounds: what torch cannot make of it, in words for whoever calls a layer."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        raise NotImplementedError(
+            "synchronised batch norm cannot be mapped by torch.vmap, which torch.func.jacrev does; "
+            "torch.func.grad and vjp work"
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "synchronised batch norm has no forward-mode derivatives, as torch.func.jvp and jacfwd want them; "
+            "backward, torch.func.grad and vjp work"
+        )
+
+
+class _BatchNorm(_Exchanging):
     @staticmethod
     def forward(exchange: Exchange, holders: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
         inputs, weights, biases, masks = _split(tensors, 4)
@@ -151,7 +172,7 @@ class _Walk:
     total: FloatArray | None = None
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(_Exchanging):
     """The first backward, as a function that can be differentiated itself."""
 
     @staticmethod
@@ -179,7 +200,7 @@ class _Backward(torch.autograd.Function):
         return None, *_SecondBackward.apply(ctx.walk, *ctx.saved_tensors, *gradients), *[None] * replicas
 
 
-class _SecondBackward(torch.autograd.Function):
+class _SecondBackward(_Exchanging):
     """The gradient of the first backward."""
 
     @staticmethod

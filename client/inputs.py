@@ -1,5 +1,6 @@
 """Inputs: what a layer takes, and the words for what it does not."""
 
+import sys
 from typing import Any
 
 import torch
@@ -15,10 +16,23 @@ def check(layer: Any, x: Tensor) -> None:
         raise TypeError(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}")
     if layer.num_features == 0:
         layer.num_features = _channels_of(layer, x)
-    if x.shape[1] != layer.num_features:
+    channels = x.shape[1]
+    # torch.jit.trace makes a tensor of it, and warns of whoever asks for its value; torch's operator asks again.
+    if not isinstance(channels, Tensor) and channels != layer.num_features:
         raise ValueError(
-            f"layer {layer.layer_name!r}: expected {layer.num_features} channels, got {x.shape[1]} "
+            f"layer {layer.layer_name!r}: expected {layer.num_features} channels, got {channels} "
             f"(input of shape {tuple(x.shape)})"
+        )
+
+
+def check_local(layer: Any, *tensors: Tensor | None) -> None:
+    """Raises TypeError where a tensor is distributed by torch: its parts belong to several processes already."""
+    module = sys.modules.get("torch.distributed.tensor")  # who has such a tensor has loaded it
+    kind = getattr(module, "DTensor", None)
+    if kind is not None and any(isinstance(tensor, kind) for tensor in tensors):
+        raise TypeError(
+            f"layer {layer.layer_name!r}: expected an input and parameters that are this process's own, got a DTensor; "
+            "pass the to_local() of an input that is sharded by samples, and keep the layer's parameters whole"
         )
 
 

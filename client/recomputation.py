@@ -6,7 +6,7 @@ other members may be elsewhere by then. So a call that runs inside the engine lo
 """
 
 import threading
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from weakref import WeakSet
 
 import numpy as np
@@ -36,7 +36,9 @@ class Exchanges:
 
     def __init__(self) -> None:
         self._with_graph: defaultdict[str, WeakSet[Exchange]] = defaultdict(WeakSet)
-        self._without_graph: defaultdict[str, deque[Exchange]] = defaultdict(lambda: deque(maxlen=KEPT_WITHOUT_GRAPH))
+        self._without_graph: OrderedDict[str, deque[Exchange]] = OrderedDict()  # the layer that was called last is last
+        self._nr_without_graph = 0
+        self._latest: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def remember(self, exchange: Exchange, *, has_graph: bool) -> None:
@@ -45,27 +47,60 @@ class Exchanges:
             if has_graph:
                 self._with_graph[exchange.layer].add(exchange)
             else:
-                self._without_graph[exchange.layer].append(exchange)
+                self._keep(exchange)
+
+    def _keep(self, exchange: Exchange) -> None:
+        """Keeps a call, and forgets the layer that rests longest if all could have displaced theirs meanwhile.
+
+        It may be gone, with its model.
+        """
+        layers = self._without_graph
+        layers.setdefault(exchange.layer, deque(maxlen=KEPT_WITHOUT_GRAPH)).append(exchange)
+        layers.move_to_end(exchange.layer)
+        self._nr_without_graph += 1
+        self._latest[exchange.layer] = self._nr_without_graph
+        longest = next(iter(layers))
+        if self._nr_without_graph - self._latest[longest] > KEPT_WITHOUT_GRAPH * len(layers):
+            del layers[longest], self._latest[longest]
 
     def find(self, layer: str, pipe: Pipe, replica: int, moments: Moments) -> Exchange | None:
         """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
 
         Where several calls come near, as those of micro-batches may, it is the nearest that waits to be computed
-        again; then, since a graph that is kept may be walked once more, the nearest of the others.
+        again; then, since a graph that is kept may be walked once more, the nearest of the others. Calls that are equal
+        here may not be so on another member: of equally near ones it is the latest that the asking node can mean.
         """
         with self._lock:
-            calls: list[Exchange] = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
+            calls = [(call, True) for call in self._with_graph.get(layer, ())]
+            calls += [(call, False) for call in self._without_graph.get(layer, ())]
+        node = _asking_node()
         near = [
-            (replica in call.computed_again, distance, number)
-            for number, call in enumerate(calls)
+            (replica in call.computed_again, distance, _is_later(call, node, has_graph=has_graph), -call.number, call)
+            for call, has_graph in calls
             if call.pipe == pipe and (distance := _distance(call, replica, moments)) <= TOLERANCE
         ]
         if not near:
             return None
-        *_, number = min(near)
-        call = calls[number]
+        *_, call = min(near)
         call.computed_again.add(replica)
         return call
+
+
+def _asking_node() -> int | None:
+    """Returns which of its thread's nodes wants something computed again; None outside of any."""
+    node = torch._C._current_autograd_node()  # noqa: SLF001 - as above
+    return None if node is None else node._sequence_nr()  # noqa: SLF001 - as above
+
+
+def _is_later(call: Exchange, node: int | None, *, has_graph: bool) -> bool:
+    """Whether a call was made after a checkpoint that holds this node.
+
+    The nodes of a checkpoint come after its calls, and that of a reentrant one comes just before them, which have none
+    of their own. Replicas have threads of their own, whose numbers say nothing about the call's.
+    """
+    if node is None or len(call.rows.counts) > 1:
+        return False
+    return call.place > (node if has_graph else node + 1)
 
 
 def _distance(call: Exchange, replica: int, moments: Moments) -> float:

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from client import virtual
+from client.batchnorm import SynchronizedBatchNorm
 from client.current import current_connection
 from client.environment import DEFAULT_DEADLINE
 from client.rendezvous import Rendezvous
+from statsd_bn.errors import ConfigurationError
 
 
 class CallbackContext:
@@ -34,7 +36,11 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
     Args:
         modules: the replicas of one module, in replica order.
+
+    Raises:
+        ConfigurationError: they are made inside a replica, and have synchronised layers in training.
     """
+    _refuse_replicas_of_replicas(modules[0])
     connection = current_connection()
     deadline = DEFAULT_DEADLINE if connection is None else connection.member.deadline
     rendezvous = Rendezvous(len(modules), deadline)
@@ -45,6 +51,18 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
             callback = getattr(submodule, "__data_parallel_replicate__", None)
             if callback is not None:
                 callback(context, copy_id)
+
+
+def _refuse_replicas_of_replicas(module: nn.Module) -> None:
+    """Replicas meet those of their own wrapper; the others in their process would be left out of the statistics."""
+    if not virtual.is_inside_replica():
+        return
+    for place, layer in module.named_modules():
+        if isinstance(layer, SynchronizedBatchNorm) and layer.training:
+            raise ConfigurationError(
+                f"DataParallelWithCallback: expected none inside a replica of another, got one around layer {place!r}; "
+                "give the outer one all devices"
+            )
 
 
 class DataParallelWithCallback(nn.DataParallel[Any]):

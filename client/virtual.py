@@ -5,6 +5,7 @@ that `["cpu"] * 4` makes four replicas on a laptop; they follow torch's rules (c
 its buffers with the module, gradients flow back into the module's parameters).
 """
 
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ Device = torch.device
 
 # Classes derived from these are leaves to pytree, which knows only those that are registered with it.
 CONTAINERS = (dict, list, tuple)
+
+_thread = threading.local()
 
 
 def scatter(
@@ -165,6 +168,7 @@ def parallel_apply(
     nr_threads = torch.get_num_threads()
 
     def work(number: int) -> None:
+        _thread.runs_replicas = True
         try:
             if torch.get_num_threads() != nr_threads:  # the worker is older than the number
                 torch.set_num_threads(nr_threads)
@@ -182,6 +186,11 @@ def parallel_apply(
     if failures:
         raise failures[0]
     return [outputs[number] for number in range(len(replicas))]
+
+
+def is_inside_replica() -> bool:
+    """Whether the calling thread is one in which `parallel_apply` runs a replica."""
+    return getattr(_thread, "runs_replicas", False)
 
 
 def _modes(device: Device) -> Callable[[], list[AbstractContextManager[Any]]]:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import client
 from ddp_programs import Training, network, optimizer_for, process_group, train_shard
@@ -63,6 +64,20 @@ def convert_what_is_sharded(connection: client.Connection, store: str, way: str)
             same = [new is old for new, old in zip(sharded.modules(), before, strict=True)]
             found.append((all(same), [str(warning.message) for warning in told]))
     return found
+
+
+def give_a_dtensor(connection: client.Connection, store: str) -> tuple[str, torch.Tensor]:
+    """What a layer says to a distributed input, and what it makes of this member's part of it."""
+    layer = client.convert_model(nn.BatchNorm1d(2))
+    with process_group(store, connection):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+        told = ""
+        try:
+            layer(x)
+        except TypeError as error:
+            told = str(error)
+        return told, layer(x.to_local()).detach()
 
 
 def _converted() -> nn.Module:

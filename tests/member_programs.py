@@ -277,6 +277,23 @@ def call_twice_in_a_checkpoint(connection: client.Connection, reentrant: bool) -
     return results
 
 
+def call_on_what_one_member_cannot_tell_apart(
+    connection: client.Connection, reentrant: bool, order: tuple[int, ...]
+) -> list[Buffers]:
+    """The same with and without checkpoints; member 0 brings the same values to all calls; the order is backward's."""
+    results = []
+    for wrap in (lambda run, x: checkpoint(run, x, use_reentrant=reentrant), lambda run, x: run(x)):
+        layer = _layer(3).double()
+        inputs = _batches_of(connection.member.member, len(order))
+        if connection.member.member == 0:
+            inputs = [inputs[0].detach().clone().requires_grad_() for _ in inputs]
+        outputs = [wrap(lambda x, layer=layer: layer(x).tanh(), x) for x in inputs]
+        for number in order:
+            ((number + 1) * outputs[number] ** 3).sum().backward()
+        results.append(_state(layer, inputs))
+    return results
+
+
 def checkpoint_that_begins_before_what_learns(connection: client.Connection, steps: int) -> tuple[int, int]:
     """Rounds, and batches tracked, of a layer whose output needs no gradient."""
     layer = _layer(3).double().requires_grad_(requires_grad=False)

@@ -14,9 +14,9 @@ from member_programs import Buffers
 def train(connection: client.Connection, store: str, training: Training, *static_graph: bool) -> Buffers | str:
     """20 steps of a member's shard, or the error that ends them; `static_graph` is what is passed, if anything."""
     model = ddp_programs.network(training)
-    optimizer = ddp_programs._optimizer(model)
+    optimizer = ddp_programs.optimizer_for(model)
     options = dict(zip(("static_graph",), static_graph, strict=False))
-    with ddp_programs._process_group(store, connection):
+    with ddp_programs.process_group(store, connection):
         parallel = client.smart_ddp(model, **options)
         ddp_programs._kept.append(parallel)
         try:
@@ -30,7 +30,7 @@ def train_in_micro_batches(connection: client.Connection, store: str, sizes: tup
     """A mini-batch in two micro-batches, the first under `no_sync`, through a model converted with `chunks`."""
     torch.manual_seed(0)
     model = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double(), chunks=2)
-    with ddp_programs._process_group(store, connection):
+    with ddp_programs.process_group(store, connection):
         parallel = client.smart_ddp(model, static_graph=False)
         ddp_programs._kept.append(parallel)
         first, second = (part.split(sizes)[connection.member.member] for part in micro_batches(sizes))
@@ -47,7 +47,7 @@ def micro_batches(sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
 
 def wrap(connection: client.Connection, store: str) -> tuple[list[object], list[str], list[str]]:
     """What wrappers have come to be, what is refused, and what is warned of."""
-    with ddp_programs._process_group(store, connection):
+    with ddp_programs.process_group(store, connection):
         made = [client.smart_ddp(_model(), **options) for options in ({}, {"static_graph": False}, {"convert": False})]
         ddp_programs._kept.extend(made)
         refused = [

@@ -90,6 +90,14 @@ def test_eval_exports_as_torchs_layer_does():
     torch.testing.assert_close(found.module()(x), plain(x))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+def test_eval_is_traced_for_any_batch_without_a_warning():
+    model = client.convert_model(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))).eval()
+    traced = torch.jit.trace(model, torch.randn(4, 1, 6, 6))
+    x = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(traced(x), model(x))
+
+
 def test_a_connected_model_in_eval_exports_as_well(members):
     assert members(2, member_programs.export_in_eval) == [0, 0]
 

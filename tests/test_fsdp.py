@@ -1,6 +1,8 @@
 """With sharded parameters, on the CPU: members train as `nn.BatchNorm` does on the whole batch."""
 
 import pytest
+import torch
+from torch import nn
 
 import fsdp_programs
 from ddp_programs import train_on_the_whole_batch
@@ -31,3 +33,11 @@ def test_what_is_sharded_is_left_as_it_is_and_named(members, tmp_path, way):
             assert f"{place}'" in told_then[0]
         assert "unsynchronised" in told[0]
         assert "before the layer is parametrized, compiled, sharded" in told[0]
+
+
+def test_a_distributed_input_is_refused_and_its_part_is_taken(members, tmp_path):
+    found = members(2, fsdp_programs.give_a_dtensor, str(tmp_path / "store"))
+    expected = nn.BatchNorm1d(2)(torch.arange(8.0).view(4, 2)).detach()
+    for told, _ in found:
+        assert "expected an input and parameters that are this process's own, got a DTensor" in told
+    torch.testing.assert_close(torch.cat([part for _, part in found]), expected)

@@ -54,6 +54,22 @@ def test_gradients_of_inputs_weights_and_biases_across_replicas(eps_mode):
     assert gradcheck(run, leaves)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
+@pytest.mark.parametrize(
+    ("transform", "words"),
+    [
+        (lambda run, x: torch.vmap(run)(torch.stack((x, x))), "cannot be mapped by torch.vmap"),
+        (lambda run, x: torch.func.jacrev(run)(x), "cannot be mapped by torch.vmap"),
+        (lambda run, x: torch.func.jvp(run, (x,), (x,)), "no forward-mode derivatives"),
+    ],
+    ids=["vmap", "jacrev", "jvp"],
+)
+def test_what_torch_func_cannot_make_of_it_is_said_in_its_own_words(transform, words):
+    inputs, weights, biases = tensors((4,))
+    with pytest.raises(NotImplementedError, match=f"synchronised batch norm .*{words}"):
+        transform(lambda x: batch_norm(slices([x], weights, biases), exchange())[0], inputs[0])
+
+
 def test_gradients_through_members_of_a_master():
     """Each member's backward is compared with autograd's on the whole batch."""
     inputs, weights, biases = tensors()

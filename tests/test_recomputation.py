@@ -1,6 +1,7 @@
 """Checkpoints run a forward twice: statistics move once, gradients are right, and no second round is spent."""
 
 import copy
+import weakref
 
 import numpy as np
 import pytest
@@ -99,6 +100,14 @@ def test_a_layer_that_is_called_twice_in_a_checkpoint(members, reentrant):
             np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
+@REENTRANT
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (0, 1, 2, 3), (1, 3, 0, 2)], ids=["last first", "first first", "any"])
+def test_calls_that_only_the_other_member_can_tell_apart(members, reentrant, order):
+    for found, expected in members(2, member_programs.call_on_what_one_member_cannot_tell_apart, reentrant, order):
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
 def test_a_layer_before_what_learns_is_not_exchanged_again_on_members(members):
     """It has no graph that keeps its call, but its checkpoint runs it again for the sake of what follows."""
     assert members(2, member_programs.checkpoint_that_begins_before_what_learns, 3) == [(3, 3)] * 2
@@ -159,15 +168,16 @@ def test_a_call_over_another_lane_is_not_found():
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is call
 
 
-def test_of_equal_calls_each_is_found_before_one_is_found_again():
+@pytest.mark.parametrize("has_graph", [True, False], ids=["with a graph", "without"])
+def test_of_equal_calls_each_is_found_before_one_is_found_again_and_the_latest_first(has_graph):
     """In full-batch training the first layer sees the same values in every step; its siblings' may differ."""
     exchanges = Exchanges()
-    calls = [exchange_of([1.0, 2.0]) for _ in range(2)]
+    calls = [exchange_of([1.0, 2.0]) for _ in range(8)]
     for call in calls:
-        exchanges.remember(call, has_graph=True)
-    found = [find(exchanges, 0, moments_of([1.0, 2.0])) for _ in range(2)]
-    assert {id(call) for call in found} == {id(call) for call in calls}
-    assert find(exchanges, 0, moments_of([1.0, 2.0])) in calls
+        exchanges.remember(call, has_graph=has_graph)
+    found = [find(exchanges, 0, moments_of([1.0, 2.0])) for _ in calls]
+    assert found == calls[::-1]
+    assert find(exchanges, 0, moments_of([1.0, 2.0])) is calls[-1]
 
 
 def test_the_nearest_call_is_found_and_a_far_one_is_none():
@@ -205,3 +215,17 @@ def test_calls_without_a_graph_are_forgotten_after_some_more():
         exchanges.remember(exchange_of([1.0, float(number)]), has_graph=False)
     assert find(exchanges, 0, moments_of([1.0, 0.0])) is None
     assert find(exchanges, 0, moments_of([1.0, 1.0])) is not None
+
+
+def test_a_layer_that_is_called_no_more_is_forgotten_and_one_that_is_called_seldom_is_not():
+    exchanges = Exchanges()
+    gone = exchange_of([1.0, 2.0], "gone")
+    kept = weakref.ref(gone)
+    exchanges.remember(gone, has_graph=False)
+    del gone
+    for _ in range(3):
+        exchanges.remember(exchange_of([1.0, 3.0]), has_graph=False)
+        for _ in range(KEPT_WITHOUT_GRAPH):
+            exchanges.remember(exchange_of([1.0, 4.0], "often"), has_graph=False)
+        assert find(exchanges, 0, moments_of([1.0, 3.0])) is not None
+    assert kept() is None

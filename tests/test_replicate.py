@@ -8,7 +8,7 @@ from torch import nn
 
 import client
 from client import CallbackContext, DataParallelWithCallback
-from statsd_bn.errors import RoundMismatch
+from statsd_bn.errors import ConfigurationError, RoundMismatch
 
 
 class Recorder(nn.Module):
@@ -161,6 +161,24 @@ def test_the_module_itself_never_takes_a_seat():
     layer = client.SynchronizedBatchNorm1d(2)
     DataParallelWithCallback(layer, ["cpu"] * 3)(torch.randn(6, 2))
     assert "_seat" not in vars(layer)
+
+
+def test_replicas_of_replicas_are_refused_where_they_would_miss_their_cousins():
+    layer = client.SynchronizedBatchNorm1d(2)
+    nested = DataParallelWithCallback(DataParallelWithCallback(nn.Sequential(layer), ["cpu"] * 2), ["cpu"] * 2)
+    x = torch.randn(8, 2)
+    with pytest.raises(ConfigurationError, match=r"none inside a replica of another, got one around layer '0'"):
+        nested(x)
+    torch.testing.assert_close(nested.eval()(x), layer(x))
+
+
+def test_a_weight_that_changes_before_backward_is_an_error_as_with_torchs_layer():
+    wrapped = DataParallelWithCallback(client.SynchronizedBatchNorm1d(2), ["cpu"] * 2)
+    outputs = wrapped(torch.randn(8, 2, requires_grad=True))
+    with torch.no_grad():
+        wrapped.module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.square().sum().backward()
 
 
 def test_one_device_runs_the_module_itself(calls):
