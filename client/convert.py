@@ -179,12 +179,16 @@ def _has_twin(module: nn.Module, kinds: Kinds) -> bool:
 
 def _sharded(module: nn.Module) -> Iterator[nn.Module]:
     """Yields what FSDP, of either version, has in its hands: it would gather the parameters for a replaced layer."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # loading it takes a while, and who shards has loaded it
-    names = ("FullyShardedDataParallel", "FSDPModule")  # torch before 2.6 has no second version
-    kinds = tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return  # loading it takes a while, and who shards has loaded it
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - as above
+
     for part in module.modules():
-        if isinstance(part, kinds):
+        if isinstance(part, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)):
             yield from part.modules()
+        elif any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
+            yield part  # of a model that was sharded as a whole
 
 
 def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:

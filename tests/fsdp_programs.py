@@ -66,6 +66,17 @@ def convert_what_is_sharded(connection: client.Connection, store: str, way: str)
     return found
 
 
+def convert_a_part(connection: client.Connection, store: str) -> tuple[bool, list[str]]:
+    """Of a part of a model that is sharded as one: whether conversion left its layer, and what was told."""
+    with process_group(store, connection):
+        part = by_fully_shard_as_one(network(TRAINING)).stem
+        before = part[1]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            client.convert_model(part)
+        return part[1] is before, [str(warning.message) for warning in told]
+
+
 def give_a_dtensor(connection: client.Connection, store: str) -> tuple[str, torch.Tensor]:
     """What a layer says to a distributed input, and what it makes of this member's part of it."""
     layer = client.convert_model(nn.BatchNorm1d(2))

@@ -41,3 +41,11 @@ def test_a_distributed_input_is_refused_and_its_part_is_taken(members, tmp_path)
     for told, _ in found:
         assert "expected an input and parameters that are this process's own, got a DTensor" in told
     torch.testing.assert_close(torch.cat([part for _, part in found]), expected)
+
+
+def test_a_part_of_a_sharded_model_is_left_as_well(members, tmp_path):
+    for is_left, told in members(2, fsdp_programs.convert_a_part, str(tmp_path / "store")):
+        assert is_left
+        assert [text.partition(". ")[0] for text in told] == [
+            "convert_model left as they are, unsynchronised: '1' (BatchNorm2d)"
+        ]
