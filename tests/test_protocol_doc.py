@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from client import beacon, current, registration, round_trip, transport
-from server import archive, deadlock, liveness, past, quota, service
+from server import archive, deadlock, listener, liveness, past, probing, quota, service
 from server.access import Tenant
 from server.dispatcher import Dispatcher
 from server.rounds import TRANSITIONS
@@ -433,9 +433,9 @@ def test_the_picture_of_a_round_shows_the_same_states_and_events():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service, archive, deadlock, liveness, past, quota],
+        "server": [service, archive, deadlock, liveness, past, probing, quota],
         "client": [beacon, current, registration, round_trip, transport],
-        "both": [service, transport],
+        "both": [listener, transport],
     }
     for name, value, side in table("Deadlines"):
         found = [getattr(module, name) for module in whose[side] if hasattr(module, name)]
