@@ -270,7 +270,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         if self._is_tallied():
             return None
         with torch.no_grad():
-            return exchanges.find(self.layer_name, self._pipe(), replica, kernels.moments(mine.input, mine.mask))
+            moments = kernels.moments(mine.input, mine.mask)
+        return exchanges.find(self.layer_name, self._pipe(), replica, moments)
 
     def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Moments | None]]:
         """Runs in the thread of the last to come, whose grad mode is only its own."""

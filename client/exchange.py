@@ -19,6 +19,32 @@ from statsd_bn.rows import Rows
 _numbers = itertools.count()
 
 
+def _sequence_nr() -> int:
+    number: int = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - has no public name
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When a call is computed, in autograd's terms.
+
+    Attributes:
+        sequence_nr: how many nodes there were in this thread before it.
+        is_inside_node: whether a node ran it, that of a reentrant checkpoint, say: then it has no nodes of its own.
+    """
+
+    sequence_nr: int = field(default_factory=_sequence_nr)
+    is_inside_node: bool = field(default_factory=lambda: not torch.is_grad_enabled())
+
+    def distance_to(self, node: int) -> int | None:
+        """Returns how far a node is that wants the call computed again, by its sequence number; None if it cannot.
+
+        The node that ran the call was made before it, and all others that ask were made after it.
+        """
+        distance = self.sequence_nr - node if self.is_inside_node else node - self.sequence_nr + 1
+        return distance if distance > 0 else None
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Exchange:
     """One layer's call: how it reaches the other replicas, and what they know together.
@@ -33,7 +59,7 @@ class Exchange:
         moments: of the whole batch.
         statistics: what they make of it.
         number: grows with each call that this process makes.
-        place: how many nodes autograd had made in this thread before it.
+        turns: when it was computed, first and again.
         computed_again: the local replicas whose checkpoints have run it a second time.
     """
 
@@ -46,7 +72,7 @@ class Exchange:
     moments: Moments = field(init=False)
     statistics: Statistics = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
-    place: int = field(init=False, default_factory=torch._C._autograd._get_sequence_nr)  # noqa: SLF001 - has no public name
+    turns: list[Turn] = field(init=False, default_factory=lambda: [Turn()])
     computed_again: set[int] = field(default_factory=set)
     _walks: dict[str, int] = field(default_factory=dict)
 

@@ -5,6 +5,7 @@ place inside the autograd engine. It must neither move the running statistics ag
 other members may be elsewhere by then. So a call that runs inside the engine looks for the earlier call with its rows.
 """
 
+import math
 import threading
 from collections import OrderedDict, defaultdict, deque
 from weakref import WeakSet
@@ -12,7 +13,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from client.exchange import Exchange
+from client.exchange import Exchange, Turn
 from client.pipe import Pipe
 from statsd_bn.moments import Moments
 
@@ -24,6 +25,9 @@ KEPT_WITHOUT_GRAPH = 32
 # How far a recomputed sum may be from the first, relative to the largest of its vector: kernels that add in
 # another order each time differ by rounding, another batch by far more.
 TOLERANCE = 1e-3
+
+# Which of two sums is nearer says nothing below this, float32's own rounding.
+ROUNDING = 1e-7
 
 
 def is_inside_backward() -> bool:
@@ -50,57 +54,64 @@ class Exchanges:
                 self._keep(exchange)
 
     def _keep(self, exchange: Exchange) -> None:
-        """Keeps a call, and forgets the layer that rests longest if all could have displaced theirs meanwhile.
+        """Keeps a call, and forgets the layer that was called least recently if it may be gone, with its model.
 
-        It may be gone, with its model.
+        It may be, once the others have been called so often that each could have replaced all that is kept of it.
         """
         layers = self._without_graph
         layers.setdefault(exchange.layer, deque(maxlen=KEPT_WITHOUT_GRAPH)).append(exchange)
         layers.move_to_end(exchange.layer)
         self._nr_without_graph += 1
         self._latest[exchange.layer] = self._nr_without_graph
-        longest = next(iter(layers))
-        if self._nr_without_graph - self._latest[longest] > KEPT_WITHOUT_GRAPH * len(layers):
-            del layers[longest], self._latest[longest]
+        oldest = next(iter(layers))
+        if self._nr_without_graph - self._latest[oldest] > KEPT_WITHOUT_GRAPH * len(layers):
+            del layers[oldest], self._latest[oldest]
 
     def find(self, layer: str, pipe: Pipe, replica: int, moments: Moments) -> Exchange | None:
         """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
 
-        Where several calls come near, as those of micro-batches may, it is the nearest that waits to be computed
-        again; then, since a graph that is kept may be walked once more, the nearest of the others. Calls that are equal
-        here may not be so on another member: of equally near ones it is the latest that the asking node can mean.
+        Where several calls come near, as those of micro-batches may, it is the nearest. Calls that are equal here may
+        not be so on another member: of equally near ones it is the one that was computed nearest to the asking node of
+        autograd, among those that the node can mean; if that says nothing, the latest that waits to be computed again.
         """
         with self._lock:
-            calls = [(call, True) for call in self._with_graph.get(layer, ())]
-            calls += [(call, False) for call in self._without_graph.get(layer, ())]
+            calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
         node = _asking_node()
-        near = [
-            (replica in call.computed_again, distance, _is_later(call, node, has_graph=has_graph), -call.number, call)
-            for call, has_graph in calls
+        near: list[tuple[float, float, bool, int, Exchange]] = [
+            (
+                0.0 if distance <= ROUNDING else distance,
+                _distance_to(node, call),
+                replica in call.computed_again,
+                -call.number,
+                call,
+            )
+            for call in calls
             if call.pipe == pipe and (distance := _distance(call, replica, moments)) <= TOLERANCE
         ]
         if not near:
             return None
         *_, call = min(near)
         call.computed_again.add(replica)
+        call.turns.append(Turn())
         return call
 
 
 def _asking_node() -> int | None:
-    """Returns which of its thread's nodes wants something computed again; None outside of any."""
-    node = torch._C._current_autograd_node()  # noqa: SLF001 - as above
-    return None if node is None else node._sequence_nr()  # noqa: SLF001 - as above
+    """Returns the sequence number of the node that wants something computed again; None outside of any."""
+    node = torch._C._current_autograd_node()  # noqa: SLF001 - has no public name
+    return None if node is None else int(node._sequence_nr())  # noqa: SLF001 - as above
 
 
-def _is_later(call: Exchange, node: int | None, *, has_graph: bool) -> bool:
-    """Whether a call was made after a checkpoint that holds this node.
+def _distance_to(node: int | None, call: Exchange) -> float:
+    """Returns how far the asking node is from a call, by sequence numbers; infinity if it cannot mean the call.
 
-    The nodes of a checkpoint come after its calls, and that of a reentrant one comes just before them, which have none
-    of their own. Replicas have threads of their own, whose numbers say nothing about the call's.
+    What is inside another checkpoint is computed again for that one first, so a call may have been computed more than
+    once. Replicas have threads of their own, whose numbers say nothing about the call's.
     """
     if node is None or len(call.rows.counts) > 1:
-        return False
-    return call.place > (node if has_graph else node + 1)
+        return 0.0
+    found = (turn.distance_to(node) for turn in call.turns)
+    return min((distance for distance in found if distance is not None), default=math.inf)
 
 
 def _distance(call: Exchange, replica: int, moments: Moments) -> float:

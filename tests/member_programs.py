@@ -277,21 +277,50 @@ def call_twice_in_a_checkpoint(connection: client.Connection, reentrant: bool) -
     return results
 
 
+class _Same(torch.autograd.Function):
+    """Uses up a number of autograd's, also where no graph is wanted."""
+
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, grad):
+        return grad
+
+
+# What may be in a checkpoint, by name; `layer` is called once in each.
+REGIONS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "layer": lambda layer, x: layer(x).tanh(),
+    "after another function": lambda layer, x: layer(_Same.apply(x * 1.0)).tanh(),
+    "before another function": lambda layer, x: _Same.apply(layer(x).tanh()) * 1.0,
+}
+
+
 def call_on_what_one_member_cannot_tell_apart(
-    connection: client.Connection, reentrant: bool, order: tuple[int, ...]
+    connection: client.Connection, region: str, reentrant: tuple[bool, ...], order: tuple[int, ...]
 ) -> list[Buffers]:
-    """The same with and without checkpoints; member 0 brings the same values to all calls; the order is backward's."""
+    """The same with and without checkpoints; member 0 brings the same values to all calls; the order is backward's.
+
+    There are as many checkpoints around each other as `reentrant` says of which kind each is, the outermost first.
+    """
     results = []
-    for wrap in (lambda run, x: checkpoint(run, x, use_reentrant=reentrant), lambda run, x: run(x)):
+    for kinds in (reentrant, ()):
         layer = _layer(3).double()
         inputs = _batches_of(connection.member.member, len(order))
         if connection.member.member == 0:
             inputs = [inputs[0].detach().clone().requires_grad_() for _ in inputs]
-        outputs = [wrap(lambda x, layer=layer: layer(x).tanh(), x) for x in inputs]
+        outputs = [_inside(kinds, lambda x, layer=layer: REGIONS[region](layer, x), x) for x in inputs]
         for number in order:
             ((number + 1) * outputs[number] ** 3).sum().backward()
         results.append(_state(layer, inputs))
     return results
+
+
+def _inside(kinds: tuple[bool, ...], run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    if not kinds:
+        return run(x)
+    return checkpoint(lambda x: _inside(kinds[1:], run, x), x, use_reentrant=kinds[0])
 
 
 def checkpoint_that_begins_before_what_learns(connection: client.Connection, steps: int) -> tuple[int, int]:

@@ -100,10 +100,22 @@ def test_a_layer_that_is_called_twice_in_a_checkpoint(members, reentrant):
             np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-@REENTRANT
+# Checkpoints around each other, the outermost first: whether each is reentrant.
+NESTED = {
+    "reentrant": (True,),
+    "not reentrant": (False,),
+    "reentrant in reentrant": (True, True),
+    "not reentrant in not reentrant": (False, False),
+    "reentrant in not reentrant": (False, True),
+    "not reentrant in reentrant": (True, False),
+}
+
+
+@pytest.mark.parametrize("kinds", NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("region", member_programs.REGIONS)
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (0, 1, 2, 3), (1, 3, 0, 2)], ids=["last first", "first first", "any"])
-def test_calls_that_only_the_other_member_can_tell_apart(members, reentrant, order):
-    for found, expected in members(2, member_programs.call_on_what_one_member_cannot_tell_apart, reentrant, order):
+def test_calls_that_only_the_other_member_can_tell_apart(members, region, kinds, order):
+    for found, expected in members(2, member_programs.call_on_what_one_member_cannot_tell_apart, region, kinds, order):
         for name, value in expected.items():
             np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
 
