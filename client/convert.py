@@ -178,16 +178,18 @@ def _has_twin(module: nn.Module, kinds: Kinds) -> bool:
 
 
 def _sharded(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields what FSDP, of either version, has in its hands: it would gather the parameters for a replaced layer."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return  # loading it takes a while, and who shards has loaded it
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - as above
+    """Yields what FSDP, of either version, has in its hands: it would gather the parameters for a replaced layer.
 
+    Of a model in a FullyShardedDataParallel a part does not show that it is one.
+    """
+    # Loading them takes a while, and who shards has loaded them.
+    fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
+    wrappers = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
+    distributed = tensor.DTensor if tensor else ()
     for part in module.modules():
-        if isinstance(part, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)):
+        if isinstance(part, wrappers):
             yield from part.modules()
-        elif any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
+        elif any(isinstance(parameter, distributed) for parameter in part.parameters(recurse=False)):
             yield part  # of a model that was sharded as a whole
 
 

@@ -46,7 +46,7 @@ _started: list["OwnMaster"] = []
 
 
 class OwnMaster:
-    """A running server; a thread waits for its end, so that no zombie is left, and starts it again if it was killed.
+    """A running server; a thread waits for its end, so that no zombie is left, and starts it again if it failed.
 
     Args:
         bind: where it listens, a ZeroMQ endpoint.

@@ -36,6 +36,9 @@ class Listener:
     Attributes:
         socket: the ROUTER.
         monitor: tells what happens to its connections.
+
+    Raises:
+        ConfigurationError: there are to be keys, and this ZeroMQ was built without them.
     """
 
     def __init__(self, quota: Quota, pair: keys.Pair | None, is_let_in: Callable[[str], bool]) -> None:

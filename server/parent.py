@@ -12,7 +12,7 @@ from collections.abc import Callable
 PARTING_SECONDS = 5.0
 
 # How long the members of a server that was killed may take to come back to the one in its place. Those that live are
-# back in a moment; whoever said goodbye to none of the two never comes.
+# back in a moment; who left in between said goodbye to neither, and never comes. A longer `silence_seconds` counts.
 RETURN_SECONDS = 10.0
 
 

@@ -27,8 +27,8 @@ class Probing:
         self.disconnected = now
         self.due = min(self.due, now + PROBE_SECONDS)
 
-    def takes_place(self, now: float) -> bool:
-        """Returns whether it is time for a pass, which is then taken to be made."""
+    def begin_if_due(self, now: float) -> bool:
+        """Returns whether it is time for a pass, which then begins: the caller is to make it."""
         if now < self.due:
             return False
         # What has ended after this pass was put on its way needs another.

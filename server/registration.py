@@ -65,7 +65,7 @@ class Registration:
         slave, told = master.register_slave(now, register, peer)
         reason = f"a new run of the group was begun by member {register.member} ({register.place})"
         replies = [reply for replaced in self._replaced(name) for reply in self._registry.close(replaced, reason)]
-        masters[name] = master
+        self._registry.begin(name, master)
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
         self._sit(now, Seat(master, slave, tenant.key), register, was_open=False)
         return replies + told
@@ -75,7 +75,7 @@ class Registration:
         former = self._registry.seats.get(register.session)
         if former is None or former.slave is not slave:
             slave.since = now
-        self._registry.seat(register.session, seat)
+        self._registry.give_seat(register.session, seat)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
         if master.membership.is_open and not was_open:

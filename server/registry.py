@@ -50,7 +50,11 @@ class Registry:
         self.liveness = Liveness(started, silence_seconds)
         self.has_had_members = False
 
-    def seat(self, session: bytes, seat: Seat) -> None:
+    def begin(self, name: Name, master: SyncMaster) -> None:
+        """Takes a life of a group in."""
+        self.masters[name] = master
+
+    def give_seat(self, session: bytes, seat: Seat) -> None:
         """Gives a session its seat."""
         self.seats[session] = seat
         self.has_had_members = True
@@ -82,7 +86,7 @@ class Registry:
         return self._end_if_empty(seat.master, replies)
 
     def dissolve(self, now: float, master: SyncMaster, error: StatsdBNError) -> list[Reply]:
-        """Tells all who wait for a group to open that it will not; whoever is out of it again is told once."""
+        """Tells all who wait for a group to open that it will not, and takes them out, so that each is told once."""
         slaves = list(master.membership.slaves.values())
         replies = [(slave.peer, failure(error)) for slave in slaves]
         for slave in slaves:

@@ -244,7 +244,7 @@ class Service:
         now = time.monotonic()
         if disconnected:
             self._probing.connection_ended(now)
-        if self._probing.takes_place(now):
+        if self._probing.begin_if_due(now):
             self._try(self._dispatcher.probes(self._probing.disconnected))
 
     def _try(self, probes: Iterable[Reply]) -> None:

@@ -381,7 +381,7 @@ class SimulatedServer:
         if self._backlog is not None:
             self._backlog.append(lambda: self._probe(life))
             return
-        if self._probing.takes_place(self._clock.now):
+        if self._probing.begin_if_due(self._clock.now):
             if self._probing.due < math.inf:
                 self._clock.at(self._probing.due, self._probe, life)
             self._try(self.dispatcher.probes(self._probing.disconnected))

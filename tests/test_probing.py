@@ -6,16 +6,16 @@ from server.probing import PROBE_SECONDS, Probing
 
 
 def test_without_an_end_there_is_no_pass():
-    assert not Probing().takes_place(1e9)
+    assert not Probing().begin_if_due(1e9)
 
 
 def test_many_ends_cost_one_pass_a_moment_after_the_first():
     probing = Probing()
     for now in (10.0, 10.0 + PROBE_SECONDS / 2):
         probing.connection_ended(now)
-        assert not probing.takes_place(now)
+        assert not probing.begin_if_due(now)
     assert probing.due == 10.0 + PROBE_SECONDS
-    assert probing.takes_place(10.0 + PROBE_SECONDS)
+    assert probing.begin_if_due(10.0 + PROBE_SECONDS)
     assert probing.disconnected == 10.0 + PROBE_SECONDS / 2
 
 
@@ -23,7 +23,7 @@ def test_what_has_ended_since_a_pass_was_put_on_its_way_gets_another():
     probing = Probing()
     probing.connection_ended(10.0)
     probing.connection_ended(10.02)
-    assert probing.takes_place(10.06)
-    assert not probing.takes_place(10.06)
-    assert probing.takes_place(10.02 + PROBE_SECONDS)
+    assert probing.begin_if_due(10.06)
+    assert not probing.begin_if_due(10.06)
+    assert probing.begin_if_due(10.02 + PROBE_SECONDS)
     assert probing.due == math.inf
