@@ -4,7 +4,6 @@ A converted layer takes over the whole state of the old one (the same parameter 
 mode), so optimizers and checkpoints made before the conversion go on working.
 """
 
-import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ from unittest import mock
 from torch import nn
 from torch.nn import SyncBatchNorm  # torch's own, also while `patch_sync_batchnorm` replaces it in `torch.nn`
 
-from client import groups
+from client import groups, sharded
 from client.batchnorm import (
     OWN_ATTRIBUTES,
     SynchronizedBatchNorm,
@@ -86,7 +85,7 @@ def convert(
         check_chunks(chunks)
     if group is None:
         _refuse_process_groups(module)
-    converted = _replace(module, SYNCHRONISED, {part: part for part in _sharded(module)})
+    converted = _replace(module, SYNCHRONISED, {part: part for part in sharded.parts_of(module)})
     for place, layer in _places(converted):
         if isinstance(layer, SynchronizedBatchNorm):
             layer.layer_name = place or type(layer).__name__.removeprefix("Lazy")
@@ -122,7 +121,7 @@ def revert_model(module: nn.Module) -> nn.Module:
 def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:
     """`revert_model`, but for the layers in `kept`; `stacklevel` is as `convert` takes it."""
     ours = set(kept)
-    reverted = _replace(module, PLAIN, {part: part for part in (*ours, *_sharded(module))})
+    reverted = _replace(module, PLAIN, {part: part for part in (*ours, *sharded.parts_of(module))})
     left = [
         _described(place, layer)
         for place, layer in _places(reverted)
@@ -175,22 +174,6 @@ def _has_twin(module: nn.Module, kinds: Kinds) -> bool:
     if type(module) not in kinds or any(name in vars(module) for name in BOUND):
         return False
     return not (isinstance(module, DataParallelWithCallback) and module.has_virtual_replicas)
-
-
-def _sharded(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields what FSDP, of either version, has in its hands: it would gather the parameters for a replaced layer.
-
-    Of a model in a FullyShardedDataParallel a part does not show that it is one.
-    """
-    # Loading them takes a while, and who shards has loaded them.
-    fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
-    wrappers = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
-    distributed = tensor.DTensor if tensor else ()
-    for part in module.modules():
-        if isinstance(part, wrappers):
-            yield from part.modules()
-        elif any(isinstance(parameter, distributed) for parameter in part.parameters(recurse=False)):
-            yield part  # of a model that was sharded as a whole
 
 
 def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:

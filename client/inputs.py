@@ -1,10 +1,11 @@
 """Inputs: what a layer takes, and the words for what it does not."""
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from client.sharded import is_distributed
 
 
 def check(layer: Any, x: Tensor) -> None:
@@ -27,9 +28,7 @@ def check(layer: Any, x: Tensor) -> None:
 
 def check_local(layer: Any, *tensors: Tensor | None) -> None:
     """Raises TypeError where a tensor is distributed by torch: its parts belong to several processes already."""
-    module = sys.modules.get("torch.distributed.tensor")  # who has such a tensor has loaded it
-    kind = getattr(module, "DTensor", None)
-    if kind is not None and any(isinstance(tensor, kind) for tensor in tensors):
+    if any(map(is_distributed, tensors)):
         raise TypeError(
             f"layer {layer.layer_name!r}: expected an input and parameters that are this process's own, got a DTensor; "
             "pass the to_local() of an input that is sharded by samples, and keep the layer's parameters whole"
