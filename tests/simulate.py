@@ -44,7 +44,8 @@ def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tu
     if jobs == 1:
         yield from map(run_chunk, chunks)
         return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+    # Frozen, what the parent has loaded costs the children's garbage collection nothing.
+    with multiprocessing.get_context("fork").Pool(jobs, initializer=gc.freeze) as pool:
         yield from pool.imap(run_chunk, chunks)
 
 

@@ -134,7 +134,8 @@ def test_a_client_with_a_key_is_told_of_a_server_without_one(serve, keys):
     assert caught.value.fields["reason"] in {"no server key", "wrong server key"}
 
 
-def test_where_nobody_listens_a_client_with_a_key_says_so(keys, tmp_path):
+def test_where_nobody_listens_a_client_with_a_key_says_so(keys, tmp_path, monkeypatch):
+    monkeypatch.setattr("client.registration.ANSWER_SECONDS", 1.0)
     with pytest.raises(ServerUnreachable):
         join(f"ipc://{tmp_path}/nobody", load_client(secret(keys, "alice")))
 
@@ -282,6 +283,7 @@ def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
 
 def test_the_doors_stay_shut_when_the_gatekeeper_is_away(keys, monkeypatch, serve):
     """ZeroMQ's own default would let everybody in who knows the server's public key."""
+    monkeypatch.setattr("client.registration.ANSWER_SECONDS", 1.0)
     monkeypatch.setattr("server.zap.ENDPOINT", "inproc://elsewhere")
     service = serve(keys)
     error = outcome(lambda: join(service.endpoints[0], load_client(secret(keys, "alice"))))
