@@ -59,7 +59,7 @@ class Archive:
     """
 
     def __init__(self, room: Room) -> None:
-        self._room = room
+        self.room = room
         self._kept: dict[RoundKey, Round] = {}
         self._remembered: dict[int, None] = {}
 
@@ -78,12 +78,12 @@ class Archive:
         """Keeps a round that has ended, and of those before it so many that `most` are kept."""
         self._kept[round_.key] = round_
         round_.held += len(round_.answer)
-        self._room.keep(len(round_.answer))
+        self.room.keep(len(round_.answer))
         while len(self._kept) > most:
             self._remember(next(iter(self._kept)))
 
     def _remember(self, key: RoundKey) -> None:
-        self._room.keep(-self._kept.pop(key).held)
+        self.room.keep(-self._kept.pop(key).held)
         self._remembered[hash(key)] = None
         if len(self._remembered) > REMEMBERED_ROUNDS:
             del self._remembered[next(iter(self._remembered))]

@@ -79,7 +79,8 @@ def find(masters: Sequence[SyncMaster], now: float) -> list[Wait]:
 def _changed(masters: Iterable[SyncMaster], waits: Iterable[Wait], quiet: float) -> set[int]:
     """Returns the members for which something has changed after the time `quiet`."""
     # Whoever was answered runs, even if another thread of it waits elsewhere.
-    changed = {member for master in masters if master.answered > quiet for member in master.membership.slaves}
+    answered = (master for master in masters if master.open_rounds.answered > quiet)
+    changed = {member for master in answered for member in master.membership.slaves}
     return changed | {member for wait in waits for member, since in wait.since.items() if since > quiet}
 
 

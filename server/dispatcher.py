@@ -12,11 +12,11 @@ from typing import Any
 
 from server import deadlock
 from server.access import ANYBODY, REVOKED, Access, Tenant
-from server.master import Reply, SyncMaster, unknown
+from server.master import SyncMaster, unknown
 from server.quota import Budget, Quota
 from server.registration import Registration
 from server.registry import Registry
-from server.rounds import failure
+from server.rounds import Reply, failure
 from statsd_bn.errors import (
     AuthenticationRefused,
     LimitExceeded,
@@ -265,4 +265,6 @@ class Dispatcher:
         return replies
 
     def _end_wait(self, now: float, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:
-        return wait.master.fail(wait.key, error) if wait.key else self._registry.dissolve(now, wait.master, error)
+        if wait.key:
+            return wait.master.open_rounds.fail(wait.key, error)
+        return self._registry.dissolve(now, wait.master, error)

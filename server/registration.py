@@ -4,10 +4,11 @@ import logging
 
 from server.access import Tenant
 from server.admission import too_late
-from server.master import Reply, SyncMaster
+from server.master import SyncMaster
 from server.past import Name
 from server.quota import Budget
 from server.registry import Registry, Seat, failed_member
+from server.rounds import Reply
 from statsd_bn.errors import ProtocolError, ReplicaLost, StaleEpoch
 from statsd_bn.messages import NO_SERVER, WORLD, Register
 
@@ -79,7 +80,6 @@ class Registration:
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
         if master.membership.is_open and not was_open:
-            master.answered = now
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
 
     def _is_late(self, register: Register) -> bool:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from server.access import ANYBODY, Tenant
 from server.liveness import Liveness
-from server.master import Reply, SyncMaster
+from server.master import SyncMaster
 from server.past import Name, Past
-from server.rounds import failure
+from server.rounds import Reply, failure
 from server.slave import Slave
 from statsd_bn.errors import RegistrationRefused, StatsdBNError
 from statsd_bn.messages import WORLD

@@ -19,6 +19,9 @@ from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.wire import encode
 
+Reply = tuple[bytes, bytes]
+"""(peer, frame): what to send to whom."""
+
 
 class State(StrEnum):
     """Where a round is in its life."""

@@ -24,10 +24,9 @@ from server.config import Config, is_local
 from server.connections import Connections
 from server.dispatcher import Dispatcher
 from server.listener import LOOK_SECONDS, Listener
-from server.master import Reply
 from server.parent import RETURN_SECONDS, Parent
 from server.probing import Probing
-from server.rounds import failure
+from server.rounds import Reply, failure
 from statsd_bn import keys, limits
 from statsd_bn.errors import BindError, ConfigurationError, LimitExceeded
 

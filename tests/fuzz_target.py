@@ -10,7 +10,7 @@ import numpy as np
 
 from client.session import Member, Session
 from server.dispatcher import Dispatcher
-from server.master import Reply
+from server.rounds import Reply
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Registered, Result, StatusRequest
 from statsd_bn.round_key import BACKWARD, GATHER

@@ -67,9 +67,9 @@ def check_memory(world: "World") -> None:
         if (
             len(master._archive) > kept
             or len(master._archive._remembered) > REMEMBERED_ROUNDS
-            or len(master._open) > limits.MAX_OPEN_ROUNDS
+            or len(master.open_rounds) > limits.MAX_OPEN_ROUNDS
         ):
-            world.find("memory is bounded", f"{len(master._archive)} rounds kept, {len(master._open)} open")
+            world.find("memory is bounded", f"{len(master._archive)} rounds kept, {len(master.open_rounds)} open")
 
 
 def check_end(world: "World") -> None:

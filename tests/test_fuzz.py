@@ -48,11 +48,11 @@ def test_random_plays_end_gathers(monkeypatch):
     phases = Counter()
     reduce = SyncMaster.run_master
 
-    def count(master, round_):
+    def count(round_):
         phases[round_.key.phase] += 1
-        return reduce(master, round_)
+        return reduce(round_)
 
-    monkeypatch.setattr(SyncMaster, "run_master", count)
+    monkeypatch.setattr(SyncMaster, "run_master", staticmethod(count))
     chance = random.Random(0)
     for _ in range(300):
         Play().run(fuzz.random_play(chance))
@@ -114,7 +114,7 @@ def test_a_flood_gets_far_to_its_end(monkeypatch):
 
     ended = []
     reduce = SyncMaster.run_master
-    monkeypatch.setattr(SyncMaster, "run_master", lambda self, round_: ended.append(round_) or reduce(self, round_))
+    monkeypatch.setattr(SyncMaster, "run_master", staticmethod(lambda round_: ended.append(round_) or reduce(round_)))
     monkeypatch.setattr(Play, "run", count)
     monkeypatch.setattr(fuzz, "GROWTH_KIB", 10**6)  # what is kept of ended sessions fills up in a longer one only
     assert fuzz.flood(frames=7000, seed=0) >= 7000

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server import archive
-from server.master import Reply, SyncMaster
-from server.rounds import FutureResult, Round, State, failure
+from server.master import SyncMaster
+from server.rounds import FutureResult, Reply, Round, State, failure
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, LimitExceeded, ReplicaLost, StatsdBNError
 from statsd_bn.members import Members
@@ -133,7 +133,7 @@ def test_nobody_is_answered_before_the_last_contribution():
     assert group.bring(0) == []
     assert group.bring(2) == []
     assert the_aggregate(group.bring(1), 0, 1, 2).count == 3
-    assert group.master.rounds_done == 1
+    assert group.master.open_rounds.done == 1
 
 
 # Rounding depends on the order of these four: they sum to 0.0, 1.0 or 2.0.
@@ -197,7 +197,7 @@ def test_counts_that_cannot_be_exact_fail_the_round_for_everyone():
     assert {failure.code for failure in failures.values()} == {"round_failed"}
     assert {failure.key for failure in failures.values()} == {KEY}
     assert "counts: expected a sum of at most 2^53, got 9007199254740993 with member 1's" in failures[peer(0)].message
-    assert (group.master.rounds_done, group.master.rounds_failed) == (0, 1)
+    assert (group.master.open_rounds.done, group.master.open_rounds.failed) == (0, 1)
     again = told(group.bring(0, rows(1.0, count=2**53)))
     assert again[peer(0)] == failures[peer(0)]
     group.bring(0, key=key(step=1))
@@ -249,7 +249,7 @@ def test_a_duplicate_of_a_finished_round_gets_the_kept_bytes():
     for _ in range(2):
         assert group.bring(0, 3.0) == [(peer(0), answers[peer(0)])]
         assert group.bring(1, 4.0, at=b"new peer") == [(b"new peer", answers[peer(1)])]
-    assert group.master.rounds_done == 1
+    assert group.master.open_rounds.done == 1
 
 
 def test_other_bytes_while_waiting_are_told_to_both_senders_and_the_first_count():
@@ -292,7 +292,7 @@ def test_only_the_latest_results_are_kept():
         group.bring(0, float(step), key(step=step))
         answers[step] = dict(group.bring(1, 1.0, key(step=step)))[peer(0)]
     assert len(group.master._archive) == limits.KEPT_ROUNDS
-    assert not group.master._open
+    assert not group.master.open_rounds
     for step in list(answers)[-limits.KEPT_ROUNDS :]:
         assert group.bring(0, float(step), key(step=step)) == [(peer(0), answers[step])]
 
@@ -308,7 +308,7 @@ def test_contributions_that_do_not_fit_break_the_round_for_everyone():
     # Who comes late is told as well, and so is who asks again.
     assert told(group.bring(2, rows(1.0, channels=64)))[peer(2)].code == "mismatch"
     assert told(group.bring(1, rows(1.0, channels=32)))[peer(1)].code == "mismatch"
-    assert (group.master.rounds_done, group.master.rounds_failed) == (0, 1)
+    assert (group.master.open_rounds.done, group.master.open_rounds.failed) == (0, 1)
 
 
 def test_rounds_of_different_keys_do_not_mix():
@@ -335,7 +335,7 @@ def test_a_key_that_is_not_of_this_group_is_refused(wrong):
     assert failures[peer(0)].code == "protocol"
     assert failures[peer(0)].key == strange
     assert "expected job 'job', group 'world', epoch 0, as member 0 (place 0) registered" in failures[peer(0)].message
-    assert not group.master._open
+    assert not group.master.open_rounds
 
 
 def test_a_contribution_before_the_group_is_open_is_refused_with_whom_it_waits_for():
