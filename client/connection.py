@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from client import gathering, groups
-from client.groups import LOCAL, Group
+from client.groups import Group
 from client.registration import Sessions, cause_of
 from client.round_trip import RoundTrip
 from client.session import Member
@@ -133,7 +133,7 @@ class Connection:
         """
         if group is None:
             return self._world
-        found = self._host() if group == LOCAL else groups.resolve(group, os.environ)
+        found = group if isinstance(group, Group) else self._by_rule(group)
         if found.size > self.member.world_size:
             raise ConfigurationError(
                 f"group {found.name!r}: expected at most the {self.member.world_size} members of the job, "
@@ -248,10 +248,11 @@ class Connection:
         self._sessions.leave(cause)
         self._transport.close()
 
-    def _host(self) -> Group:
+    def _by_rule(self, rule: str) -> Group:
+        groups.check(rule)
         # No cached_property: it takes a lock, and torch.compile follows a layer down to here.
         if self._local is None:
-            self._local = groups.resolve(LOCAL, os.environ)
+            self._local = groups.local(os.environ)
         return self._local
 
     def _check_usable(self) -> None:

@@ -86,17 +86,8 @@ def local(environ: Mapping[str, str], host: str | None = None) -> Group:
 
 def check(group: Group | str | None) -> None:
     """Raises ConfigurationError where `group` is neither None nor a Group nor the name of a rule."""
-    if group is None or group == LOCAL or isinstance(group, Group):
+    # In this order: older versions of torch.compile cannot compare a Group with a text.
+    if group is None or isinstance(group, Group) or group == LOCAL:
         return
     hint = f"; a group by name needs its size, client.Group({group!r:.80}, size)" if isinstance(group, str) else ""
     raise ConfigurationError(f"group: expected None, {LOCAL!r} or a client.Group, got {group!r:.80}{hint}")
-
-
-def resolve(group: Group | str, environ: Mapping[str, str]) -> Group:
-    """Returns the group that a caller means.
-
-    Raises:
-        ConfigurationError: it is neither a Group nor the name of a rule.
-    """
-    check(group)
-    return group if isinstance(group, Group) else local(environ)

@@ -92,8 +92,13 @@ def _cast(tensor: Tensor, is_double: bool) -> Tensor:
 
 
 def _of_numbers(data: Any, is_double: bool) -> Tensor:
-    # At once: a number that has been float32 is not what it was.
-    return torch.tensor(data, dtype=torch.float64 if is_double else None)
+    try:
+        # At once: a number that has been float32 is not what it was.
+        return torch.tensor(data, dtype=torch.float64 if is_double else None)
+    except (RuntimeError, ValueError) as error:  # which of them depends on the version of torch
+        if "Overflow" in str(error):
+            raise ValueError(f"expected integers of at most 64 bits, got {data!r:.80}") from error
+        raise
 
 
 def _of_list(data: list[Any] | tuple[Any, ...], is_double: bool) -> Tensor:

@@ -1,18 +1,20 @@
-# Sourced by the other scripts: `use_venv EXTRA` makes .venv with an extra of pyproject.toml and puts it on the PATH.
+# Sourced by the other scripts: `use_venv EXTRA [FOLDER CONSTRAINTS]` makes FOLDER (.venv) with an extra of
+# pyproject.toml, in the versions of CONSTRAINTS (constraints.txt), and puts it on the PATH.
 # Quick the second time: a stamp holds the hash of what was installed.
 
 use_venv() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
-  local stamp=".venv/installed-$1" wanted
-  wanted=$(cat pyproject.toml constraints.txt | cksum)
+  local venv="${2:-.venv}" constraints="${3:-constraints.txt}" stamp wanted
+  stamp="$venv/installed-$1"
+  wanted=$(cat pyproject.toml "$constraints" | cksum)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    echo "Installing statsd-bn[$1] into .venv (once; torch is large, so this takes a minute or two)..."
-    [ -x .venv/bin/python ] || "$(find_python)" -m venv .venv || exit 2
-    PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --constraint constraints.txt \
+    echo "Installing statsd-bn[$1] into $venv (once; torch is large, so this takes a minute or two)..."
+    [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv" || exit 2
+    PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install --quiet --constraint "$constraints" \
       --editable ".[$1]" || exit 2
     echo "$wanted" >"$stamp"
   fi
-  PATH="$PWD/.venv/bin:$PATH"
+  PATH="$PWD/$venv/bin:$PATH"
 }
 
 find_python() {

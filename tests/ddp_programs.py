@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -23,6 +23,14 @@ SECONDS = 30.0
 # Whoever frees the last reference to a gloo group holds the interpreter's lock and waits for gloo's threads, one of
 # which may wait for that lock, for ever. So nobody frees any; the process ends without tearing down, see below.
 _kept: list[object] = []
+
+T = TypeVar("T")
+
+
+def keep(holder: T) -> T:
+    """Returns what holds a gloo group, which will never be freed."""
+    _kept.append(holder)
+    return holder
 
 
 @dataclass(frozen=True)
@@ -123,9 +131,7 @@ def _parallel(model: nn.Module, training: Training) -> DistributedDataParallel:
     """With a bucket for every few parameters, so that its reductions run while our layers exchange."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        parallel = DistributedDataParallel(model, bucket_cap_mb=0.0005, **dict(training.options))
-    _kept.append(parallel)
-    return parallel
+        return keep(DistributedDataParallel(model, bucket_cap_mb=0.0005, **dict(training.options)))
 
 
 @contextmanager
@@ -140,7 +146,7 @@ def process_group(store: str, connection: client.Connection) -> Iterator[None]:
         world_size=who.world_size,
         timeout=timedelta(seconds=SECONDS),
     )
-    _kept.append(distributed.group.WORLD)
+    keep(distributed.group.WORLD)
     try:
         yield
         # Nobody tears the group down while another is still in its last exchange.

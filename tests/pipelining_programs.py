@@ -7,7 +7,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from ddp_programs import process_group
+from ddp_programs import keep, process_group
 from member_programs import Buffers
 
 STEPS = 3
@@ -26,7 +26,8 @@ def train(connection: client.Connection, store: str, schedule: str) -> tuple[int
         mesh = init_device_mesh("cpu", (SHARES, STAGES), mesh_dim_names=("share", "stage"))
         share, number = mesh.get_coordinate()
         part = client.convert_model(stage(number), group=client.Group(f"stage {number}", SHARES), chunks=CHUNKS)
-        parallel = DistributedDataParallel(part, process_group=mesh.get_group("share"))
+        groups = {dimension: keep(mesh.get_group(dimension)) for dimension in mesh.mesh_dim_names}
+        parallel = DistributedDataParallel(part, process_group=groups["share"])
         runner = SCHEDULES[schedule](
             PipelineStage(
                 parallel,
@@ -35,7 +36,7 @@ def train(connection: client.Connection, store: str, schedule: str) -> tuple[int
                 torch.device("cpu"),
                 input_args=_like_a_micro_batch(number),
                 output_args=_like_a_micro_batch(number + 1),
-                group=mesh.get_group("stage"),
+                group=groups["stage"],
             ),
             n_microbatches=CHUNKS,
             loss_fn=_loss,

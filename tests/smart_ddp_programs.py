@@ -17,8 +17,7 @@ def train(connection: client.Connection, store: str, training: Training, *static
     optimizer = ddp_programs.optimizer_for(model)
     options = dict(zip(("static_graph",), static_graph, strict=False))
     with ddp_programs.process_group(store, connection):
-        parallel = client.smart_ddp(model, **options)
-        ddp_programs._kept.append(parallel)
+        parallel = ddp_programs.keep(client.smart_ddp(model, **options))
         try:
             ddp_programs.train_shard(parallel, optimizer, training, connection.member.member)
         except RuntimeError as error:
@@ -31,8 +30,7 @@ def train_in_micro_batches(connection: client.Connection, store: str, sizes: tup
     torch.manual_seed(0)
     model = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double(), chunks=2)
     with ddp_programs.process_group(store, connection):
-        parallel = client.smart_ddp(model, static_graph=False)
-        ddp_programs._kept.append(parallel)
+        parallel = ddp_programs.keep(client.smart_ddp(model, static_graph=False))
         first, second = (part.split(sizes)[connection.member.member] for part in micro_batches(sizes))
         with parallel.no_sync():
             parallel(first).square().sum().backward()
@@ -48,14 +46,14 @@ def micro_batches(sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
 def wrap(connection: client.Connection, store: str) -> tuple[list[object], list[str], list[str]]:
     """What wrappers have come to be, what is refused, and what is warned of."""
     with ddp_programs.process_group(store, connection):
-        made = [client.smart_ddp(_model(), **options) for options in ({}, {"static_graph": False}, {"convert": False})]
-        ddp_programs._kept.extend(made)
+        ways = {}, {"static_graph": False}, {"convert": False}
+        made = [ddp_programs.keep(client.smart_ddp(_model(), **options)) for options in ways]
         refused = [
             _refusal(model) for model in (_model().requires_grad_(requires_grad=False), nn.Tanh(), _on_two_devices())
         ]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ddp_programs._kept.append(client.smart_ddp(nn.Sequential(nn.Linear(2, 2), Special(2))))
+            ddp_programs.keep(client.smart_ddp(nn.Sequential(nn.Linear(2, 2), Special(2))))
     told = [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
     return [_described(parallel) for parallel in made], refused, told
 

@@ -1,5 +1,7 @@
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -38,3 +40,15 @@ def test_the_wheel_holds_the_three_packages_typed_and_nothing_else(tmp_path):
         assert {f"{package}/py.typed", *sources} <= names
     assert not [name for name in names if "test" in name or "__pycache__" in name]
     assert "statsd-bn = server.__main__:main" in entry_points
+
+
+def test_the_oldest_versions_are_tested_that_users_may_install():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(extras[name] for name in ("torch", "lightning", "accelerate", "demo"))]
+    admitted = dict(re.findall(r"([\w-]+)>=([\d.]+)", str(wanted)))
+    oldest = (REPOSITORY / "constraints-oldest.txt").read_text()
+    tested = dict(re.findall(r"^([\w-]+)==([\d.]+)$", oldest, re.MULTILINE))
+    assert tested.keys() == admitted.keys()
+    for name, version in tested.items():
+        assert re.fullmatch(re.escape(admitted[name]) + r"(\.0)*", version), f"{name}: {admitted[name]}, {version}"

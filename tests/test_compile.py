@@ -57,7 +57,8 @@ def test_in_eval_masks_send_nothing(members):
 
 def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once(members):
     """Inside, the operator must be named as one to keep: torch cannot compute again what has an effect."""
-    for around, inside, none in members(2, member_programs.compiled_checkpoint, TRACE):
+    # The backend that only traces computes all of it again in older versions of torch, whatever is named.
+    for around, inside, none in members(2, member_programs.compiled_checkpoint, "aot_eager_decomp_partition"):
         assert_equal([(around[0], none[0]), (inside[0], none[0])])
         assert [rounds for _, rounds in (around, inside, none)] == [2, 2, 2]
 
@@ -86,8 +87,12 @@ def test_eval_exports_as_torchs_layer_does():
     ours = client.convert_model(nn.Sequential(plain[0], plain[1], plain[2])).eval()
     x = torch.randn(4, 1, 6, 6)
     expected, found = (torch.export.export(model, (x,)) for model in (plain, ours))
-    assert [str(node.target) for node in found.graph.nodes] == [str(node.target) for node in expected.graph.nodes]
+    assert _operators(found) == _operators(expected)
     torch.testing.assert_close(found.module()(x), plain(x))
+
+
+def _operators(program):
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")

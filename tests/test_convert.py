@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 import client
 from client import DataParallelWithCallback
+from newer_torch import needs
 
 TWINS = {
     nn.BatchNorm1d: client.SynchronizedBatchNorm1d,
@@ -204,7 +205,13 @@ def test_device_and_dtype_stay(plain, device):
 
 
 @pytest.mark.parametrize(
-    "options", [{"affine": False}, {"bias": False}, {"track_running_stats": False}, {"momentum": None, "eps": 0.5}]
+    "options",
+    [
+        {"affine": False},
+        pytest.param({"bias": False}, marks=needs("bias=False")),
+        {"track_running_stats": False},
+        {"momentum": None, "eps": 0.5},
+    ],
 )
 def test_torchs_options_stay(options):
     x = torch.randn(5, 4)
@@ -505,7 +512,6 @@ def test_patch_makes_synchronised_layers_and_restores_torchs():
         made = nn.Sequential(model(), nn.LazyBatchNorm1d(affine=False), nn.SyncBatchNorm(4, process_group=None))
         with pytest.raises(ValueError, match="process_group: expected None, got <the left half>"):
             nn.SyncBatchNorm(4, process_group=Group())
-        nn.BatchNorm2d(4, bias=False)
     assert kinds(made) == [
         client.SynchronizedBatchNorm2d,
         client.SynchronizedBatchNorm1d,
@@ -514,6 +520,12 @@ def test_patch_makes_synchronised_layers_and_restores_torchs():
         client.SynchronizedBatchNorm,
     ]
     assert {name: getattr(nn, name) for name in before} == before
+
+
+@needs("bias=False")
+def test_patched_layers_take_torchs_options():
+    with client.patch_sync_batchnorm():
+        assert nn.BatchNorm2d(4, bias=False).bias is None
 
 
 def test_patch_restores_torchs_after_an_exception():

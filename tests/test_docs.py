@@ -19,6 +19,7 @@ from docs_blocks import PAGES, ROOT, Block, all_blocks
 from docs_engine import want_of_engine
 from docs_runner import Outcome, Run
 from docs_shell import RUN_ELSEWHERE, Shell
+from newer_torch import skip_if_one_is_missing
 from ports import free_port
 
 BLOCKS = list(all_blocks())
@@ -46,6 +47,7 @@ def test_every_block_is_tested():
 
 @of("python")
 def test_a_python_block_runs(block, python, environs, tmp_path, endpoint_of):
+    skip_if_one_is_missing(block.text)
     text = ENDPOINT.sub(endpoint_of(block), block.text)
     python(Run(block.page, block.line, text, str(tmp_path), environs(processes_of(block))))
 

@@ -11,6 +11,7 @@ from torch import nn
 import client
 from client import virtual
 from client.replicate import execute_replication_callbacks
+from newer_torch import needs
 
 
 @dataclass(frozen=True)
@@ -94,21 +95,22 @@ def test_its_first_forward_is_synchronised(kind, masked):
 
 @EACH
 def test_made_by_hand_it_takes_torchs_arguments_and_ours(kind):
-    layer = kind.twin(
-        0.25, None, affine=True, track_running_stats=False, dtype=torch.float64, bias=False, eps_mode="clamp"
-    )
+    layer = kind.twin(0.25, None, affine=True, track_running_stats=False, dtype=torch.float64, eps_mode="clamp")
     assert isinstance(layer, kind.torchs)
     layer(kind.input(3).double())
     assert type(layer) is kind.ours
-    assert (layer.eps, layer.momentum, layer.eps_mode, layer.bias, layer.running_mean) == (
-        0.25,
-        None,
-        "clamp",
-        None,
-        None,
-    )
+    assert (layer.eps, layer.momentum, layer.eps_mode, layer.running_mean) == (0.25, None, "clamp", None)
     assert layer.weight.dtype == torch.float64
     assert kind.twin().layer_name != kind.twin().layer_name
+
+
+@needs("bias=False")
+@EACH
+def test_it_may_have_no_bias(kind):
+    layer = kind.twin(bias=False)
+    layer(kind.input(3))
+    assert layer.bias is None
+    assert layer.weight is not None
 
 
 def test_an_unknown_eps_mode_is_named():

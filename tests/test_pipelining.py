@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 import pipelining_programs
+from newer_torch import needs
 from pipelining_programs import SCHEDULES, SHARES, STAGES, STEPS
 from whole_batch import assert_equal
 
 TOLERANCE = 1e-10
+
+pytestmark = needs("torch.distributed.pipelining")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
