@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from client.arrays import NUMPY_DTYPES
+from statsd_bn.checks import shown
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.members import Members
 
@@ -22,7 +23,7 @@ def as_tensor(data: Any, double_precision: bool) -> Tensor:
 
     Raises:
         TypeError: `data` is something else.
-        ValueError: a list's elements differ in shape, or a number has no room in 64 bits.
+        ValueError: a list's elements differ in shape, or int64 has no room for a number, or float64 where it is wanted.
     """
     tensor = _tensor(data, double_precision and not isinstance(data, Tensor))
     return tensor if tensor.ndim else tensor.reshape(1)
@@ -95,9 +96,10 @@ def _of_numbers(data: Any, is_double: bool) -> Tensor:
     try:
         # At once: a number that has been float32 is not what it was.
         return torch.tensor(data, dtype=torch.float64 if is_double else None)
-    except (RuntimeError, ValueError) as error:  # which of them depends on the version of torch
-        if "Overflow" in str(error):
-            raise ValueError(f"expected integers of at most 64 bits, got {data!r:.80}") from error
+    except (OverflowError, RuntimeError, ValueError) as error:  # which of them depends on the version of torch
+        if isinstance(error, OverflowError) or "Overflow" in str(error):
+            kind = "float64" if is_double else "int64"
+            raise ValueError(f"expected numbers that {kind} has room for, got {shown(data)}") from error
         raise
 
 

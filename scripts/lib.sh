@@ -2,6 +2,9 @@
 # pyproject.toml, in the versions of CONSTRAINTS (constraints.txt), and puts it on the PATH.
 # Quick the second time: a stamp holds the hash of what was installed.
 
+# Which interpreters will do, the best first.
+PYTHONS="python3.11 python3.12 python3.13 python3 python"
+
 use_venv() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
   local venv="${2:-.venv}" constraints="${3:-constraints.txt}" stamp wanted
@@ -19,12 +22,12 @@ use_venv() {
 
 find_python() {
   local name
-  for name in python3.11 python3.12 python3.13 python3 python; do
+  for name in $PYTHONS; do
     if "$name" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       echo "$name"
       return
     fi
   done
-  echo "statsd_bn needs Python 3.11 or later (with venv), and found none." >&2
+  echo "statsd_bn needs Python 3.11 or later (with venv); looked for $PYTHONS and found none." >&2
   exit 2
 }

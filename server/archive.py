@@ -56,6 +56,9 @@ class Archive:
 
     Args:
         room: what they take is taken from.
+
+    Attributes:
+        room: as given.
     """
 
     def __init__(self, room: Room) -> None:

@@ -39,6 +39,7 @@ class SyncMaster:
         budget: what the server agrees to keep.
 
     Attributes:
+        epoch: which life it is.
         membership: who belongs to the group.
         open_rounds: the rounds that have not ended.
         is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.

@@ -1,5 +1,7 @@
 """What only newer versions of torch have, for the tests of it: with the oldest one supported they are skipped."""
 
+import re
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def needs(feature: str) -> pytest.MarkDecorator:
 
 
 def skip_if_one_is_missing(code: str) -> None:
-    """Skips a test that runs code with one of these."""
+    """Skips a test of code that imports one of these."""
     for feature, version in SINCE.items():
-        if feature in code and is_missing(feature):
+        if re.search(rf"import.*\b{feature}\b|from {feature} import", code) and is_missing(feature):
             pytest.skip(f"{feature} needs torch {version}")

@@ -14,7 +14,7 @@ import client
 from client import DDPHandler
 from client.packing import pack
 from client.sharing import LANE, share
-from client.values import joined, like
+from client.values import as_tensor, joined, like
 from memory_members import MemoryMaster, in_threads, outcome, run_members
 from statsd_bn import limits
 from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, RoundMismatch
@@ -180,8 +180,8 @@ def after(connection: client.Connection, sync: Any) -> tuple[Any, list[int], int
             ValueError,
             r"elements have one shape, got \[\(1,\), \(2,\)\]",
         ),
-        (2**64, ValueError, "expected integers of at most 64 bits, got 18446744073709551616"),
-        ([1, -(2**63) - 1], ValueError, r"expected integers of at most 64 bits, got \[1, -9223372036854775809\]"),
+        (2**64, ValueError, "expected numbers that int64 has room for, got 18446744073709551616"),
+        ([1, -(2**63) - 1], ValueError, r"int64 has room for, got \[1, -9223372036854775809\]"),
         (torch.ones(1, device="meta"), NotImplementedError, "meta"),
     ],
 )
@@ -198,6 +198,11 @@ def test_a_bad_value_on_one_member_is_told_to_all_and_nobody_hangs(bad, kind, wh
     assert f"expected values from all members, got none from 1; member 1: {kind.__name__}: " in str(first)
     assert first.fields["member"] == 1
     assert [told for _, *told in results] == [[[0, 1, 2], 2]] * 3
+
+
+def test_a_number_that_is_too_large_for_double_precision_is_refused():
+    with pytest.raises(ValueError, match=r"expected numbers that float64 has room for, got 10{17}\.\.\.0{19}$"):
+        as_tensor(10**400, double_precision=True)
 
 
 def test_a_cause_that_is_too_long_or_no_text_is_told_all_the_same():
