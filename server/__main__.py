@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from server.config import from_arguments
 from server.keygen import generate
+from server.plain import PlainFormatter
 from server.service import run_master
 from server.sparing import Sparing
 from server.status import CHECK_SECONDS, ask, describe, own_endpoint
@@ -36,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: list[str]) -> int:
     config = from_arguments(arguments, os.environ)
-    logging.basicConfig(level=config.logging_level, format="%(asctime)s %(levelname)s %(message)s")
+    log = logging.StreamHandler()
+    log.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=config.logging_level, handlers=[log])
     logging.getLogger("statsd_bn.server").addFilter(Sparing())
     run_master(config)
     return 0

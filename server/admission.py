@@ -47,6 +47,8 @@ def _check_terms(group: "Membership", register: Register) -> None:
 
 
 def _check_newcomer(group: "Membership", register: Register) -> None:
+    if register.stand == Stand.BACK and group.departed:
+        raise group.departed
     if group.is_open and group.is_elastic:
         _check_joiner(group, register)
         return

@@ -83,7 +83,6 @@ class SyncMaster:
             the round is over; an error for whom it concerns. Of two different contributions of one slave
             the first counts, and whoever still waits for an answer is told.
         """
-        slave.peer = peer
         if kept := self._archive.get(contribution.key):
             return self._answer_again(kept, slave, contribution.rows, peer)
         if self.membership.recovery and not self.membership.lost:
@@ -101,6 +100,8 @@ class SyncMaster:
             self.open_rounds.check_key(slave, key)
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
+        if self.membership.recovery and not (slave.owes or key in slave.recalled):
+            return []  # more than it has announced
         self.membership.recall(slave, key, aggregate.members)
         if kept := self._archive.get(key):
             return self._compare(kept, slave, aggregate) + ([] if slave.owes else self._settle(now))
@@ -227,11 +228,11 @@ class SyncMaster:
         key = contribution.key
         if slave.owes:
             return [(peer, failure(unknown(slave.session), key))]
-        if len(self._deferral) >= self._budget.quota.max_open_rounds * self.nr_slaves:
+        if self._deferral.would_exceed(self._budget.quota.max_open_rounds, slave, key):
             return [(peer, failure(self.open_rounds.too_many(key), key))]
         try:
             self._deferral.add(slave, contribution, peer)
-        except LimitExceeded as error:
+        except (LimitExceeded, ContributionConflict) as error:
             return [(peer, failure(error, key))]
         absent = self.membership.absent
         whom = f"members {absent}" if absent else "all members"

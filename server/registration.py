@@ -40,10 +40,10 @@ class Registration:
         self._budget.check_registration(register)
         if fate := past.fate(register.session, register.epoch):
             raise fate
+        self._check_session(register)
         if self._is_late(register):
             return []
         self._check_end(register)
-        self._check_session(register)
         self._check_world(register)
         master = self._registry.masters.get(name)
         if master is None or self._is_replaced(master, register):
@@ -85,7 +85,7 @@ class Registration:
     def _is_late(self, register: Register) -> bool:
         """Whether it was sent before something that has come since; whoever still waits for an answer asks again."""
         seat = self._registry.seats.get(register.session)
-        return seat is not None and register.step < seat.slave.step
+        return seat is not None and register.epoch == seat.master.epoch and register.step < seat.slave.step
 
     def _check_end(self, register: Register) -> None:
         """A run that was over with this server may have left somebody behind who knows only an earlier life of it."""

@@ -78,7 +78,7 @@ class FutureResult:
         Returns:
             True if these are the rows kept: the first, or the same bytes again. False if they differ.
         """
-        if self._rows is not None and not _same(self._rows, rows):
+        if self._rows is not None and not same(self._rows, rows):
             return False
         self._rows = self._rows or rows
         self.peer = peer
@@ -95,7 +95,17 @@ class FutureResult:
         return self._rows
 
 
-def _same(one: Rows, other: Rows) -> bool:
+def conflict(key: RoundKey, member: int) -> ContributionConflict:
+    """Returns the error of a member that speaks twice of one round in different words."""
+    return ContributionConflict(
+        f"member {member} sent two different contributions for {key}; the first one counts",
+        **key.fields,
+        member=member,
+    )
+
+
+def same(one: Rows, other: Rows) -> bool:
+    """Whether two contributions are the same, to the last bit."""
     return (
         one.counts == other.counts
         and one.values.shape == other.values.shape
@@ -201,11 +211,7 @@ class Round:
 
     def conflict(self, member: int) -> ContributionConflict:
         """Returns the error of a member that speaks twice in different words."""
-        return ContributionConflict(
-            f"member {member} sent two different contributions for {self.key}; the first one counts",
-            **self.key.fields,
-            member=member,
-        )
+        return conflict(self.key, member)
 
     def timeout(self, whom: str, missing: list[int]) -> RoundTimeout:
         """Returns the error of a round that waited too long, and says for whom."""

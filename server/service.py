@@ -4,12 +4,14 @@ A synchronous poll loop: asyncio doubles the round trip, and there is nothing he
 the loop drains what has come, so that the last contribution of a round and its answers meet in one turn.
 """
 
+import errno
 import logging
 import math
 import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -247,26 +249,36 @@ class Service:
             self._try(self._dispatcher.probes(self._probing.disconnected))
 
     def _try(self, probes: Iterable[Reply]) -> None:
-        for peer, frame in probes:
-            self._deliver(peer, frame)
+        """Looks who can be reached, those whom nothing reaches at their other address as well.
+
+        Not each from within the one before: a chain of addresses may be as long as there are connections.
+        """
+        untried = deque(probes)
+        while untried:
+            peer, frame = untried.popleft()
+            if problem := self._deliver(peer, frame):
+                untried.extend(self._elsewhere(peer, problem))
 
     def _send(self, replies: Iterable[Reply]) -> None:
         for peer, frame in replies:
             if problem := self._deliver(peer, frame):
                 # Whether the peer has gone or does not read, nobody else may wait for it.
                 self._dispatcher.tally.dropped_answers += 1
-                logger.warning("an answer to peer %s was dropped: %s", peer.hex(), problem)
+                logger.warning("an answer to peer %s was dropped: %s", peer.hex(), zmq.strerror(problem))
+                self._try(self._elsewhere(peer, problem))
 
-    def _deliver(self, peer: bytes, frame: bytes) -> str:
-        """Sends a frame, and returns what kept it from being sent."""
+    def _deliver(self, peer: bytes, frame: bytes) -> int:
+        """Sends a frame, and returns the number of the error that kept it from being sent; else 0."""
         try:
             self._socket.send(peer, _MORE)
             self._socket.send(frame, _LAST)
         except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                self._try(self._dispatcher.unreachable(time.monotonic(), peer))
-            return zmq.strerror(error.errno or 0)
-        return ""
+            return error.errno or errno.EIO
+        return 0
+
+    def _elsewhere(self, peer: bytes, problem: int) -> list[Reply]:
+        """Returns probes to where else those may be reached who spoke from a peer that has gone."""
+        return self._dispatcher.unreachable(time.monotonic(), peer) if problem == zmq.EHOSTUNREACH else []
 
 
 def _parent(config: Config) -> Parent | None:

@@ -9,6 +9,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from server.config import bound_to
 from server.keygen import check_curve
+from server.plain import plain
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
 from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
@@ -46,7 +47,7 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None 
 
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
-        ServerUnreachable: no answer within `seconds`.
+        ServerUnreachable: no answer within `seconds`, or the endpoint is none.
     """
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
@@ -60,7 +61,9 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None 
             try:
                 dealer.connect(endpoint)
             except zmq.ZMQError as error:
-                raise ServerUnreachable(f"{endpoint}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint) from error
+                problem = zmq.strerror(error.errno or 0)
+                text = f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({problem})"
+                raise ServerUnreachable(text, endpoint=endpoint) from error
             dealer.send(encode(StatusRequest()))
             try:
                 frame = _receive(dealer, monitor, Handshakes(endpoint, has_key=keys is not None), seconds)
@@ -137,7 +140,7 @@ def describe(report: dict[str, Any]) -> str:
         lines.append(f"and {report['left_out']} groups more than a report can hold")
     elif not report["groups"]:
         lines.append("no jobs")
-    return "\n".join(lines)
+    return "\n".join(map(plain, lines))
 
 
 def _describe_group(group: dict[str, Any]) -> list[str]:

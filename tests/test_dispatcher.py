@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,21 @@ def test_the_same_sessions_may_begin_the_later_epoch(play):
     assert set(play.join(1, epoch=2)) == {peer(0), peer(1)}
     play.bring(0, 1.0, key(epoch=2))
     assert play.bring(1, 2.0, key(epoch=2))[peer(0)].values.item() == 3.0
+
+
+def test_one_that_is_far_into_an_epoch_may_begin_the_next_at_its_first_step(play):
+    play.open(epoch=1)
+    for member in range(2):
+        play.bring(member, 1.0, key(epoch=1, step=7))
+    assert play.join(0, epoch=2)[peer(0)].epoch == 2
+    assert set(play.join(1, epoch=2)) == {peer(0), peer(1)}
+
+
+def test_one_that_is_far_into_an_epoch_is_told_that_it_cannot_be_another_member(play):
+    play.open()
+    play.bring(0, 1.0, key(step=7))
+    answers = play.say(register(5, session=session_of(0)), peer(0))
+    assert codes(answers) == {peer(0): "protocol"}
 
 
 def test_leaving_an_open_group_tells_everybody_why(play):
@@ -645,3 +661,67 @@ def test_a_registration_that_comes_late_is_not_answered():
     assert one.answers == []
     world.send(one, one.session.register())
     assert one.latest(ReplicaLost).fields["member"] == 1
+
+
+# After a restart, while a member is still to come.
+
+BEFORE = {"server": b"server-9", "step": 1, "known": Members.of(range(3))}
+LATE = key(step=1)
+
+
+@pytest.fixture
+def returning(play) -> Play:
+    """Two of three members have come back, and wait for the third."""
+    for member in range(2):
+        play.join(member, 3, **BEFORE)
+    return play
+
+
+def kept_bytes(play: Play) -> int:
+    (group,) = play.report["groups"]
+    return group["kept_bytes"]
+
+
+def test_what_is_sent_again_is_kept_once_and_answered_where_it_was_sent_last(returning):
+    returning.bring(0, 1.0, LATE)
+    once = kept_bytes(returning)
+    for attempt in range(1, 9):
+        returning.say(replace(contribution(0, 1.0, LATE), attempt=attempt), b"socket %d" % attempt)
+    assert kept_bytes(returning) == once
+    returning.bring(1, 2.0, LATE)
+    returning.join(2, 3, **BEFORE)
+    answers = returning.bring(2, 3.0, LATE)
+    assert set(answers) == {b"socket 8", peer(1), peer(2)}
+    assert answers[b"socket 8"].values.item() == 6.0
+
+
+def test_other_rows_for_a_round_that_waits_are_refused_and_the_first_count(returning):
+    returning.bring(0, 1.0, LATE)
+    assert codes(returning.bring(0, 5.0, LATE)) == {peer(0): "conflict"}
+    returning.bring(1, 2.0, LATE)
+    returning.join(2, 3, **BEFORE)
+    assert returning.bring(2, 3.0, LATE)[peer(0)].values.item() == 6.0
+
+
+def test_a_member_with_many_rounds_takes_no_room_from_another(returning):
+    for call in range(limits.MAX_OPEN_ROUNDS):
+        assert returning.bring(0, 1.0, key(step=1, call=call)) == {}
+    assert codes(returning.bring(0, 1.0, key(step=1, call=limits.MAX_OPEN_ROUNDS))) == {peer(0): "limit"}
+    assert returning.bring(1, 1.0, LATE) == {}
+
+
+def test_results_that_were_not_announced_are_not_kept(play):
+    play.join(0, 3, **BEFORE, results=1)
+
+    def tell(layer: str) -> int:
+        told = Aggregate(key(layer, step=1), 1, 1, Members.of(range(3)), np.zeros((1, 1)))
+        assert play.say(Result(session_of(0), told), peer(0)) == {}
+        return kept_bytes(play)
+
+    assert 0 < tell("bn") == tell("bn") == tell("another")
+
+
+def test_who_is_there_is_told_where_a_member_registered_last_not_where_it_contributes(returning):
+    returning.say(contribution(0, 1.0, LATE), b"another socket")
+    told = returning.join(2, 3, **BEFORE)
+    assert isinstance(told[peer(0)], Registered)

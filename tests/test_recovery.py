@@ -8,6 +8,7 @@ from server.recovery import Recovery
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost
 from statsd_bn.members import NOBODY, Members
+from statsd_bn.messages import Stand
 from strategies import key, register
 
 SILENCE = limits.SILENCE_SECONDS
@@ -143,3 +144,14 @@ def test_a_process_without_a_past_is_refused_by_those_who_have_been_given_someth
     group.admit(0.0, one, b"")
     with pytest.raises(RegistrationRefused, match="has taken part in no round"):
         group.admit(0.0, other, b"")
+
+
+def test_one_that_comes_back_for_a_pass_that_another_has_left_takes_no_place():
+    group = Membership(coming_back(0, step=5, known=Members.of([0])))
+    for comes in (coming_back(0, step=5, known=Members.of([0])), coming_back(1, step=5, stand=int(Stand.AWAY))):
+        slave = group.admit(0.0, comes, b"")
+    group.remove(slave, "")
+    assert group.departed
+    with pytest.raises(ReplicaLost):
+        group.admit(0.1, coming_back(2, step=5, stand=int(Stand.BACK)), b"")
+    assert set(group.slaves) == {0}

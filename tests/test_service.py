@@ -1,6 +1,5 @@
 import asyncio
 import os
-import resource
 import select
 import signal
 import socket
@@ -18,10 +17,21 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from server import Config, Service
+from server.access import ANYBODY
 from server.status import ask
 from statsd_bn import limits
 from statsd_bn.errors import BindError
-from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Leave, Message, Registered, Status, StatusRequest
+from statsd_bn.messages import (
+    NO_SERVER,
+    Aggregate,
+    Failure,
+    Heartbeat,
+    Leave,
+    Message,
+    Registered,
+    Status,
+    StatusRequest,
+)
 from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 from strategies import contribution, key, register, rows, session_of
@@ -508,20 +518,16 @@ def test_ipv6_loopback_works():
         thread.join(WAIT_SECONDS)
 
 
-def test_importing_the_server_costs_little_more_than_its_libraries():
-    """In processor time and as a ratio: an absolute time would measure the machine, and what else runs on it."""
+def test_importing_the_server_loads_nothing_besides_its_libraries():
+    """What is loaded, and not the time it takes, which measures what else runs on the machine."""
 
-    def cost(program: str) -> float:
-        # Finer than os.times, whose hundredths are a tenth of what is measured.
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    def loaded(*names: str) -> set[str]:
+        program = f"import {', '.join(names)}, sys; print(*sys.modules)"
+        said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+        return {name.partition(".")[0] for name in said.stdout.split()}
 
-    programs = "import server.__main__", "import numpy, zmq, msgpack, argparse, logging, socket"
-    costs = [[cost(program) for program in programs] for _ in range(4)]
-    ours, libraries = map(min, zip(*costs, strict=True))
-    assert ours < 2 * libraries
+    others = loaded("server.__main__") - loaded("numpy", "zmq", "msgpack") - sys.stdlib_module_names
+    assert others == {"server", "statsd_bn"}
 
 
 # Many members in one process.
@@ -620,3 +626,41 @@ def test_a_server_leaves_the_file_of_another_that_has_taken_its_path(start, tmp_
     former.process.terminate()
     assert former.process.wait(timeout=20) == 0
     assert path.is_socket()
+
+
+# What a peer may do to all others.
+
+
+class Unreachable:
+    """A socket from which everybody has gone."""
+
+    def send(self, *_: Any) -> None:
+        raise zmq.ZMQError(zmq.EHOSTUNREACH)
+
+
+def test_a_chain_of_addresses_that_is_as_long_as_there_are_sessions_is_followed_to_its_end(monkeypatch):
+    sessions = sys.getrecursionlimit() + 100
+    with Service(Config(bind=(ANY_PORT,))) as service:
+        dispatcher = service._dispatcher
+        for number in range(sessions):
+            introduction = register(number, limits.MAX_MEMBERS, session=number.to_bytes(limits.TOKEN_BYTES))
+            dispatcher.receive(0.0, str(number).encode(), encode(introduction), ANYBODY)
+        for number in range(sessions):
+            beat = Heartbeat(number.to_bytes(limits.TOKEN_BYTES))
+            dispatcher.receive(0.0, str(number + 1).encode(), encode(beat), ANYBODY)
+        with monkeypatch.context() as patch:
+            patch.setattr(service, "_socket", Unreachable())
+            service._try(dispatcher.probes(0.0))
+        assert dispatcher.probes(0.0) == []
+
+
+def test_whoever_is_named_in_the_log_cannot_forge_a_line_of_it(start, dial):
+    command = start("--bind", ANY_PORT)
+    member = dial(command.endpoint())
+    member.ask(register(0, 1))
+    member.send(Leave(session_of(0), "x\n2026-11-22 04:00:00,000 INFO lets in 1 keys from now on: mallory"))
+    member.report()
+    command.process.terminate()
+    command.end()
+    (line,) = [line for line in command.errors.splitlines() if "mallory" in line]
+    assert r"x\n2026-11-22 04:00:00,000 INFO lets in" in line

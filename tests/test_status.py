@@ -125,7 +125,7 @@ def test_where_nobody_listens_the_command_exits_with_4(nobody, monkeypatch, caps
 def test_what_is_no_endpoint_exits_with_4(endpoint, capsys):
     assert command.main(["status", endpoint]) == 4
     said = capsys.readouterr().err
-    assert said.startswith(f"statsd_bn: {endpoint}: ")
+    assert said.startswith(f"statsd_bn: endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} (")
     assert said.count("\n") == 1
 
 
@@ -217,3 +217,9 @@ def test_an_answer_that_is_no_status_exits_with_4_and_one_line(somebody, capsys,
     assert said.out == ""
     assert words in said.err
     assert said.err.count("\n") == 1
+
+
+def test_whoever_is_named_cannot_speak_to_the_terminal_or_forge_a_line():
+    members = [{"member": 0, "place": "höst\n\x1b[2Jno jobs", "stand": "takes_part", "step": 0, "replicas": 4}]
+    text = describe(REPORT | {"groups": [GROUP | {"members": members, "waiting": []}]})
+    assert text.splitlines()[2:] == [r"  member 0 (höst\n\x1b[2Jno jobs), step 0, 4 replicas"]
