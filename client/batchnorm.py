@@ -21,6 +21,7 @@ from client.pipe import LocalPipe, Pipe, pipe_of
 from client.recomputation import exchanges, is_inside_backward
 from client.rendezvous import Rendezvous
 from client.tally import Tally
+from client.unconnected import unconnected
 from statsd_bn.moments import Moments
 
 EPS_MODES = ("plus", "clamp")
@@ -221,7 +222,11 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         connection = current_connection()
         if connection is not None and not connection.is_alone(self.group):
             return True
-        return self._seat is not None and self._seat[0].nr_replicas > 1
+        if self._seat is not None:
+            return self._seat[0].nr_replicas > 1
+        if not torch.compiler.is_compiling():
+            unconnected.tell(self.layer_name)
+        return False
 
     def _pipe(self) -> Pipe:
         if self._is_tallied() or not self.training:

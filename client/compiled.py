@@ -14,10 +14,11 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from client import kernels, running
 from client.deferred import numbered
 from client.exchange import Exchange
-from client.groups import Group
+from client.groups import LOCAL, Group
 from client.kernels import Statistics
-from client.pipe import pipe_of
+from client.pipe import LocalPipe, Pipe, pipe_of
 from client.recomputation import exchanges, is_inside_backward
+from client.walks import Walks, phase_of
 from statsd_bn.moments import Moments
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
@@ -25,14 +26,17 @@ from statsd_bn.rows import Rows
 # Rows of the statistics: those of `kernels.Statistics`, and what the running statistics move towards.
 MEAN, INVSTD, SLOPE, NEWEST_MEAN, NEWEST_VARIANCE = range(5)
 
-# Entries of the ticket: the round's count, step and call; 1 if the running statistics move, and by how many values.
-COUNT, STEP, CALL, IS_DUE, NEWEST_COUNT = range(5)
+# Entries of the ticket: the round's count, step and call; 1 if the running statistics move, and by how many values; the
+# exchange's number.
+COUNT, STEP, CALL, IS_DUE, NEWEST_COUNT, NUMBER = range(6)
 
 # In place of a `Deferred`'s number: each call moves the running statistics.
 NOT_DEFERRED = 0
 
-# The name and size of a group that sends nothing, for eval: of one member.
-ALONE = ("eval", 1)
+# The name and size of a group that sends nothing, for eval: of this process. No group that somebody names is called so.
+ALONE = (f"{LOCAL} process", 1)
+
+_walks = Walks()
 
 
 def named(group: Group | str | None) -> tuple[str, int]:
@@ -42,8 +46,11 @@ def named(group: Group | str | None) -> tuple[str, int]:
     return group or "", 0
 
 
-def _group(name: str, size: int) -> Group | str | None:
-    return Group(name, size) if size else name or None
+def _pipe(layer: str, group: str, size: int) -> Pipe:
+    """Returns the lane of a layer whose group is written as `named` does it, or as `ALONE`."""
+    if (group, size) == ALONE:
+        return LocalPipe(layer)
+    return pipe_of(layer, Group(group, size) if size else group or None)
 
 
 @torch.library.custom_op("statsd_bn::batch_norm", mutates_args=())
@@ -67,27 +74,29 @@ def batch_norm(
         bias: shape (C,) or None.
         mask: shape (N, *), bool, or None.
         layer: the layer's name.
-        group: with whom it synchronises, as `named` writes it.
+        group: with whom it synchronises, as `named` writes it; or `ALONE`.
         size: of that group.
         eps: the layer's.
         eps_mode: the layer's.
         deferred: the number of the layer's `Deferred`.
 
     Returns:
-        The output; the statistics, shape (5, C), float64; the ticket, shape (5,), int64; their rows and entries are
+        The output; the statistics, shape (5, C), float64; the ticket, shape (6,), int64; their rows and entries are
         named above.
     """
-    fresh = Exchange(pipe_of(layer, _group(group, size)), layer, eps, eps_mode)
+    fresh = Exchange(_pipe(layer, group, size), layer, eps, eps_mode)
     exchange = _exchange(x, mask, fresh)
     exchange.check_count(x)
     assert exchange.key is not None  # noqa: S101 - the forward round has set it
     found = exchange.statistics
     due = _due(exchange.moments, deferred) if exchange is fresh else None
     newest = due or Moments.empty(x.shape[1])
+    count, key = exchange.moments.count, exchange.key
+    ticket = count, key.step, key.call, due is not None, newest.count, exchange.number
     return (
         kernels.normalise(x, found, weight, bias),
         torch.from_numpy(np.stack((found.mean, found.invstd, found.slope, *running.newest(newest)))),
-        torch.tensor([exchange.moments.count, exchange.key.step, exchange.key.call, due is not None, newest.count]),
+        torch.tensor(ticket),
     )
 
 
@@ -121,7 +130,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     del weight, bias, mask, layer, group, size, eps, eps_mode, deferred
     statistics = torch.empty(5, x.shape[1], dtype=torch.float64, device="cpu")
-    return kernels.laid_out(torch.empty_like(x)), statistics, torch.empty(5, dtype=torch.int64, device="cpu")
+    return kernels.laid_out(torch.empty_like(x)), statistics, torch.empty(6, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("statsd_bn::batch_norm_backward", mutates_args=())
@@ -138,14 +147,15 @@ def batch_norm_backward(
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are `batch_norm`'s."""
-    count, step, call, *_ = ticket.tolist()
+    count, step, call, _, _, number = ticket.tolist()
     found = Statistics(max(count, 1), *statistics.numpy()[:NEWEST_MEAN])
     local = kernels.backward_sums(grad, x, found, mask)
     by_input = x.new_empty(0)
     if needs_input:
-        pipe = pipe_of(layer, _group(group, size))
+        pipe = _pipe(layer, group, size)
+        key = pipe.key(step, call, phase_of(BACKWARD, _walks.count(number)))
         rows = Rows((kernels.count(x, mask),), local[np.newaxis])
-        total = pipe.run_slave(rows, pipe.key(step, call, BACKWARD)).values
+        total = pipe.run_slave(rows, key).values
         by_input = kernels.input_gradient(grad, x, found, total, weight, mask)
     return by_input, kernels.vector(local[1] * found.invstd, x), kernels.vector(local[0], x)
 

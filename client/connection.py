@@ -3,6 +3,7 @@
 It may be used by any thread; it must not be used by a forked child, which would share its sockets, and says so.
 """
 
+import logging
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ from statsd_bn.messages import Aggregate, Stand
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
+
+logger = logging.getLogger("statsd_bn.client")
 
 # Round trips remembered for `median_round_trip`.
 REMEMBERED_ROUND_TRIPS = 4096
@@ -245,6 +248,8 @@ class Connection:
         if self._closed or not self.is_own:
             return
         self._closed = True
+        if self.member.world_size > 1 and not (self.rounds or cause):
+            logger.warning("%r took part in no round: was the model given to client.convert_model()?", self)
         self._sessions.leave(cause)
         self._transport.close()
 

@@ -19,6 +19,7 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 from statsd_bn.reduction import FloatArray, sum_in_order
 
@@ -76,12 +77,13 @@ def are_near_zero(first: FloatArray, second: FloatArray, number: int) -> bool:
     return bool((first * first * ((1 + 1 / NEAR) / number) <= second).all())
 
 
-def shifted_sums(x: Tensor, center: Tensor) -> FloatArray:
-    """Returns Σ(x - c) and Σ(x - c)², shape (2, C); `center`, c, has shape (C,) and the compute type."""
+def shifted_sums(x: Tensor, center: FloatArray) -> FloatArray:
+    """Returns Σ(x - c) and Σ(x - c)², shape (2, C); `center`, c, has shape (C,) and whatever the compute type holds."""
     view = _view(x)
-    center = _alongside(_repeated(view, center), view)
-    room = torch.empty_like(view[: _step(BLOCK, view)], dtype=center.dtype)
-    shifted = (torch.sub(part, center, out=room[: part.shape[0]]) for (part,) in _blocks(BLOCK, view))
+    (repeated,) = _vectors(view, center)
+    shift = _alongside(repeated, view)
+    room = torch.empty_like(view[: _step(BLOCK, view)], dtype=shift.dtype)
+    shifted = (torch.sub(part, shift, out=room[: part.shape[0]]) for (part,) in _blocks(BLOCK, view))
     by_column = sum_in_order(sums(block, block) for block in shifted)
     found: FloatArray = by_column.reshape(2, -1, x.shape[1]).sum(1)
     return found
@@ -112,14 +114,15 @@ def _sums_of_planes(grad: Tensor, x: Tensor) -> FloatArray:
 def _sums_of_rows(grad: Tensor, rows: Tensor) -> FloatArray:
     number, channels = rows.shape
     fold = max(1, min(COLUMNS // channels, number))
-    even = number // fold * fold
-    columns = fold * channels
+    if rest := number % fold:
+        return _sums_of_rows(grad[:-rest], rows[:-rest]) + _sums_of_columns(grad[-rest:], rows[-rest:])
     if fold == 1 and number <= ROWS:
         return _sums_of_columns(grad, rows)
-    parts = _blocks(ROWS * columns, *(part[:even].view(-1, columns) for part in (grad, rows)))
+    columns = fold * channels
+    parts = _blocks(ROWS * columns, grad.view(-1, columns), rows.view(-1, columns))
     dealt = sum_in_order(_sums_of_columns(*part) for part in parts)
     found: FloatArray = dealt.reshape(2, fold, channels).sum(1)
-    return found if even == number else found + _sums_of_columns(grad[even:], rows[even:])
+    return found
 
 
 def _sums_of_columns(grad: Tensor, rows: Tensor) -> FloatArray:
@@ -131,12 +134,13 @@ def _sums_of_columns(grad: Tensor, rows: Tensor) -> FloatArray:
 
 @lru_cache(maxsize=64)
 def _zero_and_one(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.zeros(shape, dtype=dtype, device="cpu"), torch.ones(shape, dtype=dtype, device="cpu")
+    with no_dispatch():  # what a mode makes, such as a fake tensor, would stay for all later calls
+        return torch.zeros(shape, dtype=dtype, device="cpu"), torch.ones(shape, dtype=dtype, device="cpu")
 
 
 def scale(x: Tensor, factor: FloatArray, addend: FloatArray) -> Tensor:
     """Returns x * factor + addend, rounded to the type of `x` once; vectors of shape (C,)."""
-    output = fresh(x)
+    output = _output(x)
     view = _view(x)
     _scale(view, _view(output), *_vectors(view, factor, addend))
     return output
@@ -152,9 +156,9 @@ def combine(grad: Tensor, x: Tensor, by_grad: FloatArray, factor: FloatArray, ad
         factor: shape (C,).
         addend: shape (C,).
     """
-    output = fresh(x)
+    output = _output(x)
     views = _view(grad), _view(x), _view(output)
-    vectors = _vectors(views[1], by_grad, factor, addend)
+    vectors = list(_vectors(views[1], by_grad, factor, addend))
     (_combine if vectors[0].dtype == x.dtype else _combine_widened)(*views, *vectors)
     return output
 
@@ -192,6 +196,11 @@ def fresh(x: Tensor) -> Tensor:
     return output
 
 
+def _output(x: Tensor) -> Tensor:
+    """Several threads share the first touch: huge pages were no faster for them, and the slowest call much slower."""
+    return fresh(x) if torch.get_num_threads() == 1 else torch.empty_like(x)
+
+
 def _scale(x: Tensor, into: Tensor, factor: Tensor, addend: Tensor) -> None:
     """Scales a view; of rows the plain operator does in 0.8 times the time, but slowly if types are mixed."""
     is_mixed = x.dtype != factor.dtype
@@ -200,7 +209,7 @@ def _scale(x: Tensor, into: Tensor, factor: Tensor, addend: Tensor) -> None:
             torch.addcmul(addend, x, factor, out=into)
             return
         x, into = _image(x), _image(into)
-    elif not is_mixed and x[0, 0].numel() <= SHORT_PLANE:
+    elif not is_mixed and x.shape[2:].numel() <= SHORT_PLANE:
         torch.mul(x, _alongside(factor, x), out=into).add_(_alongside(addend, x))
         return
     mean, variance = _zero_and_one(factor.shape, factor.dtype)
@@ -218,16 +227,13 @@ def _view(x: Tensor) -> Tensor:
     return rows if beside <= 1 else rows.view(-1, math.gcd(number, beside) * channels)
 
 
-def _repeated(view: Tensor, vector: Tensor) -> Tensor:
-    """Returns a vector of shape (C,), repeated as the view has it."""
-    fold = view.shape[1] // vector.shape[0]
-    return vector if fold == 1 else vector.repeat(fold)
-
-
-def _vectors(view: Tensor, *vectors: FloatArray) -> list[Tensor]:
-    """Returns vectors of shape (C,) in the compute type, repeated as the view has it."""
+def _vectors(view: Tensor, *vectors: FloatArray) -> Iterator[Tensor]:
+    """Yields vectors of shape (C,) in the compute type, repeated as the view has it."""
     dtype = np.float64 if view.dtype == torch.float64 else np.float32
-    return [_repeated(view, torch.from_numpy(vector.astype(dtype))) for vector in vectors]
+    for vector in vectors:
+        repeated = np.empty((view.shape[1] // len(vector), len(vector)), dtype)
+        repeated[:] = vector
+        yield torch.from_numpy(repeated.reshape(-1))
 
 
 def _alongside(vector: Tensor, view: Tensor) -> Tensor:

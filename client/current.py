@@ -115,6 +115,11 @@ def current_connection() -> Connection | None:
     return None if _current is None or _current.closed else _current
 
 
+def has_been_connected() -> bool:
+    """Whether this process has had a connection, open or closed by now."""
+    return _current is not None
+
+
 def _goodbye() -> None:
     """At the interpreter's end: tells the others, with the exception that ended it if there was one.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from client.kernels import Statistics
 from client.pipe import Pipe
+from client.walks import phase_of
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.messages import Aggregate
 from statsd_bn.moments import Moments
@@ -111,7 +112,7 @@ class Exchange:
             )
         walk = self._walks[phase] = self._walks.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
-        key = self.key.of_phase(phase if walk == 1 else f"{phase} {walk}")
+        key = self.key.of_phase(phase_of(phase, walk))
         return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
 
     def check_count(self, x: Tensor) -> None:

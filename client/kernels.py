@@ -56,6 +56,7 @@ class Statistics:
     slope: FloatArray
 
     @classmethod
+    @_quietly
     def of(cls, moments: Moments, eps: float, eps_mode: str) -> "Statistics":
         """Returns the statistics of a batch.
 
@@ -121,8 +122,8 @@ def _moments_on_cpu(x: Tensor, number: int) -> Moments:
     first, second = cpu.sums(x, x)
     if cpu.are_near_zero(first, second, number):
         return Moments(number, first, second)
-    center = vector(first / number, x)
-    return _around(number, center.double().numpy(), *cpu.shifted_sums(x, center))
+    center = vector(first / number, x).double().numpy()
+    return _around(number, center, *cpu.shifted_sums(x, center))
 
 
 def _moments_compiled(x: Tensor, number: int) -> Moments:
@@ -265,7 +266,7 @@ def on_host(vector: Tensor) -> FloatArray:
 
     Resizing it is how FSDP frees a parameter.
     """
-    return vector.detach().cpu().to(torch.float64, copy=True).numpy()
+    return vector.detach().to("cpu", torch.float64, copy=True).numpy()
 
 
 def alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,9 @@ START_SECONDS = 60.0
 # A server that is told to stop needs as long as its answers may take to leave, a second.
 STOP_SECONDS = 5.0
 
+# From when on the wait for the other members at the end of this process is worth a warning.
+WARN_SECONDS = 10.0
+
 # How often a server is started again: whatever kills more of them would kill the next one too.
 RESTARTS = 3
 
@@ -85,8 +88,14 @@ class OwnMaster:
     def wait_for_members(self) -> None:
         """Waits until all members have left, as long as they may take."""
         # A forked child inherits the list of masters, and none of them.
-        if os.getpid() == self._owner:
-            self._has_ended.wait(self._patience)
+        if os.getpid() != self._owner:
+            return
+        quietly = min(WARN_SECONDS, self._patience)
+        if not self._has_ended.wait(quietly):
+            logger.warning(
+                "this process is through, but its server waits for the members that are not, up to %g s", self._patience
+            )
+            self._has_ended.wait(self._patience - quietly)
 
     def _start(self, bind: str, *options: str) -> str:
         """Returns where it listens, as soon as it does; until then it has its keys in a folder."""
@@ -131,9 +140,9 @@ class OwnMaster:
             if problem and not self._is_stopped:
                 logger.error("%s; its members wait for it in vain", problem)
         finally:
-            self._has_ended.set()
             with suppress(ValueError):
                 _started.remove(self)
+            self._has_ended.set()
 
     def _problem(self) -> str:
         """Waits for its end; returns what was wrong with that, empty if nothing was."""

@@ -2,13 +2,14 @@
 
     offset  size   content
     0       4      S, the structure's length, unsigned little-endian
-    4       S      structure: msgpack, in which an extension stands for each array and tuple
+    4       S      structure: msgpack, in which an extension stands for each array, tuple and counter
     4+S     ...    the arrays, see `client.arrays`
 
 Only plain values travel, and no pickle.
 """
 
 import struct
+from collections import Counter
 from itertools import zip_longest
 from typing import Any
 
@@ -20,7 +21,7 @@ from client import arrays
 from statsd_bn.errors import ProtocolError
 
 # msgpack's extension types.
-TUPLE, ARRAY = 1, 2
+TUPLE, ARRAY, COUNTER = 1, 2, 3
 
 _LENGTH = struct.Struct("<I")
 
@@ -42,6 +43,8 @@ def pack(state: Any) -> bytes:
             return msgpack.ExtType(ARRAY, _plain(len(found) - 1))
         if isinstance(value, tuple):
             return msgpack.ExtType(TUPLE, msgpack.packb(list(value), default=extension, strict_types=True))
+        if isinstance(value, Counter):
+            return msgpack.ExtType(COUNTER, msgpack.packb(dict(value), default=extension, strict_types=True))
         if isinstance(value, dict):
             return dict(value)
         if isinstance(value, np.generic):
@@ -76,7 +79,12 @@ def unpack(data: bytes) -> Any:
             return tuple(msgpack.unpackb(packed, ext_hook=value, strict_map_key=False))
         if code == ARRAY:
             return found[msgpack.unpackb(packed)]
-        raise ProtocolError(f"state: expected the extensions {TUPLE} and {ARRAY}, got {code}")
+        if code == COUNTER:
+            counts = msgpack.unpackb(packed, ext_hook=value, strict_map_key=False)
+            if not isinstance(counts, dict):
+                raise ProtocolError(f"state: expected the counts of a counter, got {type(counts).__name__}")
+            return Counter(counts)
+        raise ProtocolError(f"state: expected the extensions {TUPLE}, {ARRAY} and {COUNTER}, got {code}")
 
     try:
         return msgpack.unpackb(data[_LENGTH.size : end], ext_hook=value, strict_map_key=False)

@@ -49,9 +49,15 @@ class Exchanges:
         """Keeps a call as long as its graph lives, or, if it has none, until newer calls displace it."""
         with self._lock:
             if has_graph:
+                if exchange.layer not in self._with_graph:
+                    self._forget_layers_without_calls()
                 self._with_graph[exchange.layer].add(exchange)
             else:
                 self._keep(exchange)
+
+    def _forget_layers_without_calls(self) -> None:
+        for layer in [layer for layer, calls in self._with_graph.items() if not calls]:
+            del self._with_graph[layer]
 
     def _keep(self, exchange: Exchange) -> None:
         """Keeps a call, and forgets the layer that was called least recently if it may be gone, with its model.

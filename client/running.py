@@ -46,11 +46,17 @@ def move(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1
     if running_mean is None or running_var is None:
         return
     moves = is_due * has_values
-    weight = _weight_of_newest(layer) * (moves.double() if isinstance(moves, Tensor) else moves)
+    if not isinstance(moves, Tensor) and not moves:
+        return
+    weight = _weight_of_newest(layer)
     for running, batch in ((running_mean, mean), (running_var, variance)):
         wide = running.to(compute_type(running))  # in half precision the newest may overflow where the average does not
         target = batch.to(wide.dtype).to(wide.device)
-        wide.lerp_(target, weight.to(wide.dtype).to(wide.device) if isinstance(weight, Tensor) else weight)
+        by = weight.to(wide.dtype).to(wide.device) if isinstance(weight, Tensor) else weight
+        if isinstance(moves, Tensor):  # a weight of 0 would make NaN of infinity
+            wide = torch.where(moves.bool().to(wide.device), wide.lerp(target, by), wide)
+        else:
+            wide.lerp_(target, by)
         if wide is not running:
             running.copy_(wide)
 

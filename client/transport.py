@@ -112,6 +112,7 @@ class ZmqTransport(Transport):
         self._keys = keys
         self._handshakes = Handshakes(endpoint, has_key=keys is not None)
         self._context = zmq.Context()
+        self._is_closed = False
         try:
             with self.channel():
                 pass
@@ -125,6 +126,7 @@ class ZmqTransport(Transport):
 
     def close(self) -> None:
         """Closes all sockets; the last frames have a moment to leave."""
+        self._is_closed = True
         super().close()
         # It waits for ZeroMQ's thread, which may be asking for a name that nobody answers for, 30 seconds long.
         ending = threading.Thread(target=self._context.term, name="statsd_bn close", daemon=True)
@@ -132,7 +134,12 @@ class ZmqTransport(Transport):
         ending.join(CLOSE_SECONDS)
 
     def _open(self) -> Channel:
-        return _ZmqChannel(self._context, self.endpoint, self._keys, self._handshakes)
+        try:
+            return _ZmqChannel(self._context, self.endpoint, self._keys, self._handshakes)
+        except zmq.ZMQError as error:
+            if self._is_closed:
+                raise _closed() from error
+            raise
 
 
 class _ZmqChannel:
@@ -154,7 +161,7 @@ class _ZmqChannel:
         try:
             secure(self._socket, keys)
             self._socket.connect(endpoint)
-        except ConfigurationError:
+        except (ConfigurationError, zmq.ContextTerminated):
             self.close(linger=0)
             raise
         except zmq.ZMQError as error:
@@ -177,8 +184,8 @@ class _ZmqChannel:
         expiry = time.monotonic() + seconds
         while True:
             try:
-                return self._socket.recv()
-            except zmq.Again:
+                if (frame := self._received()) is not None:
+                    return frame
                 if time.monotonic() >= expiry or self._is_connected_anew():
                     return None
             except zmq.ContextTerminated as error:
@@ -189,6 +196,12 @@ class _ZmqChannel:
             self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger)
+
+    def _received(self) -> bytes | None:
+        try:
+            return self._socket.recv()
+        except zmq.Again:
+            return None
 
     def _is_connected_anew(self) -> bool:
         before = self._handshakes.successes

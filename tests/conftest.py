@@ -74,15 +74,16 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[..., list[Any]]:
     """Runs `program(connection, *arguments)` in n processes of one job; returns their results by member."""
 
-    def run(n: int, program: Callable[..., Any], *arguments: Any, job: str = job) -> list[Any]:
-        futures = [pool.submit(_member, program, server.endpoint, job, member, n, arguments) for member in range(n)]
+    def run(n: int, program: Callable[..., Any], *arguments: Any, job: str = job, policy: str = "strict") -> list[Any]:
+        given = {"job": job, "world_size": n, "policy": policy}
+        futures = [pool.submit(_member, program, server.endpoint, member, given, arguments) for member in range(n)]
         return [future.result(timeout=WAIT_SECONDS) for future in futures]
 
     return run
 
 
-def _member(program: Callable[..., Any], endpoint: str, job: str, member: int, n: int, arguments: Any) -> Any:
-    with client.connect(endpoint, job=job, member=member, world_size=n, deadline=30.0) as connection:
+def _member(program: Callable[..., Any], endpoint: str, member: int, given: dict[str, Any], arguments: Any) -> Any:
+    with client.connect(endpoint, member=member, deadline=30.0, **given) as connection:
         return program(connection, *arguments)
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import client
 import whole_batch
 from statsd_bn import Rows, StatsdBNError
+from statsd_bn.messages import Aggregate
 
 Buffers = dict[str, np.ndarray]
 
@@ -490,6 +491,41 @@ def compiled_masks_in_eval(connection: client.Connection, backend: str) -> tuple
         (output**3).sum().backward()
         results.append({"output": output.detach().numpy(), "gradient": x.grad.numpy()})
     return results, connection.rounds
+
+
+def walk_compiled_again(
+    connection: client.Connection, backend: str, who: tuple[int, ...], is_checkpointed: bool
+) -> tuple[list[str], Buffers, Buffers]:
+    """The phases of all rounds, and the gradients of three walks with a call between them: first some are compiled."""
+    torch.compiler.reset()
+    phases = _recorded_phases(connection)
+    results = []
+    for members in (who, ()):
+        layer = _layer(3).double()
+        run = torch.compile(layer, fullgraph=True, backend=backend) if connection.member.member in members else layer
+        x, other = _batches_of(connection.member.member, 2)
+        loss = ((checkpoint(run, x, use_reentrant=False) if is_checkpointed else run(x)) ** 3).sum()
+        gradients = torch.autograd.grad(loss, x, retain_graph=True)
+        between = (run(other) ** 3).sum()
+        gradients += torch.autograd.grad(loss * 2, x, retain_graph=True)
+        gradients += torch.autograd.grad(between, other)
+        gradients += torch.autograd.grad(loss * 3, x)
+        results.append({f"{number}": gradient.numpy() for number, gradient in enumerate(gradients)})
+    return phases, *results
+
+
+def _recorded_phases(connection: client.Connection) -> list[str]:
+    """The phases of all rounds from now on."""
+    phases = []
+    exchange = connection.exchange
+
+    def recorded(*arguments: object, **options: object) -> Aggregate:
+        aggregate = exchange(*arguments, **options)
+        phases.append(aggregate.key.phase)
+        return aggregate
+
+    connection.exchange = recorded
+    return phases
 
 
 def compiled_checkpoint(connection: client.Connection, backend: str) -> list[tuple[Buffers, int]]:

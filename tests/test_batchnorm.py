@@ -10,6 +10,7 @@ from torch import nn
 import client
 import member_programs
 import whole_batch
+from client import running
 from whole_batch import SYNCHRONISED
 
 LAYERS = list(SYNCHRONISED.items())
@@ -132,6 +133,19 @@ def test_tracking_switched_off_for_a_while_moves_nothing_as_in_torch(momentum):
         x = torch.randn(8, 3) + 2
         torch.testing.assert_close(wrapped(x), expected(x))
         torch.testing.assert_close(dict(found.named_buffers()), dict(expected.named_buffers()))
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("has_values", [False, torch.zeros((), dtype=torch.bool)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_empty_batch_is_counted_and_leaves_infinite_statistics_as_they_are(dtype, has_values, momentum):
+    layer = client.SynchronizedBatchNorm1d(2, momentum=momentum, dtype=dtype)
+    layer.running_mean.fill_(-torch.inf)
+    layer.running_var.fill_(torch.inf)
+    running.move(layer, torch.zeros(2), torch.zeros(2), has_values=has_values)
+    assert layer.num_batches_tracked == 1
+    assert layer.running_mean.tolist() == [-torch.inf] * 2
+    assert layer.running_var.tolist() == [torch.inf] * 2
 
 
 def test_copies_and_pickles_hold_no_connection(server, job):

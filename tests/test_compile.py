@@ -7,6 +7,9 @@ from torch import nn
 
 import client
 import member_programs
+from client import compiled
+from client.walks import KEPT_CALLS, Walks
+from statsd_bn.errors import ConfigurationError
 
 # Where nothing depends on generated code, the backend that only traces is twenty times quicker.
 TRACE = "aot_eager"
@@ -49,10 +52,32 @@ def test_masks_and_layers_without_parameters_or_statistics_compile(members):
     assert_equal(members(2, member_programs.compiled_masks, TRACE))
 
 
-def test_in_eval_masks_send_nothing(members):
-    results = members(2, member_programs.compiled_masks_in_eval, TRACE)
+@pytest.mark.parametrize("policy", ["strict", "elastic"])
+def test_in_eval_masks_send_nothing(members, policy):
+    results = members(2, member_programs.compiled_masks_in_eval, TRACE, policy=policy)
     assert [rounds for _, rounds in results] == [0, 0]
     assert_equal([found for found, _ in results])
+
+
+def test_no_group_of_a_user_has_the_name_of_evals():
+    with pytest.raises(ConfigurationError, match="reserved"):
+        client.Group(*compiled.ALONE)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("who", [(0, 1), (0,)], ids=["both compiled", "one compiled"])
+def test_a_graph_that_is_kept_may_be_walked_again_even_after_another_forward(members, who, is_checkpointed):
+    for phases, *gradients in members(2, member_programs.walk_compiled_again, TRACE, who, is_checkpointed):
+        assert phases == ["forward", "backward", "forward", "backward 2", "backward", "backward 3"] * 2
+        assert_equal([gradients])
+
+
+def test_walks_are_forgotten_for_the_call_that_was_walked_least_recently():
+    walks = Walks()
+    assert [walks.count(0), walks.count(1), walks.count(0)] == [1, 1, 2]
+    for call in range(2, KEPT_CALLS + 1):
+        assert walks.count(call) == 1
+    assert [walks.count(0), walks.count(1)] == [3, 1]
 
 
 def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once(members):

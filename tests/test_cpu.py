@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from client import cpu, kernels
 from client.kernels import Statistics
@@ -102,10 +103,29 @@ def test_a_number_of_rows_that_does_not_divide_is_summed_to_the_last(dtype):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_what_is_large_lies_on_whole_pages_of_its_own(monkeypatch):
-    """Never on its neighbours': what the system is asked for begins and ends inside the tensor."""
+@pytest.mark.parametrize("shape", [(4, 3, 5, 7), (20, 31)], ids=["planes", "rows"])
+def test_real_tensors_pass_after_fake_ones(shape):
+    """Estimators of memory and operations run a model under such a mode."""
+    cpu._zero_and_one.cache_clear()
+    with FakeTensorMode(), pytest.raises((RuntimeError, AssertionError)):
+        kernels.moments(torch.randn(shape))
+    x = random(*shape)
+    found, (mean, _) = kernels.moments(x), exact(x)
+    np.testing.assert_allclose(found.mean, mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(cpu.scale(x, np.ones(shape[1]), np.zeros(shape[1])), x)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What is asked of the system."""
     asked = []
     monkeypatch.setattr(cpu, "_madvise", lambda *arguments: asked.append(arguments))
+    return asked
+
+
+def test_what_is_large_lies_on_whole_pages_of_its_own(asked, monkeypatch):
+    """Never on its neighbours': what the system is asked for begins and ends inside the tensor."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     x = torch.empty(3, 2**20)
     one = np.ones(2**20)
     output = cpu.scale(x, one, one)
@@ -114,3 +134,12 @@ def test_what_is_large_lies_on_whole_pages_of_its_own(monkeypatch):
     assert start % cpu.PAGE == length % cpu.PAGE == 0
     assert output.data_ptr() <= start < start + length <= output.data_ptr() + output.nbytes
     assert length > output.nbytes - 2 * cpu.PAGE
+
+
+def test_several_threads_touch_pages_of_the_usual_size(asked, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x = torch.randn(3, 2**20)
+    one = np.ones(2**20)
+    assert torch.equal(cpu.scale(x, one, 0 * one), x)
+    assert torch.equal(cpu.combine(x, x, one, 0 * one, 0 * one), x)
+    assert asked == []

@@ -124,6 +124,13 @@ def test_a_large_mean_costs_neither_output_nor_gradient(ratio):
     torch.testing.assert_close(gradient.double(), reference.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+def test_without_eps_a_constant_channel_is_nan_and_warns_of_nothing(eps_mode):
+    x = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
+    found = kernels.normalise(x, statistics_of(x, 0.0, eps_mode), None, None)
+    torch.testing.assert_close(found, torch.tensor([[torch.nan, -1.0], [torch.nan, 1.0]]), equal_nan=True)
+
+
 def test_the_statistics_of_moments_are_mean_and_inverse_standard_deviation():
     statistics = Statistics.of(Moments(4, np.array([4.0]), np.array([20.0])), 0.0, "plus")
     assert (statistics.mean.tolist(), statistics.invstd.tolist()) == ([1.0], [0.5])

@@ -46,8 +46,8 @@ def member(endpoint, keys=None):
 
 
 def has_ended(master):
-    """Whether it has, and nobody has to ask for its exit code: a zombie would be there still."""
-    return not (PROC / str(master._process.pid)).exists()
+    """Whether its owner knows that it has, and no zombie is left."""
+    return master._has_ended.is_set() and not (PROC / str(master._process.pid)).exists()
 
 
 def test_it_listens_on_a_port_that_it_picks_and_stops(start):
@@ -249,6 +249,14 @@ def test_keys_that_cannot_be_made_are_told_and_leave_no_folder(start, tmp_path, 
     with pytest.raises(ServerUnreachable, match=r"cannot start a server: .*exit status 7"):
         start(with_keys=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_wait_for_the_members_at_the_end_is_told(start, monkeypatch, caplog):
+    monkeypatch.setattr(own_master, "WARN_SECONDS", 0.05)
+    start(patience=0.2)
+    with caplog.at_level("WARNING", "statsd_bn.client"):
+        own_master.wait_for_members()
+    assert "its server waits for the members that are not, up to 0.2 s" in caplog.text
 
 
 def test_whoever_is_at_the_end_waits_for_the_members_as_long_as_it_said(start):

@@ -1,15 +1,19 @@
 """A packed state comes back as it was, and nothing that came can do more than be refused."""
 
-from collections import OrderedDict
+import copy
+from collections import Counter, OrderedDict
 
+import msgpack
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
-from client.packing import pack, unpack
+from client import arrays
+from client.packing import COUNTER, pack, unpack
 from statsd_bn.errors import ProtocolError
 
 plain = st.recursive(
@@ -44,6 +48,34 @@ def test_an_optimizers_state_comes_back():
     assert torch.equal(found["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
+def test_a_counter_comes_back_as_one():
+    found = unpack(pack({"milestones": Counter([2, 2, 4])}))
+    assert repr(found) == "{'milestones': Counter({2: 2, 4: 1})}"
+
+
+def test_a_schedule_with_milestones_goes_on():
+    """`MultiStepLR` keeps them in a counter."""
+
+    def rates(travelled):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        parts = [LinearLR(optimizer, total_iters=2), MultiStepLR(optimizer, [1, 1, 3])]
+        schedule = SequentialLR(optimizer, parts, milestones=[2])
+        schedule.load_state_dict(travelled(schedule.state_dict()))
+        for _ in range(6):
+            optimizer.step()
+            schedule.step()
+            yield schedule.get_last_lr()
+
+    assert list(rates(lambda state: unpack(pack(state)))) == list(rates(copy.deepcopy))
+
+
+@pytest.mark.parametrize("inside", [None, 1, "text", [], [[1, 2]]])
+def test_a_counter_of_something_else_is_refused(inside):
+    structure = msgpack.packb(msgpack.ExtType(COUNTER, msgpack.packb(inside)))
+    with pytest.raises(ProtocolError, match=r"^state: expected the counts of a counter, got "):
+        unpack(len(structure).to_bytes(4, "little") + structure + arrays.encode([]))
+
+
 def test_types_made_of_the_plain_ones_become_plain():
     state = OrderedDict(size=torch.Size([2, 3]), mean=np.float32(0.5), weight=nn.Parameter(torch.ones(1)))
     found = unpack(pack(state))
@@ -64,7 +96,7 @@ def test_garbage_is_refused(data):
 
 @given(st.data())
 def test_a_changed_byte_raises_nothing_else(data):
-    packed = bytearray(pack({"weights": (torch.ones(3), [1, "x"])}))
+    packed = bytearray(pack({"weights": (torch.ones(3), [1, "x"]), "milestones": Counter([2, 2])}))
     packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
     try:
         unpack(bytes(packed))

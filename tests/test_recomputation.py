@@ -221,6 +221,17 @@ def test_a_call_is_forgotten_with_its_graph():
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is None
 
 
+def test_a_layer_is_forgotten_with_its_graphs_when_another_is_called():
+    """One made by hand in each step would leave its name behind."""
+    exchanges = Exchanges()
+    kept = exchange_of([1.0, 2.0])
+    exchanges.remember(kept, has_graph=True)
+    for number in range(3):
+        exchanges.remember(exchange_of([1.0, 2.0], f"bn {number}"), has_graph=True)
+    assert list(exchanges._with_graph) == ["bn", "bn 2"]
+    assert find(exchanges, 0, moments_of([1.0, 2.0])) is kept
+
+
 def test_calls_without_a_graph_are_forgotten_after_some_more():
     exchanges = Exchanges()
     for number in range(KEPT_WITHOUT_GRAPH + 1):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from client.transport import MemoryTransport, Transport, ZmqTransport
 from memory_members import outcome, wait_until
@@ -113,6 +114,44 @@ def test_closing_wakes_a_thread_that_waits(echo):
     transport.close()
     thread.join(timeout=10)
     assert isinstance(results[1], ConnectionClosed)
+
+
+def test_closing_wakes_a_thread_that_just_looks_whether_the_master_has_come_back(tmp_path, monkeypatch):
+    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+
+    def close_first(socket):
+        transport.close()
+        return recv_monitor_message(socket)
+
+    def wait():
+        with transport.channel() as channel:
+            monkeypatch.setattr(channel._monitor, "poll", lambda _: True)
+            channel.receive(60.0)
+
+    monkeypatch.setattr("client.transport.CLOSE_SECONDS", 0.1)  # it waits for the channel
+    monkeypatch.setattr("client.transport.recv_monitor_message", close_first)
+    assert isinstance(outcome(wait), ConnectionClosed)
+
+
+def test_a_closed_transport_opens_no_channel(tmp_path):
+    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+    transport.close()
+    with pytest.raises(ConnectionClosed), transport.channel():
+        pass
+
+
+def test_a_transport_that_is_being_closed_opens_no_channel(tmp_path, monkeypatch):
+    """It waits for the channels that are lent."""
+    monkeypatch.setattr("client.transport.CLOSE_SECONDS", 0.1)
+    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+
+    def open_late():
+        with transport.channel():
+            transport.close()
+            with transport.channel():
+                pass
+
+    assert isinstance(outcome(open_late), ConnectionClosed)
 
 
 def test_sending_to_a_master_that_is_away_for_long_does_not_block(tmp_path):
