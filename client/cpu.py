@@ -140,7 +140,7 @@ def _zero_and_one(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, T
 
 def scale(x: Tensor, factor: FloatArray, addend: FloatArray) -> Tensor:
     """Returns x * factor + addend, rounded to the type of `x` once; vectors of shape (C,)."""
-    output = _output(x)
+    output = output_for(x)
     view = _view(x)
     _scale(view, _view(output), *_vectors(view, factor, addend))
     return output
@@ -156,7 +156,7 @@ def combine(grad: Tensor, x: Tensor, by_grad: FloatArray, factor: FloatArray, ad
         factor: shape (C,).
         addend: shape (C,).
     """
-    output = _output(x)
+    output = output_for(x)
     views = _view(grad), _view(x), _view(output)
     vectors = list(_vectors(views[1], by_grad, factor, addend))
     (_combine if vectors[0].dtype == x.dtype else _combine_widened)(*views, *vectors)
@@ -184,7 +184,7 @@ def _combine_widened(grad: Tensor, x: Tensor, output: Tensor, by_grad: Tensor, f
         into.copy_(wide.addcmul_(room_for_grad[: part.shape[0]].copy_(grad_part), by_grad))
 
 
-def fresh(x: Tensor) -> Tensor:
+def _on_huge_pages(x: Tensor) -> Tensor:
     """Returns an empty tensor like `x`, on huge pages where the system gives them to those who ask, as numpy does.
 
     The first touch of 25 MB in pages of 4 kB takes as long as all the arithmetic on them.
@@ -196,9 +196,9 @@ def fresh(x: Tensor) -> Tensor:
     return output
 
 
-def _output(x: Tensor) -> Tensor:
+def output_for(x: Tensor) -> Tensor:
     """Several threads share the first touch: huge pages were no faster for them, and the slowest call much slower."""
-    return fresh(x) if torch.get_num_threads() == 1 else torch.empty_like(x)
+    return _on_huge_pages(x) if torch.get_num_threads() == 1 else torch.empty_like(x)
 
 
 def _scale(x: Tensor, into: Tensor, factor: Tensor, addend: Tensor) -> None:

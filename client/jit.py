@@ -4,11 +4,12 @@ Torch's operators, put together in `client.cpu`, take several passes wherever bf
 value is widened, computed with in float32 and rounded once, to the nearest even. Values are centred on the way, so that
 it does not matter how far from zero they are.
 
-A dense tensor is seen as flat memory: planes of equal length, one channel each, or rows whose channels lie last. One
-thread does it all, the caller's, without Python's lock: where others want the cores too, to wait for a second one took
-longer than to do its work.
+A dense tensor is seen as flat memory: planes of equal length, one channel each, or rows whose channels lie last.
+Torch's own threads share it, without Python's lock; before torch 2.10, which lends them to others, the caller's does
+it alone.
 """
 
+import ctypes
 import importlib
 import logging
 import time
@@ -19,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.cpu import fresh
+from client.cpu import output_for
+from client.parallel import share
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.reduction import FloatArray
 
@@ -29,8 +31,16 @@ logger = logging.getLogger(__name__)
 # first cache. Several rows at a time were slower where the tensor comes from memory.
 COLUMNS = 512
 
-# Values in a part of rows, which are added in float32 before their sum goes to float64: 512 rows or so.
-PART = 2**18
+# Values in a part of rows, which are added in float32 before their sum goes to float64: 128 rows or so.
+PART = 2**16
+
+# Values that are worth another thread, as torch's operators have it.
+GRAIN = 2**15
+
+Vectors = NDArray[np.float32]
+
+# Nine numbers that a kernel wants to know: see `client.jit_kernels`.
+_Given = ctypes.c_int64 * 9
 
 # `client.jit_kernels`, once somebody has asked for it.
 _kernels: Any = None
@@ -66,14 +76,6 @@ def takes(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and x.is_contiguous() and not _columns(x))
 
 
-def sums(grad: Tensor, x: Tensor, mean: FloatArray) -> FloatArray:
-    """Returns Σg and Σg·(x - mean), shape (2, C); `grad`, g, is of the type and layout of `x`, which is dense."""
-    center = rounded(mean)
-    found = _sums(grad, x, center, np.zeros_like(center))
-    found[1] += (center - mean) * found[0]
-    return found
-
-
 def shifted_sums(x: Tensor, center: FloatArray) -> FloatArray:
     """Returns Σ(x - c) and Σ(x - c)², shape (2, C); `center`, c, has shape (C,) and whatever float32 holds."""
     return _sums(x, x, center, center)
@@ -84,61 +86,108 @@ def rounded(values: FloatArray) -> FloatArray:
     return values.astype(np.float32).astype(np.float64)
 
 
-def _sums(grad: Tensor, x: Tensor, center: FloatArray, shift: FloatArray) -> FloatArray:
-    channels = x.shape[1]
-    columns = _columns(x)
-    vectors = _kernels.in_float32(center, shift, center, center, columns // channels or 1)
-    if columns:
-        length = max(PART // columns, 1) * columns
-        found = np.empty((2, -(-x.numel() // length), columns))
-        _kernels.sum_rows(_flat(grad), _flat(x), vectors, found, length)
-    else:
-        found = np.empty((2, x.shape[0] * channels, 1))
-        _kernels.sum_planes(_flat(grad), _flat(x), vectors, found, x.numel() // found.shape[1])
-    by_channel: FloatArray = found.reshape(2, -1, channels).sum(1)
-    return by_channel
-
-
-def scale(x: Tensor, mean: FloatArray, factor: FloatArray, addend: FloatArray) -> Tensor:
-    """Returns (x - mean) * factor + addend, rounded to the type of `x` once; `x` is dense, vectors of shape (C,)."""
-    kernel = _kernels.scale_rows if _columns(x) else _kernels.scale_planes
-    return _into_fresh(kernel, (x,), mean, factor, addend, factor)
-
-
-def combine(
-    grad: Tensor, x: Tensor, mean: FloatArray, by_grad: FloatArray, factor: FloatArray, addend: FloatArray
-) -> Tensor:
-    """Returns g * by_grad + (x - mean) * factor + addend, rounded to the type of `x` once.
+def normalise(x: Tensor, mean: FloatArray, invstd: FloatArray, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Returns (x - mean) * invstd * weight + bias, rounded to the type of a dense `x` once.
 
     Args:
-        grad: g, of the type and layout of `x`.
-        x: shape (N, C, *), dense.
-        mean: shape (C,), as the other vectors.
-        by_grad: shape (C,).
-        factor: shape (C,).
-        addend: shape (C,).
+        x: shape (N, C, *).
+        mean: shape (C,), float64.
+        invstd: shape (C,), float64.
+        weight: shape (C,) or None for 1.
+        bias: shape (C,) or None for 0.
     """
-    kernel = _kernels.combine_rows if _columns(x) else _kernels.combine_planes
-    return _into_fresh(kernel, (grad, x), mean, factor, addend, by_grad)
-
-
-def _into_fresh(kernel: Any, tensors: tuple[Tensor, ...], *vectors: FloatArray) -> Tensor:
-    x = tensors[-1]
-    output = fresh(x)
     columns = _columns(x)
-    length = columns or x.numel() // (x.shape[0] * x.shape[1])
-    repeated = _kernels.in_float32(*vectors, columns // x.shape[1] or 1)
-    kernel(*map(_flat, (*tensors, output)), repeated, length)
+    weight, bias = _in_float32(weight), _in_float32(bias)
+    vectors = _kernels.for_output(mean, invstd, _address(weight), _address(bias), columns or x.shape[1])
+    output = output_for(x)
+    _run(_kernels.scale_rows if columns else _kernels.scale_planes, x, vectors, columns or _plane(x), output=output)
     return output
+
+
+def backward_sums(grad: Tensor, x: Tensor, mean: FloatArray) -> FloatArray:
+    """Returns Σdy and Σdy·(x - mean), shape (2, C); `grad`, dy, is of the type and layout of `x`, which is dense."""
+    center = rounded(mean)
+    found = _sums(grad, x, center, np.zeros_like(center))
+    found[1] += (center - mean) * found[0]
+    return found
+
+
+def input_gradient(
+    grad: Tensor, x: Tensor, mean: FloatArray, invstd: FloatArray, means: FloatArray, weight: Tensor | None
+) -> Tensor:
+    """Returns dx, rounded to the type of a dense `x` once: see `kernels.input_gradient`.
+
+    Args:
+        grad: dy, of the type and layout of `x`.
+        x: shape (N, C, *).
+        mean: shape (C,), float64.
+        invstd: shape (C,), float64.
+        means: shape (2, C), float64: Σdy / n and Σdy·(x - mean) / n.
+        weight: shape (C,) or None for 1.
+    """
+    columns = _columns(x)
+    weight = _in_float32(weight)
+    vectors = _kernels.for_gradient(mean, invstd, means, _address(weight), columns or x.shape[1])
+    output = output_for(x)
+    kernel = _kernels.combine_rows if columns else _kernels.combine_planes
+    _run(kernel, x, vectors, columns or _plane(x), grad=grad, output=output)
+    return output
+
+
+def _sums(grad: Tensor, x: Tensor, center: FloatArray, shift: FloatArray) -> FloatArray:
+    columns = _columns(x)
+    vectors = _kernels.for_sums(center, shift, columns or x.shape[1])
+    length = max(PART // columns, 1) * columns if columns else _plane(x)
+    sums = np.empty((2, -(-x.numel() // length), columns or 1), np.float32)
+    _run(_kernels.sum_rows if columns else _kernels.sum_planes, x, vectors, length, grad=grad, sums=sums)
+    found: FloatArray = _kernels.by_channel(sums, x.shape[1])
+    return found
+
+
+def _run(
+    kernel: Any,
+    x: Tensor,
+    vectors: Vectors,
+    length: int,
+    *,
+    grad: Tensor | None = None,
+    output: Tensor | None = None,
+    sums: Vectors | None = None,
+) -> None:
+    """Shares units of so many values among torch's threads."""
+    number = x.numel()
+    given = _Given(
+        _address(grad),
+        _address(x),
+        _address(output),
+        vectors.ctypes.data,
+        0 if sums is None else sums.ctypes.data,
+        number,
+        length,
+        vectors.shape[1],
+        x.dtype == torch.bfloat16,
+    )
+    share(-(-number // length), -(-GRAIN // length), kernel.address, given)
 
 
 def _columns(x: Tensor) -> int:
     """Returns how many columns `x` is dealt to if its channels lie last, else 0."""
+    if x.dim() > 2 and x.stride(1) != 1:  # noqa: PLR2004
+        return 0
     channels = x.shape[1]
-    return max(COLUMNS // channels, 1) * channels if x.dim() == 2 or x.stride(1) == 1 else 0  # noqa: PLR2004
+    return max(COLUMNS // channels, 1) * channels
 
 
-def _flat(x: Tensor) -> NDArray[Any]:
-    """Returns the memory of a dense `x`; of bfloat16 the bits."""
-    flat = x.detach().as_strided((x.numel(),), (1,))
-    return (flat.view(torch.uint16) if x.dtype == torch.bfloat16 else flat).numpy()
+def _plane(x: Tensor) -> int:
+    """Returns how many values a plane has."""
+    return x.numel() // (x.shape[0] * x.shape[1])
+
+
+def _in_float32(vector: Tensor | None) -> Tensor | None:
+    if vector is None or (vector.dtype == torch.float32 and vector.is_cpu and vector.is_contiguous()):
+        return vector
+    return vector.detach().to("cpu", torch.float32).contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -150,9 +150,7 @@ def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Te
         bias: shape (C,) or None for 0.
     """
     if jit.takes(x):
-        factor = _weighted(statistics, weight)
-        addend = np.zeros_like(factor) if bias is None else on_host(bias)
-        return jit.scale(dense(x), statistics.mean, factor, addend)
+        return jit.normalise(dense(x), statistics.mean, statistics.invstd, weight, bias)
     if cpu.takes(x) and statistics.is_near_zero:
         factor = _weighted(statistics, weight)
         addend = -factor * statistics.mean
@@ -178,7 +176,7 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor 
     if x.numel() == 0:
         return np.zeros((2, x.shape[1]))
     if mask is None and jit.takes(x):
-        return jit.sums(*alike(grad, x), statistics.mean)
+        return jit.backward_sums(*alike(grad, x), statistics.mean)
     if mask is None and cpu.takes(x) and statistics.is_near_zero:
         found = cpu.sums(*alike(grad, x))
         found[1] -= statistics.mean * found[0]
@@ -215,19 +213,17 @@ def input_gradient(
         weight: shape (C,) or None for 1.
         mask: as for `moments`.
     """
-    mean_grad, mean_product = sums / statistics.count
+    means = sums / statistics.count
+    means[1] *= statistics.slope
     invstd = statistics.invstd
-    slope = invstd * invstd * mean_product * statistics.slope
     if mask is None and jit.takes(x):
-        by_grad = _weighted(statistics, weight)
-        vectors = by_grad, -by_grad * slope, -by_grad * mean_grad
-        return jit.combine(*alike(grad, x), statistics.mean, *vectors)
+        return jit.input_gradient(*alike(grad, x), statistics.mean, invstd, means, weight)
+    mean_grad, slope = means[0], invstd * invstd * means[1]
     if mask is None and cpu.takes(x) and statistics.is_near_zero:
         by_grad = _weighted(statistics, weight)
         factor = -by_grad * slope
         return cpu.combine(*alike(grad, x), by_grad, factor, -by_grad * mean_grad - factor * statistics.mean)
     if mask is None and cuda.takes(x):
-        means = np.stack((mean_grad, mean_product * statistics.slope))
         return cuda.input_gradient(*alike(grad, x), statistics.mean, invstd, means, weight)
     through_statistics = where(mask, affine(x, statistics, -invstd * slope, -invstd * mean_grad, weight))
     return through_statistics.add_(scaled(grad, invstd, weight)).to(x.dtype)

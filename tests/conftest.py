@@ -16,6 +16,8 @@ import pytest
 # Small tensors in many processes: more threads than cores only get in each other's way.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import torch
+
 import client
 
 MEMBERS = 4
@@ -85,6 +87,14 @@ def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[...
 def _member(program: Callable[..., Any], endpoint: str, member: int, given: dict[str, Any], arguments: Any) -> Any:
     with client.connect(endpoint, member=member, deadline=30.0, **given) as connection:
         return program(connection, *arguments)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """torch.set_num_threads, for this test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

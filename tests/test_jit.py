@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("numba", reason="the compiled kernels come with statsd-bn[compiled]")
 
-from client import jit, kernels
+from client import jit, kernels, parallel
 from client.kernels import Statistics
 from statsd_bn.errors import ConfigurationError
 
@@ -137,9 +137,8 @@ def test_nan_and_infinity_stay_in_their_channel(bad, layout, monkeypatch):
 def test_every_bfloat16_is_read_and_every_tie_goes_to_the_even_one():
     """Through scaling by 1: all bit patterns come back. Halves of the last place are rounded as torch rounds them."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).view(1, 1, -1)
-    zero, one = np.zeros(1), np.ones(1)
     for factor in (1.0, 1 + 2**-8, 0.5, 1 + 2**-7, 3.0):
-        found = jit.scale(every, zero, one * factor, zero)
+        found = jit.normalise(every, np.zeros(1), np.full(1, factor), None, None)
         expected = (every.float() * factor + 0).to(torch.bfloat16)
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.nan_to_num(), expected.nan_to_num())
@@ -147,8 +146,8 @@ def test_every_bfloat16_is_read_and_every_tie_goes_to_the_even_one():
 
 def test_no_nan_rounds_up_to_a_number():
     """All bits of this one are set, so that one more makes it -0."""
-    nan = np.array([0x7FFFFFFF], np.uint32).view(np.float32).astype(np.float64)
-    assert jit.scale(torch.ones(1, 1, 40, dtype=torch.bfloat16), np.zeros(1), np.ones(1), nan).isnan().all()
+    nan = torch.from_numpy(np.array([0x7FFFFFFF], np.uint32).view(np.float32))
+    assert jit.normalise(torch.ones(1, 1, 40, dtype=torch.bfloat16), np.zeros(1), np.ones(1), None, nan).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -201,6 +200,32 @@ def test_several_threads_may_call_at_once():
     for thread in threads:
         thread.join()
     assert [found[i] for i in range(6)] == expected
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "layout"),
+    [
+        ((6, 5, 40, 50), torch.float32, torch.contiguous_format),
+        ((7, 3, 111, 113), torch.bfloat16, torch.contiguous_format),
+        ((7, 3, 111, 113), torch.bfloat16, torch.channels_last),
+        ((40, 600, 7, 7), torch.bfloat16, torch.channels_last),
+    ],
+)
+def test_any_number_of_threads_gives_the_same_bits(shape, dtype, layout, threads, set_threads):
+    x, grad = (random(shape, dtype, seed, layout) for seed in range(2))
+    set_threads(1)
+    expected = bits(x, grad)
+    set_threads(threads)
+    assert bits(x, grad) == expected
+
+
+def test_a_torch_that_lends_no_threads_gives_the_same_bits(monkeypatch, set_threads):
+    set_threads(2)
+    x, grad = (random((6, 5, 40, 50), torch.bfloat16, seed) for seed in range(2))
+    expected = bits(x, grad)
+    monkeypatch.setattr(parallel, "_loop", lambda: parallel._alone)
+    assert bits(x, grad) == expected
 
 
 def test_without_numba_it_says_what_to_install(monkeypatch):

@@ -147,14 +147,10 @@ class Threads(nn.Module):
         return torch.get_num_threads()
 
 
-def test_replicas_have_the_callers_number_of_torchs_threads_though_their_own_are_older():
-    before = torch.get_num_threads()
-    try:
-        for number in (2, 1):
-            torch.set_num_threads(number)
-            assert run([Threads()] * 3)[0] == [number] * 3
-    finally:
-        torch.set_num_threads(before)
+def test_replicas_have_the_callers_number_of_torchs_threads_though_their_own_are_older(set_threads):
+    for number in (2, 1):
+        set_threads(number)
+        assert run([Threads()] * 3)[0] == [number] * 3
 
 
 def test_no_replica_runs_in_the_callers_thread():

@@ -1,0 +1,56 @@
+"""Torch's own threads, lent to functions of C."""
+
+import ctypes
+import threading
+
+import pytest
+
+from client import parallel
+
+Range = tuple[int, int]
+needs_loop = pytest.mark.skipif(parallel._loop() is parallel._alone, reason="torch lends no threads before 2.10")
+
+
+def shared(units: int, grain: int) -> list[tuple[int, Range]]:
+    """Which thread was given which range; each has to be given the numbers as well."""
+    found, numbers = [], set()
+
+    @parallel._Function
+    def note(begin, end, given):
+        found.append((threading.get_native_id(), (begin, end)))
+        numbers.add(ctypes.cast(given, ctypes.POINTER(ctypes.c_int64))[1])
+
+    address = ctypes.cast(note, ctypes.c_void_p).value
+    parallel.share(units, grain, address, (ctypes.c_int64 * 2)(3, 7))
+    assert numbers == {7}
+    return sorted(found, key=lambda each: each[1])
+
+
+@needs_loop
+def test_units_are_dealt_to_torchs_threads(set_threads):
+    set_threads(2)
+    (first, own), (second, others) = shared(100, 1)
+    assert (own, others) == ((0, 50), (50, 100))
+    assert threading.get_native_id() == first != second
+
+
+def test_units_that_are_worth_one_thread_are_the_callers(set_threads):
+    set_threads(2)
+    assert shared(100, 100) == [(threading.get_native_id(), (0, 100))]
+
+
+def test_one_thread_is_the_callers(set_threads):
+    set_threads(1)
+    assert shared(100, 1) == [(threading.get_native_id(), (0, 100))]
+
+
+def test_a_torch_that_lends_none_leaves_all_to_the_caller(monkeypatch, set_threads):
+    set_threads(2)
+    monkeypatch.setattr(parallel, "_loop", lambda: parallel._alone)
+    assert shared(100, 1) == [(threading.get_native_id(), (0, 100))]
+
+
+def test_a_loop_that_fails_is_an_error(monkeypatch):
+    monkeypatch.setattr(parallel, "_loop", lambda: lambda *_: 1)
+    with pytest.raises(RuntimeError, match="threads did not"):
+        parallel.share(1, 1, 0, (ctypes.c_int64 * 1)(0))
