@@ -122,7 +122,7 @@ def input_gradient(
         x: shape (N, C, *).
         mean: shape (C,), float64.
         invstd: shape (C,), float64.
-        means: shape (2, C), float64: Σdy / n and Σdy·(x - mean) / n.
+        means: shape (2, C), float64: Σdy / n and slope * Σdy·(x - mean) / n.
         weight: shape (C,) or None for 1.
     """
     columns = _columns(x)
