@@ -197,7 +197,10 @@ def _on_huge_pages(x: Tensor) -> Tensor:
 
 
 def output_for(x: Tensor) -> Tensor:
-    """Several threads share the first touch: huge pages were no faster for them, and the slowest call much slower."""
+    """Returns an empty tensor like `x`, on huge pages if one thread will touch it first.
+
+    For several threads huge pages were no faster, and the slowest call much slower.
+    """
     return _on_huge_pages(x) if torch.get_num_threads() == 1 else torch.empty_like(x)
 
 
