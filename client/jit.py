@@ -5,11 +5,10 @@ value is widened, computed with in float32 and rounded once, to the nearest even
 it does not matter how far from zero they are.
 
 A dense tensor is seen as flat memory: planes of equal length, one channel each, or rows whose channels lie last.
-Torch's own threads share it, without Python's lock; before torch 2.10, which lends them to others, the caller's does
-it alone.
+Torch's own threads share it, without Python's lock; torch lends them from 2.10 on, and before, the caller's works
+alone.
 """
 
-import ctypes
 import importlib
 import logging
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from client.cpu import output_for
 from client.parallel import share
@@ -31,16 +30,16 @@ logger = logging.getLogger(__name__)
 # first cache. Several rows at a time were slower where the tensor comes from memory.
 COLUMNS = 512
 
-# Values in a part of rows, which are added in float32 before their sum goes to float64: 128 rows or so.
-PART = 2**16
+# Values in a part of rows, which are added in float32 before their sum goes to float64: 128 rows or so, of many
+# channels at least 64, that the sums stay small beside the tensor.
+PART, PART_ROWS = 2**16, 64
 
 # Values that are worth another thread, as torch's operators have it.
 GRAIN = 2**15
 
 Vectors = NDArray[np.float32]
 
-# Nine numbers that a kernel wants to know: see `client.jit_kernels`.
-_Given = ctypes.c_int64 * 9
+_WITH_MEMORY = (Tensor, nn.Parameter)
 
 # `client.jit_kernels`, once somebody has asked for it.
 _kernels: Any = None
@@ -50,11 +49,11 @@ def use_compiled_kernels() -> None:
     """From now on numba's kernels do the local work on bfloat16, and on float32 whose channels do not lie last.
 
     The first time on a machine they are compiled, which takes seconds, and kept beside their module, or where
-    NUMBA_CACHE_DIR says. The environment variable STATSD_BN_COMPILED=1 does the same as the call. Results differ from
-    the other way's in the last digits; members may do the one or the other.
+    NUMBA_CACHE_DIR says, or in the user's cache. The environment variable STATSD_BN_COMPILED=1 does the same as the
+    call. Results differ from the other way's in the last digits; members may do the one or the other.
 
     Raises:
-        ConfigurationError: numba is not installed.
+        ConfigurationError: numba is not installed, or has no folder that it may write to.
     """
     global _kernels  # noqa: PLW0603 - the process's one switch
     logger.info("loading the compiled kernels; where numba's cache has none they are compiled, which takes seconds")
@@ -63,15 +62,20 @@ def use_compiled_kernels() -> None:
         _kernels = importlib.import_module("client.jit_kernels")
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"compiled kernels: expected statsd-bn[compiled] to be installed; {error}") from error
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"compiled kernels: expected a folder that numba may write to, set NUMBA_CACHE_DIR to one; {error}"
+        ) from error
     logger.info("the compiled kernels are loaded, after %.1f s", time.monotonic() - started)
 
 
 def takes(x: Tensor) -> bool:
     """Whether `x`, dense or not, may come here: if somebody asked for it, bfloat16 and float32 in planes.
 
-    Rows of float32 are left to torch's operators, which are as fast there, and so are the other types.
+    Rows of float32 are left to torch's operators, which are as fast there, and so are the other types, and subclasses
+    of tensors, which may have no memory of their own.
     """
-    if _kernels is None or not x.is_cpu or x.numel() == 0:
+    if _kernels is None or type(x) not in _WITH_MEMORY or not x.is_cpu or x.numel() == 0 or x.is_neg():
         return False
     return x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and x.is_contiguous() and not _columns(x))
 
@@ -97,7 +101,7 @@ def normalise(x: Tensor, mean: FloatArray, invstd: FloatArray, weight: Tensor | 
         bias: shape (C,) or None for 0.
     """
     columns = _columns(x)
-    weight, bias = _in_float32(weight), _in_float32(bias)
+    weight, bias = _in_float32(weight, x), _in_float32(bias, x)
     vectors = _kernels.for_output(mean, invstd, _address(weight), _address(bias), columns or x.shape[1])
     output = output_for(x)
     _run(_kernels.scale_rows if columns else _kernels.scale_planes, x, vectors, columns or _plane(x), output=output)
@@ -126,7 +130,7 @@ def input_gradient(
         weight: shape (C,) or None for 1.
     """
     columns = _columns(x)
-    weight = _in_float32(weight)
+    weight = _in_float32(weight, x)
     vectors = _kernels.for_gradient(mean, invstd, means, _address(weight), columns or x.shape[1])
     output = output_for(x)
     kernel = _kernels.combine_rows if columns else _kernels.combine_planes
@@ -137,7 +141,7 @@ def input_gradient(
 def _sums(grad: Tensor, x: Tensor, center: FloatArray, shift: FloatArray) -> FloatArray:
     columns = _columns(x)
     vectors = _kernels.for_sums(center, shift, columns or x.shape[1])
-    length = max(PART // columns, 1) * columns if columns else _plane(x)
+    length = max(PART // columns, PART_ROWS) * columns if columns else _plane(x)
     sums = np.empty((2, -(-x.numel() // length), columns or 1), np.float32)
     _run(_kernels.sum_rows if columns else _kernels.sum_planes, x, vectors, length, grad=grad, sums=sums)
     found: FloatArray = _kernels.by_channel(sums, x.shape[1])
@@ -156,16 +160,17 @@ def _run(
 ) -> None:
     """Shares units of so many values among torch's threads."""
     number = x.numel()
-    given = _Given(
-        _address(grad),
-        _address(x),
-        _address(output),
-        vectors.ctypes.data,
-        0 if sums is None else sums.ctypes.data,
-        number,
-        length,
-        vectors.shape[1],
-        x.dtype == torch.bfloat16,
+    grad = None if grad is None else grad.resolve_neg()
+    given = _kernels.Given(
+        grad=_address(grad),
+        x=_address(x),
+        output=_address(output),
+        vectors=vectors.ctypes.data,
+        sums=0 if sums is None else sums.ctypes.data,
+        number=number,
+        length=length,
+        width=vectors.shape[1],
+        is_half=x.dtype == torch.bfloat16,
     )
     share(-(-number // length), -(-GRAIN // length), kernel.address, given)
 
@@ -183,11 +188,22 @@ def _plane(x: Tensor) -> int:
     return x.numel() // (x.shape[0] * x.shape[1])
 
 
-def _in_float32(vector: Tensor | None) -> Tensor | None:
-    if vector is None or (vector.dtype == torch.float32 and vector.is_cpu and vector.is_contiguous()):
+def _in_float32(vector: Tensor | None, x: Tensor) -> Tensor | None:
+    """Returns a vector of the channels of `x` as the kernels read it."""
+    if vector is None:
+        return None
+    if vector.shape != x.shape[1:2]:
+        raise ValueError(f"expected weight and bias of shape ({x.shape[1]},), got {tuple(vector.shape)}")
+    if vector.dtype == torch.float32 and vector.is_cpu and vector.is_contiguous() and not vector.is_neg():
         return vector
-    return vector.detach().to("cpu", torch.float32).contiguous()
+    return vector.detach().to("cpu", torch.float32).resolve_neg().contiguous()
 
 
 def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    """Returns where its values lie, 0 for None."""
+    if tensor is None:
+        return 0
+    address = tensor.data_ptr()
+    if address == 0:
+        raise RuntimeError(f"expected a tensor with memory of its own, got {type(tensor).__name__}, which has none")
+    return address

@@ -2,23 +2,44 @@
 
 They work on flat memory in units: planes, rows, or parts of rows. A kernel takes the beginning and the end of its range
 of units, so that threads can share a tensor, and no result depends on how they do. It is a C function, for threads
-that know nothing of Python, and finds the rest in an array of integers, `GIVEN`:
-
-- addresses of the gradient, the input, the output, all of one type;
-- of the vectors, float32, shape (4, columns or C): center, factor (of sums: shift), addend, by_grad;
-- of the sums, float32, shape (2, units, columns), of planes one column;
-- how many values there are, how many in a unit, columns or C;
-- whether they are bfloat16, which numpy lacks and which comes as its bits, and not float32.
+that know nothing of Python, and finds the rest in an array of integers, see `Given`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
-GIVEN = GRAD, X, OUTPUT, VECTORS, SUMS, NUMBER, LENGTH, COLUMNS, IS_HALF = range(9)
+
+class Given(NamedTuple):
+    """What a kernel is given, in this order; addresses that it has no use for are 0.
+
+    Attributes:
+        grad: the gradient's address; gradient, input and output are of one type.
+        x: the input's address.
+        output: the output's address.
+        vectors: the address of float32 in shape (4, width): center, factor (of sums: shift), addend, by_grad.
+        sums: the address of float32 in shape (2, units, columns), of planes one column.
+        number: how many values there are.
+        length: how many a unit has.
+        width: columns, of planes channels.
+        is_half: whether they are bfloat16, which numpy lacks and which comes as its bits, and not float32.
+    """
+
+    grad: int
+    x: int
+    output: int
+    vectors: int
+    sums: int
+    number: int
+    length: int
+    width: int
+    is_half: bool
+
+
+GRAD, X, OUTPUT, VECTORS, SUMS, NUMBER, LENGTH, WIDTH, IS_HALF = range(len(Given._fields))
 
 # Values of a plane that are added in float32, in 64 columns or so, before their sum goes to float64.
 GROUP = 2**12
@@ -82,7 +103,7 @@ def _tensor(given, which, kind):
 
 @njit
 def _vectors(given):
-    return carray(_at(given[VECTORS], np.float32), (4, given[COLUMNS]))
+    return carray(_at(given[VECTORS], np.float32), (4, given[WIDTH]))
 
 
 @njit
@@ -115,7 +136,7 @@ def _sum_planes(begin, end, given, kind):
 @njit(fastmath=_EXACT, error_model="numpy")
 def _sum_rows(begin, end, given, kind):
     grad, x = _tensor(given, GRAD, kind), _tensor(given, X, kind)
-    vectors, columns, length = _vectors(given), given[COLUMNS], given[LENGTH]
+    vectors, columns, length = _vectors(given), given[WIDTH], given[LENGTH]
     center, shift, sums = vectors[0], vectors[1], _sums(given, columns)
     for part in range(begin, end):
         first, second = sums[0, part], sums[1, part]
@@ -245,7 +266,7 @@ def by_channel(sums, channels):
 
 @njit
 def _vector(address, channels, otherwise):
-    """Returns the float32 vector that lies there, as it is; or one of these values."""
+    """Returns the float32 vector that lies there, as it is; or, for None, whose address is 0, one of these values."""
     if address == 0:
         return np.full(channels, np.float32(otherwise))
     return carray(_at(address, np.float32), channels)

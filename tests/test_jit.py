@@ -1,5 +1,6 @@
 """The compiled kernels, where numba is installed: beside float64, the plain ones, and in the whole layer."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 pytest.importorskip("numba", reason="the compiled kernels come with statsd-bn[compiled]")
 
@@ -170,6 +174,57 @@ def test_what_it_does_not_take_goes_the_plain_way(x, monkeypatch):
         np.testing.assert_array_equal(found, plain)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: TwoTensor(random((4, 3, 5, 5)), random((4, 3, 5, 5))), id="subclass without memory"),
+        pytest.param(lambda: FakeTensorMode().from_tensor(random((4, 3, 5, 5))), id="fake"),
+        pytest.param(lambda: torch._neg_view(random((4, 3, 5, 5))), id="negated view"),
+        pytest.param(lambda: torch.empty(0, 3, 5, 5), id="empty"),
+        pytest.param(lambda: torch.empty(4, 3, 5, 5, device="meta"), id="meta"),
+    ],
+)
+def test_what_has_no_such_memory_is_left_to_torch(make):
+    assert not jit.takes(make())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(lambda vector: vector.repeat_interleave(2)[::2], id="strided"),
+        pytest.param(lambda vector: torch._neg_view(-vector), id="negated view"),
+        pytest.param(nn.Parameter, id="parameter"),
+        pytest.param(lambda vector: vector[:1].expand(3), id="expanded"),
+    ],
+)
+def test_parameters_of_every_type_and_form_are_read(dtype, form):
+    x, grad = random((4, 3, 5, 5)), random((4, 3, 5, 5), seed=1)
+    weight, bias = (form(random((3,), seed=seed).to(dtype)).detach() for seed in (2, 3))
+    check(x, grad, weight, bias)
+
+
+def test_a_gradient_that_is_a_negated_view_is_read():
+    x, grad = random((4, 3, 5, 5)), random((4, 3, 5, 5), seed=1)
+    assert bits(x, torch._neg_view(-grad)) == bits(x, grad)
+
+
+@pytest.mark.parametrize("shape", [(1,), (0,), (4,), (3, 1), ()])
+def test_parameters_of_another_shape_are_refused(shape):
+    x, wrong = random((4, 3, 5, 5)), torch.ones(shape)
+    with pytest.raises(ValueError, match=r"expected weight and bias of shape \(3,\), got "):
+        jit.normalise(x, np.zeros(3), np.ones(3), wrong, None)
+    with pytest.raises(ValueError, match=r"expected weight and bias of shape \(3,\), got "):
+        jit.input_gradient(x, x, np.zeros(3), np.ones(3), np.zeros((2, 3)), wrong)
+
+
+def test_a_parameter_whose_memory_was_freed_is_refused():
+    x, weight = random((4, 3, 5, 5)), torch.ones(3)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="expected a tensor with memory of its own, got Tensor"):
+        jit.normalise(x, np.zeros(3), np.ones(3), weight, None)
+
+
 def test_gaps_in_bfloat16_and_in_the_gradient_are_closed_first():
     x = random((4, 6, 7, 6), torch.bfloat16, layout=torch.channels_last)
     for part, grad in ((x[:, ::2], x[:, 1::2]), (x[:, :3, 1:], x.contiguous()[:, 3:, 1:])):
@@ -228,6 +283,15 @@ def test_a_torch_that_lends_no_threads_gives_the_same_bits(monkeypatch, set_thre
     assert bits(x, grad) == expected
 
 
+def test_without_a_folder_for_what_is_compiled_it_says_what_to_set(monkeypatch):
+    def fail(_):
+        raise RuntimeError("cannot cache function 'sum_planes': no locator available")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ConfigurationError, match="set NUMBA_CACHE_DIR to one; cannot cache function"):
+        jit.use_compiled_kernels()
+
+
 def test_without_numba_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "client.jit_kernels", None)
     with pytest.raises(ConfigurationError, match=r"statsd-bn\[compiled\]"):
@@ -238,7 +302,7 @@ def test_without_numba_it_says_what_to_install(monkeypatch):
 def test_the_layer_stays_transparent_with_them():
     """The layer's own tests, in a process whose environment asks for the compiled kernels."""
     folder = Path(__file__).parent
-    modules = [folder / f"test_{name}.py" for name in ("kernels", "transparency")]
+    modules = [folder / f"test_{name}.py" for name in ("kernels", "cpu", "transparency")]
     environment = os.environ | {"STATSD_BN_COMPILED": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, modules)]
     done = subprocess.run(

@@ -1,9 +1,11 @@
 """Torch's own threads, lent to functions of C."""
 
 import ctypes
+import ctypes.util
 import threading
 
 import pytest
+import torch
 
 from client import parallel
 
@@ -21,7 +23,7 @@ def shared(units: int, grain: int) -> list[tuple[int, Range]]:
         numbers.add(ctypes.cast(given, ctypes.POINTER(ctypes.c_int64))[1])
 
     address = ctypes.cast(note, ctypes.c_void_p).value
-    parallel.share(units, grain, address, (ctypes.c_int64 * 2)(3, 7))
+    parallel.share(units, grain, address, [3, 7])
     assert numbers == {7}
     return sorted(found, key=lambda each: each[1])
 
@@ -53,4 +55,14 @@ def test_a_torch_that_lends_none_leaves_all_to_the_caller(monkeypatch, set_threa
 def test_a_loop_that_fails_is_an_error(monkeypatch):
     monkeypatch.setattr(parallel, "_loop", lambda: lambda *_: 1)
     with pytest.raises(RuntimeError, match="threads did not"):
-        parallel.share(1, 1, 0, (ctypes.c_int64 * 1)(0))
+        parallel.share(1, 1, 0, [0])
+
+
+@pytest.mark.parametrize("library", ["no such file", ctypes.util.find_library("c")])
+def test_a_torch_without_such_a_loop_leaves_all_to_the_caller(monkeypatch, library):
+    monkeypatch.setattr(torch._C, "__file__", library)
+    parallel._loop.cache_clear()
+    try:
+        assert parallel._loop() is parallel._alone
+    finally:
+        parallel._loop.cache_clear()
