@@ -244,7 +244,7 @@ def affine(
     center = statistics.center(x)
     with np.errstate(all="ignore"):  # as above
         rest = constant - by_centred * (statistics.mean - center)
-    device_center, factor, addend = _to_device(x, center, by_centred, rest)
+    device_center, factor, addend = to_device(x, center, by_centred, rest)
     if weight is not None:
         factor, addend = factor * weight, addend * weight
     if bias is not None:
@@ -279,10 +279,8 @@ def scaled(x: Tensor, factor: FloatArray, weight: Tensor | None = None) -> Tenso
 
 
 def vector(values: FloatArray, x: Tensor) -> Tensor:
-    """Returns `values`, shape (C,), on the device of `x` and in its compute type."""
-    if x.is_cpu:
-        return torch.from_numpy(values.astype(np.float64 if x.dtype == torch.float64 else np.float32))
-    return _to_device(x, values)[0]
+    """Returns `values`, shape (C,), on the device of `x` and in its compute type, in memory of their own."""
+    return to_device(x, values)[0]
 
 
 def centred(x: Tensor, statistics: Statistics) -> tuple[Tensor, FloatArray]:
@@ -328,6 +326,11 @@ def _broadcast(vector: Tensor, x: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def _to_device(x: Tensor, *vectors: FloatArray) -> tuple[Tensor, ...]:
-    """One copy for all vectors, in the compute type of `x`."""
+def to_device(x: Tensor, *vectors: FloatArray) -> tuple[Tensor, ...]:
+    """One copy for all vectors to the device of `x`, in its compute type; to CUDA nobody waits for it."""
+    if x.is_cpu:
+        dtype = np.float64 if x.dtype == torch.float64 else np.float32
+        return tuple(torch.from_numpy(vector.astype(dtype)) for vector in vectors)
+    if x.is_cuda:
+        return cuda.to_device(x, *vectors)
     return torch.from_numpy(np.stack(vectors)).to(compute_type(x)).to(x.device).unbind()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client.kernels import compute_type
+from client.kernels import compute_type, to_device
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
 
@@ -21,7 +21,8 @@ def newest(batch: Moments) -> tuple[FloatArray, FloatArray]:
 
 def move_by(layer: Any, batch: Moments) -> None:
     """Moves a layer's running statistics towards those of this batch."""
-    mean, variance = (torch.from_numpy(vector) for vector in newest(batch))
+    kept = torch.empty(0) if layer.running_mean is None else layer.running_mean
+    mean, variance = to_device(kept, *newest(batch))
     move(layer, mean, variance, has_values=batch.count > 0)
 
 

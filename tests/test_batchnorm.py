@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 import client
 import member_programs
 import whole_batch
-from client import running
+from client import kernels, running
 from whole_batch import SYNCHRONISED
 
 LAYERS = list(SYNCHRONISED.items())
@@ -146,6 +147,17 @@ def test_an_empty_batch_is_counted_and_leaves_infinite_statistics_as_they_are(dt
     assert layer.num_batches_tracked == 1
     assert layer.running_mean.tolist() == [-torch.inf] * 2
     assert layer.running_var.tolist() == [torch.inf] * 2
+
+
+def test_mean_and_variance_go_to_the_running_statistics_in_one_copy(monkeypatch):
+    layer = client.SynchronizedBatchNorm1d(2)
+    copies = []
+    monkeypatch.setattr(running, "to_device", lambda *given: copies.append(given) or kernels.to_device(*given))
+    batch = kernels.moments(torch.randn(8, 2))
+    running.move_by(layer, batch)
+    ((to, *vectors),) = copies
+    assert to is layer.running_mean
+    np.testing.assert_array_equal(vectors, [batch.mean, batch.variance(unbiased=True)])
 
 
 def test_copies_and_pickles_hold_no_connection(server, job):

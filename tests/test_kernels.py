@@ -1,5 +1,7 @@
 """Local reduction and normalisation against torch's own, for every type and layout."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -134,3 +136,22 @@ def test_without_eps_a_constant_channel_is_nan_and_warns_of_nothing(eps_mode):
 def test_the_statistics_of_moments_are_mean_and_inverse_standard_deviation():
     statistics = Statistics.of(Moments(4, np.array([4.0]), np.array([20.0])), 0.0, "plus")
     assert (statistics.mean.tolist(), statistics.invstd.tolist()) == ([1.0], [0.5])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_vectors_go_to_the_device_in_the_compute_type_and_share_no_memory(dtype):
+    given = np.array([0.5, 2.0]), np.array([1.0, 4.0])
+    found = kernels.to_device(torch.empty(0, dtype=dtype), *given)
+    for vector in given:
+        vector.fill(9.0)
+    assert {vector.dtype for vector in found} == {torch.float64 if dtype == torch.float64 else torch.float32}
+    assert [vector.tolist() for vector in found] == [[0.5, 2.0], [1.0, 4.0]]
+
+
+def test_all_vectors_go_to_cuda_in_one_copy_through_pinned_memory(monkeypatch):
+    copies = []
+    monkeypatch.setattr(kernels.cuda, "to_device", lambda *arguments: copies.append(arguments) or arguments[1:])
+    x = types.SimpleNamespace(is_cpu=False, is_cuda=True)
+    first, second = np.array([0.5]), np.array([2.0])
+    assert kernels.to_device(x, first, second) == (first, second)
+    assert copies == [(x, first, second)]
