@@ -167,7 +167,8 @@ class Membership:
 
     def remove(self, slave: Slave, cause: str) -> ReplicaLost | None:
         """Takes a member out that said goodbye; returns what it is told if it comes back."""
-        return self._take_out(slave, f"failed with {cause}" if cause else "left while others went on", cause)
+        orderly = "left while others went on; for data of different lengths see client.join"
+        return self._take_out(slave, f"failed with {cause}" if cause else orderly, cause)
 
     def banish(self, slave: Slave, cause: str) -> ReplicaLost | None:
         """Takes a member out that is lost without a goodbye; returns what it is told if it comes back."""
