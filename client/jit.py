@@ -99,6 +99,9 @@ def normalise(x: Tensor, mean: FloatArray, invstd: FloatArray, weight: Tensor | 
         invstd: shape (C,), float64.
         weight: shape (C,) or None for 1.
         bias: shape (C,) or None for 0.
+
+    Raises:
+        ValueError: weight or bias has another shape.
     """
     columns = _columns(x)
     weight, bias = _in_float32(weight, x), _in_float32(bias, x)
@@ -128,6 +131,9 @@ def input_gradient(
         invstd: shape (C,), float64.
         means: shape (2, C), float64: Σdy / n and slope * Σdy·(x - mean) / n.
         weight: shape (C,) or None for 1.
+
+    Raises:
+        ValueError: weight has another shape.
     """
     columns = _columns(x)
     weight = _in_float32(weight, x)
