@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-SECONDS = 60.0
+SECONDS = 100.0
 
 
 def run_to_its_end(command: Sequence[str | Path], environ: Mapping[str, str]) -> str:

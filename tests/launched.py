@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 # A process imports torch and starts a server in some seconds; a loaded machine may take far longer.
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 100.0
 
 # A server stays for 5 s at most when its parent has been killed.
 GONE_SECONDS = 15.0

@@ -160,7 +160,7 @@ def test_one_that_is_killed_while_it_is_started_again_is_started_once_more(start
     master = start()
     kill(master)
     kill(master)
-    assert ask(master.endpoint)["groups"] == []
+    assert ask(master.endpoint, 20.0)["groups"] == []
 
 
 def test_it_is_started_again_where_no_thread_can_be_started(start, monkeypatch):
@@ -168,7 +168,7 @@ def test_it_is_started_again_where_no_thread_can_be_started(start, monkeypatch):
     master = start()
     monkeypatch.setattr(threading.Thread, "start", _refuse)
     kill(master)
-    assert ask(master.endpoint)["groups"] == []
+    assert ask(master.endpoint, 20.0)["groups"] == []
 
 
 def test_one_that_is_started_again_does_not_wait_for_members_who_have_left(start, monkeypatch):
@@ -186,18 +186,18 @@ def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(sta
     master = start()
     for _ in range(own_master.RESTARTS):
         kill(master)
-        assert ask(master.endpoint)["groups"] == []
+        assert ask(master.endpoint, 20.0)["groups"] == []
     kill(master)
-    wait_until(lambda: master not in own_master._started)
+    wait_until(lambda: has_ended(master))
     assert "was ended by SIGKILL; its members wait for it in vain" in caplog.messages[-1]
-    assert has_ended(master)
+    assert master not in own_master._started
 
 
 def test_one_that_cannot_be_started_again_is_told(start, caplog, monkeypatch):
     master = start()
     monkeypatch.setattr(own_master, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
     kill(master)
-    wait_until(lambda: master not in own_master._started)
+    wait_until(lambda: has_ended(master))
     assert re.search(r"cannot start a server: .* exit code 7 .*; its members wait for it in vain", caplog.text)
 
 
