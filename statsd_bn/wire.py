@@ -41,7 +41,7 @@ from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = b"SBN"
 
 _PRELUDE = struct.Struct("<3sBI")

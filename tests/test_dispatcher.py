@@ -551,7 +551,7 @@ def test_a_message_that_only_a_server_sends_is_refused(play, answer):
 def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
     play.open()
     play.bring(0)
-    for garbage in (b"", b"GET / HTTP/1.1", encode(StatusRequest())[:-1], b"SBN\x01" + bytes(4)):
+    for garbage in (b"", b"GET / HTTP/1.1", encode(StatusRequest())[:-1], b"SBN\x02" + bytes(4)):
         answers = read(play.dispatcher.receive(play.now, b"stranger", garbage))
         assert codes(answers) == {b"stranger": "protocol"}
     assert (play.dispatcher.received, play.dispatcher.bad_frames) == (7, 4)
@@ -560,9 +560,9 @@ def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
 
 def test_another_protocol_version_is_answered_by_name(play):
     frame = bytearray(encode(register()))
-    frame[3] = 2
+    frame[3] = 3
     (answer,) = read(play.dispatcher.receive(play.now, b"new", bytes(frame))).values()
-    assert (answer.code, answer.fields) == ("version", {"expected": 1, "got": 2})
+    assert (answer.code, answer.fields) == ("version", {"expected": 2, "got": 3})
     assert play.dispatcher.bad_frames == 1
 
 
@@ -570,7 +570,7 @@ def test_a_deeply_nested_frame_costs_its_sender_an_error_and_nobody_else_anythin
     """1 kB that msgpack unpacks and Python cannot print."""
     play.open()
     header = b"\x91" * 1000 + b"\xc0"
-    frame = b"SBN\x01" + len(header).to_bytes(4, "little") + header
+    frame = b"SBN\x02" + len(header).to_bytes(4, "little") + header
     assert codes(read(play.dispatcher.receive(play.now, b"stranger", frame))) == {b"stranger": "protocol"}
     assert play.bring(0) == {}
 

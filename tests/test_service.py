@@ -335,7 +335,7 @@ def test_garbage_is_counted_and_the_server_goes_on_serving(start, dial):
     garbage: list[list[bytes]] = [
         [b""],
         [b"hello"],
-        [b"SBN\x01\xff\xff\xff\xff"],
+        [b"SBN\x02\xff\xff\xff\xff"],
         [b"", encode(StatusRequest())],
         [b"one", b"two", b"three"],
         [encode(StatusRequest()), b""],
@@ -352,7 +352,7 @@ def test_a_frame_that_python_cannot_print_does_not_end_the_server(start, dial):
     endpoint = start("--bind", ANY_PORT).endpoint()
     header = b"\x91" * 1000 + b"\xc0"
     stranger = dial(endpoint)
-    stranger.send(b"SBN\x01" + len(header).to_bytes(4, "little") + header)
+    stranger.send(b"SBN\x02" + len(header).to_bytes(4, "little") + header)
     stranger.send(StatusRequest())
     assert stranger.receive().code == "protocol"
     assert isinstance(stranger.receive(), Status)
@@ -384,9 +384,9 @@ def test_what_is_not_zeromq_at_all_does_no_harm(start, dial):
 
 def test_another_protocol_version_is_answered_with_the_code_version(server, dial):
     frame = encode(register())
-    answer = dial(server.endpoint).ask(frame[:3] + b"\x02" + frame[4:])
+    answer = dial(server.endpoint).ask(frame[:3] + b"\x03" + frame[4:])
     assert isinstance(answer, Failure)
-    assert (answer.code, answer.fields) == ("version", {"expected": 1, "got": 2})
+    assert (answer.code, answer.fields) == ("version", {"expected": 2, "got": 3})
 
 
 def test_a_frame_beyond_the_limit_costs_its_sender_the_connection_and_nobody_else_anything(start, dial):
