@@ -29,6 +29,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
 # The phases that may begin a step.
@@ -88,6 +89,7 @@ class Session:
 
     def __init__(self, token: bytes, member: Member) -> None:
         self.token = token
+        self._digest = digest(token)
         self.member = member
         self.stand = Stand.TAKES_PART
         self.first_step = 0
@@ -197,14 +199,14 @@ class Session:
         try:
             self._is_registered(self._read(frame, None))
         except UnknownSession as error:
-            return self.introduction() if error.fields.get("session") == self.token.hex() else []
+            return self.introduction() if error.fields.get("digest") == self._digest.hex() else []
         except StatsdBNError:
             # Whatever ends it, its next contribution will be told.
             pass
         return []
 
     def _is_registered(self, message: Message | None) -> TypeGuard[Registered]:
-        if not isinstance(message, Registered) or message.session != self.token:
+        if not isinstance(message, Registered) or message.digest != self._digest:
             return False
         self._server = message.server
         if not message.missing:

@@ -66,7 +66,7 @@ class Dispatcher:
     def __init__(self, server: bytes, started: float, quota: Quota | None = None) -> None:
         self._server = server
         self._started = started
-        # Nobody has the session of zero bytes, so nobody takes it for an answer.
+        # No session has a digest of zero bytes, so nobody takes it for an answer.
         self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
         self._budget = Budget(quota)
         self._registry = Registry(started, self._budget.quota.silence_seconds)

@@ -27,6 +27,7 @@ from statsd_bn.messages import Aggregate, Contribution, Register, Registered, St
 from statsd_bn.reduction import join_in_order, sum_in_order
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
 
@@ -221,7 +222,7 @@ class SyncMaster:
 
     def _registered(self, slave: Slave) -> bytes:
         missing, present = self.membership.missing_for(slave)
-        return encode(Registered(slave.session, self._server, self.epoch, slave.first_step, missing, present))
+        return encode(Registered(digest(slave.session), self._server, self.epoch, slave.first_step, missing, present))
 
     def _defer(self, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
         """Keeps a contribution until the members are back after a restart of the server."""
@@ -258,4 +259,5 @@ class SyncMaster:
 
 def unknown(session: bytes) -> UnknownSession:
     """Returns the error that asks a member to say who it is, and what it was given."""
-    return UnknownSession(f"session {session.hex()} is not registered here", session=session.hex())
+    name = digest(session).hex()
+    return UnknownSession(f"the session with digest {name} is not registered here", digest=name)

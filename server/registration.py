@@ -11,6 +11,7 @@ from server.registry import Registry, Seat, failed_member
 from server.rounds import Reply
 from statsd_bn.errors import ProtocolError, ReplicaLost, StaleEpoch
 from statsd_bn.messages import NO_SERVER, WORLD, Register
+from statsd_bn.tokens import digest
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -107,7 +108,8 @@ class Registration:
             (membership.job, membership.group, seat.slave.member),
         )
         if now != before:
-            raise ProtocolError(f"session {register.session.hex()}: registered as {before}, cannot also be {now}")
+            name = digest(register.session).hex()
+            raise ProtocolError(f"the session with digest {name}: registered as {before}, cannot also be {now}")
 
     def _check_world(self, register: Register) -> None:
         """A group that is not open yet would wait in vain for a member that has failed."""

@@ -15,6 +15,7 @@ from server.rounds import Reply, failure
 from server.slave import Slave
 from statsd_bn.errors import RegistrationRefused, StatsdBNError
 from statsd_bn.messages import WORLD
+from statsd_bn.tokens import digest
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -126,7 +127,8 @@ class Registry:
     def _take_out(self, now: float, session: bytes, seat: Seat, cause: str) -> list[Reply]:
         """Ends what a member began that says goodbye."""
         _, replies = seat.master.remove_slave(now, seat.slave, cause)
-        left = RegistrationRefused(f"session {session.hex()}: expected a new one, this one has left")
+        name = digest(session).hex()
+        left = RegistrationRefused(f"the session with digest {name}: expected a new one, this one has left")
         self.past.end_session(session, seat.master.epoch, left)
         return self._end_if_empty(seat.master, replies)
 

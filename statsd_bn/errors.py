@@ -122,7 +122,7 @@ class GroupIncomplete(RegistrationRefused):
 
 
 class UnknownSession(StatsdBNError):
-    """The master does not know who is speaking, because it was restarted; members say so. Fields: session."""
+    """The master does not know who is speaking, because it was restarted; members say so. Fields: digest."""
 
     code = "unknown_session"
 

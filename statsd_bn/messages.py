@@ -112,7 +112,8 @@ class Registered:
     """The master knows the member, and says whether the group is open.
 
     Attributes:
-        session: whose registration it answers.
+        digest: of the session whose registration it answers, see `statsd_bn.tokens`. Not the session itself: the
+            answer may reach somebody else.
         server: the life of the server.
         epoch: of the group.
         first_step: the first step that the member takes part in.
@@ -122,7 +123,7 @@ class Registered:
 
     type: ClassVar[int] = 2
 
-    session: bytes
+    digest: bytes
     server: bytes
     epoch: int
     first_step: int
@@ -130,7 +131,7 @@ class Registered:
     present: Members
 
     def __post_init__(self) -> None:
-        check_token("session", self.session)
+        check_token("digest", self.digest)
         check_token("server", self.server)
         check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
         check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)

@@ -15,6 +15,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Registered, Result, StatusRequest
 from statsd_bn.round_key import BACKWARD, GATHER
 from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
 # Longer plays find nothing that shorter ones do not.
@@ -159,7 +160,7 @@ def _gather(session: Session) -> Iterator[bytes]:
 
 def _registered(session: Session) -> bytes:
     """What an earlier life of the server has told a member."""
-    return encode(Registered(session.token, EARLIER, 0, 0, 0, Members.of(range(WORLD))))
+    return encode(Registered(digest(session.token), EARLIER, 0, 0, 0, Members.of(range(WORLD))))
 
 
 TOKENS = [session.token for session in _sessions()]

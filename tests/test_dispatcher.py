@@ -15,6 +15,7 @@ from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Failure, Leave, Message, Pending, Registered, Result, Status, StatusRequest
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from strategies import KEY, contribution, key, messages, register, rows, session_of
 
@@ -90,7 +91,7 @@ def test_a_group_opens_when_all_have_registered_and_everybody_is_told(play):
     assert set(answers) == {peer(0), peer(1), peer(2)}
     assert {(answer.missing, answer.present) for answer in answers.values()} == {(0, Members.of(range(3)))}
     assert {(answer.server, answer.epoch) for answer in answers.values()} == {(SERVER, 0)}
-    assert {answer.session for answer in answers.values()} == {session_of(member) for member in range(3)}
+    assert {answer.digest for answer in answers.values()} == {digest(session_of(member)) for member in range(3)}
 
 
 def test_registering_again_asks_again(play):
@@ -397,7 +398,7 @@ def test_an_unknown_session_is_told_for_its_round(play):
     answers = play.say(contribution(0, session=STRANGER), b"who")
     assert codes(answers) == {b"who": "unknown_session"}
     assert answers[b"who"].key == KEY
-    assert STRANGER.hex() in answers[b"who"].message
+    assert digest(STRANGER).hex() in answers[b"who"].message
     assert play.bring(0) == {}
 
 

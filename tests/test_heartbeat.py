@@ -20,6 +20,7 @@ from statsd_bn import limits
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Failure, Register, Registered
 from statsd_bn.messages import Heartbeat as HeartbeatMessage
+from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
 INTERVAL = 0.2
@@ -73,7 +74,7 @@ class FakeBeacon:
 def a_session(token=b"session0", known=True):
     session = Session(token, Member("job", "world", 0, 0, 1, 30.0, "here"))
     if known:
-        session.registered(encode(Registered(token, b"server-0", 0, 0, 0, NOBODY)))
+        session.registered(encode(Registered(digest(token), b"server-0", 0, 0, 0, NOBODY)))
     session.spoke = time.monotonic()
     return session
 
@@ -126,7 +127,7 @@ def test_a_session_that_a_restarted_master_asks_for_introduces_itself(start, bea
     session, other = a_session(), a_session(b"session1")
     heartbeat = start(lambda: [session, other])
     wait_until(lambda: len(beacon.sent) == 2)
-    beacon.incoming = [encode(Failure("unknown_session", "who?", {"session": session.token.hex()}))]
+    beacon.incoming = [encode(Failure("unknown_session", "who?", {"digest": digest(session.token).hex()}))]
     heartbeat.look()
     wait_until(lambda: len(beacon.sent) > 2)
     heartbeat.stop()

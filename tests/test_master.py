@@ -15,6 +15,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Registered
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
 from statsd_bn.wire import decode
 from strategies import KEY, contribution, key, register, rows
 
@@ -85,7 +86,7 @@ def test_a_registered_slave_is_told_whom_the_group_waits_for():
     group = Group(3, opened=False)
     ((whom, frame),) = group.join(1)
     assert whom == peer(1)
-    assert decode(frame) == Registered(group.registration(1).session, SERVER, 0, 0, 2, Members.of([1]))
+    assert decode(frame) == Registered(digest(group.registration(1).session), SERVER, 0, 0, 2, Members.of([1]))
     assert group.master.nr_slaves == 1
 
 
@@ -108,7 +109,9 @@ def test_everybody_is_told_when_the_group_opens():
     assert {whom for whom, _ in replies} == everyone(0, 1, 2)
     for whom, frame in replies:
         member = int(whom.split()[1])
-        assert decode(frame) == Registered(group.registration(member).session, SERVER, 0, 0, 0, Members.of(range(3)))
+        assert decode(frame) == Registered(
+            digest(group.registration(member).session), SERVER, 0, 0, 0, Members.of(range(3))
+        )
     assert group.master.nr_slaves == 3
 
 

@@ -22,6 +22,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Pending, Registered, Result
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
 # A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.
@@ -155,7 +156,7 @@ def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_answered_wi
         world.say(session, session.contribution(key, rows_of(number), attempt=1))
     for session in world.members:
         (failure,) = world.read(session)
-        assert (failure.code, failure.fields) == ("unknown_session", {"session": session.token.hex()})
+        assert (failure.code, failure.fields) == ("unknown_session", {"digest": digest(session.token).hex()})
         world.say(session, *session.introduction())
     world.say(ahead, ahead.contribution(following, rows_of(0, 7.0), attempt=1))
     for session in world.members:

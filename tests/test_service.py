@@ -99,7 +99,7 @@ def start(tmp_path) -> Iterator[Callable[..., Command]]:
 
 def is_probe(answer: Message) -> bool:
     """Whether a server only tries whether it reaches a member."""
-    return isinstance(answer, Registered) and answer.session == NO_SERVER
+    return isinstance(answer, Registered) and answer.digest == NO_SERVER
 
 
 class Dealer:

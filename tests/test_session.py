@@ -9,6 +9,7 @@ from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
 TOKEN = b"session0"
@@ -37,7 +38,7 @@ def test_in_a_group_it_keeps_its_number_in_the_job():
 
 def test_it_registers_again_with_what_it_knows(session):
     """So that a master that has forgotten everything can learn it from its members."""
-    session.registered(encode(Registered(TOKEN, b"server-0", 2, 0, 0, NOBODY)))
+    session.registered(encode(Registered(digest(TOKEN), b"server-0", 2, 0, 0, NOBODY)))
     walk(session, session.forward_key("a"))
     session.forward_key("a")
     again = decode(session.register())
@@ -90,7 +91,7 @@ def test_it_takes_the_aggregate_of_its_round_and_no_other(session):
 
 
 def test_it_takes_registered_and_nothing_else_as_the_answer_to_register(session):
-    answer = Registered(TOKEN, b"server-0", 2, 0, 2, Members.of([1]))
+    answer = Registered(digest(TOKEN), b"server-0", 2, 0, 2, Members.of([1]))
     assert session.registered(encode(answer)) == answer
     key = session.forward_key("a")
     assert session.registered(encode(Aggregate(key, 1, 1, NOBODY, np.ones((2, 2))))) is None
