@@ -53,6 +53,10 @@ MAX_HEADER_BYTES = 1_048_576
 # A whole frame: a member of 64 replicas at 16,384 channels and two vectors.
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384
 
+# What nests: an error's fields, a status report, a state that members give each other. Real ones reach 8 levels; each
+# costs whoever reads it a call, and a few hundred more than a process has stack for.
+MAX_DEPTH = 32
+
 # Groups on one master. One of four members at 256 channels holds about 0.2 MB, so all of them stay under 200 MB.
 MAX_GROUPS = 1024
 
