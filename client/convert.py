@@ -26,6 +26,9 @@ from client.deferred import check_chunks
 from client.groups import Group
 from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
 from client.replicate import DataParallelWithCallback
+from statsd_bn import limits
+from statsd_bn.checks import check_name
+from statsd_bn.errors import ConfigurationError, ProtocolError
 
 Kinds = dict[type[nn.Module], type[nn.Module]]
 
@@ -72,6 +75,7 @@ def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks
         ValueError: `group` is none, or `chunks` is below 1; or an `nn.SyncBatchNorm` has a `process_group`, and no
             `group` is given; nothing is changed.
         TypeError: `chunks` is neither None nor an int.
+        ConfigurationError: a layer's place in the model is not printable, or too long; nothing is changed.
     """
     return convert(module, group, chunks, stacklevel=3)
 
@@ -83,6 +87,7 @@ def convert(
     groups.check(group)
     if chunks is not None:
         check_chunks(chunks)
+    _check_names(module)
     if group is None:
         _refuse_process_groups(module)
     converted = _replace(module, SYNCHRONISED, {part: part for part in sharded.parts_of(module)})
@@ -146,6 +151,16 @@ def patch_sync_batchnorm() -> Iterator[None]:
         for torchs, ours in LAYERS.items():
             stack.enter_context(mock.patch.object(nn, torchs.__name__, ours))
         yield
+
+
+def _check_names(module: nn.Module) -> None:
+    """The place of a layer in the model is its name on the wire; a round would be too late to find that it is none."""
+    for place, layer in _places(module):
+        if place and (type(layer) in LAYERS or isinstance(layer, SynchronizedBatchNorm)):
+            try:
+                check_name("the name of a layer, its place in the model", place, limits.MAX_NAME_BYTES)
+            except ProtocolError as error:
+                raise ConfigurationError(str(error)) from None
 
 
 def _refuse_process_groups(module: nn.Module) -> None:

@@ -21,8 +21,11 @@ from client import packing, voting
 from client.connection import Connection
 from client.current import current_connection
 from client.elastic_sampler import ElasticSampler
+from client.registration import cause_of
 from client.voting import Vote, Votes
-from statsd_bn.errors import ConfigurationError
+from statsd_bn.checks import shown
+from statsd_bn.errors import ConfigurationError, ProtocolError
+from statsd_bn.text import told
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -169,12 +172,29 @@ class ElasticState:
         given = connection.gather(STATE, mine)
         if leader not in given:
             return False
-        state = packing.unpack(given[leader])
+        state = self._unpacked(leader, given[leader])
         if not with_sampler:
             # A loader is under way with this member's share, and all know already what has been processed.
             del state["sampler"]
-        self._load(state)
+        try:
+            self._load(state)
+        except Exception as error:  # noqa: BLE001 - what a foreign state makes of an optimizer is anybody's guess
+            # Not `from error`, whose text may hold whatever the state does.
+            cause = told(cause_of(error))
+            raise ProtocolError(f"{STATE}: the state of member {leader} does not fit: {cause}") from None
         return True
+
+    def _unpacked(self, member: int, data: bytes) -> dict[str, Any]:
+        """Returns a member's state, which has the parts of this one's."""
+        try:
+            state = packing.unpack(data)
+        except ProtocolError as error:
+            raise ProtocolError(f"{STATE}: the state of member {member}: {error}") from error
+        if type(state) is not dict or state.keys() != set(self._names):
+            raise ProtocolError(
+                f"{STATE}: expected a state of {', '.join(self._names)} from member {member}, got {shown(state)}"
+            )
+        return state
 
     def _vote(self, *, is_latecomer: bool) -> bytes:
         sampler = self.sampler
@@ -185,7 +205,10 @@ class ElasticState:
 
     def _record(self, votes: Votes) -> None:
         if self.sampler is not None:
-            self.sampler.record_indices([index for vote in votes.values() for index in vote.indices])
+            try:
+                self.sampler.record_indices([index for vote in votes.values() for index in vote.indices])
+            except IndexError as error:
+                raise ProtocolError(f"{MEETING}: expected samples of the dataset, got {error}") from error
 
     def _is_epoch_committed(self) -> bool:
         sampler = self.sampler

@@ -11,9 +11,11 @@ from pathlib import Path
 from client import launcher
 from client.session import Member
 from statsd_bn import limits
-from statsd_bn.errors import ConfigurationError
+from statsd_bn.checks import check_name
+from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import WORLD
+from statsd_bn.text import plain
 
 DEFAULT_DEADLINE = 600.0
 
@@ -55,8 +57,10 @@ def member_from(
     for name, seconds in (("deadline", deadline), ("fill_deadline", fill_deadline)):
         if seconds is not None and not 0 < seconds <= limits.MAX_DEADLINE:
             raise ConfigurationError(f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {seconds}")
-    if not 1 <= len(job.encode()) <= limits.MAX_NAME_BYTES:
-        raise ConfigurationError(f"job: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes, got {job!r:.80}")
+    try:
+        check_name("job", job, limits.MAX_NAME_BYTES)
+    except ProtocolError as error:
+        raise ConfigurationError(str(error)) from None
     return Member(
         job=job,
         group=WORLD,
@@ -64,7 +68,7 @@ def member_from(
         member=member,
         world_size=world_size,
         deadline=float(deadline),
-        place=f"{socket.gethostname()[:200]}, pid {os.getpid()}",
+        place=f"{plain(socket.gethostname())[:200]}, pid {os.getpid()}",
         min_members=least,
         fill_deadline=fill_deadline,
     )

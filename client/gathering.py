@@ -17,6 +17,9 @@ from statsd_bn.reduction import FloatArray
 
 WORD_BYTES = 8
 
+# What one member may announce, a tebibyte: two million rounds. What has come is all that is kept.
+MAX_BYTES = 2**40
+
 # What a member brings to the first round: two words, how many bytes it has and how many words of them follow, and so
 # many words at most. A number from every member, or a small array, needs no second round.
 HEAD_WORDS = 2
@@ -69,7 +72,7 @@ def gather(join: Callable[[FloatArray], Aggregate], data: bytes, member: int, nr
         mine = words[len(words) - parcels[member].left :][: widths[member]]
         # Whoever has nothing left brings a word all the same: the round waits for everybody.
         aggregate = join(mine if len(mine) else np.zeros(1))
-        parcels = {other: parcels[other] for other in aggregate.members}
+        parcels = _of(aggregate, parcels)
         _take(parcels, _split(aggregate, [widths[other] for other in aggregate.members]))
     return {other: parcel.data for other, parcel in parcels.items()}
 
@@ -81,6 +84,8 @@ def _begun(aggregate: Aggregate) -> dict[int, _Parcel]:
     for member in aggregate.members:
         size, here = (int(word) for word in values[:HEAD_WORDS].view(_LENGTH))
         first, values = values[HEAD_WORDS : HEAD_WORDS + here], values[HEAD_WORDS + here :]
+        if not 0 <= size <= MAX_BYTES:
+            raise ProtocolError(f"{aggregate.key}: expected 0 to {MAX_BYTES} bytes from member {member}, got {size}")
         total = -(-size // WORD_BYTES)
         if not len(first) == here <= total:
             raise ProtocolError(
@@ -97,6 +102,13 @@ def _widths(parcels: dict[int, _Parcel]) -> dict[int, int]:
     busy = sum(parcel.left > 0 for parcel in parcels.values())
     share = (limits.MAX_CHANNELS - (len(parcels) - busy)) // busy
     return {member: max(1, min(parcel.left, share)) for member, parcel in parcels.items()}
+
+
+def _of(aggregate: Aggregate, parcels: dict[int, _Parcel]) -> dict[int, _Parcel]:
+    """Returns the parcels of those who are still there."""
+    if strangers := [member for member in aggregate.members if member not in parcels]:
+        raise ProtocolError(f"{aggregate.key}: expected some of members {list(parcels)}, got {strangers} as well")
+    return {member: parcels[member] for member in aggregate.members}
 
 
 def _split(aggregate: Aggregate, widths: list[int]) -> list[FloatArray]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from client.variables import integer
 from statsd_bn import limits
-from statsd_bn.checks import check_integer, check_text
+from statsd_bn.checks import check_integer, check_name
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.messages import WORLD
 
@@ -35,7 +35,7 @@ class Group:
 
     def __post_init__(self) -> None:
         try:
-            check_text("name", self.name, limits.MAX_NAME_BYTES)
+            check_name("name", self.name, limits.MAX_NAME_BYTES)
             check_integer("size", self.size, 1, limits.MAX_MEMBERS)
         except ProtocolError as error:
             raise ConfigurationError(f"group: {error}") from None

@@ -15,6 +15,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.text import plain
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -85,7 +86,7 @@ class RoundTrip:
             return answer
         if answer is not None:
             self._told = answer.message
-            self._warn(answer.seconds, answer.message)
+            self._warn(answer.seconds, plain(answer.message))
         return None
 
     def _tell_changes(self, before: Members, answer: Aggregate) -> None:

@@ -29,6 +29,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.text import told
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
@@ -140,8 +141,7 @@ class Session:
 
     def leave(self, cause: str) -> bytes:
         """Returns the frame that says goodbye."""
-        text = cause.encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
-        return encode(Leave(self.token, text))
+        return encode(Leave(self.token, told(cause)))
 
     def heartbeat(self) -> bytes:
         """Returns the frame that says that this process is alive."""

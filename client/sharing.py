@@ -5,7 +5,7 @@ it. Whatever does not fit is found in what all have gathered, so all raise, and 
 """
 
 from collections.abc import Callable, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
@@ -13,15 +13,18 @@ from torch import Tensor
 from client.connection import Connection
 from client.packing import pack, unpack
 from client.registration import cause_of
-from statsd_bn import limits
 from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.members import Members
+from statsd_bn.text import told
 
 Tensors = dict[str | int, Tensor]
 
 # The name of its rounds; no layer of a model is called so, since a place in a model has no brackets.
 LANE = "mp_sync()"
+
+# Keys in an error's text, of as many as a member likes to send.
+MAX_TOLD_KEYS = 8
 
 
 def share(connection: Connection | None, make: Callable[[], Mapping[Any, Tensor]]) -> dict[int, Tensors]:
@@ -64,8 +67,7 @@ def _packed(tensors: Mapping[Any, Tensor]) -> bytes:
 
 def _message(tensors: Mapping[str | int, Tensor], cause: str) -> bytes:
     """What a member gives: its tensors, or why it has none to give."""
-    told = cause.encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
-    return pack([tensors, told])
+    return pack([tensors, told(cause)])
 
 
 def _unpacked(member: int, data: bytes) -> tuple[Tensors, str]:
@@ -78,13 +80,15 @@ def _unpacked(member: int, data: bytes) -> tuple[Tensors, str]:
 def _read(data: bytes) -> tuple[Tensors, str]:
     match unpack(data):
         case [dict(tensors), str(cause)] if _is_named(tensors):
-            return tensors, cause
+            return tensors, told(cause)
         case other:
             raise ProtocolError(f"expected tensors by name and a text, got {shown(other)}")
 
 
 def _is_named(tensors: dict[Any, Any]) -> bool:
-    return all(isinstance(name, str | int) and isinstance(tensor, Tensor) for name, tensor in tensors.items())
+    return all(
+        isinstance(name, str | int) and isinstance(tensor, Tensor) and tensor.ndim for name, tensor in tensors.items()
+    )
 
 
 def _check_nobody_raised(causes: dict[int, str]) -> None:
@@ -104,5 +108,7 @@ def _check_names(shared: dict[int, Tensors]) -> None:
         if not all(name in tensors for tensors in shared.values())
     }
     if partial:
-        told = "; ".join(f"{shown(name)} only from {members}" for name, members in partial.items())
-        raise RoundMismatch(f"{LANE}: expected the same keys from members {Members.of(shared)}, got {told}")
+        some = islice(partial.items(), MAX_TOLD_KEYS)
+        got = "; ".join(f"{shown(name)} only from {members}" for name, members in some)
+        more = f" and {len(partial) - MAX_TOLD_KEYS} keys more" if len(partial) > MAX_TOLD_KEYS else ""
+        raise RoundMismatch(f"{LANE}: expected the same keys from members {Members.of(shared)}, got {got}{more}")

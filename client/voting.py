@@ -4,10 +4,12 @@ All have the same votes, the same bytes for all, so each finds for itself what a
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from client.packing import pack, unpack
+from statsd_bn import limits
 from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch
 
@@ -45,7 +47,9 @@ class Vote:
             ProtocolError: it is none.
         """
         match unpack(data):
-            case [int(generation), int(epoch), list(met), bool(is_late), int(batches), np.ndarray() as samples]:
+            case [int(generation), int(epoch), list(met), bool(is_late), int(batches), np.ndarray() as samples] if (
+                max(generation, batches) <= limits.MAX_COUNTER and _are_members(met) and _are_indices(samples)
+            ):
                 return cls(generation, epoch, met, is_late, batches, samples.tolist())
             case other:
                 raise ProtocolError(f"expected a vote of a member, got {shown(other)}")
@@ -54,6 +58,14 @@ class Vote:
     def is_new(self) -> bool:
         """Whether it has met nobody yet. Its number does not tell: a new process may have that of a lost one."""
         return not self.members
+
+
+def _are_indices(samples: np.ndarray[Any, Any]) -> bool:
+    return samples.dtype == np.int64 and samples.ndim == 1 and bool((samples >= 0).all())
+
+
+def _are_members(numbers: list[Any]) -> bool:
+    return all(type(number) is int and 0 <= number < limits.MAX_MEMBERS for number in numbers)
 
 
 Votes = dict[int, Vote]

@@ -15,6 +15,7 @@ from server.sparing import Sparing
 from server.status import CHECK_SECONDS, ask, describe, own_endpoint
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
 from statsd_bn.keys import load_client
+from statsd_bn.text import plain
 
 EXIT_CODES: dict[type[Exception], int] = {
     ConfigurationError: 2,
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = COMMANDS.get(given[0]) if given else None
         return command(given[1:]) if command else _serve(given)
     except tuple(EXIT_CODES) as error:
-        print(f"statsd_bn: {error}", file=sys.stderr)  # noqa: T201 - the command's one-line error
+        print(f"statsd_bn: {plain(str(error))}", file=sys.stderr)  # noqa: T201 - the command's one-line error
         return EXIT_CODES[type(error)]
 
 

@@ -32,14 +32,14 @@ from statsd_bn.messages import (
     Contribution,
     Heartbeat,
     Leave,
-    Message,
     Register,
     Registered,
+    Request,
     Result,
     Status,
     StatusRequest,
 )
-from statsd_bn.wire import decode, encode
+from statsd_bn.wire import decode_request, encode
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -80,7 +80,7 @@ class Dispatcher:
         self.received += 1
         try:
             self._budget.check_frame(frame)
-            return self._handle(now, peer, decode(frame), tenant)
+            return self._handle(now, peer, decode_request(frame), tenant)
         except StatsdBNError as error:
             return [(peer, self._refuse(error))]
 
@@ -115,7 +115,7 @@ class Dispatcher:
     def is_from_a_member(self, frame: bytes) -> bool:
         """Returns whether a frame names a session that has a seat."""
         try:
-            return getattr(decode(frame), "session", None) in self._registry.seats
+            return getattr(decode_request(frame), "session", None) in self._registry.seats
         except ProtocolError:
             return False
 
@@ -160,7 +160,7 @@ class Dispatcher:
             "groups": [master.report(now) for (job, _), master in self._registry.masters.items() if tenant.may(job)],
         }
 
-    def _handle(self, now: float, peer: bytes, message: Message, tenant: Tenant) -> list[Reply]:
+    def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> list[Reply]:
         if tenant is not ANYBODY:
             self._check_owner(message, tenant)
         match message:
@@ -179,11 +179,9 @@ class Dispatcher:
                 replies = self._registry.leave(now, message.session, message.cause)
             case StatusRequest():
                 replies = [(peer, self._status(now, tenant))]
-            case _:
-                raise ProtocolError(f"expected a request, got {type(message).__name__}")
         return replies
 
-    def _check_owner(self, message: Message, tenant: Tenant) -> None:
+    def _check_owner(self, message: Request, tenant: Tenant) -> None:
         """What one key has begun another neither goes on with nor ends, and nobody sees or joins a foreign job."""
         if isinstance(message, Register) and not tenant.may(message.job):
             raise RegistrationRefused(

@@ -1,16 +1,18 @@
-"""Plain text: what others have sent, on its way to the log or to a terminal."""
+"""Plain log lines: what others have sent, on its way to the log."""
 
 import logging
 
+from statsd_bn.text import plain
+
+# Letters of a line: the longest error of the project has 600, and whoever reaches the port can make one of 4,096 bytes.
+MAX_LINE = 1000
+
 
 class PlainFormatter(logging.Formatter):
-    """Writes a message on one line, so that nobody who is named in it can forge another, or speak to a terminal."""
+    """Writes a message on one short line, so that nobody named in it can forge another, or speak to a terminal."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """Returns the message without what follows it, such as a traceback."""
-        return plain(super().formatMessage(record))
-
-
-def plain(text: str) -> str:
-    """Returns text with all that is not printable, line feeds too, as a string literal of Python would have it."""
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+        line = plain(super().formatMessage(record))
+        more = len(line) - MAX_LINE
+        return line if more <= 0 else f"{line[:MAX_LINE]}... ({more} more characters)"

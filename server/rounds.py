@@ -17,6 +17,7 @@ from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, R
 from statsd_bn.messages import Aggregate, Failure
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.text import told
 from statsd_bn.wire import encode
 
 Reply = tuple[bytes, bytes]
@@ -272,5 +273,4 @@ def failed(key: RoundKey, reason: str) -> RoundFailed:
 
 def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
     """Returns the frame that carries an error to a member."""
-    text = str(error).encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
-    return encode(Failure(error.code, text, error.fields, key))
+    return encode(Failure(error.code, told(str(error)), error.fields, key))

@@ -9,12 +9,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from server.config import bound_to
 from server.keygen import check_curve
-from server.plain import plain
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
 from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Status, StatusRequest, missing_members
+from statsd_bn.text import plain, readable_within
 from statsd_bn.wire import decode, encode
 
 ANSWER_SECONDS = 5.0
@@ -106,7 +106,8 @@ def _report(endpoint: str, frame: bytes) -> dict[str, Any]:
     if not isinstance(answer, Status):
         text = answer.message if isinstance(answer, Failure) else type(answer).__name__
         raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
-    return answer.report
+    report: dict[str, Any] = readable_within(answer.report)
+    return report
 
 
 def own_endpoint(environ: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
+from statsd_bn.text import is_readable, plain
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -17,8 +18,8 @@ _short.maxstring = _short.maxother = 80
 
 
 def shown(value: object) -> str:
-    """Returns what came, short enough for an error, however long or deeply nested it is."""
-    return _short.repr(value)
+    """Returns what came, short enough for an error, however long or deeply nested it is, and printable."""
+    return plain(_short.repr(value))
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -27,16 +28,40 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
         raise ProtocolError(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
 
 
+def check_name(name: str, value: object, longest: int) -> None:
+    """Raises ProtocolError unless `value` is a printable str whose UTF-8 form has a length in [1, longest].
+
+    Names stand in errors, logs and reports, where a control character could speak to a terminal or forge a line.
+    """
+    if type(value) is not str or not value.isprintable() or not 1 <= _size(value) <= longest:
+        raise ProtocolError(f"{name}: expected printable text of 1 to {longest} bytes, got {shown(value)}")
+
+
 def check_text(name: str, value: object, longest: int, shortest: int = 1) -> None:
-    """Raises ProtocolError unless `value` is a str whose UTF-8 form has a length in [shortest, longest]."""
-    if type(value) is str and value.isascii() and shortest <= len(value) <= longest:
-        return  # what nearly all text is: a byte for each letter
-    try:
-        sound = type(value) is str and shortest <= len(value.encode()) <= longest
-    except UnicodeEncodeError:
-        sound = False
-    if not sound:
-        raise ProtocolError(f"{name}: expected text of {shortest} to {longest} bytes, got {shown(value)}")
+    """Raises ProtocolError unless `value` is a str whose UTF-8 form has a length in [shortest, longest].
+
+    It may have several lines: all of it is printable but for line feeds and tabs.
+    """
+    if type(value) is not str or not is_readable(value) or not shortest <= _size(value) <= longest:
+        raise ProtocolError(
+            f"{name}: expected text of {shortest} to {longest} bytes, printable but for line feeds and tabs, got "
+            f"{shown(value)}"
+        )
+
+
+def _size(text: str) -> int:
+    # What nearly all text is: a byte for each letter.
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def check_depth(name: str, value: object, depth: int = 0) -> None:
+    """Raises ProtocolError where lists and dicts are nested deeper than anything that is meant."""
+    if not isinstance(value, list | dict):
+        return
+    if depth == limits.MAX_DEPTH:
+        raise ProtocolError(f"{name}: expected values nested at most {limits.MAX_DEPTH} deep, got deeper ones")
+    for part in value.values() if isinstance(value, dict) else value:
+        check_depth(name, part, depth + 1)
 
 
 def check_token(name: str, value: object) -> None:

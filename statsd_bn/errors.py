@@ -29,6 +29,8 @@ into the class, so that the error a master raises about a member is the error th
 
 from typing import ClassVar
 
+from statsd_bn.text import readable, readable_within
+
 
 class StatsdBNError(Exception):
     """Base of all errors of the project.
@@ -193,5 +195,8 @@ BY_CODE = {error.code: error for error in _tree(StatsdBNError)}
 
 
 def from_wire(code: str, message: str, fields: dict[str, object]) -> StatsdBNError:
-    """Returns the error that `code` names; an unknown code (a newer master's) gives the base class."""
-    return BY_CODE.get(code, StatsdBNError)(message, **fields)
+    """Returns the error that `code` names; an unknown code (a newer master's) gives the base class.
+
+    It ends on somebody's terminal, so all that is not printable in its texts is escaped, line feeds and tabs excepted.
+    """
+    return BY_CODE.get(code, StatsdBNError)(readable(message), **readable_within(fields))

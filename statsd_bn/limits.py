@@ -50,6 +50,10 @@ SILENCE_SECONDS = HEARTBEAT_MISSES * HEARTBEAT_SECONDS + 0.5
 # The msgpack header of a frame. A status report of a busy master is the largest.
 MAX_HEADER_BYTES = 1_048_576
 
+# The header of a frame to the server, most of which nobody has asked for. A Register that names 16,384 members of which
+# no two are neighbours has 33 KB.
+MAX_REQUEST_HEADER_BYTES = 65_536
+
 # A whole frame: a member of 64 replicas at 16,384 channels and two vectors.
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384
 

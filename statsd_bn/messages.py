@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, get_args
 
 from statsd_bn import limits
-from statsd_bn.checks import check_integer, check_text, check_token, check_values, shown
+from statsd_bn.checks import check_integer, check_name, check_text, check_token, check_values, shown
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.reduction import FloatArray
@@ -89,8 +89,8 @@ class Register:
 
     def __post_init__(self) -> None:
         check_token("session", self.session)
-        check_text("job", self.job, limits.MAX_NAME_BYTES)
-        check_text("group", self.group, limits.MAX_NAME_BYTES)
+        check_name("job", self.job, limits.MAX_NAME_BYTES)
+        check_name("group", self.group, limits.MAX_NAME_BYTES)
         check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
         check_integer("member", self.member, 0, limits.MAX_MEMBERS - 1)
         check_integer("world_size", self.world_size, 1, limits.MAX_MEMBERS)
@@ -99,7 +99,7 @@ class Register:
             raise ProtocolError(
                 f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {shown(self.deadline)}"
             )
-        check_text("place", self.place, limits.MAX_NAME_BYTES)
+        check_name("place", self.place, limits.MAX_NAME_BYTES)
         check_integer("stand", self.stand, min(Stand), max(Stand))
         check_token("server", self.server)
         check_integer("step", self.step, 0, limits.MAX_COUNTER)
@@ -214,7 +214,7 @@ class Failure:
     key: RoundKey | None = None
 
     def __post_init__(self) -> None:
-        check_text("code", self.code, limits.MAX_NAME_BYTES)
+        check_name("code", self.code, limits.MAX_NAME_BYTES)
         check_text("message", self.message, limits.MAX_TEXT_BYTES, shortest=0)
         if type(self.fields) is not dict or not all(type(name) is str for name in self.fields):
             raise ProtocolError(f"fields: expected a map from names, got {shown(self.fields)}")
@@ -291,21 +291,15 @@ class Result:
         check_token("session", self.session)
 
 
-Message = (
-    Register
-    | Registered
-    | Contribution
-    | Aggregate
-    | Leave
-    | Failure
-    | StatusRequest
-    | Status
-    | Heartbeat
-    | Pending
-    | Result
-)
+# The most frequent first: it is looked for in this order.
+Request = Contribution | Register | Leave | StatusRequest | Heartbeat | Result
+"""What a member says."""
 
-BY_TYPE: dict[int, type[Message]] = {message.type: message for message in get_args(Message)}
+Message = Request | Registered | Aggregate | Failure | Status | Pending
+
+BY_TYPE: dict[int, type[Message]] = {
+    message.type: message for message in sorted(get_args(Message), key=lambda kind: kind.type)
+}
 
 
 def missing_members(group: str, size: int, present: Members, missing: int) -> str:

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple, Self
 
 from statsd_bn import limits
-from statsd_bn.checks import check_integer, check_text
+from statsd_bn.checks import check_integer, check_name
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -40,13 +40,13 @@ class RoundKey(_KeyFields):
 
     def __new__(cls, job: str, group: str, epoch: int, step: int, layer: str, call: int, phase: str) -> Self:
         """Checks what it is made of."""
-        check_text("job", job, limits.MAX_NAME_BYTES)
-        check_text("group", group, limits.MAX_NAME_BYTES)
+        check_name("job", job, limits.MAX_NAME_BYTES)
+        check_name("group", group, limits.MAX_NAME_BYTES)
         check_integer("epoch", epoch, 0, limits.MAX_COUNTER)
         check_integer("step", step, 0, limits.MAX_COUNTER)
-        check_text("layer", layer, limits.MAX_NAME_BYTES)
+        check_name("layer", layer, limits.MAX_NAME_BYTES)
         check_integer("call", call, 0, limits.MAX_COUNTER)
-        check_text("phase", phase, limits.MAX_PHASE_BYTES)
+        check_name("phase", phase, limits.MAX_PHASE_BYTES)
         return super().__new__(cls, job, group, epoch, step, layer, call, phase)
 
     def __str__(self) -> str:

@@ -16,14 +16,15 @@ import dataclasses
 import struct
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import numpy as np
 
 from statsd_bn import limits
-from statsd_bn.checks import shown
+from statsd_bn.checks import check_depth, shown
 from statsd_bn.errors import ProtocolError, VersionMismatch
+from statsd_bn.headers import KEY_FIELDS, MOST_KEY_BYTES, unpack, unpack_answer, unpack_request
 from statsd_bn.members import Members
 from statsd_bn.messages import (
     BY_TYPE,
@@ -34,7 +35,9 @@ from statsd_bn.messages import (
     Pending,
     Register,
     Registered,
+    Request,
     Result,
+    Status,
     values_of,
 )
 from statsd_bn.reduction import FloatArray
@@ -44,8 +47,9 @@ from statsd_bn.rows import Rows
 PROTOCOL_VERSION = 2
 MAGIC = b"SBN"
 
+_REQUESTS = frozenset(get_args(Request))
+
 _PRELUDE = struct.Struct("<3sBI")
-_KEY_FIELDS = 7
 
 # A round's key comes with each member's contribution, and its members with each round: what was packed or unpacked
 # once is kept. Many layers have rounds at a time.
@@ -63,8 +67,9 @@ def encode(message: Message) -> bytes:
     """Returns the one frame that carries `message`."""
     values, header = _FLATTEN.get(type(message), _flat_fields)(message)
     packed: bytes = msgpack.packb([message.type, *header])
-    if len(packed) > limits.MAX_HEADER_BYTES:
-        raise ProtocolError(f"header: expected at most {limits.MAX_HEADER_BYTES} bytes, got {len(packed)}")
+    most = limits.MAX_REQUEST_HEADER_BYTES if type(message) in _REQUESTS else limits.MAX_HEADER_BYTES
+    if len(packed) > most:
+        raise ProtocolError(f"header: expected at most {most} bytes, got {len(packed)}")
     prelude = _PRELUDE.pack(MAGIC, PROTOCOL_VERSION, len(packed))
     if values is None:
         return prelude + packed
@@ -84,13 +89,31 @@ def decode(frame: bytes) -> Message:
         VersionMismatch: the frame is of another protocol version.
         ProtocolError: it is anything else than a sound frame.
     """
-    header, body_offset = _unpack_header(frame)
+    packed, end = _header_of(frame, limits.MAX_HEADER_BYTES)
+    return _message(unpack_answer(packed), frame, end)
+
+
+def decode_request(frame: bytes) -> Request:
+    """Returns the request that `frame` carries; as `decode`, for a server: an unsound one costs it next to nothing.
+
+    Raises:
+        VersionMismatch: the frame is of another protocol version.
+        ProtocolError: it is anything else than a sound frame of a request.
+    """
+    packed, end = _header_of(frame, limits.MAX_REQUEST_HEADER_BYTES)
+    message = _message(unpack_request(packed), frame, end)
+    if isinstance(message, Request):
+        return message
+    raise ProtocolError(f"expected a request, got {type(message).__name__}")
+
+
+def _message(header: Any, frame: bytes, end: int) -> Message:
     if type(header) is not list or not header:
         raise ProtocolError(f"header: expected [type, ...], got {shown(header)}")
     if type(header[0]) is not int or header[0] not in BY_TYPE:
         raise ProtocolError(f"type: expected one of {sorted(BY_TYPE)}, got {shown(header[0])}")
     try:
-        return _build(BY_TYPE[header[0]], header[1:], frame, body_offset)
+        return _build(BY_TYPE[header[0]], header[1:], frame, end)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"fields of message type {header[0]}: {error}") from error
 
@@ -99,7 +122,8 @@ def _padded(size: int) -> int:
     return size + -size % 8
 
 
-def _unpack_header(frame: bytes) -> tuple[Any, int]:
+def _header_of(frame: bytes, most: int) -> tuple[bytes, int]:
+    """Returns a frame's header, packed, and where it ends."""
     if len(frame) > limits.MAX_FRAME_BYTES:
         raise ProtocolError(f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {len(frame)}")
     if len(frame) < _PRELUDE.size or not frame.startswith(MAGIC):
@@ -113,20 +137,10 @@ def _unpack_header(frame: bytes) -> tuple[Any, int]:
             got=version,
         )
     end = _PRELUDE.size + length
-    if length > limits.MAX_HEADER_BYTES or end > len(frame):
-        raise ProtocolError(f"header: {length} bytes announced, {len(frame) - _PRELUDE.size} came")
-    return _unpack("header", frame[_PRELUDE.size : end]), end
-
-
-def _unpack(name: str, packed: bytes) -> Any:
-    try:
-        return msgpack.unpackb(packed, max_ext_len=0, ext_hook=_refuse_extension)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"{name}: expected msgpack, got {error or type(error).__name__}") from error
-
-
-def _refuse_extension(code: int, _data: bytes) -> Any:
-    raise ProtocolError(f"expected plain msgpack, got extension type {code}")
+    if length > most or end > len(frame):
+        came = len(frame) - _PRELUDE.size
+        raise ProtocolError(f"header: {length} bytes announced, of which {most} may come, {came} came")
+    return frame[_PRELUDE.size : end], end
 
 
 def _flat_contribution(message: Contribution) -> _Flat:
@@ -224,7 +238,14 @@ def _pending(fields: list[Any]) -> Pending:
 
 def _failure(fields: list[Any]) -> Failure:
     code, text, facts, key = fields
+    check_depth("fields", facts)
     return Failure(code, text, facts, None if key is None else _key(key))
+
+
+def _status(fields: list[Any]) -> Status:
+    (report,) = fields
+    check_depth("report", report)
+    return Status(report)
 
 
 def _register(fields: list[Any]) -> Register:
@@ -245,6 +266,7 @@ _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = 
 _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
     Pending: _pending,
     Failure: _failure,
+    Status: _status,
     Register: _register,
     Registered: _registered,
 }
@@ -252,7 +274,7 @@ _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
 
 @lru_cache(maxsize=_KEPT_MEMBERS)
 def _members_of(packed: bytes) -> Members:
-    flat = _array("members", _unpack("members", packed))
+    flat = _array("members", unpack("members", packed, limits.MAX_MEMBERS))
     if len(flat) % 2:
         raise ProtocolError(f"members: expected pairs, got {len(flat)} numbers")
     return Members(tuple(zip(flat[::2], flat[1::2], strict=True)))
@@ -265,17 +287,17 @@ def _array(name: str, value: Any) -> list[Any]:
 
 
 def _key(value: Any) -> RoundKey:
-    packed = _binary("round key", value)
+    packed = _binary("round key", value, MOST_KEY_BYTES)
     return _keys.get(packed) or _keep_key(packed, _unpacked_key(packed))
 
 
 def _members(value: Any) -> Members:
-    return _members_of(_binary("members", value))
+    return _members_of(_binary("members", value, limits.MAX_REQUEST_HEADER_BYTES))
 
 
-def _binary(name: str, value: Any) -> bytes:
-    if type(value) is not bytes:
-        raise ProtocolError(f"{name}: expected binary, got {shown(value)}")
+def _binary(name: str, value: Any, longest: int) -> bytes:
+    if type(value) is not bytes or len(value) > longest:
+        raise ProtocolError(f"{name}: expected binary of at most {longest} bytes, got {shown(value)}")
     return value
 
 
@@ -288,9 +310,9 @@ def _keep_key(packed: bytes, key: RoundKey) -> RoundKey:
 
 
 def _unpacked_key(packed: bytes) -> RoundKey:
-    fields = _unpack("round key", packed)
-    if len(_array("round key", fields)) != _KEY_FIELDS:
-        raise ProtocolError(f"round key: expected {_KEY_FIELDS} fields, got {len(fields)}")
+    fields = unpack("round key", packed, KEY_FIELDS)
+    if len(_array("round key", fields)) != KEY_FIELDS:
+        raise ProtocolError(f"round key: expected {KEY_FIELDS} fields, got {len(fields)}")
     return RoundKey(*fields)
 
 

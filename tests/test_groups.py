@@ -67,10 +67,10 @@ def test_a_group_has_a_name_and_a_size(name):
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("", 2, "group: name: expected text of 1 to 256 bytes, got ''"),
-        ("é" * 129, 2, "group: name: expected text of 1 to 256 bytes"),
-        ("\ud800", 2, "group: name: expected text of 1 to 256 bytes"),
-        (7, 2, "group: name: expected text of 1 to 256 bytes, got 7"),
+        ("", 2, "group: name: expected printable text of 1 to 256 bytes, got ''"),
+        ("é" * 129, 2, "group: name: expected printable text of 1 to 256 bytes"),
+        ("\ud800", 2, "group: name: expected printable text of 1 to 256 bytes"),
+        (7, 2, "group: name: expected printable text of 1 to 256 bytes, got 7"),
         ("world", 2, "expected a name of your own, got 'world', which is reserved"),
         ("local", 2, "got 'local', which is reserved; .* are group='local'"),
         ("local node 0", 2, "got 'local node 0', which is reserved"),

@@ -42,7 +42,7 @@ SOUND: dict[type, dict[str, Any]] = {
         "place": "here",
     },
     Registered: {
-        "session": b"session0",
+        "digest": b"session0",
         "server": b"server00",
         "epoch": 0,
         "first_step": 0,
@@ -66,9 +66,25 @@ SOUND: dict[type, dict[str, Any]] = {
 }
 
 TOKENS = ([b"12345678", bytes(8)], [b"", bytes(7), bytes(9), "12345678", bytearray(8), 8, None])
+# Escape, delete, a C1 control, right-to-left override, a line separator, a zero-width joiner, half of a pair.
+CONTROLS = ["a\x1b[2J", "a\rb", "a\0", "\x7f", "\x9b2J", "a\u202eb", "a\u2028b", "a\u200db", "\ud800"]
 NAMES = (
-    ["a", "é" * (limits.MAX_NAME_BYTES // 2), "a" * limits.MAX_NAME_BYTES],
-    ["", "a" * (limits.MAX_NAME_BYTES + 1), "é" * (limits.MAX_NAME_BYTES // 2) + "a", b"a", 1, None],
+    ["a", "naïve λ 層 🙂", "é" * (limits.MAX_NAME_BYTES // 2), "a" * limits.MAX_NAME_BYTES],
+    [
+        "",
+        "a" * (limits.MAX_NAME_BYTES + 1),
+        "é" * (limits.MAX_NAME_BYTES // 2) + "a",
+        b"a",
+        1,
+        None,
+        "a\nb",
+        "a\tb",
+        *CONTROLS,
+    ],
+)
+TEXTS = (
+    ["", "x" * limits.MAX_TEXT_BYTES, "two\nlines, a\ttab", "naïve λ 層 🙂"],
+    ["x" * (limits.MAX_TEXT_BYTES + 1), b"boom", 1, None, *CONTROLS],
 )
 NOT_INTEGERS = [True, False, 1.0, "1", None, np.int64(1)]
 COUNTERS = ([0, limits.MAX_COUNTER], [-1, limits.MAX_COUNTER + 1, *NOT_INTEGERS])
@@ -100,7 +116,7 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
         RoundKey,
         "phase",
         ["forward", "p" * limits.MAX_PHASE_BYTES],
-        ["", "p" * (limits.MAX_PHASE_BYTES + 1), b"forward", 1],
+        ["", "p" * (limits.MAX_PHASE_BYTES + 1), b"forward", 1, "a\nb", *CONTROLS],
     ),
     (
         Rows,
@@ -133,7 +149,7 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     (Register, "stand", [0, 1, 2], [-1, 3, *NOT_INTEGERS]),
     (Register, "first_step", *COUNTERS),
     (Register, "results", [0, limits.KEPT_ROUNDS], [-1, limits.KEPT_ROUNDS + 1, *NOT_INTEGERS]),
-    (Registered, "session", *TOKENS),
+    (Registered, "digest", *TOKENS),
     (Registered, "epoch", *COUNTERS),
     (Registered, "first_step", *COUNTERS),
     (Registered, "missing", [0, limits.MAX_MEMBERS], [-1, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
@@ -141,6 +157,7 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     (Contribution, "attempt", *COUNTERS),
     (Result, "session", *TOKENS),
     (Pending, "seconds", *COUNTERS),
+    (Pending, "message", ["two\nlines"], ["", *CONTROLS]),
     (
         Aggregate,
         "replicas",
@@ -155,9 +172,9 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
         [*NOT_VALUES, FLOATS_3],
     ),
     (Leave, "session", *TOKENS),
-    (Leave, "cause", ["", "x" * limits.MAX_TEXT_BYTES], ["x" * (limits.MAX_TEXT_BYTES + 1), b"boom", 1, None]),
+    (Leave, "cause", *TEXTS),
     (Failure, "code", *NAMES),
-    (Failure, "message", ["", "x" * limits.MAX_TEXT_BYTES], ["x" * (limits.MAX_TEXT_BYTES + 1), b"boom", 1, None]),
+    (Failure, "message", *TEXTS),
     (Failure, "fields", [{}, {"a": [1]}], [[], None, "a", 1, {1: 2}, {b"a": 1}, {None: 1}]),
     (Status, "report", [{}, {"a": [1]}], [[], None, "a", 1]),
 ]
@@ -209,7 +226,7 @@ def test_a_member_brings_no_more_replicas_than_the_limit():
     ("kind", "changed", "message"),
     [
         (RoundKey, {"step": True}, "step: expected an integer in [0, 281474976710655], got True"),
-        (RoundKey, {"layer": "x" * 257}, "layer: expected text of 1 to 256 bytes, got 'xxxx"),
+        (RoundKey, {"layer": "x" * 257}, "layer: expected printable text of 1 to 256 bytes, got 'xxxx"),
         (Register, {"session": b"123"}, "session: expected 8 bytes, got b'123'"),
         (Register, {"member": -1}, "member: expected an integer in [0, 16383], got -1"),
         (Register, {"deadline": 0.0}, "deadline: expected seconds in (0, 86400], got 0.0"),

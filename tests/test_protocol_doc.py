@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import numpy as np
@@ -30,13 +30,14 @@ from statsd_bn.messages import (
     Message,
     Pending,
     Registered,
+    Request,
     Result,
     Status,
     StatusRequest,
 )
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.wire import decode, encode
+from statsd_bn.wire import decode, decode_request, encode
 from strategies import contribution, key, register, rows, session_of
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -147,8 +148,16 @@ def changed_key(field: Field, value: Any) -> bytes:
 
 
 def is_refused(frame: bytes) -> bool:
+    """Whether a member refuses a frame; a server refuses the same, and what is no request."""
+    refused = _is_refused(frame, decode)
+    is_request = isinstance(header_of(frame)[0], int) and BY_TYPE[header_of(frame)[0]] in get_args(Request)
+    assert _is_refused(frame, decode_request) == (refused or not is_request)
+    return refused
+
+
+def _is_refused(frame: bytes, read: Callable[[bytes], Message]) -> bool:
     try:
-        decode(frame)
+        read(frame)
     except ProtocolError:
         return True
     return False
@@ -200,6 +209,7 @@ def test_the_master_takes_what_is_directed_to_it_and_nothing_else(message):
 # What a field may hold.
 
 TYPES = {
+    "name": str,
     "text": str,
     "token": bytes,
     "integer": int,
@@ -210,6 +220,7 @@ TYPES = {
     "key": bytes,
 }
 FOREIGN = {
+    "name": b"x",
     "text": b"x",
     "token": "session0",
     "integer": True,
@@ -242,9 +253,11 @@ def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
         low, high = map(number, re.fullmatch(r"above (.+), at most (.+)", field.limits).groups())
         yield from ((True, math.nextafter(low, high)), (True, float(high)), (False, math.nan))
         yield from ((False, float(low)), (False, math.nextafter(high, math.inf)))
-    elif field.type == "text":
+    elif field.type in {"name", "text"}:
         low, high = map(number, re.fullmatch(r"(.+) to (.+) bytes", field.limits).groups())
         yield from ((True, "x" * low), (True, "é" * (high // 2)), (False, "x" * (high + 1)), (False, "é" * high))
+        yield from ((field.type == "text", f"a{letter}b") for letter in "\n\t")
+        yield from ((False, f"a{letter}b") for letter in "\x1b\r\0\x7f\x9b\u202e\u2028\u200d\u00a0")
         if low:
             yield False, "x" * (low - 1)
     elif field.type == "integer":

@@ -1,0 +1,75 @@
+"""Headers: msgpack that came from others, unpacked at a cost that is bounded by what may stand there.
+
+msgpack makes the objects before anybody can look at them, and makes room for as many items as an array announces. So it
+is told beforehand how many there can be; and where a header is long, that there are none within it.
+"""
+
+from typing import Any
+
+import msgpack
+
+from statsd_bn import limits
+from statsd_bn.errors import ProtocolError
+
+KEY_FIELDS = 7
+
+# The longest key that there is: four names, three integers of 9 bytes, and what says how long each is.
+MOST_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 * 3 + 1
+
+# A request with an array in its header, which only a contribution's counts are, has fewer bytes than this.
+_SHORT_BYTES = 2048
+
+# Those of a Register, with its type.
+_MOST_FIELDS = 16
+
+# Entries of any map in a report or an error.
+_MOST_NAMES = 256
+
+
+def unpack(name: str, packed: bytes, most_items: int, most_names: int = 0) -> Any:
+    """Returns what msgpack holds, of which no array may have more items, and no map more names, than these.
+
+    Raises:
+        ProtocolError: it is no plain msgpack.
+    """
+    try:
+        return msgpack.unpackb(
+            packed, max_array_len=most_items, max_map_len=most_names, max_ext_len=0, ext_hook=_refuse_extension
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        raise _unsound(name, error) from error
+
+
+def unpack_answer(packed: bytes) -> Any:
+    """Returns what the header of an answer holds."""
+    return unpack("header", packed, limits.MAX_MEMBERS, _MOST_NAMES)
+
+
+def unpack_request(packed: bytes) -> Any:
+    """Returns what the header of a request holds."""
+    return unpack("header", packed, limits.MAX_REPLICAS) if len(packed) <= _SHORT_BYTES else _without_arrays(packed)
+
+
+def _without_arrays(packed: bytes) -> list[Any]:
+    """Returns a long header: what makes one long is text or bytes, and many small objects would cost much to make."""
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=len(packed), max_array_len=0, max_map_len=0, max_ext_len=0, ext_hook=_refuse_extension
+    )
+    unpacker.feed(packed)
+    try:
+        if (number := unpacker.read_array_header()) > _MOST_FIELDS:
+            raise ProtocolError(f"header: expected at most {_MOST_FIELDS} fields, got {number}")
+        header = [unpacker.unpack() for _ in range(number)]
+    except (ValueError, msgpack.UnpackException) as error:
+        raise _unsound("header", error) from error
+    if unpacker.tell() != len(packed):
+        raise ProtocolError(f"header: expected {unpacker.tell()} bytes, got {len(packed)}")
+    return header
+
+
+def _refuse_extension(code: int, _data: bytes) -> Any:
+    raise ProtocolError(f"expected plain msgpack, got extension type {code}")
+
+
+def _unsound(name: str, error: Exception) -> ProtocolError:
+    return ProtocolError(f"{name}: expected msgpack, got {error or type(error).__name__}")
