@@ -27,11 +27,11 @@ class Members:
     runs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        end = -1
+        end, most = -1, limits.MAX_MEMBERS
         for first, count in self.runs:
-            if not (type(first) is type(count) is int and end < first and 1 <= count <= limits.MAX_MEMBERS - first):
+            if not (type(first) is type(count) is int and end < first and 1 <= count <= most - first):
                 raise ProtocolError(
-                    f"members: expected ascending runs of numbers below {limits.MAX_MEMBERS}, with gaps between them, "
+                    f"members: expected ascending runs of numbers below {most}, with gaps between them, "
                     f"got {first!r:.80}, {count!r:.80} after {end}"
                 )
             end = first + count

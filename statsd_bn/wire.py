@@ -16,6 +16,7 @@ import dataclasses
 import struct
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import chain
 from typing import Any, get_args
 
 import msgpack
@@ -50,6 +51,12 @@ MAGIC = b"SBN"
 _REQUESTS = frozenset(get_args(Request))
 
 _PRELUDE = struct.Struct("<3sBI")
+
+# A run of members: its first number, and how many follow one another.
+_RUN = struct.Struct("<HH")
+
+# Every other member, each a run.
+_MOST_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
 
 # A round's key comes with each member's contribution, and its members with each round: what was packed or unpacked
 # once is kept. Many layers have rounds at a time.
@@ -199,8 +206,7 @@ def _packed_key(key: RoundKey) -> bytes:
 
 @lru_cache(maxsize=_KEPT_MEMBERS)
 def _packed_members(members: Members) -> bytes:
-    packed: bytes = msgpack.packb([number for run in members.runs for number in run])
-    return packed
+    return struct.pack(f"<{2 * len(members.runs)}H", *chain.from_iterable(members.runs))
 
 
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
@@ -274,10 +280,9 @@ _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
 
 @lru_cache(maxsize=_KEPT_MEMBERS)
 def _members_of(packed: bytes) -> Members:
-    flat = _array("members", unpack("members", packed, limits.MAX_MEMBERS))
-    if len(flat) % 2:
-        raise ProtocolError(f"members: expected pairs, got {len(flat)} numbers")
-    return Members(tuple(zip(flat[::2], flat[1::2], strict=True)))
+    if len(packed) % _RUN.size:
+        raise ProtocolError(f"members: expected {_RUN.size} bytes for each run, got {len(packed)}")
+    return Members(tuple(_RUN.iter_unpack(packed)))
 
 
 def _array(name: str, value: Any) -> list[Any]:
@@ -292,7 +297,7 @@ def _key(value: Any) -> RoundKey:
 
 
 def _members(value: Any) -> Members:
-    return _members_of(_binary("members", value, limits.MAX_REQUEST_HEADER_BYTES))
+    return _members_of(_binary("members", value, _MOST_MEMBERS_BYTES))
 
 
 def _binary(name: str, value: Any, longest: int) -> bytes:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -271,8 +272,9 @@ def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
         assert not field.limits
         most = limits.MAX_MEMBERS
         legal = [[], [0, most], [most - 1, 1], [0, 4, 7, 1]]
-        illegal = [[0], [0, most + 1], [most, 1], [-1, 1], [0, 0], [0, 2, 2, 1], [7, 1, 0, 4]]
-        yield from ((flat in legal, msgpack.packb(flat)) for flat in legal + illegal)
+        illegal = [[0], [0, most + 1], [most, 1], [65_535, 1], [0, 0], [0, 2, 2, 1], [7, 1, 0, 4]]
+        yield from ((flat in legal, struct.pack(f"<{len(flat)}H", *flat)) for flat in legal + illegal)
+        yield from ((False, bytes(size)) for size in (1, 3, 5, 2 * most + 4))
     else:
         assert not field.limits
 

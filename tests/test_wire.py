@@ -1,5 +1,7 @@
+import dataclasses
 import itertools
 import struct
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -25,7 +27,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
+from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, decode_request, encode
 from strategies import MESSAGES, key, messages, register
 
 relaxed = settings(deadline=None)
@@ -104,6 +106,10 @@ def test_a_message_without_values_comes_back_equal(sent):
     assert decode(encode(sent)) == sent
 
 
+def packed_runs(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}H", *numbers)
+
+
 def test_the_golden_frame_of_a_contribution():
     header = [3, b"session0", PACKED_KEY, 0, [3, 0], 1, 2]
     assert encode(CONTRIBUTION) == hand_built(header, struct.pack("<4d", 1.5, -2.0, 0.0, 1e300))
@@ -119,20 +125,20 @@ def test_the_golden_frame_of_a_contribution():
 
 def test_the_golden_frame_of_an_aggregate():
     assert encode(AGGREGATE) == hand_built(
-        [4, PACKED_KEY, 2, 3, msgpack.packb([0, 1, 2, 1]), 1, 2], struct.pack("<2d", 1.5, 1e300)
+        [4, PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), 1, 2], struct.pack("<2d", 1.5, 1e300)
     )
     assert encode(AGGREGATE).hex() == (
-        "53424e02 29000000"  # "SBN", version 2, a header of 41 bytes
+        "53424e02 2c000000"  # "SBN", version 2, a header of 44 bytes
         "97 04"  # 7 fields: type 4
         "c41a 97 a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
-        "02 03 c405 9400010201 01 02"  # replicas, count, members 0 and 2, vectors, channels
-        "00000000000000"  # up to a multiple of 8
+        "02 03 c408 0000 0100 0200 0100 01 02"  # replicas, count, members 0 and 2, vectors, channels
+        "00000000"  # up to a multiple of 8
         "000000000000f83f 9c7500883ce4377e"
     ).replace(" ", "")
 
 
 def test_the_golden_frame_of_a_result_is_that_of_its_aggregate_with_the_session():
-    header = [11, b"session0", PACKED_KEY, 2, 3, msgpack.packb([0, 1, 2, 1]), 1, 2]
+    header = [11, b"session0", PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), 1, 2]
     frame = encode(Result(b"session0", AGGREGATE))
     assert frame == hand_built(header, struct.pack("<2d", 1.5, 1e300))
     assert encode(decode(frame).aggregate) == encode(AGGREGATE)
@@ -140,14 +146,23 @@ def test_the_golden_frame_of_a_result_is_that_of_its_aggregate_with_the_session(
 
 @pytest.mark.parametrize(
     "flat",
-    [[0], [0, 1, 2], [0, 0], [0, -1], [0, 2, 2, 1], [4, 1, 0, 1], [0, limits.MAX_MEMBERS + 1], [0, True], [0.0, 1]],
+    [
+        [0],
+        [0, 1, 2],
+        [0, 0],
+        [0, 65_535],
+        [0, 2, 2, 1],
+        [4, 1, 0, 1],
+        [0, limits.MAX_MEMBERS + 1],
+        [limits.MAX_MEMBERS, 1],
+    ],
 )
 def test_members_that_are_no_runs_are_refused(flat):
     for header in (
-        [2, b"session0", b"server00", 1, 2, 5, msgpack.packb(flat)],
-        [1, b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, msgpack.packb(flat)],
+        [2, b"session0", b"server00", 1, 2, 5, packed_runs(*flat)],
+        [1, b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, packed_runs(*flat)],
     ):
-        assert decode(hand_built([*header[:-1], msgpack.packb([0, 1, 2, 1])])).type == header[0]
+        assert decode(hand_built([*header[:-1], packed_runs(0, 1, 2, 1)])).type == header[0]
         with pytest.raises(ProtocolError, match="members: expected"):
             decode(hand_built(header))
 
@@ -155,10 +170,10 @@ def test_members_that_are_no_runs_are_refused(flat):
 def test_the_golden_frames_of_messages_without_values():
     golden = {
         Register(b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, Members.of([0, 1, 4])): (
-            [1, b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, msgpack.packb([0, 2, 4, 1])]
+            [1, b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, packed_runs(0, 2, 4, 1)]
         ),
         Registered(b"session0", b"server00", 1, 2, 5, Members.of([3, 4])): (
-            [2, b"session0", b"server00", 1, 2, 5, msgpack.packb([3, 2])]
+            [2, b"session0", b"server00", 1, 2, 5, packed_runs(3, 2)]
         ),
         Leave(b"session0", "boom"): [5, b"session0", "boom"],
         StatusRequest(): [7],
@@ -388,8 +403,8 @@ def test_counts_are_an_array_and_nothing_that_iterates_like_one(counts):
             decode(hand_built([3, b"session0", *KEY_FIELDS, 0, counts, 1, 1], bytes(8 * size)))
 
 
-@pytest.mark.parametrize("present", [b"", b"\1", "", {}], ids=repr)
-def test_present_members_are_an_array_and_nothing_that_iterates_like_one(present):
+@pytest.mark.parametrize("present", [b"\1", b"\0\0\1", "", {}, [], [0, 1], bytes(4 * limits.MAX_MEMBERS)], ids=repr)
+def test_present_members_are_bytes_and_nothing_that_iterates_like_them(present):
     with pytest.raises(ProtocolError):
         decode(hand_built([2, b"session0", b"server00", 0, 0, 1, present]))
 
@@ -461,3 +476,61 @@ def test_the_magic_comes_first():
     for magic in itertools.chain((b"sbn", b"SBM", b"\0\0\0"), (b"GET", b"\xff\0\0")):
         with pytest.raises(ProtocolError, match="expected to begin with b'SBN'"):
             decode(magic + frame[3:])
+
+
+def framed(header: bytes) -> bytes:
+    return MAGIC + bytes([PROTOCOL_VERSION]) + struct.pack("<I", len(header)) + header
+
+
+def test_a_request_that_names_all_members_there_can_be_still_fits():
+    known = Members(tuple((number, 1) for number in range(0, limits.MAX_MEMBERS, 2)))
+    name, most = "é" * 128, limits.MAX_COUNTER
+    longest = register(session=b"session0", job=name, group=name, place=name, epoch=most, step=most, known=known)
+    assert decode_request(encode(longest)) == longest
+    result = Result(b"session0", dataclasses.replace(AGGREGATE, members=known))
+    assert decode_request(encode(result)).aggregate.members == known
+
+
+def test_a_contribution_with_the_longest_header_still_fits():
+    name, most = "é" * 128, dict.fromkeys(("epoch", "step", "call"), limits.MAX_COUNTER)
+    longest = key(name, job=name, group=name, phase="é" * 16, **most)
+    rows = Rows((limits.MAX_COUNT // limits.MAX_REPLICAS,) * limits.MAX_REPLICAS, np.ones((limits.MAX_REPLICAS, 1, 1)))
+    sent = Contribution(b"session0", longest, limits.MAX_COUNTER, rows)
+    assert decode_request(encode(sent)).key == longest
+
+
+ANNOUNCED = b"\xdc\xff\xff" * 500  # arrays in arrays, each of 65,535 items
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xdd\x00\x0f\xff\xfb" + b"\x90" * 0xFFFFB,  # a mebibyte of empty arrays
+        b"\xdd\x00\x00\xff\xfb" + b"\x90" * 0xFFFB,
+        b"\xdc\x07\xf0" + b"\x90" * 2032,
+        b"\x92\x01" + b"\xdc\x00\x40" * 600,
+        b"\x92\x01" + ANNOUNCED,
+        ANNOUNCED,
+        b"\x91" * 2047 + b"\xc0",
+        b"\x92\x01" + b"\x80" * 2000,
+        b"\x92\x01" + b"\xdf\xff\xff\xff\xff" * 300,
+        msgpack.packb([6, "code", "message", {"a": 1}, None]),
+        msgpack.packb([5, b"session0", "x" * 70_000]),
+        msgpack.packb([1, *["x" * 4000] * 15]) + b"\xc0",
+        msgpack.packb([1, *["x" * 4000] * 20]),
+        msgpack.packb([1, b"session0", [1], "x" * 3000]),
+        msgpack.packb([2, b"session0", ANNOUNCED]),
+        msgpack.packb([3, b"session0", ANNOUNCED, 0, [1], 1, 1]),
+        msgpack.packb([3, b"session0", b"\x97" + b"\x90" * 870, 0, [1], 1, 1]),
+    ],
+)
+def test_an_unsound_request_makes_next_to_no_objects(header):
+    """msgpack makes what is announced before anybody can look at it, so it is told first how much there can be."""
+    frame = framed(header)
+    tracemalloc.start()
+    with pytest.raises(ProtocolError) as refused:
+        decode_request(frame)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * min(len(frame), limits.MAX_REQUEST_HEADER_BYTES) + 700_000
+    assert len(str(refused.value)) < 500
