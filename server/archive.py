@@ -83,10 +83,12 @@ class Archive:
         round_.held += len(round_.answer)
         self.room.keep(len(round_.answer))
         while len(self._kept) > most:
-            self._remember(next(iter(self._kept)))
+            oldest = next(iter(self._kept))
+            self.room.keep(-self._kept.pop(oldest).held)
+            self.remember(oldest)
 
-    def _remember(self, key: RoundKey) -> None:
-        self.room.keep(-self._kept.pop(key).held)
+    def remember(self, key: RoundKey) -> None:
+        """Takes note that a round has ended whose answer is not kept."""
         self._remembered[hash(key)] = None
         if len(self._remembered) > REMEMBERED_ROUNDS:
             del self._remembered[next(iter(self._remembered))]

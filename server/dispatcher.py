@@ -17,6 +17,7 @@ from server.quota import Budget, Quota
 from server.registration import Registration
 from server.registry import Registry
 from server.rounds import Reply, failure
+from server.seals import Seals
 from statsd_bn.errors import (
     AuthenticationRefused,
     LimitExceeded,
@@ -56,6 +57,7 @@ class Dispatcher:
         server: a random id of this life of the server.
         started: the time it began, on the clock that `receive` is given.
         quota: how much it takes and keeps; default: as much as the protocol allows.
+        seals: how it knows its own aggregates again after a restart; default: it does not.
 
     Attributes:
         tally: what was refused.
@@ -63,14 +65,16 @@ class Dispatcher:
         bad_frames: how many of them were unsound.
     """
 
-    def __init__(self, server: bytes, started: float, quota: Quota | None = None) -> None:
+    def __init__(
+        self, server: bytes, started: float, quota: Quota | None = None, seals: Seals | None = None
+    ) -> None:
         self._server = server
         self._started = started
         # No session has a digest of zero bytes, so nobody takes it for an answer.
         self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
         self._budget = Budget(quota)
         self._registry = Registry(started, self._budget.quota.silence_seconds)
-        self._registration = Registration(server, self._registry, self._budget)
+        self._registration = Registration(server, self._registry, self._budget, seals)
         self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0

@@ -4,15 +4,18 @@ It is pure: messages, peers and times go in, replies come out. It opens no socke
 clock, so a test can put it through years of faults in seconds.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from server.archive import Archive, Room
+from server.claims import Claims
 from server.deferral import Deferral
 from server.membership import Membership
 from server.open_rounds import OpenRounds, pending
 from server.quota import Budget
-from server.rounds import Reply, Round, State, failure
+from server.rounds import Reply, Round, failure
+from server.seals import Seals
 from server.slave import Slave
 from statsd_bn.errors import (
     ContributionConflict,
@@ -30,6 +33,8 @@ from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
+logger = logging.getLogger("statsd_bn.server")
+
 
 class SyncMaster:
     """One life (epoch) of one group: its slaves, its open rounds, its latest results.
@@ -38,6 +43,7 @@ class SyncMaster:
         server: the id of this master's life.
         register: the registration that begins the group; it sets job, group, epoch and policy.
         budget: what the server agrees to keep.
+        seals: how it knows its own aggregates again; default: it does not.
 
     Attributes:
         epoch: which life it is.
@@ -46,15 +52,22 @@ class SyncMaster:
         is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.
     """
 
-    def __init__(self, server: bytes, register: Register, budget: Budget | None = None) -> None:
+    def __init__(
+        self, server: bytes, register: Register, budget: Budget | None = None, seals: Seals | None = None
+    ) -> None:
         self.epoch = register.epoch
         self.is_mourned = False
         self._server = server
         self._budget = budget or Budget()
-        self.membership = Membership(register, self._budget.quota.silence_seconds)
+        self._seals = seals or Seals(server)
+        are_genuine = self._seals.outlives
+        self.membership = Membership(register, self._budget.quota.silence_seconds, are_genuine=are_genuine)
         self._room = Room(self._budget, register.job)
         self._archive = Archive(self._room)
-        self.open_rounds = OpenRounds(self.epoch, self.membership, self._budget, self._archive, self.run_master)
+        self._claims = Claims(self._room, are_genuine=are_genuine)
+        self.open_rounds = OpenRounds(
+            self.epoch, self.membership, self._budget, self._archive, self._claims, self.run_master, self._seals
+        )
         self._is_broken = False
         self._is_departure_told = False
         self._deferral = Deferral(self._room)
@@ -88,27 +101,29 @@ class SyncMaster:
             return self._answer_again(kept, slave, contribution.rows, peer)
         if self.membership.recovery and not self.membership.lost:
             return self._defer(slave, contribution, peer)
-        return self.open_rounds.contribute(now, slave, contribution, peer)
+        replies = self.open_rounds.contribute(now, slave, contribution, peer)
+        return replies + self._break_if_lost() if self.membership.lost else replies
 
     def recall(self, now: float, slave: Slave, aggregate: Aggregate, peer: bytes) -> list[Reply]:
-        """Takes the aggregate that an earlier life of the server gave a slave for one round.
+        """Takes the aggregate that an earlier life of the server gave a slave for one round, as it says.
 
-        Whoever asks for that round will get it. Slaves that were given different ones break the group: nobody can say
-        who is right.
+        See `server.claims` for what that is worth. Whatever it is, the slave has told it, so that nobody waits for it.
         """
         key = aggregate.key
         try:
             self.open_rounds.check_key(slave, key)
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
-        if self.membership.recovery and not (slave.owes or key in slave.recalled):
-            return []  # more than it has announced
-        self.membership.recall(slave, key, aggregate.members)
-        if kept := self._archive.get(key):
-            return self._compare(kept, slave, aggregate) + ([] if slave.owes else self._settle(now))
-        if self.membership.recovery:
-            self._room.check(aggregate.values.nbytes)
-            self.open_rounds.recall(now, aggregate)
+        membership = self.membership
+        if not (membership.recovery and (slave.owes or key in slave.recalled)):
+            return []  # nobody waits for it, or it is more than the slave has announced
+        slave.recalled.add(key)
+        if self._seals.outlives and not self._seals.is_genuine(aggregate):
+            self._budget.tally.forged_results += 1
+            logger.warning("%s: %s told of an aggregate that this server has not made; it is ignored", key, slave)
+        else:
+            membership.recall(slave, key, aggregate.members)
+            self._claims.add(slave, aggregate)
         # With a thousand members there are thousands of results, and only the last of each can make a difference.
         return [] if slave.owes else self._settle(now)
 
@@ -188,9 +203,18 @@ class SyncMaster:
             return []
         self.open_rounds.answered = now
         replies = [(slave.peer, self._registered(slave)) for slave in self.membership.slaves.values()]
+        # All rows that have come go before any claim: where they suffice, nobody has to be believed.
         for slave, contribution, peer in self._deferral.take():
             replies += self.contribute(now, slave, contribution, peer)
-        return replies
+        return replies + (self._weigh_claims() if self._claims else [])
+
+    def _weigh_claims(self) -> list[Reply]:
+        """Ends the rounds whose answers members have brought along; breaks the group where these differ."""
+        self._claims.count = True
+        replies = self.open_rounds.complete()
+        for contradiction in self._claims.contradictions(list(self.open_rounds)):
+            self.membership.lost = self.membership.lost or contradiction
+        return replies + self._break_if_lost()
 
     def _without(self, now: float, slave: Slave, loss: ReplicaLost | None) -> tuple[ReplicaLost | None, list[Reply]]:
         self._deferral.forget(slave)
@@ -245,16 +269,6 @@ class SyncMaster:
         if future and future.done and not future.put(rows, peer):
             return [(peer, failure(round_.conflict(slave.member), round_.key))]
         return [(peer, round_.answer)]
-
-    def _compare(self, kept: Round, slave: Slave, aggregate: Aggregate) -> list[Reply]:
-        if kept.state is State.FAILED or kept.answer == encode(aggregate):
-            return []
-        self.membership.lost = self.membership.lost or ContributionConflict(
-            f"{kept.key}: {slave} was given another aggregate than others were, before the server was restarted",
-            **kept.key.fields,
-            member=slave.member,
-        )
-        return self._break_if_lost()
 
 
 def unknown(session: bytes) -> UnknownSession:

@@ -23,6 +23,7 @@ class Membership:
     Args:
         register: the registration that begins it.
         silence: how long members may take to come back after a restart of the server, in seconds.
+        are_genuine: whether the results that it is told of are known to be the server's own.
 
     Attributes:
         slaves: by member number.
@@ -33,8 +34,11 @@ class Membership:
         departed: what those are told who come back for another pass that can never have all its members.
     """
 
-    def __init__(self, register: Register, silence: float = limits.SILENCE_SECONDS) -> None:
+    def __init__(
+        self, register: Register, silence: float = limits.SILENCE_SECONDS, *, are_genuine: bool = True
+    ) -> None:
         self._silence = silence
+        self._are_genuine = are_genuine
         self.job = register.job
         self.group = register.group
         self.world_size = register.world_size
@@ -45,7 +49,8 @@ class Membership:
         self.recovery: Recovery | None = None
         self.lost: StatsdBNError | None = None
         self.departed: ReplicaLost | None = None
-        self._covered: dict[RoundKey, Members] = {}
+        # Who has told of a result, by its round and whom it covers.
+        self._covered: dict[tuple[RoundKey, Members], set[int]] = {}
 
     @property
     def is_elastic(self) -> bool:
@@ -100,11 +105,9 @@ class Membership:
         self.latest_step = max(self.latest_step, step)
 
     def recall(self, slave: Slave, key: RoundKey, covered: Members) -> None:
-        """Takes note that a slave has told the result of a round that an earlier life of the server gave it."""
+        """Takes note of whom a result covers that an earlier life of the server gave a slave."""
         self.reach(key.step)
-        if self.recovery:
-            slave.recalled.add(key)
-            self._covered[key] = covered
+        self._covered.setdefault((key, covered), set()).add(slave.member)
 
     def admit(self, now: float, register: Register, peer: bytes) -> Slave:
         """Takes a member in, or finds it again.
@@ -142,15 +145,30 @@ class Membership:
 
     @property
     def overtaken(self) -> list[Slave]:
-        """Who has come back to an elastic group that had lost it: the others were given a result without it."""
+        """Who has come back to an elastic group that had lost it: the others were given a result without it.
+
+        One result is enough that is known to be the server's own. Otherwise all others who could know must have told of
+        one, that is all who have come back and took part in that step.
+        """
         if self.recovery is None or not self.is_elastic:
             return []
         return [slave for slave in self.slaves.values() if slave.has_past and self._was_left_out(slave)]
 
     def _was_left_out(self, slave: Slave) -> bool:
-        takes_part = slave.stand is Stand.TAKES_PART
-        return takes_part and any(
-            slave.first_step <= key.step and slave.member not in covered for key, covered in self._covered.items()
+        if slave.stand is not Stand.TAKES_PART:
+            return False
+        without = [
+            (key, authors)
+            for (key, covered), authors in self._covered.items()
+            if slave.first_step <= key.step and slave.member not in covered
+        ]
+        if self._are_genuine or not without:
+            return bool(without)
+        first = min(key.step for key, _ in without)
+        return set().union(*(authors for _, authors in without)).issuperset(
+            other.member
+            for other in self.slaves.values()
+            if other is not slave and other.has_past and other.stand is Stand.TAKES_PART and other.first_step <= first
         )
 
     def give_up_waiting(self, now: float) -> bool:

@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from server.archive import Archive
+from server.claims import Claims
 from server.membership import Membership
 from server.quota import Budget, size_of
 from server.rounds import FutureResult, Reply, Round, failed, failure
+from server.seals import Seals
 from server.slave import Slave
 from statsd_bn import limits
 from statsd_bn.errors import (
@@ -34,7 +36,9 @@ class OpenRounds:
         membership: who takes part.
         budget: what the server agrees to keep.
         archive: of this life.
+        claims: what members were given before a restart of the server.
         reduce: returns the aggregate of a complete round.
+        seals: makes the answers that an aggregate ends a round with.
 
     Attributes:
         done: how many have ended with an aggregate.
@@ -48,7 +52,9 @@ class OpenRounds:
         membership: Membership,
         budget: Budget,
         archive: Archive,
+        claims: Claims,
         reduce: Callable[[Round], Aggregate],
+        seals: Seals,
     ) -> None:
         self.done = 0
         self.failed = 0
@@ -58,7 +64,9 @@ class OpenRounds:
         self._membership = membership
         self._budget = budget
         self._archive = archive
+        self._claims = claims
         self._reduce = reduce
+        self._seals = seals
         self._open: dict[RoundKey, Round] = {}
 
     def __len__(self) -> int:
@@ -107,12 +115,6 @@ class OpenRounds:
     def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
         """Ends all rounds, each for its own reason."""
         return [reply for round_ in list(self) for reply in self._break(round_, reason(round_.key))]
-
-    def recall(self, now: float, aggregate: Aggregate) -> None:
-        """Puts a round into the archive that ended in an earlier life of the server."""
-        round_ = Round(aggregate.key, (), now, 0.0)
-        round_.end(aggregate)
-        self._close(round_)
 
     def check_key(self, slave: Slave, key: RoundKey) -> None:
         """Raises ProtocolError where a slave names a round of another life or group."""
@@ -181,12 +183,27 @@ class OpenRounds:
         return [(peer, self._pending(now, round_))] if contribution.attempt else []
 
     def _is_ready(self, round_: Round) -> bool:
-        return round_.is_complete and self._membership.suffices
+        if round_.is_complete and self._membership.suffices:
+            return True
+        return bool(self._claims) and self._claims.are_due(round_)
 
     def _finish(self, round_: Round) -> list[Reply]:
+        try:
+            told = self._claims.take(round_) if self._claims else None
+        except ContributionConflict as conflict:
+            self._membership.lost = self._membership.lost or conflict
+            return self._break(round_, conflict)
         self.done += 1
-        round_.end(self._reduce(round_))
+        # What a member was given is given to the others as it is, seal and all.
+        round_.end(encode(told) if told else self._sum(round_))
         return self._close(round_)
+
+    def _sum(self, round_: Round) -> bytes:
+        """Returns the answer that the rows make."""
+        total = self._reduce(round_)
+        if self._claims:
+            self._claims.check(total)
+        return self._seals.sealed(total)
 
     def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
         self.failed += 1
@@ -195,9 +212,9 @@ class OpenRounds:
 
     def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:
         self._open.pop(round_.key, None)
-        # Members that come back differ in which rounds they tell of, and the latest come first from some of them.
-        most = limits.KEPT_ROUNDS * (2 if self._membership.recovery else 1)
-        self._archive.add(round_, most)
+        self._archive.add(round_, limits.KEPT_ROUNDS)
+        for key in self._claims.round_ended() if self._claims else ():
+            self._archive.remember(key)
         return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
 
     def _timeout(self, round_: Round) -> RoundTimeout:

@@ -111,6 +111,7 @@ class Tally:
         idle_connections: connections closed because no member spoke over them.
         flooding_connections: connections closed because too much had to be refused.
         dropped_answers: answers to peers that did not read, or had gone.
+        forged_results: aggregates that members told of after a restart and that this server had not made.
     """
 
     over_limits: int = 0
@@ -119,6 +120,7 @@ class Tally:
     idle_connections: int = 0
     flooding_connections: int = 0
     dropped_answers: int = 0
+    forged_results: int = 0
 
 
 class Budget:

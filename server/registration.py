@@ -9,6 +9,7 @@ from server.past import Name
 from server.quota import Budget
 from server.registry import Registry, Seat, failed_member
 from server.rounds import Reply
+from server.seals import Seals
 from statsd_bn.errors import ProtocolError, ReplicaLost, StaleEpoch
 from statsd_bn.messages import NO_SERVER, WORLD, Register
 from statsd_bn.tokens import digest
@@ -23,12 +24,14 @@ class Registration:
         server: the random id of this life of the server.
         registry: where the seats are.
         budget: how many groups and members there may be.
+        seals: how the server knows its own aggregates again.
     """
 
-    def __init__(self, server: bytes, registry: Registry, budget: Budget) -> None:
+    def __init__(self, server: bytes, registry: Registry, budget: Budget, seals: Seals | None) -> None:
         self._server = server
         self._registry = registry
         self._budget = budget
+        self._seals = seals
 
     def register(self, now: float, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         """Gives a session its seat, if it may have one, and returns what its group is told.
@@ -63,7 +66,7 @@ class Registration:
         masters = self._registry.masters
         if name not in masters:
             self._budget.check_new_group(name, list(masters), self._registry.groups_of(tenant))
-        master = SyncMaster(self._server, register, self._budget)
+        master = SyncMaster(self._server, register, self._budget, self._seals)
         slave, told = master.register_slave(now, register, peer)
         reason = f"a new run of the group was begun by member {register.member} ({register.place})"
         replies = [reply for replaced in self._replaced(name) for reply in self._registry.close(replaced, reason)]

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout, StatsdBNError
-from statsd_bn.messages import Aggregate, Failure
+from statsd_bn.messages import Failure
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.text import told
@@ -175,10 +175,10 @@ class Round:
             self._pending -= 1
         self.advance(Event.WITHDRAWN)
 
-    def end(self, aggregate: Aggregate) -> None:
-        """Ends with this aggregate as the answer."""
+    def end(self, answer: bytes) -> None:
+        """Ends with the frame of an aggregate as the answer."""
         self.advance(Event.COMPLETED)
-        self.answer = encode(aggregate)
+        self.answer = answer
 
     def fail(self, error: StatsdBNError) -> None:
         """Ends with an error as the answer."""

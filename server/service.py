@@ -20,7 +20,7 @@ from typing import Self
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from server import access
+from server import access, seal_key
 from server.access import ANYBODY, Access, Tenant
 from server.config import Config, is_local
 from server.connections import Connections
@@ -72,7 +72,8 @@ class Service:
         self._stopping = False
         self._is_reloading = False
         self._parent = _parent(config)
-        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
+        seals = seal_key.seals_of(pair.secret if pair else None)
+        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota, seals)
         try:
             self.endpoints = tuple(self._listener.bind(endpoint) for endpoint in config.bind)
         except BindError:

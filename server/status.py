@@ -27,6 +27,7 @@ COUNTS = {
     "idle_connections": "idle connections closed",
     "flooding_connections": "flooding connections closed",
     "dropped_answers": "answers dropped",
+    "forged_results": "results that this server has not made",
 }
 
 # A server is asked from its own host, where it answers in milliseconds; a loaded one may take longer. Whoever probes

@@ -24,6 +24,9 @@ WORLD = "world"
 # What a member says that has not met a server yet.
 NO_SERVER = bytes(limits.TOKEN_BYTES)
 
+# On an aggregate that no server has made.
+NO_SEAL = bytes(limits.SEAL_BYTES)
+
 
 class Stand(IntEnum):
     """How a member stands to the rounds of its group.
@@ -172,6 +175,7 @@ class Aggregate:
         members: who contributed them.
         values: shape (vectors, channels), float64: the sum of the rows in replica order; of a gather the rows
             themselves, one behind the other.
+        seal: what the server knows its own aggregates by; members keep it and give it back.
     """
 
     type: ClassVar[int] = 4
@@ -181,11 +185,14 @@ class Aggregate:
     count: int
     members: Members
     values: FloatArray
+    seal: bytes = NO_SEAL
 
     def __post_init__(self) -> None:
         check_integer("replicas", self.replicas, 1, limits.MAX_REPLICAS * limits.MAX_MEMBERS)
         check_integer("count", self.count, 0, limits.MAX_COUNT)
         check_values(self.values, 2)
+        if type(self.seal) is not bytes or len(self.seal) != limits.SEAL_BYTES:
+            raise ProtocolError(f"seal: expected {limits.SEAL_BYTES} bytes, got {shown(self.seal)}")
 
 
 @dataclass(frozen=True, slots=True)

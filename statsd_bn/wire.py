@@ -7,6 +7,7 @@
     8       H      header: a msgpack array [type, field, field, ...]
     8+H     0-7    zero bytes up to a multiple of 8
     ...     8·n    values: little-endian float64, in C order
+    ...     16     seal, of an aggregate or a result
 
 One frame rather than three, because each ZeroMQ frame costs a system call's worth of time; raw numbers
 rather than msgpack floats, because they need neither a loop nor a copy to become an array.
@@ -72,6 +73,19 @@ _Flat = tuple[FloatArray | None, list[Any]]
 
 def encode(message: Message) -> bytes:
     """Returns the one frame that carries `message`."""
+    if isinstance(message, Aggregate):
+        return encode_unsealed(message) + message.seal
+    if isinstance(message, Result):
+        return _frame(message) + message.aggregate.seal
+    return _frame(message)
+
+
+def encode_unsealed(aggregate: Aggregate) -> bytes:
+    """Returns the frame of an aggregate without its seal, which is what the seal is made of."""
+    return _frame(aggregate)
+
+
+def _frame(message: Message) -> bytes:
     values, header = _FLATTEN.get(type(message), _flat_fields)(message)
     packed: bytes = msgpack.packb([message.type, *header])
     most = limits.MAX_REQUEST_HEADER_BYTES if type(message) in _REQUESTS else limits.MAX_HEADER_BYTES
@@ -229,7 +243,8 @@ def _contribution(fields: list[Any], frame: bytes, end: int) -> Contribution:
 
 def _aggregate(fields: list[Any], frame: bytes, end: int) -> Aggregate:
     key, replicas, count, members, vectors, channels = fields
-    return Aggregate(_key(key), replicas, count, _members(members), _values(frame, end, (vectors, channels)))
+    values, seal = _values(frame, end, (vectors, channels), limits.SEAL_BYTES), frame[-limits.SEAL_BYTES :]
+    return Aggregate(_key(key), replicas, count, _members(members), values, seal)
 
 
 def _result(fields: list[Any], frame: bytes, end: int) -> Result:
@@ -321,15 +336,16 @@ def _unpacked_key(packed: bytes) -> RoundKey:
     return RoundKey(*fields)
 
 
-def _values(frame: bytes, end: int, shape: tuple[Any, ...]) -> FloatArray:
+def _values(frame: bytes, end: int, shape: tuple[Any, ...], rest: int = 0) -> FloatArray:
+    """Returns the values of this shape, behind which so many bytes follow."""
     size = 1
     for extent in shape:
         if type(extent) is not int or extent < 1:
             raise ProtocolError(f"shape of values: expected positive integers, got {shown(shape)}")
         size *= extent
     start = _padded(end)
-    if len(frame) != start + 8 * size or any(frame[end:start]):
+    if len(frame) != start + 8 * size + rest or any(frame[end:start]):
         raise ProtocolError(
-            f"values: expected {size} float64 for shape {shape} after zero padding, got {len(frame) - start} bytes"
+            f"values: expected {size} float64 for shape {shape} after zero padding, got {len(frame) - start - rest} bytes"
         )
     return np.ndarray(shape, _FLOAT, frame, start)

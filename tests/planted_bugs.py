@@ -16,6 +16,7 @@ import numpy as np
 import client.session
 from client.session import Session
 from server import deadlock
+from server.claims import Claims
 from server.dispatcher import Dispatcher
 from server.liveness import Liveness
 from server.master import SyncMaster
@@ -23,6 +24,7 @@ from server.membership import Membership
 from server.open_rounds import OpenRounds
 from server.recovery import Recovery
 from server.rounds import Round
+from server.seals import Seals
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Stand
@@ -262,14 +264,25 @@ def recovery_does_not_wait() -> Any:
 def first_result_wins_unchecked() -> Any:
     """The results of an earlier master are taken for any round of their step."""
 
-    def recall(right: Any, self: SyncMaster, now: float, slave: Any, aggregate: Aggregate, peer: bytes) -> Any:
-        replies = right(self, now, slave, aggregate, peer)
-        for round_ in self._archive._kept.values():
-            if round_.key.step == aggregate.key.step and round_.key.phase == aggregate.key.phase:
-                round_.answer = encode(replace(aggregate, key=round_.key))
-        return replies
+    def take(right: Any, self: Claims, round_: Round) -> Any:
+        told = right(self, round_)
+        claims = [claim.aggregate for others in self._of.values() for claim in others]
+        alike = [one for one in claims if (one.key.step, one.key.phase) == (round_.key.step, round_.key.phase)]
+        return replace(alike[0], key=round_.key) if alike else told
 
-    return instead(SyncMaster, "recall", recall)
+    return instead(Claims, "take", take)
+
+
+@bug
+def forged_result_believed() -> Any:
+    """Nobody looks at the seals of what members say that they were given."""
+    return mock.patch.object(Seals, "is_genuine", return_value=True)
+
+
+@bug
+def claims_are_ignored() -> Any:
+    """What members were given by an earlier server ends no round of those who wait for the same answer."""
+    return mock.patch.object(Claims, "are_due", return_value=False)
 
 
 @bug

@@ -64,6 +64,8 @@ class Plan:
     passes: tuple[tuple[int, ...], ...] = ()
     replaced_after: float = 0.0
     gathers: bool = False
+    keeps_key: bool = True
+    liar: int | None = None
 
     @property
     def size(self) -> int:
@@ -148,7 +150,15 @@ def draw(seed: int) -> Plan:
     plan = _draw_policy(random.Random(seed + 2**42), _draw_faults(rng, plan))
     rng = random.Random(seed + 2**43)
     plan = replace(plan, gathers=random.Random(seed + 2**44).random() < 0.2)
-    return _draw_newcomers(rng, _draw_passes(rng, replace(plan, phases=_draw_phases(rng))))
+    return _draw_key(_draw_newcomers(rng, _draw_passes(rng, replace(plan, phases=_draw_phases(rng)))))
+
+
+def _draw_key(plan: Plan) -> Plan:
+    """Lets a server that is started again have its key or a new one; with its own it sees through a member that lies."""
+    rng = random.Random(plan.seed + 2**45)
+    keeps_key = rng.random() < 0.6
+    lies = keeps_key and plan.has("server killed", "server stopped") and rng.random() < 0.3
+    return replace(plan, keeps_key=keeps_key, liar=rng.randrange(plan.size) if lies else None)
 
 
 def _draw_phases(rng: random.Random) -> tuple[str, ...]:

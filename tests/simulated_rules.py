@@ -62,10 +62,11 @@ def check_memory(world: "World") -> None:
     if seats > most or pulses > most or pulses > seats:
         world.find("memory is bounded", f"{seats} seats and {pulses} pulses for {len(world.processes)} processes")
     for master in dispatcher._registry.masters.values():
-        # While members come back after a restart, each tells of as many rounds, and not of the same ones.
-        kept = limits.KEPT_ROUNDS * (2 if world.server.outages else 1)
+        # Of those who come back after a restart each may tell of as many rounds, and not of the same ones.
+        claimed = limits.KEPT_ROUNDS * len(world.processes) if world.server.outages else 0
         if (
-            len(master._archive) > kept
+            len(master._archive) > limits.KEPT_ROUNDS
+            or len(master._claims) > claimed
             or len(master._archive._remembered) > REMEMBERED_ROUNDS
             or len(master.open_rounds) > limits.MAX_OPEN_ROUNDS
         ):
@@ -238,6 +239,11 @@ def _mismatch_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
     return world.plan.has("skips", "swaps")
 
 
+def _conflict_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
+    """A server with a new key cannot tell whether others had gone on without a member that is back."""
+    return bool(world.server.outages and world.plan.min_members) and not world.plan.keeps_key
+
+
 def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
     """Whoever is missing has really not come, is not known to be gone, and is not itself waiting for others."""
     missing = error.fields.get("missing")
@@ -344,6 +350,7 @@ TRUTHS: dict[type[BaseException], Callable[["World", "Outcome", Any], bool]] = {
     errors.ReplicaLost: _replica_lost_is_true,
     errors.RoundMismatch: _mismatch_is_true,
     errors.RoundTimeout: _timeout_is_true,
+    errors.ContributionConflict: _conflict_is_true,
     errors.UnknownSession: _unknown_session_is_true,
     errors.RegistrationRefused: _refusal_is_true,
     errors.StaleEpoch: _refusal_is_true,

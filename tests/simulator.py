@@ -27,6 +27,7 @@ import server.dispatcher
 import simulated_membership_rules as membership_rules
 import simulated_rules as rules
 from oracle import Ledger
+from simulated_liar import lying
 from simulated_member import Outcome, Process
 from simulated_network import Clock, Network, SimulatedServer
 from simulated_plan import Call, Fault, Plan, draw
@@ -99,7 +100,9 @@ class World:
         self.arrived: dict[RoundKey, set[int]] = {}
         self.covered: list[membership_rules.Covered] = []
         self.pass_began: dict[int, int] = {}
-        self.server = SimulatedServer(self.clock, self.network, self.rng, self.trace)
+        self.server = SimulatedServer(
+            self.clock, self.network, self.rng, self.trace, keeps_key=self.plan.keeps_key
+        )
         self.server.on_receive = self._heard
         if self.plan.min_members or self.plan.passes:
             self.server.on_start = self.arrived.clear
@@ -121,7 +124,7 @@ class World:
         Raises:
             Finding: a rule is broken.
         """
-        with virtual(self):
+        with virtual(self), self._lies():
             self.server.start()
             for number in range(self.plan.size):
                 self._spawn(number, 0, 0, self.rng.random() * 0.05)
@@ -213,6 +216,9 @@ class World:
                 raise self._finding
             if self.clock.now > LONGEST_WORLD:
                 self.find("every wait ends", f"at {self.clock.now} s {[p for p in self.processes if not p.result]}")
+
+    def _lies(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.plan.liar is None else lying(self.plan.liar)
 
     def _all_over(self) -> bool:
         return all(process.result is not None for process in self.processes) and self.server.up

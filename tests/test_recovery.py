@@ -71,6 +71,7 @@ def test_a_member_owes_the_results_that_it_has_announced():
     assert slave.owes
     for layer in ("bn", "bn", "bn2"):
         assert slave.owes
+        slave.recalled.add(key(layer, step=4))
         group.recall(slave, key(layer, step=4), Members.of(range(3)))
     assert not slave.owes
     assert group.latest_step == 4
@@ -82,6 +83,7 @@ def test_one_that_owes_results_is_missing_though_it_is_there():
         group.admit(0.0, coming_back(member, results=int(member == 1)), b"")
     assert not group.settle(0.0)
     assert (group.missing, group.absent) == (1, [1])
+    group.slaves[1].recalled.add(key())
     group.recall(group.slaves[1], key(), Members.of(range(3)))
     assert group.settle(0.0)
     assert (group.is_open, group.missing, group.recovery) == (True, 0, None)

@@ -55,7 +55,7 @@ def test_a_round_of_one_is_complete_at_once():
 def test_a_round_that_ends_is_reduced_and_its_answer_is_the_aggregate():
     round_ = a_round(0, 2)
     aggregate = Aggregate(KEY, 2, 2, Members.of([0, 2]), np.ones((1, 1)))
-    round_.end(aggregate)
+    round_.end(encode(aggregate))
     assert round_.state is State.REDUCED
     assert round_.answer == encode(aggregate)
 
