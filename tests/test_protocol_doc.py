@@ -130,7 +130,8 @@ def frame_of(header: list[Any]) -> bytes:
         return frame
     *_, counts, vectors, channels = header
     replicas = len(counts) if header[0] == Contribution.type and isinstance(counts, list) else 1
-    return frame + bytes(-len(packed) % 8) + bytes(8 * max(0, replicas * vectors * channels))
+    seal = b"" if header[0] == Contribution.type else bytes(limits.SEAL_BYTES)
+    return frame + bytes(-len(packed) % 8) + bytes(8 * max(0, replicas * vectors * channels)) + seal
 
 
 def changed(message: type[Message], field: Field, value: Any) -> bytes:

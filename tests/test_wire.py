@@ -36,7 +36,8 @@ KEY = RoundKey("job", "world", 1, 2, "bn1", 3, "forward")
 KEY_FIELDS = ["job", "world", 1, 2, "bn1", 3, "forward"]
 PACKED_KEY = msgpack.packb(KEY_FIELDS)
 CONTRIBUTION = Contribution(b"session0", KEY, 0, Rows((3, 0), np.array([[[1.5, -2.0]], [[0.0, 1e300]]])))
-AGGREGATE = Aggregate(KEY, 2, 3, Members.of([0, 2]), np.array([[1.5, 1e300]]))
+SEAL = bytes(range(16))
+AGGREGATE = Aggregate(KEY, 2, 3, Members.of([0, 2]), np.array([[1.5, 1e300]]), SEAL)
 
 # One small frame of each type.
 FRAMES = {
@@ -125,7 +126,7 @@ def test_the_golden_frame_of_a_contribution():
 
 def test_the_golden_frame_of_an_aggregate():
     assert encode(AGGREGATE) == hand_built(
-        [4, PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), 1, 2], struct.pack("<2d", 1.5, 1e300)
+        [4, PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), 1, 2], struct.pack("<2d", 1.5, 1e300) + SEAL
     )
     assert encode(AGGREGATE).hex() == (
         "53424e02 2c000000"  # "SBN", version 2, a header of 44 bytes
@@ -134,13 +135,14 @@ def test_the_golden_frame_of_an_aggregate():
         "02 03 c408 0000 0100 0200 0100 01 02"  # replicas, count, members 0 and 2, vectors, channels
         "00000000"  # up to a multiple of 8
         "000000000000f83f 9c7500883ce4377e"
+        "000102030405060708090a0b0c0d0e0f"  # the seal
     ).replace(" ", "")
 
 
 def test_the_golden_frame_of_a_result_is_that_of_its_aggregate_with_the_session():
     header = [11, b"session0", PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), 1, 2]
     frame = encode(Result(b"session0", AGGREGATE))
-    assert frame == hand_built(header, struct.pack("<2d", 1.5, 1e300))
+    assert frame == hand_built(header, struct.pack("<2d", 1.5, 1e300) + SEAL)
     assert encode(decode(frame).aggregate) == encode(AGGREGATE)
 
 
