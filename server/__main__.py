@@ -74,8 +74,11 @@ def _keygen(arguments: list[str]) -> int:
         metavar="PATTERN",
         help="names of jobs that these clients may join and see, such as 'team-a-*'; repeatable; default: all",
     )
+    parser.add_argument(
+        "--tenant", default="", metavar="NAME", help="whose these clients are, who share its limits; default: their own"
+    )
     found = parser.parse_args(arguments)
-    for path in generate(found.folder, found.client or (), found.jobs or ()):
+    for path in generate(found.folder, found.client or (), found.jobs or (), found.tenant):
         print(f"wrote {path}")  # noqa: T201 - the command's result
     return 0
 

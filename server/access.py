@@ -22,15 +22,21 @@ class Tenant:
         name: of the client, for people.
         key: its public key; empty where the server asks for none.
         jobs: patterns of the names of jobs that it may join and see.
+        account: the name under which it is counted what is kept and done for it; several keys may share one.
     """
 
     name: str
     key: str
     jobs: tuple[str, ...]
+    account: str = ""
 
     def may(self, job: str) -> bool:
         """Returns whether it may join a job, and see it."""
         return any(fnmatchcase(job, pattern) for pattern in self.jobs)
+
+    def owner(self, job: str) -> str:
+        """Returns in whose account a job is, see `server.account`."""
+        return f"tenant {self.account or self.name!r}" if self.key else f"job {job!r}"
 
 
 ANYBODY = Tenant("anybody", "", ("*",))
@@ -54,7 +60,7 @@ class Access:
                 raise ConfigurationError(
                     f"curve: expected a key of its own for each client, got one for {other.name!r} and {client.name!r}"
                 )
-            self._tenants[client.key] = Tenant(client.name, client.key, client.jobs)
+            self._tenants[client.key] = Tenant(client.name, client.key, client.jobs, client.tenant)
 
     @property
     def names(self) -> set[str]:

@@ -13,37 +13,37 @@ REMEMBERED_ROUNDS = 1024
 
 
 class Room:
-    """A group's part of what the server keeps for its job.
+    """A group's part of what the server keeps for an owner.
 
     Args:
         budget: what the server agrees to keep.
-        job: whose group it is.
+        owner: whose group it is, see `server.account`.
 
     Attributes:
         held: how many bytes the group keeps.
     """
 
-    def __init__(self, budget: Budget, job: str) -> None:
+    def __init__(self, budget: Budget, owner: str) -> None:
         self.held = 0
         self._budget = budget
-        self._job = job
+        self._owner = owner
 
     def check(self, size: int) -> None:
-        """Raises LimitExceeded where the job would keep too many bytes."""
-        self._budget.check_room(self._job, size)
+        """Raises LimitExceeded where too many bytes would be kept."""
+        self._budget.check_room(self._owner, size)
 
     def take(self, size: int) -> None:
         """Keeps bytes.
 
         Raises:
-            LimitExceeded: the job would keep too many.
+            LimitExceeded: they would be too many.
         """
-        self._budget.take(self._job, size)
+        self._budget.take(self._owner, size)
         self.held += size
 
     def keep(self, size: int) -> None:
         """Takes note of bytes that are kept, or with a size below zero no longer are."""
-        self._budget.keep(self._job, size)
+        self._budget.keep(self._owner, size)
         self.held += size
 
     def empty(self) -> None:

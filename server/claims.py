@@ -15,8 +15,8 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from server.account import CONTRIBUTION_BYTES
 from server.archive import Room
-from server.quota import OVERHEAD_BYTES
 from server.rounds import Round
 from server.slave import Slave
 from statsd_bn import limits
@@ -39,7 +39,7 @@ class Claim:
     @property
     def size(self) -> int:
         """How many bytes it takes while it is kept."""
-        return self.aggregate.values.nbytes + OVERHEAD_BYTES
+        return self.aggregate.values.nbytes + CONTRIBUTION_BYTES
 
 
 class Claims:

@@ -12,8 +12,10 @@ from typing import Any
 
 from server import deadlock
 from server.access import ANYBODY, REVOKED, Access, Tenant
+from server.account import FUTURE_BYTES, ROUND_BYTES
+from server.eviction import Eviction
 from server.master import SyncMaster, unknown
-from server.quota import Budget, Quota
+from server.quota import Budget, Quota, size_of
 from server.registration import Registration
 from server.registry import Registry
 from server.rounds import Reply, failure
@@ -65,9 +67,7 @@ class Dispatcher:
         bad_frames: how many of them were unsound.
     """
 
-    def __init__(
-        self, server: bytes, started: float, quota: Quota | None = None, seals: Seals | None = None
-    ) -> None:
+    def __init__(self, server: bytes, started: float, quota: Quota | None = None, seals: Seals | None = None) -> None:
         self._server = server
         self._started = started
         # No session has a digest of zero bytes, so nobody takes it for an answer.
@@ -75,6 +75,7 @@ class Dispatcher:
         self._budget = Budget(quota)
         self._registry = Registry(started, self._budget.quota.silence_seconds)
         self._registration = Registration(server, self._registry, self._budget, seals)
+        self._eviction = Eviction(self._registry, self._budget)
         self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
@@ -228,7 +229,12 @@ class Dispatcher:
                 self._budget.check_contribution(contribution)
             except LimitExceeded as error:
                 return [(peer, failure(error, contribution.key))]
-        return seat.master.contribute(now, seat.slave, contribution, peer)
+        made_room = self._make_room(seat.master, contribution) if self._budget.is_crowded else []
+        return made_room + seat.master.contribute(now, seat.slave, contribution, peer)
+
+    def _make_room(self, master: SyncMaster, contribution: Contribution) -> list[Reply]:
+        size = size_of(contribution.rows) + ROUND_BYTES + FUTURE_BYTES * master.nr_slaves
+        return self._eviction.for_bytes(master.owner, size)
 
     def _recall(self, now: float, result: Result, peer: bytes) -> list[Reply]:
         seat = self._registry.seats.get(result.session)

@@ -20,13 +20,14 @@ SECRET_NOTE = "# Whoever has this file is what it names: keep it private.\n"  # 
 PUBLIC_NOTE = "# A client's public key, which the server lets in while this file is here; SIGHUP reads it again.\n"
 
 
-def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str] = ()) -> list[Path]:
+def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str] = (), tenant: str = "") -> list[Path]:
     """Makes a key pair for each client, and one for the server if there is none yet.
 
     Args:
         folder: where to; it is made if it is not there.
         clients: their names; default: "client".
         jobs: patterns of the names of jobs that these keys are for; default: all jobs.
+        tenant: whose keys these are, which share its limits; default: each is a tenant of its own.
 
     Returns:
         The files that were written.
@@ -37,8 +38,9 @@ def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str
     check_curve()
     folder = Path(folder)
     names = [keys.check_name(name) for name in dict.fromkeys(clients or (keys.DEFAULT_CLIENT,))]
+    note = _lines(tenant=keys.check_name(tenant)) if tenant else ""
     try:
-        return _write(folder, _contents(folder, names, jobs))
+        return _write(folder, _contents(folder, names, _patterns(jobs) + note))
     except OSError as error:
         raise ConfigurationError(f"keygen: cannot write {error.filename}: {error.strerror}") from error
 
@@ -49,7 +51,7 @@ def check_curve() -> None:
         raise ConfigurationError(f"curve: libzmq {zmq.zmq_version()} was built without it; install pyzmq from a wheel")
 
 
-def _contents(folder: Path, names: Sequence[str], jobs: Sequence[str]) -> dict[Path, str]:
+def _contents(folder: Path, names: Sequence[str], rights: str) -> dict[Path, str]:
     contents: dict[Path, str] = {}
     if (folder / keys.SERVER_SECRET).exists():
         server = keys.load_server(folder)
@@ -62,7 +64,7 @@ def _contents(folder: Path, names: Sequence[str], jobs: Sequence[str]) -> dict[P
         secret = _lines(public_key=pair.public, secret_key=pair.secret, server_key=server.public)
         contents[folder / keys.SECRET_FOLDER / keys.secret_name(name)] = SECRET_NOTE + secret
         public = folder / keys.PUBLIC_FOLDER / keys.public_name(name)
-        contents[public] = PUBLIC_NOTE + _lines(public_key=pair.public) + _patterns(jobs)
+        contents[public] = PUBLIC_NOTE + _lines(public_key=pair.public) + rights
     return contents
 
 

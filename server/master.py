@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from server.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
 from server.archive import Archive, Room
 from server.claims import Claims
 from server.deferral import Deferral
@@ -44,16 +45,26 @@ class SyncMaster:
         register: the registration that begins the group; it sets job, group, epoch and policy.
         budget: what the server agrees to keep.
         seals: how it knows its own aggregates again; default: it does not.
+        owner: in whose account that is; default: the job's own.
+
+    Raises:
+        LimitExceeded: there is no room for another group.
 
     Attributes:
         epoch: which life it is.
         membership: who belongs to the group.
         open_rounds: the rounds that have not ended.
+        owner: as given.
         is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.
     """
 
     def __init__(
-        self, server: bytes, register: Register, budget: Budget | None = None, seals: Seals | None = None
+        self,
+        server: bytes,
+        register: Register,
+        budget: Budget | None = None,
+        seals: Seals | None = None,
+        owner: str = "",
     ) -> None:
         self.epoch = register.epoch
         self.is_mourned = False
@@ -62,7 +73,10 @@ class SyncMaster:
         self._seals = seals or Seals(server)
         are_genuine = self._seals.outlives
         self.membership = Membership(register, self._budget.quota.silence_seconds, are_genuine=are_genuine)
-        self._room = Room(self._budget, register.job)
+        self.owner = owner or f"job {register.job!r}"
+        self._room = Room(self._budget, self.owner)
+        self._room.take(GROUP_BYTES)
+        self._weighed = self._told_bytes = 0
         self._archive = Archive(self._room)
         self._claims = Claims(self._room, are_genuine=are_genuine)
         self.open_rounds = OpenRounds(
@@ -83,8 +97,11 @@ class SyncMaster:
         Raises:
             RegistrationRefused: with the reason.
             ReplicaLost: the group is broken, or the slave was taken for lost.
+            LimitExceeded: there is no room for another member.
         """
+        self._room.check(MEMBER_BYTES if register.member not in self.membership.slaves else 0)
         slave = self.membership.admit(now, register, peer)
+        self._weigh()
         replies = self.open_rounds.withdraw(slave) if slave.stand is not Stand.TAKES_PART else []
         replies += self._settle(now) or [(peer, self._registered(slave))]
         return slave, replies + self.open_rounds.complete()
@@ -117,6 +134,10 @@ class SyncMaster:
         membership = self.membership
         if not (membership.recovery and (slave.owes or key in slave.recalled)):
             return []  # nobody waits for it, or it is more than the slave has announced
+        told_bytes = 0 if key in slave.recalled else RUN_BYTES * len(aggregate.members.runs)
+        self._room.check(told_bytes)
+        self._told_bytes += told_bytes
+        self._weigh()
         slave.recalled.add(key)
         if self._seals.outlives and not self._seals.is_genuine(aggregate):
             self._budget.tally.forged_results += 1
@@ -156,6 +177,7 @@ class SyncMaster:
     def expire(self, now: float) -> list[Reply]:
         """Ends what is over its time: the wait for members after a restart of the server, and rounds."""
         self.membership.give_up_waiting(now)
+        self._weigh()
         return self._break_if_lost() + self._settle(now) + self.open_rounds.expire(now)
 
     def stop(self) -> list[Reply]:
@@ -197,6 +219,19 @@ class SyncMaster:
             ],
         }
 
+    def _weigh(self) -> None:
+        """Takes note of what the members take, and what they have told of the past until all are back."""
+        size = MEMBER_BYTES * self.nr_slaves
+        if (recovery := self.membership.recovery) is not None:
+            size += NAMED_BYTES * recovery.nr_named + self._told_bytes
+        self._room.keep(size - self._weighed)
+        self._weighed = size
+
+    @property
+    def kept(self) -> int:
+        """How many bytes the group keeps."""
+        return self._room.held
+
     def _settle(self, now: float) -> list[Reply]:
         """Lets the members go on if nobody is missing any more, and tells them."""
         if not self.membership.settle(now):
@@ -218,6 +253,7 @@ class SyncMaster:
 
     def _without(self, now: float, slave: Slave, loss: ReplicaLost | None) -> tuple[ReplicaLost | None, list[Reply]]:
         self._deferral.forget(slave)
+        self._weigh()
         if self.membership.lost:
             return loss, self._break_if_lost()
         return loss, self._tell_departure() + self.open_rounds.withdraw(slave) + self._settle(now)

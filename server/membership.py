@@ -165,10 +165,17 @@ class Membership:
         if self._are_genuine or not without:
             return bool(without)
         first = min(key.step for key, _ in without)
-        return set().union(*(authors for _, authors in without)).issuperset(
-            other.member
-            for other in self.slaves.values()
-            if other is not slave and other.has_past and other.stand is Stand.TAKES_PART and other.first_step <= first
+        return (
+            set()
+            .union(*(authors for _, authors in without))
+            .issuperset(
+                other.member
+                for other in self.slaves.values()
+                if other is not slave
+                and other.has_past
+                and other.stand is Stand.TAKES_PART
+                and other.first_step <= first
+            )
         )
 
     def give_up_waiting(self, now: float) -> bool:

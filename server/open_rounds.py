@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+from server.account import FUTURE_BYTES, ROUND_BYTES
 from server.archive import Archive
 from server.claims import Claims
 from server.membership import Membership
@@ -144,12 +145,14 @@ class OpenRounds:
             raise failed(key, "it ended long ago, and its answer is no longer kept")
         if len(self._open) >= self._budget.quota.max_open_rounds:
             raise self.too_many(key)
-        self._archive.room.check(size_of(contribution.rows))
         members = membership.participants(key.step)
+        size = ROUND_BYTES + FUTURE_BYTES * len(members)
+        self._archive.room.check(size + size_of(contribution.rows))
         if slave.member not in members:
             raise failed(key, f"{slave} is not one of the members that take part, {Members.of(members)}")
         membership.reach(key.step)
         round_ = Round(key, members, now, slave.deadline)
+        self._reserve(round_, size)
         self._open[key] = round_
         return round_
 

@@ -7,14 +7,11 @@ one server. What is beyond one is answered with a `limit` Failure, and counted.
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from server.past import Name
+from server.account import CONTRIBUTION_BYTES, Account
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, LimitExceeded
 from statsd_bn.messages import Contribution, Register
 from statsd_bn.rows import Rows
-
-# What a contribution keeps beside its numbers: objects, its key, and its place in the round.
-OVERHEAD_BYTES = 1024
 
 # Frames of one connection that wait to be read, by the peer or by the server: a member has one or two in flight.
 SEND_HIGH_WATER_MARK = 64
@@ -48,14 +45,19 @@ class Quota:
     )
     max_jobs: int = _option(limits.MAX_GROUPS, limits.MAX_GROUPS, "jobs at a time; each has a group at least")
     max_groups: int = _option(limits.MAX_GROUPS, limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
-    max_key_groups: int = _option(
-        256, limits.MAX_GROUPS, "groups that members with one key may be in, so that one tenant leaves room for others"
+    max_tenant_groups: int = _option(
+        256, limits.MAX_GROUPS, "groups that members of one tenant may be in, and no more than are free for others"
     )
     max_open_rounds: int = _option(
         limits.MAX_OPEN_ROUNDS, limits.MAX_OPEN_ROUNDS, "open rounds of a group; each thread of a member opens one"
     )
-    max_job_bytes: int = _option(
-        2**30, 2**44, "bytes kept for a job: 256 members at 2,048 channels keep 80 MB, a stranger all that there are"
+    max_server_bytes: int = _option(
+        2**29, 2**44, "bytes kept in all; the process takes some 120 MB more, and a container is best given twice this"
+    )
+    max_tenant_bytes: int = _option(
+        3 * 2**27,
+        2**44,
+        "bytes kept for a tenant, or without keys for a job: 1,024 members at 2,048 channels keep 320 MB",
     )
     max_unread: int = _option(
         SEND_HIGH_WATER_MARK,
@@ -132,16 +134,18 @@ class Budget:
     Attributes:
         quota: the limits.
         tally: what was refused.
+        account: the bytes that are kept.
         narrows_contributions: whether a contribution that the protocol allows may be too large.
     """
 
     def __init__(self, quota: Quota | None = None) -> None:
         self.quota = quota or Quota()
         self.tally = Tally()
+        self.account = Account(self.quota.max_server_bytes, self.quota.max_tenant_bytes)
         # Asked for each frame.
-        self._max_frame_bytes, self._max_job_bytes = self.quota.max_frame_bytes, self.quota.max_job_bytes
+        self._max_frame_bytes = self.quota.max_frame_bytes
+        self._crowded = self.quota.max_server_bytes - 2 * limits.MAX_FRAME_BYTES
         self.narrows_contributions = self.quota.narrows_contributions
-        self._kept: dict[str, int] = {}
 
     def exceeded(self, text: str, limit: int, what: str) -> LimitExceeded:
         """Counts a refusal, and returns its error."""
@@ -168,61 +172,58 @@ class Budget:
         self._check("contribution", shape[2], self.quota.max_channels, "channels")
         self._check("contribution", shape[0], self.quota.max_replicas, "replicas")
 
-    def check_room(self, job: str, size: int) -> None:
-        """Raises LimitExceeded where a job would keep too many bytes."""
-        if self.kept(job) + size > self._max_job_bytes:
-            raise self._no_room(job, size)
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a contribution may be more than there is room for in all."""
+        return self.account.held > self._crowded
 
-    def take(self, job: str, size: int) -> None:
-        """Keeps bytes for a job.
+    def check_room(self, owner: str, size: int) -> None:
+        """Raises LimitExceeded where too many bytes would be kept, for an owner or in all."""
+        account = self.account
+        if account.is_full_for(owner, size):
+            raise self.exceeded(
+                f"{owner} keeps {account.of(owner)} bytes here, and {size} more are above the limit of "
+                f"{account.most_of_one}; raise --max-tenant-bytes if this is legitimate",
+                account.most_of_one,
+                "bytes kept for a tenant",
+            )
+        if account.is_full(size):
+            raise self.exceeded(
+                f"the server keeps {account.held} bytes, and {size} more for {owner} are above the limit of "
+                f"{account.most}; raise --max-server-bytes if there is memory for it",
+                account.most,
+                "bytes kept in all",
+            )
+
+    def take(self, owner: str, size: int) -> None:
+        """Keeps bytes for an owner.
 
         Raises:
             LimitExceeded: they would be too many.
         """
-        kept = self._kept.get(job, 0) + size
-        if kept > self._max_job_bytes:
-            raise self._no_room(job, size)
-        self._kept[job] = kept
+        self.check_room(owner, size)
+        self.account.keep(owner, size)
 
-    def keep(self, job: str, size: int) -> None:
-        """Takes note of bytes that are kept for a job, or with a size below zero no longer are."""
-        kept = self._kept.get(job, 0) + size
-        if kept:
-            self._kept[job] = kept
-        else:
-            self._kept.pop(job, None)
+    def keep(self, owner: str, size: int) -> None:
+        """Takes note of bytes that are kept for an owner, or with a size below zero no longer are."""
+        self.account.keep(owner, size)
 
-    def kept(self, job: str) -> int:
-        """Returns how many bytes are kept for a job."""
-        return self._kept.get(job, 0)
+    def kept(self, owner: str) -> int:
+        """Returns how many bytes are kept for an owner."""
+        return self.account.of(owner)
 
-    def check_new_group(self, name: Name, groups: list[Name], of_key: int) -> None:
-        """Raises LimitExceeded where a new group would be one too many, or its job.
+    def check_tenant_groups(self, owner: str, its_groups: int, groups: int) -> None:
+        """Raises LimitExceeded where a tenant may not begin another group: it has its number, or as many as are free.
 
         Args:
-            name: of the new one.
-            groups: those there are.
-            of_key: in how many of them the newcomer's key has members.
+            owner: the tenant.
+            its_groups: how many of the groups it began.
+            groups: how many there are.
         """
-        if of_key >= self.quota.max_key_groups:
-            raise self.exceeded(
-                f"the members with this key are in {of_key} groups already",
-                self.quota.max_key_groups,
-                "groups of a key",
-            )
-        if len(groups) >= self.quota.max_groups:
-            raise self.exceeded(f"the server has {len(groups)} groups already", self.quota.max_groups, "groups")
-        jobs = {job for job, _ in groups}
-        if name[0] not in jobs and len(jobs) >= self.quota.max_jobs:
-            raise self.exceeded(f"the server has {len(jobs)} jobs already", self.quota.max_jobs, "jobs")
-
-    def _no_room(self, job: str, size: int) -> LimitExceeded:
-        return self.exceeded(
-            f"job {job!r} keeps {self.kept(job)} bytes here, and {size} more are above the limit of "
-            f"{self._max_job_bytes}; raise --max-job-bytes if the job is in its right",
-            self._max_job_bytes,
-            "bytes kept for a job",
-        )
+        most = min(self.quota.max_tenant_groups, self.quota.max_groups - groups)
+        if its_groups >= most:
+            what = "groups of a tenant"
+            raise self.exceeded(f"{owner} has {its_groups} groups already, the limit is {most}", most, what)
 
     def _check(self, what: str, got: int, most: int, unit: str) -> None:
         if got > most:
@@ -231,4 +232,4 @@ class Budget:
 
 def size_of(rows: Rows) -> int:
     """Returns how many bytes a contribution takes while it is kept."""
-    return rows.values.nbytes + OVERHEAD_BYTES
+    return rows.values.nbytes + CONTRIBUTION_BYTES

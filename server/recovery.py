@@ -27,6 +27,11 @@ class Recovery:
         """Takes note of the members that one that has come back knows of."""
         self._named.update(known)
 
+    @property
+    def nr_named(self) -> int:
+        """How many members are named."""
+        return len(self._named)
+
     def forget(self, member: int) -> None:
         """Waits no longer for a member."""
         self._named.discard(member)

@@ -3,14 +3,16 @@
 import logging
 
 from server.access import Tenant
+from server.account import GROUP_BYTES, MEMBER_BYTES
 from server.admission import too_late
+from server.eviction import Eviction
 from server.master import SyncMaster
 from server.past import Name
 from server.quota import Budget
 from server.registry import Registry, Seat, failed_member
 from server.rounds import Reply
 from server.seals import Seals
-from statsd_bn.errors import ProtocolError, ReplicaLost, StaleEpoch
+from statsd_bn.errors import ProtocolError, ReplicaLost, StaleEpoch, StatsdBNError
 from statsd_bn.messages import NO_SERVER, WORLD, Register
 from statsd_bn.tokens import digest
 
@@ -32,6 +34,7 @@ class Registration:
         self._registry = registry
         self._budget = budget
         self._seals = seals
+        self._eviction = Eviction(registry, budget)
 
     def register(self, now: float, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         """Gives a session its seat, if it may have one, and returns what its group is told.
@@ -49,6 +52,13 @@ class Registration:
             return []
         self._check_end(register)
         self._check_world(register)
+        owner = tenant.owner(register.job)
+        size = GROUP_BYTES + MEMBER_BYTES
+        made_room = self._eviction.for_bytes(owner, size) if self._budget.is_crowded else []
+        return made_room + self._take_in(now, name, register, peer, tenant)
+
+    def _take_in(self, now: float, name: Name, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
+        past = self._registry.past
         master = self._registry.masters.get(name)
         if master is None or self._is_replaced(master, register):
             return self._begin(now, name, register, peer, tenant)
@@ -64,16 +74,19 @@ class Registration:
     def _begin(self, now: float, name: Name, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         """Begins a life of a group; one that is refused its first member never was, and replaces none."""
         masters = self._registry.masters
-        if name not in masters:
-            self._budget.check_new_group(name, list(masters), self._registry.groups_of(tenant))
-        master = SyncMaster(self._server, register, self._budget, self._seals)
-        slave, told = master.register_slave(now, register, peer)
+        made_room = self._eviction.for_group(name, tenant) if name not in masters else []
+        master = SyncMaster(self._server, register, self._budget, self._seals, tenant.owner(register.job))
+        try:
+            slave, told = master.register_slave(now, register, peer)
+        except StatsdBNError:
+            master.retire()
+            raise
         reason = f"a new run of the group was begun by member {register.member} ({register.place})"
         replies = [reply for replaced in self._replaced(name) for reply in self._registry.close(replaced, reason)]
-        self._registry.begin(name, master)
+        self._registry.begin(name, master, peer)
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
         self._sit(now, Seat(master, slave, tenant.key), register, was_open=False)
-        return replies + told
+        return made_room + replies + told
 
     def _sit(self, now: float, seat: Seat, register: Register, *, was_open: bool) -> None:
         name, master, slave = (register.job, register.group), seat.master, seat.slave

@@ -7,7 +7,7 @@ for what its members may still have to be told.
 import logging
 from dataclasses import dataclass
 
-from server.access import ANYBODY, Tenant
+from server.access import ANYBODY
 from server.liveness import Liveness
 from server.master import SyncMaster
 from server.past import Name, Past
@@ -39,6 +39,7 @@ class Registry:
     Attributes:
         masters: of the groups, by job and group.
         seats: by session.
+        founders: the peer that began each group.
         past: what has ended.
         liveness: when each session was heard.
         has_had_members: whether anybody has a seat, or had one.
@@ -47,25 +48,21 @@ class Registry:
     def __init__(self, started: float, silence_seconds: float) -> None:
         self.masters: dict[Name, SyncMaster] = {}
         self.seats: dict[bytes, Seat] = {}
+        self.founders: dict[Name, bytes] = {}
         self.past = Past()
         self.liveness = Liveness(started, silence_seconds)
         self.has_had_members = False
 
-    def begin(self, name: Name, master: SyncMaster) -> None:
-        """Takes a life of a group in."""
+    def begin(self, name: Name, master: SyncMaster, founder: bytes) -> None:
+        """Takes a life of a group in, which a peer has begun."""
         self.masters[name] = master
+        self.founders[name] = founder
 
     def give_seat(self, session: bytes, seat: Seat) -> None:
         """Gives a session its seat."""
         self.seats[session] = seat
         self.has_had_members = True
         self.past.begin_session(session)
-
-    def groups_of(self, tenant: Tenant) -> int:
-        """Returns in how many groups a tenant has members; nobody counts for anybody."""
-        if tenant is ANYBODY:
-            return 0
-        return len({id(seat.master) for seat in self.seats.values() if seat.key == tenant.key})
 
     def leave(self, now: float, session: bytes, cause: str) -> list[Reply]:
         """Takes the seat of a member that says goodbye, with a cause if it has failed."""
@@ -97,14 +94,14 @@ class Registry:
 
     def close(self, name: Name, reason: str) -> list[Reply]:
         """Ends a life of a group, which another one replaces."""
-        lost = RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}")
-        master = self.masters.pop(name)
-        for session in [session for session, seat in self.seats.items() if seat.master is master]:
-            self._vacate(session)
-            self.past.end_session(session, master.epoch, lost)
-        replies = master.break_all(lambda _: lost)
-        master.retire()
-        return replies
+        return self._end(name, RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}"))
+
+    def evict(self, name: Name, error: StatsdBNError) -> list[Reply]:
+        """Ends a group because of an error, of which all its members are told."""
+        peers = [slave.peer for slave in self.masters[name].membership.slaves.values()]
+        replies = self._end(name, error)
+        told = {peer for peer, _ in replies}
+        return replies + [(peer, failure(error)) for peer in dict.fromkeys(peers) if peer not in told]
 
     def mourn(self, world: SyncMaster) -> list[Reply]:
         """Whoever waits for a group to open may wait for the member that the world has lost, and is told once."""
@@ -119,6 +116,18 @@ class Registry:
             if master is not world and not master.membership.is_open
             for slave in master.membership.slaves.values()
         ]
+
+    def _end(self, name: Name, error: StatsdBNError) -> list[Reply]:
+        master = self.masters.pop(name)
+        del self.founders[name]
+        for session in [slave.session for slave in master.membership.slaves.values()]:
+            seat = self.seats.get(session)
+            if seat and seat.master is master:
+                self._vacate(session)
+                self.past.end_session(session, master.epoch, error)
+        replies = master.break_all(lambda _: error)
+        master.retire()
+        return replies
 
     def _vacate(self, session: bytes) -> Seat | None:
         self.liveness.forget(session)
@@ -137,7 +146,7 @@ class Registry:
         membership = master.membership
         name = (membership.job, membership.group)
         if not master.nr_slaves and self.masters.get(name) is master:
-            del self.masters[name]
+            del self.masters[name], self.founders[name]
             master.retire()
             if membership.is_open:
                 self.past.end_group(name, master.epoch)

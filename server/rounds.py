@@ -273,4 +273,6 @@ def failed(key: RoundKey, reason: str) -> RoundFailed:
 
 def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
     """Returns the frame that carries an error to a member."""
+    # Some errors are kept and raised again, and each time would add its stack, with the frames that were being read.
+    error.__traceback__ = None
     return encode(Failure(error.code, told(str(error)), error.fields, key))

@@ -23,7 +23,7 @@ PUBLIC_FOLDER = Path("clients")
 SECRET_FOLDER = Path("secrets")
 DEFAULT_CLIENT = "client"
 
-PUBLIC, SECRET, SERVER, JOBS = "public-key", "secret-key", "server-key", "jobs"
+PUBLIC, SECRET, SERVER, JOBS, TENANT = "public-key", "secret-key", "server-key", "jobs", "tenant"
 
 # https://rfc.zeromq.org/spec/32
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -56,11 +56,13 @@ class PublicKey:
         name: of the client.
         key: its public key.
         jobs: patterns of the names of jobs that it is for, as `fnmatch` has them.
+        tenant: whose it is; the limits of a tenant hold for all its keys together. Empty: a tenant of its own.
     """
 
     name: str
     key: str
     jobs: tuple[str, ...] = ("*",)
+    tenant: str = ""
 
 
 def check_name(name: str) -> str:
@@ -126,7 +128,10 @@ def load_public(path: Path) -> PublicKey:
     jobs = found.get(JOBS, ["*"])
     if not (isinstance(jobs, list) and jobs and all(isinstance(pattern, str) and pattern for pattern in jobs)):
         raise ConfigurationError(f'{path}: {JOBS}: expected patterns such as ["digits", "team-a-*"], got {jobs!r:.80}')
-    return PublicKey(check_name(path.stem), _key(path, found, PUBLIC), tuple(jobs))
+    tenant = found.get(TENANT, "")
+    if tenant and not (isinstance(tenant, str) and _NAME.fullmatch(tenant)):
+        raise ConfigurationError(f'{path}: {TENANT}: expected a name such as "team-a", got {tenant!r:.80}')
+    return PublicKey(check_name(path.stem), _key(path, found, PUBLIC), tuple(jobs), tenant)
 
 
 def load_clients(folder: str | Path) -> list[PublicKey]:

@@ -11,6 +11,9 @@ from itertools import islice
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 
+# Sets larger than this are kept for the next time in small number only: in the worst case one takes a megabyte.
+MANY = 512
+
 # Runs of numbers in a text.
 MAX_TOLD_RUNS = 8
 
@@ -39,7 +42,8 @@ class Members:
     @staticmethod
     def of(numbers: Iterable[int]) -> "Members":
         """Returns the set of some numbers, in any order."""
-        return _of(tuple(numbers))
+        listed = tuple(numbers)
+        return _of(listed) if len(listed) <= MANY else _of_many(listed)
 
     def __iter__(self) -> Iterator[int]:
         return (number for first, count in self.runs for number in range(first, first + count))
@@ -60,6 +64,11 @@ class Members:
 # One round after the other covers the same members.
 @lru_cache(maxsize=64)
 def _of(numbers: tuple[int, ...]) -> Members:
+    return Members(_runs(numbers))
+
+
+@lru_cache(maxsize=8)
+def _of_many(numbers: tuple[int, ...]) -> Members:
     return Members(_runs(numbers))
 
 

@@ -62,6 +62,7 @@ _MOST_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
 # A round's key comes with each member's contribution, and its members with each round: what was packed or unpacked
 # once is kept. Many layers have rounds at a time.
 _KEPT_KEYS, _KEPT_MEMBERS = 4096, 64
+_KEPT_MEMBERS_BYTES, _KEPT_RUNS = 1024, 256
 _keys: dict[bytes, RoundKey] = {}
 _packed: dict[RoundKey, bytes] = {}
 
@@ -218,8 +219,12 @@ def _packed_key(key: RoundKey) -> bytes:
     return packed
 
 
-@lru_cache(maxsize=_KEPT_MEMBERS)
 def _packed_members(members: Members) -> bytes:
+    return _packed_runs(members) if len(members.runs) <= _KEPT_RUNS else _packed_runs.__wrapped__(members)
+
+
+@lru_cache(maxsize=_KEPT_MEMBERS)
+def _packed_runs(members: Members) -> bytes:
     return struct.pack(f"<{2 * len(members.runs)}H", *chain.from_iterable(members.runs))
 
 
@@ -312,7 +317,10 @@ def _key(value: Any) -> RoundKey:
 
 
 def _members(value: Any) -> Members:
-    return _members_of(_binary("members", value, _MOST_MEMBERS_BYTES))
+    packed = _binary("members", value, _MOST_MEMBERS_BYTES)
+    # One of thousands of runs takes a megabyte, and is nobody's but a stranger's.
+    unpack_members = _members_of if len(packed) <= _KEPT_MEMBERS_BYTES else _members_of.__wrapped__
+    return unpack_members(packed)
 
 
 def _binary(name: str, value: Any, longest: int) -> bytes:

@@ -153,7 +153,7 @@ def test_only_the_revoked_member_of_a_job_is_lost(world):
 
 
 def test_a_tenant_leaves_room_for_others():
-    dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_key_groups=2))
+    dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_tenant_groups=2))
 
     def begin(tenant: Tenant, group: int) -> Message:
         message = register(
@@ -165,7 +165,7 @@ def test_a_tenant_leaves_room_for_others():
     assert [type(begin(ALICE, group)).__name__ for group in range(3)] == ["Registered", "Registered", "Failure"]
     refused = begin(ALICE, 3)
     assert isinstance(refused, Failure)
-    assert (refused.code, refused.fields) == ("limit", {"limit": 2, "what": "groups of a key"})
+    assert (refused.code, refused.fields) == ("limit", {"limit": 2, "what": "groups of a tenant"})
     assert isinstance(begin(BOB, 0), Registered)
     dispatcher.receive(0.0, b"peer", encode(Leave(b"alice 00", "")), ALICE)
     assert isinstance(begin(ALICE, 4), Registered)

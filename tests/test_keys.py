@@ -11,6 +11,7 @@ import zmq
 
 from client.environment import keys_from
 from server.__main__ import main
+from server.access import Access
 from server.keygen import generate
 from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
@@ -197,3 +198,25 @@ def test_a_text_that_holds_no_keys_is_named_by_its_source_and_not_shown(text):
     with pytest.raises(ConfigurationError, match=r"^curve: somewhere") as caught:
         keys.parse_client(text, "somewhere")
     assert OTHER not in str(caught.value)
+
+
+def test_the_keys_of_a_tenant_name_it(tmp_path):
+    generate(tmp_path, ["alice", "anna"], tenant="team-a")
+    generate(tmp_path, ["bob"])
+    assert {client.name: client.tenant for client in keys.load_clients(tmp_path)} == {
+        "alice": "team-a",
+        "anna": "team-a",
+        "bob": "",
+    }
+    access = Access(keys.load_clients(tmp_path))
+    owners = {client.name: access.tenant(client.key).owner("job") for client in keys.load_clients(tmp_path)}
+    assert owners == {"alice": "tenant 'team-a'", "anna": "tenant 'team-a'", "bob": "tenant 'bob'"}
+
+
+@pytest.mark.parametrize("line", ['tenant = "team a"', 'tenant = ["team-a"]', "tenant = 7"])
+def test_a_tenant_that_is_no_name_is_refused(tmp_path, line):
+    generate(tmp_path, ["alice"])
+    path = tmp_path / "clients" / "alice.key"
+    path.write_text(path.read_text() + line)
+    with pytest.raises(ConfigurationError, match=r'tenant: expected a name such as "team-a"'):
+        keys.load_clients(tmp_path)

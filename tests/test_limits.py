@@ -21,10 +21,11 @@ from client.transport import ZmqTransport
 from memory_members import wait_until
 from server import Config, Service
 from server.access import ANYBODY
+from server.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, ROUND_BYTES
 from server.config import from_arguments, parser
 from server.connections import Connections
 from server.dispatcher import Dispatcher
-from server.quota import OVERHEAD_BYTES, Quota
+from server.quota import Quota
 from server.status import ask, describe
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, LimitExceeded
@@ -82,7 +83,7 @@ def test_without_options_the_protocols_limits_hold():
     assert (quota.max_channels, quota.max_replicas) == (limits.MAX_CHANNELS, limits.MAX_REPLICAS)
     assert (quota.max_members, quota.max_groups) == (limits.MAX_MEMBERS, limits.MAX_GROUPS)
     assert quota.max_open_rounds == limits.MAX_OPEN_ROUNDS
-    assert quota.max_job_bytes >= 10 * limits.MAX_FRAME_BYTES
+    assert 10 * limits.MAX_FRAME_BYTES <= quota.max_tenant_bytes < quota.max_server_bytes
 
 
 @every_option
@@ -174,24 +175,26 @@ def test_a_contribution_beyond_a_limit_is_refused_and_the_round_stays_open(quota
     assert {type(answer).__name__ for answer in answers} == {"Aggregate"}
 
 
-SIZE = 8 + OVERHEAD_BYTES
+SIZE = 8 + CONTRIBUTION_BYTES
+ROUND = ROUND_BYTES + 2 * FUTURE_BYTES
+PAIR = GROUP_BYTES + 2 * MEMBER_BYTES
 
 
 def test_a_job_keeps_no_more_bytes_than_it_may():
-    play = Play(max_job_bytes=2 * SIZE)
+    play = Play(max_tenant_bytes=PAIR + 2 * (ROUND + SIZE))
     play.open()
     assert not play.is_refused(contribution(0, key=key(step=0)))
     assert not play.is_refused(contribution(0, key=key(step=1)))
-    assert play.kept == [2 * SIZE]
+    assert play.kept == [PAIR + 2 * (ROUND + SIZE)]
     assert play.is_refused(contribution(0, key=key(step=2)))
     # Nothing of it was kept, no round was opened for it, and what was taken before may be repeated.
-    assert play.kept == [2 * SIZE]
+    assert play.kept == [PAIR + 2 * (ROUND + SIZE)]
     assert len(play.dispatcher.report(0.0)["groups"][0]["waiting"]) == 2
     assert not play.is_refused(contribution(0, key=key(step=1)))
 
 
 def test_another_members_contribution_counts_as_well():
-    play = Play(max_job_bytes=2 * SIZE)
+    play = Play(max_tenant_bytes=PAIR + MEMBER_BYTES + ROUND + FUTURE_BYTES + 2 * SIZE)
     play.open(3)
     assert not play.is_refused(contribution(0))
     assert not play.is_refused(contribution(1))
@@ -199,7 +202,7 @@ def test_another_members_contribution_counts_as_well():
 
 
 def test_all_groups_of_a_job_count_together_and_other_jobs_do_not():
-    play = Play(max_job_bytes=SIZE)
+    play = Play(max_tenant_bytes=2 * PAIR + ROUND + SIZE)
     play.open()
     play.open(job="other")
     for member in (0, 1):
@@ -232,30 +235,32 @@ def test_a_job_that_ends_gives_all_room_back(ends):
     play = Play()
     play.open()
     play.say(contribution(0), contribution(1), contribution(0, key=key(step=1)))
-    assert play.dispatcher._budget.kept("job") > 3 * SIZE
+    assert play.dispatcher._budget.kept("job 'job'") > 3 * SIZE
     play.say(*ends)
     assert play.kept == []
-    assert play.dispatcher._budget.kept("job") == 0
+    assert play.dispatcher._budget.account.held == 0
 
 
 PAST = {"server": b"server-9", "known": Members.of([0, 1]), "results": 1}
 
 
 def test_what_is_put_off_after_a_restart_counts_and_is_given_back():
-    play = Play(max_job_bytes=2 * SIZE)
     aggregate = play_aggregate()
+    back = Play()
+    back.say(register(0, **PAST), Result(session_of(0), aggregate))
+    results = back.kept[0]
+    assert results > GROUP_BYTES + MEMBER_BYTES + 2 * NAMED_BYTES + ROUND_BYTES
+    play = Play(max_tenant_bytes=results + SIZE)
     play.say(register(0, **PAST), Result(session_of(0), aggregate))
-    results = play.kept[0]
-    assert results > 8
     assert not play.is_refused(contribution(0, key=key(step=1)))
     assert play.kept == [results + SIZE]
     assert play.is_refused(contribution(0, key=key(step=2)))
     play.say(Leave(session_of(0), ""))
-    assert play.dispatcher._budget.kept("job") == 0
+    assert play.dispatcher._budget.account.held == 0
 
 
 def test_results_after_a_restart_count():
-    play = Play(max_job_bytes=1)
+    play = Play(max_tenant_bytes=GROUP_BYTES + MEMBER_BYTES + 2 * NAMED_BYTES)
     play.say(register(0, **PAST))
     assert play.is_refused(Result(session_of(0), play_aggregate()))
 

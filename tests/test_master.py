@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server import archive
+from server.account import GROUP_BYTES, MEMBER_BYTES
 from server.master import SyncMaster
 from server.rounds import FutureResult, Reply, Round, State, failure
 from statsd_bn import limits
@@ -497,7 +498,7 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
         "lost": "",
         "rounds_done": 0,
         "rounds_failed": 0,
-        "kept_bytes": 0,
+        "kept_bytes": GROUP_BYTES + MEMBER_BYTES,
         "waiting": [],
     }
     group.join(0)
