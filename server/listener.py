@@ -17,6 +17,10 @@ LOOK_SECONDS = 0.05
 # How long answers may take to leave when the server stops.
 LINGER_MILLISECONDS = 1000
 
+# Messages of one connection that wait for the server to read them: a member has one or two in flight. What is beyond
+# waits with the sender, and nothing is lost.
+RECEIVE_HIGH_WATER_MARK = 4
+
 # How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
 
@@ -95,7 +99,7 @@ class Listener:
         self.socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         self.socket.setsockopt(zmq.RCVTIMEO, int(LOOK_SECONDS * 1000))
         self.socket.setsockopt(zmq.SNDHWM, quota.max_unread)
-        self.socket.setsockopt(zmq.RCVHWM, quota.max_unread)
+        self.socket.setsockopt(zmq.RCVHWM, min(quota.max_unread, RECEIVE_HIGH_WATER_MARK))
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(quota.handshake_seconds * 1000))
         for option, value in KEEPALIVE.items():
             self.socket.setsockopt(option, value)

@@ -29,6 +29,7 @@ from server.listener import LOOK_SECONDS, Listener
 from server.parent import RETURN_SECONDS, Parent
 from server.probing import Probing
 from server.rounds import Reply, failure
+from server.unread import Unread
 from statsd_bn import keys, limits
 from statsd_bn.errors import BindError, ConfigurationError, LimitExceeded
 
@@ -68,6 +69,7 @@ class Service:
         self._doomed: list[int] = []
         self._has_disconnected = False
         self._probing = Probing()
+        self._unread = Unread()
         self._next_tick = 0.0
         self._stopping = False
         self._is_reloading = False
@@ -138,6 +140,7 @@ class Service:
         if time.monotonic() >= self._next_tick:
             self._send(self._dispatcher.tick(time.monotonic()))
             self._close_connections()
+            self._doomed += self._unread.late()
             self._connections.forgive()
             self._next_tick = time.monotonic() + TICK_SECONDS
         if self._parent and self._is_needed_no_more(self._parent):
@@ -175,6 +178,8 @@ class Service:
             self._socket.recv_multipart()
         if peer in self._connections.ignored:
             return
+        if peer not in self._unread:
+            self._unread.meet(peer, _descriptor(part))
         # A frame too many is no frame of ours; an empty one is refused as any garbage is.
         frame = b"" if part.more else part.bytes
         tenant = ANYBODY if self._access is None else self._access.tenant(str(part.get("User-Id")))
@@ -232,7 +237,9 @@ class Service:
     def _happened(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             self._connections.accepted(time.monotonic(), value)
+            self._unread.ended(value)
         elif event == zmq.EVENT_DISCONNECTED:
+            self._unread.ended(value)
             self._connections.ended(value)
             self._has_disconnected = True
         else:
@@ -270,6 +277,8 @@ class Service:
 
     def _deliver(self, peer: bytes, frame: bytes) -> int:
         """Sends a frame, and returns the number of the error that kept it from being sent; else 0."""
+        if not self._unread.may_send(peer, len(frame)):
+            return errno.EAGAIN
         try:
             self._socket.send(peer, _MORE)
             self._socket.send(frame, _LAST)

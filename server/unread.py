@@ -1,0 +1,112 @@
+"""Unread answers: what was sent to peers that do not read, in bounds.
+
+ZeroMQ queues messages for a peer by number, whatever their size. Whether a peer reads is seen at its connection: as long
+as the kernel takes more for it, ZeroMQ's queue for it is empty, so all that was sent before is out of this process.
+"""
+
+import select
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+# Bytes that may wait for one peer. An answer is 4 MB at most, and mostly some kB; the first one is always sent.
+MOST_OF_ONE = 2**20
+
+# Bytes that may wait for all of them, before those who do not read are cut off.
+MOST = 2**25
+
+# An answer so small goes to whoever has read all before it, however much waits for others.
+SMALL = 2**16
+
+
+def writable(descriptors: Collection[int]) -> set[int]:
+    """Returns for which connections the kernel takes more; those that have ended are among them."""
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLOUT)
+    return {descriptor for descriptor, _ in poller.poll(0)}
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A peer.
+
+    Attributes:
+        descriptor: of its connection.
+        sent: bytes that were sent since it was last seen to read.
+        is_late: whether it did not read when `late` was last asked.
+    """
+
+    descriptor: int
+    sent: int = 0
+    is_late: bool = False
+
+
+class Unread:
+    """What may wait for each peer.
+
+    Args:
+        takes_more: returns for which of some connections the kernel takes more.
+    """
+
+    def __init__(self, takes_more: Callable[[Collection[int]], set[int]] = writable) -> None:
+        self._takes_more = takes_more
+        self._peers: dict[bytes, _Peer] = {}
+        self._by_descriptor: dict[int, bytes] = {}
+        self._sent = 0
+        self._next_look = MOST
+
+    def __contains__(self, peer: bytes) -> bool:
+        """Whether a peer's connection is known."""
+        return peer in self._peers
+
+    def meet(self, peer: bytes, descriptor: int) -> None:
+        """Takes note of a peer's connection."""
+        self.ended(descriptor)
+        if descriptor >= 0:
+            self._peers[peer] = _Peer(descriptor)
+            self._by_descriptor[descriptor] = peer
+
+    def ended(self, descriptor: int) -> None:
+        """Takes note of the end of a connection."""
+        peer = self._peers.pop(self._by_descriptor.pop(descriptor, b""), None)
+        if peer:
+            self._sent -= peer.sent
+
+    def may_send(self, name: bytes, size: int) -> bool:
+        """Whether a peer reads well enough to be sent so many bytes, which then count."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return True
+        if self._sent + size > self._next_look:
+            self._look(self._peers.values())
+            self._next_look = max(MOST, self._sent + MOST // 8)
+        is_crowded = self._sent + size > MOST
+        if peer.sent and (is_crowded or peer.sent + size > MOST_OF_ONE):
+            self._look([peer])
+        if peer.sent and (is_crowded or peer.sent + size > MOST_OF_ONE):
+            return False
+        if self._sent + size > 2 * MOST and size > SMALL:
+            return False
+        peer.sent += size
+        self._sent += size
+        return True
+
+    def late(self) -> list[int]:
+        """Returns the connections to cut off: too much waits, and these have not read since this was last asked."""
+        if self._sent <= MOST // 2:
+            return []
+        self._look(self._peers.values())
+        too_much, cut = self._sent - MOST // 2, []
+        for peer in sorted(self._peers.values(), key=lambda peer: -peer.sent):
+            if too_much > 0 and peer.sent and peer.is_late:
+                too_much -= peer.sent
+                cut.append(peer.descriptor)
+            peer.is_late = peer.sent > 0
+        return cut
+
+    def _look(self, peers: Collection[_Peer]) -> None:
+        waited_for = {peer.descriptor: peer for peer in peers if peer.sent}
+        for descriptor in self._takes_more(waited_for.keys()):
+            peer = waited_for[descriptor]
+            self._sent -= peer.sent
+            peer.sent, peer.is_late = 0, False
