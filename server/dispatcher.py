@@ -12,8 +12,9 @@ from typing import Any
 
 from server import deadlock
 from server.access import ANYBODY, REVOKED, Access, Tenant
-from server.account import FUTURE_BYTES, ROUND_BYTES
+from server.account import FUTURE_BYTES, ROUND_BYTES, Account
 from server.eviction import Eviction
+from server.fair_share import STRANGERS
 from server.master import SyncMaster, unknown
 from server.quota import Budget, Quota, size_of
 from server.registration import Registration
@@ -42,7 +43,7 @@ from statsd_bn.messages import (
     Status,
     StatusRequest,
 )
-from statsd_bn.wire import decode_request, encode
+from statsd_bn.wire import decode_request, encode, named_session
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -116,6 +117,18 @@ class Dispatcher:
     def refused(self) -> int:
         """How many frames came so far that were unsound, or of no session that has a seat."""
         return self.bad_frames + self.tally.strangers
+
+    def payer(self, frame: bytes, tenant: Tenant) -> str:
+        """Returns for whom the work is that a frame makes, see `server.fair_share`."""
+        if tenant is not ANYBODY:
+            return tenant.owner("")
+        seat = self._registry.seats.get(named_session(frame))
+        return seat.master.owner if seat else STRANGERS
+
+    @property
+    def account(self) -> Account:
+        """What is kept."""
+        return self._budget.account
 
     def is_from_a_member(self, frame: bytes) -> bool:
         """Returns whether a frame names a session that has a seat."""

@@ -3,7 +3,7 @@
 A payer is whoever a frame is counted for: a tenant, where there are keys; without keys the job of the session that it
 names, and one payer for all who have no seat. A payer's frames are taken as they come. Only while others ask as well,
 one that has taken more than the mean of them has to wait: its frames go into a queue, and all that wait together have
-half of the server's time at most. So nobody is slower than half as fast because of what others send.
+two thirds of the server's time at most. The rest is for those who ask for little, whatever the others send.
 
 It is pure: times go in, and whoever calls it measures.
 """
@@ -25,14 +25,14 @@ WINDOW_SECONDS = 0.1
 TOLERANCE_SECONDS = 0.002
 
 # Part of the time for all who have to wait, and how much of it they may save up: frames of some milliseconds.
-WAITING_SHARE = 0.5
+WAITING_SHARE = 2 / 3
 MOST_CREDIT_SECONDS = 0.005
 
 # How long a frame waits at most. Members ask again after a second, so what is older has come a second time.
 MOST_WAIT_SECONDS = 1.0
 
-# How many frames are read at most while one could be taken that waits.
-READS_BETWEEN = 32
+# How many frames are read, and how many of these taken, at most, while one could be taken that waits.
+READS_BETWEEN, TAKEN_BETWEEN = 32, 4
 
 # What may wait: frames of one connection, of which a member has one or two in flight, and bytes of one payer. Strangers
 # have small messages only, and are many. Large frames leave a quarter for small ones.
@@ -93,6 +93,7 @@ class FairShare(Generic[T]):
         if peer in payer.frames:
             return False  # what came before it waits
         if len(self._payers) == 1 or not self._is_ahead(payer):
+            self._reads += READS_BETWEEN // TAKEN_BETWEEN
             return True
         return not self._waiting and self._has_credit(now)
 

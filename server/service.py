@@ -25,6 +25,7 @@ from server.access import ANYBODY, Access, Tenant
 from server.config import Config, is_local
 from server.connections import Connections
 from server.dispatcher import Dispatcher
+from server.fair_share import FairShare
 from server.listener import LOOK_SECONDS, Listener
 from server.parent import RETURN_SECONDS, Parent
 from server.probing import Probing
@@ -40,6 +41,9 @@ TICK_SECONDS = 0.25
 
 # As plain integers: to join pyzmq's flags takes as long as to send.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
+# How long it sleeps at most while frames wait for the turns of others to pass.
+PAUSE_MILLISECONDS = 1
 
 # Frames taken in one turn, so that a flood cannot put off deadlines and signals.
 DRAIN_AT_MOST = 1024
@@ -76,6 +80,7 @@ class Service:
         self._parent = _parent(config)
         seals = seal_key.seals_of(pair.secret if pair else None)
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota, seals)
+        self._shares: FairShare[tuple[bytes, bytes, Tenant]] = FairShare(self._dispatcher.account)
         try:
             self.endpoints = tuple(self._listener.bind(endpoint) for endpoint in config.bind)
         except BindError:
@@ -113,11 +118,14 @@ class Service:
         while not self._stopping:
             # To wait in `recv` costs some system calls less for each frame than to poll before.
             try:
-                peer = self._socket.recv()
+                peer = self._socket.recv(zmq.NOBLOCK if self._shares.has_waiting else 0)
             except zmq.Again:
-                pass
+                if self._shares.has_waiting and not self._take_waiting():
+                    self._socket.poll(PAUSE_MILLISECONDS)
             else:
                 self._take(peer)
+                if self._shares.has_waiting and self._shares.is_due(time.monotonic()):
+                    self._take_waiting()
             if time.monotonic() >= next_look:
                 self._look()
                 next_look = time.monotonic() + LOOK_SECONDS
@@ -187,15 +195,34 @@ class Service:
             self._send([(peer, failure(access.revoked()))])
             self._doomed.append(_descriptor(part))
             return
+        now, payer = time.monotonic(), self._dispatcher.payer(frame, tenant)
+        if self._shares.may_go(now, payer, peer):
+            self._process(now, peer, frame, tenant)
+            self._shares.took(payer, time.monotonic() - now)
+        else:
+            self._shares.wait(now, payer, peer, len(frame), (peer, frame, tenant))
+
+    def _take_waiting(self) -> bool:
+        """Takes the next frame of those that wait for others' turns to pass; returns whether it was time for one."""
+        now = time.monotonic()
+        turn = self._shares.next(now)
+        if turn is None:
+            return False
+        payer, (peer, frame, tenant) = turn
+        self._process(now, peer, frame, tenant)
+        self._shares.took(payer, time.monotonic() - now)
+        return True
+
+    def _process(self, now: float, peer: bytes, frame: bytes, tenant: Tenant) -> None:
         refused_before = self._dispatcher.refused
-        self._send(self._dispatcher.receive(time.monotonic(), peer, frame, tenant))
+        self._send(self._dispatcher.receive(now, peer, frame, tenant))
         if peer in self._connections.members:
             return
         # What is refused costs no more for this, and does not keep its connection open.
         if self._dispatcher.refused == refused_before:
-            self._get_to_know(peer, frame, tenant, _descriptor(part))
+            self._get_to_know(peer, frame, tenant, self._unread.descriptor(peer))
         elif self._connections.refused(peer):
-            self._end_flood(peer, _descriptor(part))
+            self._end_flood(peer, self._unread.descriptor(peer))
 
     def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant, descriptor: int) -> None:
         """Takes note of a connection that something sound has come over, perhaps from a member."""

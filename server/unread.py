@@ -59,6 +59,11 @@ class Unread:
         """Whether a peer's connection is known."""
         return peer in self._peers
 
+    def descriptor(self, peer: bytes) -> int:
+        """Returns the descriptor of a peer's connection; -1 if it is not known."""
+        known = self._peers.get(peer)
+        return known.descriptor if known else -1
+
     def meet(self, peer: bytes, descriptor: int) -> None:
         """Takes note of a peer's connection."""
         self.ended(descriptor)

@@ -66,6 +66,9 @@ _KEPT_MEMBERS_BYTES, _KEPT_RUNS = 1024, 256
 _keys: dict[bytes, RoundKey] = {}
 _packed: dict[RoundKey, bytes] = {}
 
+# How msgpack begins an array of 16 fields or more, with two bytes for their number.
+_LONG_ARRAY = b"\xdc"
+
 _FLOAT = np.dtype("<f8")
 
 # What a message is on the wire: its values, if it has any, and the fields of its header.
@@ -138,6 +141,15 @@ def _message(header: Any, frame: bytes, end: int) -> Message:
         return _build(BY_TYPE[header[0]], header[1:], frame, end)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"fields of message type {header[0]}: {error}") from error
+
+
+def named_session(frame: bytes) -> bytes:
+    """Returns the session that a frame names, without decoding it; nonsense if it names none, or is unsound.
+
+    It is the first field of every message that has one.
+    """
+    start = _PRELUDE.size + (6 if frame[_PRELUDE.size : _PRELUDE.size + 1] == _LONG_ARRAY else 4)
+    return frame[start : start + limits.TOKEN_BYTES]
 
 
 def _padded(size: int) -> int:
