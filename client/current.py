@@ -19,6 +19,8 @@ from client.session import Member
 from client.transport import ZmqTransport
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.keys import ClientKeys
+from statsd_bn.private_folder import find_server
+from statsd_bn.reach import check_is_open_to_us
 
 # A child of multiprocessing has sent what its queues hold before it says goodbye, and perhaps waits for other members.
 AFTER_QUEUES = -100
@@ -42,11 +44,11 @@ def connect(
 
     Under torchrun it needs no argument: member 0 starts a master, which ends with it, and the others learn of it
     through torch's rendezvous store. So it is under any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT, and in tasks of SLURM's srun.
+    MASTER_PORT, and in tasks of SLURM's srun. Without a launcher it finds the `python -m server` of this user.
 
     Args:
         endpoint: where `python -m server` listens, `tcp://host:port` or `ipc://path`; else STATSD_BN_ENDPOINT; else a
-            master is started for this job.
+            master is started for this job under a launcher, and without one this user's own server is meant.
         job: the training run's name; else STATSD_BN_JOB, else as the launcher calls it, else "default".
         member: this process's number; else RANK, else as SLURM numbers the tasks, else 0.
         world_size: how many processes the job begins with; else WORLD_SIZE, else the number of SLURM's tasks, else 1.
@@ -57,7 +59,8 @@ def connect(
         min_members: how few members an elastic job may go on with; with fewer all wait for newcomers, as long as a
             round may take; default 1.
         curve: the file with this client's secret key, as `python -m server keygen` makes it, for a server with --curve;
-            else STATSD_BN_CURVE. A master that is started for this job makes keys of its own.
+            else STATSD_BN_CURVE. A master that is started for a job on several nodes makes its keys from
+            STATSD_BN_SECRET_FILE or STATSD_BN_SECRET.
 
     Returns:
         The connection, also a context manager: leaving it disconnects, and tells the others why if an
@@ -65,8 +68,8 @@ def connect(
 
     Raises:
         ConfigurationError: an argument or variable is missing or wrong, or this process is connected already.
-        ServerUnreachable: nobody answers at the endpoint, within seconds; or member 0 could not start a master, or told
-            the others of none in time.
+        ServerUnreachable: nobody answers at the endpoint, within seconds, or it is closed to this user; or member 0
+            could not start a master, or told the others of none in time.
         AuthenticationRefused: server and client do not accept each other's keys.
         DuplicateMember: another process is this member.
         WorldSizeMismatch: the members disagree on `world_size`.
@@ -89,10 +92,11 @@ def connect(
         policy=policy,
         min_members=min_members,
     )
-    if endpoint:
-        connection = _join(endpoint, keys_from(os.environ, curve), who)
+    place = None if endpoint else without_endpoint.place(who, os.environ)
+    if place:
+        connection = without_endpoint.join(who, os.environ, place, _join)
     else:
-        connection = without_endpoint.join(who, os.environ, _join)
+        connection = _join(endpoint or find_server(os.environ), keys_from(os.environ, curve), who)
     _current = connection
     if multiprocessing.parent_process():
         # Where such a child was forked it ends without a word to atexit.
@@ -101,6 +105,7 @@ def connect(
 
 
 def _join(endpoint: str, keys: ClientKeys | None, who: Member) -> Connection:
+    check_is_open_to_us(endpoint)
     return Connection(ZmqTransport(endpoint, keys), who)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from client import slurm
 from client.variables import integer, optional_integer
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.reach import is_loopback
 
 LAST_PORT = 65_535
 
@@ -87,7 +88,7 @@ def meeting_place(environ: Mapping[str, str]) -> MeetingPlace | None:
 
 def is_one_node(environ: Mapping[str, str], place: MeetingPlace, processes: int) -> bool:
     """Returns whether all processes are on this host, as far as their launcher says."""
-    if place.address in {"localhost", "::1"} or place.address.startswith("127."):
+    if is_loopback(place.address):
         # Whoever is elsewhere could not come.
         return True
     local = optional_integer(environ, "LOCAL_WORLD_SIZE")

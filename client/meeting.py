@@ -1,7 +1,8 @@
 """The meeting: member 0 tells the others where its master is, through the store in which torch's processes meet.
 
 It is the store of `torch.distributed.init_process_group("env://")`: torchrun keeps it; without torchrun member 0's
-process does, for a later process group as well. What is published is as safe as that store, see docs/security.md.
+process does, for a later process group as well. Whoever reaches the store can read and change what is told, so no
+secret is told unless that is asked for.
 """
 
 import itertools
@@ -53,13 +54,13 @@ class News:
     Attributes:
         endpoint: where its master listens.
         epoch: this life of the job as member 0 counts it.
-        key_file: what the file of the members' keys holds; empty without keys.
+        secret: from which all make their keys; empty where they have it already, or there are no keys.
         problem: why there is no master; empty if there is one.
     """
 
     endpoint: str = ""
     epoch: int = 0
-    key_file: str = field(default="", repr=False)
+    secret: str = field(default="", repr=False)
     problem: str = ""
 
     @classmethod
@@ -72,7 +73,7 @@ class News:
         try:
             found = cls(**json.loads(text))
         except (ValueError, TypeError):
-            # The reason may quote a key.
+            # The reason may quote a secret.
             raise ProtocolError("expected the news of member 0 in torch's store, got something else") from None
         if any(type(getattr(found, each.name)) is not type(each.default) for each in fields(cls)):
             raise ProtocolError(

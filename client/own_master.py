@@ -2,7 +2,8 @@
 
 The client imports nothing of the server, so the child is `python -m server`, the one that lies beside this package. It
 ends with this process, however that ends, and as soon as all members have left (`--parent`). One that is killed is
-started again where it was, which costs the members a moment and not a bit.
+started again where it was, which costs the members a moment and not a bit. Its keys go through a pipe: they stand in no
+file and in no list of arguments.
 """
 
 import logging
@@ -10,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,10 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from statsd_bn import keys
-from statsd_bn.errors import ServerUnreachable
+from client.restarts import Restarts
+from statsd_bn.errors import ConfigurationError, ServerUnreachable
+from statsd_bn.keys import ServerKeys
+from statsd_bn.private_folder import SOCKET, make_job_folder, make_private, remove_job_folder
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -32,18 +34,11 @@ STOP_SECONDS = 5.0
 # From when on the wait for the other members at the end of this process is worth a warning.
 WARN_SECONDS = 10.0
 
-# How often a server is started again: whatever kills more of them would kill the next one too.
-RESTARTS = 3
-
-# The name of the client whose keys all members of the job share, and where they lie in the folder of all keys.
-MEMBER = "member"
-MEMBERS_KEYS = f"{keys.SECRET_FOLDER}/{keys.secret_name(MEMBER)}"
-
 # Where `client` and `server` lie; a program named server in the script's folder is none of ours.
 PACKAGES = Path(__file__).parents[1]
 
 # Of the script's variables, those that would make this server another one than its arguments say.
-NOT_INHERITED = {"STATSD_BN_BIND", "STATSD_BN_CURVE", "STATSD_BN_INSECURE"}
+NOT_INHERITED = {"STATSD_BN_BIND", "STATSD_BN_CURVE", "STATSD_BN_INSECURE", "STATSD_BN_SECRET"}
 
 _started: list["OwnMaster"] = []
 
@@ -52,35 +47,39 @@ class OwnMaster:
     """A running server; a thread waits for its end, so that no zombie is left, and starts it again if it failed.
 
     Args:
-        bind: where it listens, a ZeroMQ endpoint.
-        with_keys: whether it lets in only those who have keys that are made for it alone.
+        bind: where it listens, a ZeroMQ endpoint; None: in a folder that only this user can enter, made for it.
+        keys: its keys, and that of the client that it lets in; None: it asks for none.
         patience: how long the members may take to leave when this process is at its end, in seconds.
 
     Attributes:
         endpoint: where it listens, with the port that it has picked.
-        key_file: what the file of the members' keys held; empty without keys. No file is left.
 
     Raises:
         ServerUnreachable: it did not start.
     """
 
-    def __init__(self, bind: str, *, with_keys: bool, patience: float) -> None:
+    def __init__(self, bind: str | None = None, *, keys: ServerKeys | None = None, patience: float) -> None:
         self._owner = os.getpid()
         self._patience = patience
-        self._is_stopped = False
+        self._keys = keys
+        self._folder: Path | None = None
+        self._stopping = threading.Event()
         self._has_ended = threading.Event()
         try:
-            self._keys = _new_keys() if with_keys else {}
-            self.key_file = self._keys.get(MEMBERS_KEYS, "")
-            self.endpoint = self._start(bind)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise ServerUnreachable(f"cannot start a server: {error}", endpoint=bind) from error
+            if bind is None:
+                self._folder = make_job_folder()
+            self.endpoint = self._start(bind or f"ipc://{self._folder}/{SOCKET}")
+        except BaseException as error:
+            self._remove_folder()
+            if isinstance(error, OSError):
+                raise ServerUnreachable(f"cannot start a server: {error}", endpoint=bind or "") from error
+            raise
         _started.append(self)
         threading.Thread(target=self._watch, name="statsd_bn master", daemon=True).start()
 
     def stop(self) -> None:
         """Tells it to stop, and insists if it does not."""
-        self._is_stopped = True
+        self._stopping.set()
         self._process.terminate()
         if not self._has_ended.wait(STOP_SECONDS):
             self._process.kill()
@@ -98,28 +97,29 @@ class OwnMaster:
             self._has_ended.wait(self._patience - quietly)
 
     def _start(self, bind: str, *options: str) -> str:
-        """Returns where it listens, as soon as it does; until then it has its keys in a folder."""
-        arguments = ["--bind", bind, "--parent", str(self._owner), *options]
-        if not self._keys:
-            return self._run(arguments)
-        with tempfile.TemporaryDirectory(prefix="statsd_bn-") as folder:
-            _write(self._keys, Path(folder))
-            return self._run([*arguments, "--curve", folder])
+        """Returns where it listens, as soon as it does."""
+        if self._folder:
+            # A server that ends in good order removes it.
+            make_private(self._folder)
+        keys = ["--curve", "-"] if self._keys else []
+        return self._run(["--bind", bind, "--parent", str(self._owner), *keys, *options])
 
     def _run(self, arguments: Sequence[str]) -> str:
         # In a session of its own: Ctrl-C at the terminal is for the members, which then say goodbye.
         self._process = subprocess.Popen(  # noqa: S603 - this project's own program
             _command(*arguments),
             env=_environment(),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if self._keys else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        if self._is_stopped:
+        if self._stopping.is_set():
             # Whoever stopped it knew only the process before.
             self._process.terminate()
         try:
+            if self._keys:
+                _hand_over(self._process, self._keys)
             return _endpoint(self._process)
         except BaseException:
             _end(self._process)
@@ -130,16 +130,19 @@ class OwnMaster:
 
         All in one thread, which is there from the beginning: at the interpreter's end Python 3.12 starts none.
         """
+        restarts = Restarts()
         try:
-            problem = self._problem()
-            for _ in range(RESTARTS):
-                if not problem or self._is_stopped:
+            problem, has_listened = self._problem(), True
+            while problem and not self._stopping.is_set():
+                pause = restarts.pause(time.monotonic(), has_listened=has_listened)
+                if pause is None:
+                    logger.error("%s; its members wait for it in vain", problem)
                     break
-                logger.warning("%s; it is started again", problem)
-                problem = self._problem_again()
-            if problem and not self._is_stopped:
-                logger.error("%s; its members wait for it in vain", problem)
+                logger.warning("%s; it is started again%s", problem, f" in {pause:g} s" if pause else "")
+                if not self._stopping.wait(pause):
+                    problem, has_listened = self._problem_again()
         finally:
+            self._remove_folder()
             with suppress(ValueError):
                 _started.remove(self)
             self._has_ended.set()
@@ -149,13 +152,20 @@ class OwnMaster:
         code = self._process.wait()
         return f"the server that this process had started {_ending(code)}" if code else ""
 
-    def _problem_again(self) -> str:
-        """As `_problem`, of one that is started again; or why it did not start."""
+    def _problem_again(self) -> tuple[str, bool]:
+        """As `_problem`, of one that is started again, and True; or why it did not start, and False."""
         try:
             self._start(self.endpoint, "--again")
-        except (OSError, ServerUnreachable) as error:
-            return str(error)
-        return self._problem()
+        except (OSError, ServerUnreachable, ConfigurationError) as error:
+            return str(error), False
+        return self._problem(), True
+
+    def _remove_folder(self) -> None:
+        """Removes what a server leaves behind that was killed."""
+        if self._folder:
+            with suppress(OSError):
+                (self._folder / SOCKET).unlink(missing_ok=True)
+            remove_job_folder(self._folder)
 
 
 def wait_for_members() -> None:
@@ -225,28 +235,11 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def _new_keys() -> Mapping[str, str]:
-    """Makes the keys of a server and of its members; returns the files' texts by their paths in the server's folder."""
-    with tempfile.TemporaryDirectory(prefix="statsd_bn-") as name:
-        subprocess.run(  # noqa: S603 - this project's own program
-            _command("keygen", name, "--client", MEMBER),
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            timeout=START_SECONDS,
-            check=True,
-        )
-        folder = Path(name)
-        files = (path for path in folder.rglob("*") if path.is_file())
-        return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in files}
-
-
-def _write(files: Mapping[str, str], folder: Path) -> None:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.write_text(text, encoding="utf-8")
+def _hand_over(process: subprocess.Popen[str], keys: ServerKeys) -> None:
+    # One that has ended already is told of by its exit code.
+    if process.stdin is not None:
+        with suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(keys.text())
 
 
 def _ending(code: int) -> str:

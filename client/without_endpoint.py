@@ -1,6 +1,7 @@
 """Joining a job without an endpoint: member 0 starts a master, and the others ask it where."""
 
 import logging
+import math
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -8,20 +9,20 @@ from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
-from client import launcher
+from client import job_secret, launcher
 from client.launcher import MeetingPlace
 from client.meeting import Meeting, News
 from client.own_master import OwnMaster
 from client.session import Member
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
-from statsd_bn.keys import ClientKeys, parse_client
+from statsd_bn.keys import ClientKeys
+from statsd_bn.private_folder import check_private
+from statsd_bn.reach import ipc_path
 
 if TYPE_CHECKING:
     from client.connection import Connection
 
 logger = logging.getLogger("statsd_bn.client")
-
-LOOPBACK = "tcp://127.0.0.1:*"
 
 # How long member 0 may need longer than another process to come so far after both have been started anew. Until it has,
 # the store still tells of the master before, which is gone.
@@ -31,45 +32,58 @@ Join = Callable[[str, ClientKeys | None, Member], "Connection"]
 """Joins a job: where its master listens, the keys for it, and who this process is."""
 
 
-def join(who: Member, environ: Mapping[str, str], join_at: Join) -> "Connection":
+def place(who: Member, environ: Mapping[str, str]) -> MeetingPlace | None:
+    """Returns where the processes of this job meet; None if no launcher has started them.
+
+    Raises:
+        ConfigurationError: a variable is unusable.
+    """
+    found = launcher.meeting_place(environ)
+    return None if who.world_size == 1 and launcher.world_size(environ) is None else found
+
+
+def join(who: Member, environ: Mapping[str, str], place: MeetingPlace, join_at: Join) -> "Connection":
     """Returns a connection to the master that member 0 starts for this job.
 
     Raises:
-        ConfigurationError: the environment does not say who this process is and where the processes meet, or not the
-            same as that of member 0.
+        ConfigurationError: the environment does not say who this process is, or not the same as that of member 0, or
+            the job has no secret and is on several nodes.
         ServerUnreachable: there is no master, with the reason.
     """
-    place = launcher.meeting_place(environ)
-    if place is None or (who.world_size == 1 and launcher.world_size(environ) is None):
-        raise ConfigurationError(
-            "endpoint: none given, STATSD_BN_ENDPOINT is not set, and no launcher has said how the processes meet "
-            "(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); start the script by torchrun, or start `python -m server` "
-            "and pass what it prints"
-        )
     is_one_node = launcher.is_one_node(environ, place, who.world_size)
+    # Before anybody is met: where there is none, all are told so at once.
+    secret = None if is_one_node else job_secret.given(environ)
     life = _life(who, environ, is_one_node=is_one_node)
 
     def meet() -> Meeting:
         return Meeting(place, who.member, who.world_size, f"job {who.job}/{life}", who.patience)
 
+    if is_one_node:
+        return _with_own_master(who, "", News(), meet, join_at) if who.member == 0 else _on_one_node(who, meet, join_at)
     if who.member == 0:
-        return _with_own_master(who, place, meet, join_at, is_one_node=is_one_node)
-    return _with_that_of_member_0(who, meet, join_at, is_one_node=is_one_node)
+        made = "" if secret else job_secret.make()
+        return _with_own_master(who, place.address, News(secret=made), meet, join_at, secret or made)
+    return _on_several_nodes(who, secret, meet, join_at)
 
 
 def _with_own_master(
-    who: Member, place: MeetingPlace, meet: Callable[[], Meeting], join_at: Join, *, is_one_node: bool
+    who: Member, address: str, news: News, meet: Callable[[], Meeting], join_at: Join, secret: str = ""
 ) -> "Connection":
-    bind = LOOPBACK if is_one_node else binding(place.address)
+    """Starts a master, for other hosts at `address` or, without one, for this host, and tells of it."""
+    keys = job_secret.member_keys(secret, who.job) if secret else None
     try:
-        master = OwnMaster(bind, with_keys=not is_one_node, patience=who.deadline)
+        master = OwnMaster(
+            binding(address) if address else None,
+            keys=job_secret.server_keys(secret, who.job) if secret else None,
+            patience=who.deadline,
+        )
     except ServerUnreachable as error:
         meet().tell(News(problem=f"{who.place}: {error}"))
         raise
     try:
-        endpoint = master.endpoint if is_one_node else reached_by(place.address, master.endpoint)
-        meet().tell(News(endpoint, who.epoch, master.key_file))
-        return join_at(endpoint, _keys(master.key_file), who)
+        endpoint = reached_by(address, master.endpoint) if address else master.endpoint
+        meet().tell(replace(news, endpoint=endpoint, epoch=who.epoch))
+        return join_at(endpoint, keys, who)
     except GroupIncomplete:
         # The others' time is over as well: each is told for whom it waited, and the master ends when they have left.
         raise
@@ -78,32 +92,59 @@ def _with_own_master(
         raise
 
 
-def _with_that_of_member_0(
-    who: Member, meet: Callable[[], Meeting], join_at: Join, *, is_one_node: bool
-) -> "Connection":
+def _on_one_node(who: Member, meet: Callable[[], Meeting], join_at: Join) -> "Connection":
+    news = _heard(meet())
+    path = ipc_path(news.endpoint)
+    if path is None:
+        raise _not_the_same(news, "all processes are on its host", "they are on several")
+    if not path.parent.exists():
+        raise ConfigurationError(
+            f"endpoint: expected one, since member 0's server listens at {news.endpoint}, and this process sees no "
+            "such folder. They may be in different containers: start `python -m server` where all reach it"
+        )
+    # Whoever can write to the store can name a server of another user's.
+    check_private(path.parent)
+    return join_at(news.endpoint, None, replace(who, epoch=news.epoch))
+
+
+def _on_several_nodes(who: Member, secret: str | None, meet: Callable[[], Meeting], join_at: Join) -> "Connection":
     meeting = meet()
-    news = meeting.hear()
+    news = _heard(meeting)
     while True:
-        if news.problem:
-            raise ServerUnreachable(f"member 0 could not start a master: {news.problem}", endpoint="")
-        if not is_one_node and not news.key_file:
+        if ipc_path(news.endpoint):
             # Some launchers give the process that the others come to "localhost" for its own address.
+            raise _not_the_same(news, "they are on several hosts", "all are on its own")
+        if bool(secret) == bool(news.secret):
+            has, tells = ("a", "one") if secret else ("no", "none")
             raise ConfigurationError(
-                "MASTER_ADDR: expected the same on all processes; by this one's they are on several hosts, but member "
-                f"0 takes all to be on its own, and its master listens at {news.endpoint}. Give member 0 the name or "
-                "address by which the others reach it"
+                "STATSD_BN_SECRET_FILE, STATSD_BN_SECRET, STATSD_BN_SECRET_IN_STORE: expected the same on all "
+                f"processes, but this one has {has} secret, and member 0 tells {tells}"
             )
         try:
             # torchrun counts restarts on each node by itself, so that of member 0 is everybody's.
-            return join_at(news.endpoint, _keys(news.key_file), replace(who, epoch=news.epoch))
+            keys = job_secret.member_keys(secret or news.secret, who.job)
+            return join_at(news.endpoint, keys, replace(who, epoch=news.epoch))
         except (ServerUnreachable, AuthenticationRefused) as error:
-            if is_one_node:
-                raise
             logger.warning("%s; waiting whether member 0 was started anew, and tells of another master", error)
             try:
-                news = meeting.hear(news, ANEW_SECONDS)
+                news = _heard(meeting, news, ANEW_SECONDS)
             except ServerUnreachable:
                 raise error from None
+
+
+def _heard(meeting: Meeting, known: News | None = None, seconds: float = math.inf) -> News:
+    """Returns the news of member 0, where they are good."""
+    news = meeting.hear(known, seconds)
+    if news.problem:
+        raise ServerUnreachable(f"member 0 could not start a master: {news.problem}", endpoint="")
+    return news
+
+
+def _not_the_same(news: News, here: str, there: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"MASTER_ADDR: expected the same on all processes; by this one's {here}, but member 0 takes it that {there}, "
+        f"and its master listens at {news.endpoint}. Give member 0 the name or address by which the others reach it"
+    )
 
 
 def _life(who: Member, environ: Mapping[str, str], *, is_one_node: bool) -> str:
@@ -112,10 +153,6 @@ def _life(who: Member, environ: Mapping[str, str], *, is_one_node: bool) -> str:
     That is torchrun's, for those that it starts anew. On one node all know how often it has.
     """
     return f"life {who.epoch}" if is_one_node and environ.get("TORCHELASTIC_RESTART_COUNT") else "latest life"
-
-
-def _keys(key_file: str) -> ClientKeys | None:
-    return parse_client(key_file, "the key that member 0 has made") if key_file else None
 
 
 def binding(address: str) -> str:

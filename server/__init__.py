@@ -1,5 +1,9 @@
 """The aggregation process: `python -m server`, or `run_master` in code. It needs no torch."""
 
+# Before anything that needs a library.
+from server import search_path as search_path
+
+# isort: split
 from server.config import Config
 from server.master import SyncMaster
 from server.rounds import FutureResult

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from server.config import from_arguments
-from server.keygen import generate
+from server.keygen import generate, write_secret
 from server.plain import PlainFormatter
 from server.service import run_master
 from server.sparing import Sparing
@@ -48,7 +48,7 @@ def _serve(arguments: list[str]) -> int:
 
 def _status(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m server status", description="Says what a running server is doing.")
-    parser.add_argument("endpoint", metavar="ENDPOINT", help="where the server listens")
+    _add_endpoint(parser)
     parser.add_argument(
         "--curve",
         metavar="FILE",
@@ -56,7 +56,7 @@ def _status(arguments: list[str]) -> int:
         help="a client's secret key, for a server with --curve (STATSD_BN_CURVE)",
     )
     found = parser.parse_args(arguments)
-    report = ask(found.endpoint, keys=load_client(found.curve) if found.curve else None)
+    report = ask(found.endpoint or own_endpoint(os.environ), keys=load_client(found.curve) if found.curve else None)
     print(describe(report))  # noqa: T201 - the command's result
     return 0
 
@@ -83,17 +83,24 @@ def _keygen(arguments: list[str]) -> int:
     return 0
 
 
+def _secret(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m server secret",
+        description="Makes the secret of a job on several nodes, for STATSD_BN_SECRET_FILE. Overwrites nothing.",
+    )
+    parser.add_argument("file", metavar="FILE", help="where to")
+    found = parser.parse_args(arguments)
+    write_secret(found.file)
+    print(f"wrote {found.file}")  # noqa: T201 - the command's result
+    return 0
+
+
 def _check(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m server check",
         description="Exits with 0 if a server answers, with 4 if not; for health checks and probes.",
     )
-    parser.add_argument(
-        "endpoint",
-        metavar="ENDPOINT",
-        nargs="?",
-        help="where the server listens (default: what STATSD_BN_BIND of this host's server says)",
-    )
+    _add_endpoint(parser)
     endpoint = parser.parse_args(arguments).endpoint or own_endpoint(os.environ)
     # One that wants a key of whoever asks is there.
     with suppress(AuthenticationRefused):
@@ -101,7 +108,16 @@ def _check(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"status": _status, "check": _check, "keygen": _keygen}
+def _add_endpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "endpoint",
+        metavar="ENDPOINT",
+        nargs="?",
+        help="where the server listens (default: as STATSD_BN_BIND says, else this user's own server)",
+    )
+
+
+COMMANDS = {"status": _status, "check": _check, "keygen": _keygen, "secret": _secret}
 
 
 if __name__ == "__main__":

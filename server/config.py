@@ -2,14 +2,16 @@
 
 import argparse
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from server.quota import Quota
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.private_folder import default_endpoint
+from statsd_bn.reach import Reach, reach
 
-DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -18,11 +20,12 @@ class Config:
     """What the server needs to know.
 
     Attributes:
-        bind: ZeroMQ endpoints to listen on.
+        bind: ZeroMQ endpoints to listen on; by default one that only this user can reach.
         log_level: one of `LOG_LEVELS`.
         insecure: allow endpoints that other machines can reach, without authentication.
         curve: folder with the server's keys and the public keys of its clients, as `python -m server keygen` makes it;
-            None: whoever reaches an endpoint is let in.
+            "-": they come by standard input, see `statsd_bn.keys.ServerKeys`; None: whoever reaches an endpoint is let
+            in.
         quota: how much is taken, kept and waited for.
         parent: id of the process that this server belongs to: it ends with it, and as soon as all members that were
             there have left; None: it serves until it is told to stop.
@@ -32,7 +35,7 @@ class Config:
         ConfigurationError: a value is unusable.
     """
 
-    bind: tuple[str, ...] = (DEFAULT_ENDPOINT,)
+    bind: tuple[str, ...] = field(default_factory=lambda: (default_endpoint(os.environ),))
     log_level: str = "info"
     insecure: bool = False
     curve: str | None = None
@@ -54,11 +57,11 @@ class Config:
                 raise ConfigurationError(
                     f"bind: expected a ZeroMQ endpoint such as tcp://HOST:PORT or ipc://PATH, got {endpoint!r}"
                 )
-            if not (self.insecure or self.curve or is_local(endpoint)):
+            if reach(endpoint) is Reach.NETWORK and not (self.insecure or self.curve):
                 raise ConfigurationError(
                     f"bind: {endpoint} can be reached from other machines, and whoever reaches it can join any job. "
-                    "Give --curve DIR with keys, as `python -m server keygen` makes them, bind to 127.0.0.1, or say "
-                    "--insecure if the network is closed to strangers"
+                    "Give --curve DIR with keys, as `python -m server keygen` makes them, leave out --bind for a "
+                    "server of this user alone, or say --insecure if the network is closed to strangers"
                 )
 
     @property
@@ -67,27 +70,21 @@ class Config:
         return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
-def is_local(endpoint: str) -> bool:
-    """Returns whether only this machine can reach `endpoint`."""
-    scheme, _, address = endpoint.partition("://")
-    host = address.rpartition(":")[0]
-    return scheme in {"ipc", "inproc"} or host in {"localhost", "[::1]"} or host.startswith("127.")
-
-
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """Returns the parser of `python -m server`; an environment twin is the flag's default."""
     result = argparse.ArgumentParser(
         prog="python -m server",
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
-        epilog="`python -m server status ENDPOINT` says what a running server is doing, `python -m server check` "
-        "whether it answers; `python -m server keygen DIR` makes keys for --curve.",
+        epilog="`python -m server status` says what a running server is doing, `python -m server check` "
+        "whether it answers; `python -m server keygen DIR` makes keys for --curve, `python -m server secret FILE` the "
+        "secret of a job on several nodes.",
     )
     result.add_argument(
         "--bind",
         action="append",
         metavar="ENDPOINT",
         help="ZeroMQ endpoint to listen on, repeatable; port * picks a free one and prints it "
-        f"(STATSD_BN_BIND, separated by commas; default {DEFAULT_ENDPOINT})",
+        "(STATSD_BN_BIND, separated by commas; default: ipc in a folder that only this user can enter)",
     )
     result.add_argument(
         "--log-level",
@@ -99,13 +96,15 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         "--insecure",
         action="store_true",
         default=environ.get("STATSD_BN_INSECURE", "") == "1",
-        help="listen where other machines can reach it, without authentication (STATSD_BN_INSECURE=1)",
+        help="listen without authentication where other machines can reach it, and join, end and read any job "
+        "(STATSD_BN_INSECURE=1)",
     )
     result.add_argument(
         "--curve",
         metavar="DIR",
         default=environ.get("STATSD_BN_CURVE") or None,
-        help="let in only clients whose public keys are in DIR, and encrypt; SIGHUP reads them again (STATSD_BN_CURVE)",
+        help="let in only clients whose public keys are in DIR, and encrypt; SIGHUP reads them again; "
+        "- reads the keys of a server for one client from standard input (STATSD_BN_CURVE)",
     )
     result.add_argument(
         "--parent",
@@ -145,4 +144,5 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
 
 def bound_to(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the endpoints that an environment says to listen on."""
-    return tuple(filter(None, environ.get("STATSD_BN_BIND", DEFAULT_ENDPOINT).split(",")))
+    given = environ.get("STATSD_BN_BIND")
+    return (default_endpoint(environ),) if given is None else tuple(filter(None, given.split(",")))

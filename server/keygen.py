@@ -4,6 +4,8 @@ It only ever adds files. A folder that has a server's keys already gets further 
 """
 
 import os
+import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from statsd_bn.keys import Pair
 
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
+
+# 256 bits.
+SECRET_BYTES = 32
 
 SECRET_NOTE = "# Whoever has this file is what it names: keep it private.\n"  # noqa: S105 - a comment in the file
 PUBLIC_NOTE = "# A client's public key, which the server lets in while this file is here; SIGHUP reads it again.\n"
@@ -33,16 +38,73 @@ def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str
         The files that were written.
 
     Raises:
-        ConfigurationError: a file is there already, a name is none, or the folder cannot be written.
+        ConfigurationError: a file is there already, a name is none, or the folder cannot be written, or others can
+            write to it.
     """
     check_curve()
     folder = Path(folder)
     names = [keys.check_name(name) for name in dict.fromkeys(clients or (keys.DEFAULT_CLIENT,))]
     note = _lines(tenant=keys.check_name(tenant)) if tenant else ""
     try:
+        for place in _folders(folder):
+            check_folder(place)
         return _write(folder, _contents(folder, names, _patterns(jobs) + note))
     except OSError as error:
         raise ConfigurationError(f"keygen: cannot write {error.filename}: {error.strerror}") from error
+
+
+def write_secret(file: str | Path) -> None:
+    """Writes the secret of a job on several nodes, which the client reads where STATSD_BN_SECRET_FILE names it.
+
+    Raises:
+        ConfigurationError: there is a file already, others can write to the folder, or it cannot be written.
+    """
+    path = Path(file)
+    if path.exists():
+        raise ConfigurationError(f"secret: expected no such file, and found {path}; nothing was written")
+    try:
+        check_folder(path.parent, may_be_shared=True)
+        _write_private(path, f"{secrets.token_hex(SECRET_BYTES)}\n")
+    except OSError as error:
+        raise ConfigurationError(f"secret: cannot write {path}: {error.strerror}") from error
+
+
+def check_folder(folder: Path, *, may_be_shared: bool = False) -> None:
+    """Raises ConfigurationError if somebody else could replace what is written to a folder, or add to it.
+
+    A folder that is not there yet is made private; what lies above it counts.
+
+    Args:
+        folder: which one.
+        may_be_shared: whether it may be one such as /tmp, where all may add files, and replace only their own.
+    """
+    there = folder.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    real = there.resolve(strict=True)
+    is_there = there == folder.absolute()
+    _check_folder(real, stat.S_IWOTH | stat.S_IWGRP * is_there, may_be_shared=may_be_shared or not is_there)
+    for above in real.parents:
+        # Where a group shares a folder its members trust one another with what lies in it.
+        _check_folder(above, stat.S_IWOTH, may_be_shared=True)
+
+
+def _check_folder(folder: Path, writable: int, *, may_be_shared: bool) -> None:
+    found = folder.stat()
+    if found.st_uid not in {0, os.getuid()}:
+        raise ConfigurationError(
+            f"keys: expected {folder} to belong to this user (uid {os.getuid()}), got uid {found.st_uid}, who could "
+            "replace what is written there; give a folder of your own"
+        )
+    if found.st_mode & writable and not (may_be_shared and found.st_mode & stat.S_ISVTX):
+        raise ConfigurationError(
+            f"keys: expected only this user to be able to write to {folder}, got mode "
+            f"{stat.S_IMODE(found.st_mode):04o}; chmod go-w {folder}, or give another folder"
+        )
+
+
+def _folders(folder: Path) -> tuple[Path, ...]:
+    return (folder, folder / keys.PUBLIC_FOLDER, folder / keys.SECRET_FOLDER)
 
 
 def check_curve() -> None:
@@ -89,11 +151,15 @@ def _patterns(jobs: Sequence[str]) -> str:
 def _write(folder: Path, contents: dict[Path, str]) -> list[Path]:
     if taken := [str(path) for path in contents if path.exists()]:
         raise ConfigurationError(f"keygen: expected no such files, and found {', '.join(taken)}; nothing was written")
-    for place in (folder, folder / keys.PUBLIC_FOLDER, folder / keys.SECRET_FOLDER):
+    for place in _folders(folder):
         place.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
     for path, text in contents.items():
-        # EXCL, so that a file that has come meanwhile is not overwritten either; private from the beginning.
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
-        with os.fdopen(opened, "w", encoding="utf-8") as file:
-            file.write(text)
+        _write_private(path, text)
     return list(contents)
+
+
+def _write_private(path: Path, text: str) -> None:
+    # EXCL, so that a file that has come meanwhile is not overwritten either; private from the beginning.
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+    with os.fdopen(opened, "w", encoding="utf-8") as file:
+        file.write(text)

@@ -1,10 +1,10 @@
 """Listener: the server's ROUTER socket, how it is set up, and what it leaves on disk."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
+from server import ipc_path
 from server.keygen import check_curve
 from server.quota import Quota
 from server.zap import DOMAIN, Gatekeeper
@@ -49,7 +49,7 @@ class Listener:
         if pair:
             check_curve()
         self._context = zmq.Context()
-        self._files: dict[Path, int] = {}
+        self._files: list[ipc_path.SocketFile] = []
         self.socket = self._context.socket(zmq.ROUTER)
         # Before anything is bound, so that nobody comes in unasked.
         self._gatekeeper = Gatekeeper(self._context, is_let_in) if pair else None
@@ -63,33 +63,32 @@ class Listener:
 
         Raises:
             BindError: the endpoint is taken or does not exist.
+            ConfigurationError: the private folder that it is in is not private.
         """
         self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
-            self.socket.bind(endpoint)
+            with ipc_path.listening(endpoint) as descriptor:
+                self.socket.setsockopt(zmq.USE_FD, descriptor)
+                self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise BindError(
                 f"cannot listen on {endpoint}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint
             ) from error
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        path = Path(bound.removeprefix("ipc://"))
-        if bound.startswith("ipc://") and path.exists():  # ZeroMQ leaves it behind
-            self._files[path] = path.stat().st_ino
+        if file := ipc_path.SocketFile.at(bound):  # ZeroMQ leaves it behind
+            self._files.append(file)
         return bound
 
     def close(self) -> None:
         """Closes everything; answers under way have a moment to leave."""
+        while self._files:
+            self._files.pop().remove()
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=LINGER_MILLISECONDS)
         self._context.term()
         if self._gatekeeper:
             self._gatekeeper.join()
-        for path, inode in self._files.items():
-            # Another server may have taken the path over meanwhile.
-            if path.exists() and path.stat().st_ino == inode:
-                path.unlink()
-        self._files.clear()
 
     def _configure(self, quota: Quota) -> None:
         # Without MANDATORY a ROUTER drops answers to unknown peers silently; without HANDOVER the routing

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from server.seals import Seals
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.private_folder import private_folder
+from statsd_bn.private_folder import make_private, private_folder
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -31,7 +31,9 @@ def seals_of(secret: str | None) -> Seals:
     if secret:
         return Seals(hashlib.blake2b(secret.encode(), digest_size=KEY_BYTES, person=_PURPOSE).digest(), outlives=True)
     try:
-        key, is_old = load_or_make(private_folder())
+        folder = private_folder(os.environ)
+        make_private(folder)
+        key, is_old = load_or_make(folder)
     except ConfigurationError as error:
         logger.info("a server that takes the place of this one will not know its results by their seals: %s", error)
         key, is_old = os.urandom(KEY_BYTES), False

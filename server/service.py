@@ -20,9 +20,9 @@ from typing import Self
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from server import access, seal_key
+from server import access, exposure, key_source, seal_key
 from server.access import ANYBODY, Access, Tenant
-from server.config import Config, is_local
+from server.config import Config
 from server.connections import Connections
 from server.dispatcher import Dispatcher
 from server.fair_share import FairShare
@@ -31,7 +31,7 @@ from server.parent import RETURN_SECONDS, Parent
 from server.probing import Probing
 from server.rounds import Reply, failure
 from server.unread import Unread
-from statsd_bn import keys, limits
+from statsd_bn import limits
 from statsd_bn.errors import BindError, ConfigurationError, LimitExceeded
 
 logger = logging.getLogger("statsd_bn.server")
@@ -65,7 +65,8 @@ class Service:
         self._access: Access | None = None
         pair = None
         if config.curve:
-            pair, self._access = keys.load_server(config.curve), Access(keys.load_clients(config.curve))
+            pair, clients = key_source.load(config.curve)
+            self._access = Access(clients)
         self._quota = config.quota
         self._listener = Listener(config.quota, pair, self._is_let_in)
         self._socket, self._monitor = self._listener.socket, self._listener.monitor
@@ -162,14 +163,20 @@ class Service:
         return self._access is not None and self._access.tenant(key) is not None
 
     def _reload(self) -> None:
-        """Reads the public keys again, and takes out whoever would not be let in any more."""
+        """Reads the public keys again, and takes out whoever would not be let in any more.
+
+        A file that is not sound is one key that is not let in; a revocation beside it takes effect.
+        """
         if self._curve is None:
             return
         try:
-            self._access = Access(keys.load_clients(self._curve))
+            clients, problems = key_source.load_again(self._curve)
         except ConfigurationError as error:
             logger.error("the keys stay as they were: %s", error)  # noqa: TRY400 - the operator's mistake, not ours
             return
+        for problem in problems:
+            logger.error("a key is not let in: %s", problem)
+        self._access = Access(clients)
         logger.info("lets in %d keys from now on: %s", len(self._access.keys), ", ".join(sorted(self._access.names)))
         self._send(self._dispatcher.expel(time.monotonic(), self._access))
         self._doomed += self._connections.of_others(self._access.keys)
@@ -360,7 +367,7 @@ def run_master(config: Config | None = None) -> None:
     Prints one line, `listening on ENDPOINT`, for each endpoint once it is bound.
 
     Args:
-        config: what `python -m server` would read from its flags; default: loopback, port 5555.
+        config: what `python -m server` would read from its flags; default: ipc, for this user alone.
 
     Raises:
         BindError: an endpoint is taken or does not exist.
@@ -369,7 +376,7 @@ def run_master(config: Config | None = None) -> None:
     with Service(config or Config()) as service, _signals(service):
         for endpoint in service.endpoints:
             print(f"listening on {endpoint}", flush=True)  # noqa: T201 - a script reads the port from here
-            if not (service.has_keys or is_local(endpoint)):
-                logger.warning("%s is open to the network, without authentication", endpoint)
+            if not service.has_keys and (warning := exposure.warning(endpoint)):
+                logger.warning("%s", warning)
         service.run()
         logger.info("stopped")

@@ -14,6 +14,8 @@ from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Status, StatusRequest, missing_members
+from statsd_bn.private_folder import find_server
+from statsd_bn.reach import check_is_open_to_us
 from statsd_bn.text import plain, readable_within
 from statsd_bn.wire import decode, encode
 
@@ -48,8 +50,9 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None 
 
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
-        ServerUnreachable: no answer within `seconds`, or the endpoint is none.
+        ServerUnreachable: no answer within `seconds`, the endpoint is none, or it is closed to this user.
     """
+    check_is_open_to_us(endpoint)
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -116,7 +119,10 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
 
     Raises:
         ConfigurationError: it listens nowhere, or on a port that only it knows.
+        ServerUnreachable: `environ` says nothing, and this user has no server.
     """
+    if "STATSD_BN_BIND" not in environ:
+        return find_server(environ)
     endpoint = next(iter(bound_to(environ)), "")
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc":

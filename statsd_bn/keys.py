@@ -5,7 +5,9 @@ them. What a file holds is never part of an error, so that no secret reaches a l
 """
 
 import logging
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +26,10 @@ SECRET_FOLDER = Path("secrets")
 DEFAULT_CLIENT = "client"
 
 PUBLIC, SECRET, SERVER, JOBS, TENANT = "public-key", "secret-key", "server-key", "jobs", "tenant"
+CLIENT, CLIENT_KEY = "client", "client-key"
+
+# A key's file has 300 bytes; the rest is room for names of jobs.
+MAX_FILE_BYTES = 65_536
 
 # https://rfc.zeromq.org/spec/32
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -46,6 +52,27 @@ class ClientKeys:
 
     pair: Pair
     server: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """What a server for one client needs, which it is handed without a file.
+
+    Attributes:
+        pair: its own.
+        client: the name of the client.
+        client_key: the client's public key.
+    """
+
+    pair: Pair
+    client: str
+    client_key: str
+
+    def text(self) -> str:
+        """Returns it as `parse_server` takes it."""
+        # Neither Z85 nor a client's name has quotes or backslashes.
+        values = {PUBLIC: self.pair.public, SECRET: self.pair.secret, CLIENT: self.client, CLIENT_KEY: self.client_key}
+        return "".join(f'{name} = "{value}"\n' for name, value in values.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +145,21 @@ def load_server(folder: str | Path) -> Pair:
     return Pair(_key(path, found, PUBLIC), _key(path, found, SECRET))
 
 
+def parse_server(text: str, source: str) -> ServerKeys:
+    """Returns the keys of a server for one client.
+
+    Args:
+        text: as `ServerKeys.text` makes it.
+        source: where it comes from, for people.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    found = _parse(source, text)
+    pair = Pair(_key(source, found, PUBLIC), _key(source, found, SECRET))
+    return ServerKeys(pair, check_name(str(found.get(CLIENT, ""))), _key(source, found, CLIENT_KEY))
+
+
 def load_public(path: Path) -> PublicKey:
     """Returns whom a client's public file lets in; its name is the file's.
 
@@ -138,9 +180,41 @@ def load_clients(folder: str | Path) -> list[PublicKey]:
     """Returns whom the public files in a folder let in.
 
     Raises:
-        ConfigurationError: one of them is no such file.
+        ConfigurationError: one of them is no such file, or they cannot be listed.
     """
-    return [load_public(path) for path in sorted((Path(folder) / PUBLIC_FOLDER).glob(public_name("*")))]
+    return [load_public(path) for path in _public_files(folder)]
+
+
+def load_sound_clients(folder: str | Path) -> tuple[list[PublicKey], list[ConfigurationError]]:
+    """Returns whom the sound ones of the public files in a folder let in, and what is wrong with the others.
+
+    Raises:
+        ConfigurationError: they cannot be listed.
+    """
+    sound: dict[str, PublicKey] = {}
+    problems = []
+    for path in _public_files(folder):
+        try:
+            client = load_public(path)
+        except ConfigurationError as error:
+            problems.append(error)
+            continue
+        if other := sound.get(client.key):
+            problems.append(ConfigurationError(f"curve: {path}: expected a key of its own, got that of {other.name!r}"))
+        else:
+            sound[client.key] = client
+    return list(sound.values()), problems
+
+
+def _public_files(folder: str | Path) -> list[Path]:
+    clients = Path(folder) / PUBLIC_FOLDER
+    try:
+        paths = sorted(clients.iterdir())  # a glob would take a folder that cannot be read for an empty one
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigurationError(f"curve: cannot list {clients}: {error.strerror}") from error
+    return [path for path in paths if path.name.endswith(public_name(""))]
 
 
 def public_name(client: str) -> str:
@@ -153,17 +227,42 @@ def secret_name(client: str) -> str:
     return f"{client}.key_secret"
 
 
+def read_secret(path: str | Path, name: str = "curve") -> str:
+    """Returns the text of a file that holds a secret; warns if others can read it.
+
+    Args:
+        path: of the file.
+        name: of what names the file, for people.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is no file.
+    """
+    text, mode = _read(Path(path), name)
+    if mode & 0o077:
+        logger.warning("%s holds a secret key, and other users of this machine can read it; chmod 600", path)
+    return text
+
+
 def _load(path: Path, *, secret: bool) -> Mapping[str, Any]:
+    return _parse(path, read_secret(path) if secret else _read(path, "curve")[0])
+
+
+def _read(path: Path, name: str) -> tuple[str, int]:
+    """Returns a file's text and its mode; a pipe or a device is not waited for, and a huge file is not read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigurationError(f"{name}: expected {path} to be a file, got a folder, a pipe or a device")
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigurationError(f"curve: cannot read {path}: {error.strerror}") from error
+        raise ConfigurationError(f"{name}: cannot read {path}: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigurationError(f"{name}: expected at most {MAX_FILE_BYTES} bytes in {path}, got more")
+    try:
+        return content.decode(), mode
     except UnicodeDecodeError:
         raise _no_keys(path) from None
-    found = _parse(path, text)
-    if secret and path.stat().st_mode & 0o077:
-        logger.warning("%s holds a secret key, and other users of this machine can read it; chmod 600", path)
-    return found
 
 
 def _parse(source: Path | str, text: str) -> Mapping[str, Any]:

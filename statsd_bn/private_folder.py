@@ -1,28 +1,140 @@
-"""The folder of this user on this host, where nobody else gets in."""
+"""Private folders: places on this host that only one user can enter.
+
+A socket in such a folder is closed to every other user but root, without a key. Whoever makes one and whoever looks
+for something in it both check that it is what it should be: its name may be in a folder that others can write to.
+"""
 
 import os
 import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from statsd_bn.errors import ConfigurationError
+from statsd_bn.errors import ConfigurationError, ServerUnreachable
+
+PRIVATE_MODE = 0o700
+OTHERS = 0o077
+
+# The name of the socket in it.
+SOCKET = "server"
+
+# What the address of a Unix socket holds on Linux, without the zero at its end.
+MAX_PATH_BYTES = 107
+
+# Where a name of this length is too long, folders for one job are made here instead.
+SHORT_FOLDER = "/tmp"  # noqa: S108 - a folder with a random name is made in it
+
+# How the folder for one job's server begins; it is removed together with the socket.
+JOB_PREFIX = "statsd_bn-job-"
 
 
-def private_folder() -> Path:
-    """Returns the folder, and makes it if it is not there.
+def private_folder(environ: Mapping[str, str]) -> Path:
+    """Returns where this user's own folder is to be: in the user's runtime folder, else in that for temporary files.
+
+    A variable that names another user's folder, as `su` leaves it behind, does not count.
+    """
+    for parent in (environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
+        if Path(parent).is_absolute() and _is_ours(Path(parent)):
+            return Path(parent) / "statsd_bn"
+    return Path(tempfile.gettempdir()) / f"statsd_bn-{os.getuid()}"
+
+
+def default_endpoint(environ: Mapping[str, str]) -> str:
+    """Returns where a server listens that is told nothing.
 
     Raises:
-        ConfigurationError: it is not this user's alone, or cannot be made.
+        ConfigurationError: the path is too long for a socket.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(runtime) / "statsd_bn" if runtime else Path(f"/tmp/statsd_bn-{os.getuid()}")  # noqa: S108 - checked below
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-    except OSError as error:
-        raise ConfigurationError(f"private folder: cannot make {path}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+    path = private_folder(environ) / SOCKET
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ConfigurationError(
-            f"private folder: expected {path} to be a folder of user {os.getuid()} with mode 0700, "
-            f"got mode {found.st_mode:o} of user {found.st_uid}; remove it, or set XDG_RUNTIME_DIR"
+            f"endpoint: expected at most {MAX_PATH_BYTES} bytes for the path of a socket, got {path}; "
+            "set XDG_RUNTIME_DIR or TMPDIR to a folder with a shorter name, or name an endpoint"
         )
-    return path
+    return f"ipc://{path}"
+
+
+def find_server(environ: Mapping[str, str]) -> str:
+    """Returns the endpoint of this user's server.
+
+    Raises:
+        ServerUnreachable: there is none.
+        ConfigurationError: its folder is not private to this user.
+    """
+    endpoint = default_endpoint(environ)
+    path = Path(endpoint.removeprefix("ipc://"))
+    if os.path.lexists(path.parent):
+        check_private(path.parent)
+    if not os.path.lexists(path):
+        raise ServerUnreachable(
+            f"no server of this user (uid {os.getuid()}) listens at {endpoint}; start `python -m server`, name the "
+            "endpoint of another one, or train under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT, as torchrun does",
+            endpoint=endpoint,
+            seconds=0.0,
+        )
+    return endpoint
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that only this user can enter, or checks that it is one.
+
+    Raises:
+        ConfigurationError: there is something else, or it cannot be made.
+    """
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=PRIVATE_MODE)
+    except OSError as error:
+        raise ConfigurationError(f"cannot make the private folder {folder}: {error.strerror}") from error
+    check_private(folder)
+
+
+def check_private(folder: Path) -> None:
+    """Raises ConfigurationError if anybody but this user can enter a folder, or put another in its place."""
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigurationError(f"cannot look at the private folder {folder}: {error.strerror}") from error
+    uid, mode = os.getuid(), stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "something else"
+        raise ConfigurationError(f"expected {folder} to be a folder, got {kind}; remove it, or name an endpoint")
+    if found.st_uid != uid:
+        raise ConfigurationError(
+            f"expected the folder {folder} to belong to this user (uid {uid}), got uid {found.st_uid}; have it "
+            "removed, or set XDG_RUNTIME_DIR to a folder of yours, or name an endpoint"
+        )
+    if mode & OTHERS:
+        raise ConfigurationError(
+            f"expected the folder {folder} to be closed to other users, got mode {mode:04o}; chmod 700 {folder}"
+        )
+
+
+def make_job_folder() -> Path:
+    """Makes a private folder for the server of one job, with a name that is short enough for a socket in it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=JOB_PREFIX))
+    if len(os.fsencode(folder / SOCKET)) > MAX_PATH_BYTES:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix=JOB_PREFIX, dir=SHORT_FOLDER))
+    return folder
+
+
+def remove_job_folder(folder: Path) -> None:
+    """Removes the folder of one job's server if it is one and empty, and else does nothing."""
+    if folder.name.startswith(JOB_PREFIX):
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()

@@ -365,7 +365,6 @@ def _values(frame: bytes, end: int, shape: tuple[Any, ...], rest: int = 0) -> Fl
         size *= extent
     start = _padded(end)
     if len(frame) != start + 8 * size + rest or any(frame[end:start]):
-        raise ProtocolError(
-            f"values: expected {size} float64 for shape {shape} after zero padding, got {len(frame) - start - rest} bytes"
-        )
+        got = len(frame) - start - rest
+        raise ProtocolError(f"values: expected {size} float64 for shape {shape} after zero padding, got {got} bytes")
     return np.ndarray(shape, _FLOAT, frame, start)

@@ -43,6 +43,11 @@ CLIENT_VARIABLES = {
     "STATSD_BN_CURVE": "`curve`",
     "STATSD_BN_ENDPOINT": "`endpoint`",
     "STATSD_BN_JOB": "`job`",
+    "STATSD_BN_SECRET": "the job's secret itself, where STATSD_BN_SECRET_FILE is not set",
+    "STATSD_BN_SECRET_FILE": "a file with the job's secret, the same on all its hosts, as `python -m server secret` "
+    "makes it: for a job on several hosts that has no endpoint",
+    "STATSD_BN_SECRET_IN_STORE": "1: rank 0 makes the secret and sends it through torch's rendezvous store, where "
+    "whoever reaches MASTER_ADDR:MASTER_PORT can read it",
     "TORCHELASTIC_RESTART_COUNT": "the job's epoch, default 0: members of an older one are refused; torchrun sets it",
     "TORCHELASTIC_RUN_ID": "`job`, where STATSD_BN_JOB is not set; torchrun sets it",
     "WORLD_SIZE": "`world_size`",

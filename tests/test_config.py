@@ -1,18 +1,24 @@
 import dataclasses
 import logging
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from server import exposure
 from server.__main__ import main
-from server.config import DEFAULT_ENDPOINT, LOG_LEVELS, Config, from_arguments, is_local
+from server.config import LOG_LEVELS, Config, from_arguments
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.reach import Reach, reach
 
 OPEN = "tcp://*:5555"
 
 
-def test_without_flags_and_environment_it_listens_on_loopback():
-    assert from_arguments([], {}) == Config() == Config((DEFAULT_ENDPOINT,), "info", insecure=False)
-    assert is_local(DEFAULT_ENDPOINT)
+def test_without_flags_and_environment_it_listens_in_the_users_own_folder(tmp_path, monkeypatch):
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert from_arguments([], environ) == Config() == Config((f"ipc://{tmp_path}/statsd_bn/server",), "info")
+    assert list(tmp_path.iterdir()) == [], "nothing is made before it listens"
 
 
 def test_flags():
@@ -53,14 +59,34 @@ def test_insecure_in_the_environment_is_1_and_nothing_else(value):
         "tcp://127.8.9.10:*",
         "tcp://localhost:5555",
         "tcp://[::1]:5555",
-        "ipc:///tmp/statsd-bn",
         "ipc://@abstract",
-        "ipc://*",
+        "ipc:///nowhere/statsd-bn",
     ],
 )
-def test_an_endpoint_that_only_this_machine_reaches_needs_no_word(endpoint):
-    assert is_local(endpoint)
+def test_an_endpoint_that_this_host_reaches_needs_no_word_and_is_warned_of(endpoint):
+    assert reach(endpoint) is Reach.HOST
     assert Config((endpoint,)).bind == (endpoint,)
+    warning = exposure.warning(endpoint)
+    assert warning.startswith(f"{endpoint} is open, without authentication: every user of this host can join any job")
+    assert "Leave out --bind" in warning
+
+
+@pytest.mark.parametrize("endpoint", ["ipc://*", "inproc://here"])
+def test_an_endpoint_that_only_this_user_reaches_needs_no_warning(endpoint):
+    assert reach(endpoint) is Reach.USER
+    assert exposure.warning(endpoint) == ""
+
+
+def test_an_ipc_path_is_the_users_where_nobody_else_can_replace_the_file(tmp_path):
+    endpoint = f"ipc://{tmp_path}/server"
+    assert reach(endpoint) is Reach.USER
+    for mode, expected in ((0o755, Reach.USER), (0o777, Reach.HOST), (0o1777, Reach.USER), (0o775, Reach.HOST)):
+        folder = Path(tempfile.mkdtemp(dir="/tmp"))
+        try:
+            folder.chmod(mode)
+            assert reach(f"ipc://{folder}/server") is expected, oct(mode)
+        finally:
+            folder.rmdir()
 
 
 @pytest.mark.parametrize(
@@ -73,17 +99,22 @@ def test_an_endpoint_that_only_this_machine_reaches_needs_no_word(endpoint):
         "tcp://eth0:5555",
         "tcp://128.0.0.1:5555",
         "tcp://example.127.org:5555",
+        "tcp://127.evil.example:5555",
+        "tcp://127.0.0.1;evil.example:5555",
+        "tcp://localhost.evil.example:5555",
         "tcp://:5555",
         "tcp://5555",
+        "ws://127.0.0.1:5555",
     ],
 )
 def test_an_endpoint_that_others_reach_is_refused_unless_insecure(endpoint):
-    assert not is_local(endpoint)
+    assert reach(endpoint) is Reach.NETWORK
     with pytest.raises(ConfigurationError, match="can be reached from other machines") as caught:
-        Config((DEFAULT_ENDPOINT, endpoint))
+        Config(("tcp://127.0.0.1:1", endpoint))
     assert endpoint in str(caught.value)
     assert "--insecure" in str(caught.value)
     assert Config((endpoint,), insecure=True).bind == (endpoint,)
+    assert "whoever reaches it over the network can join any job" in exposure.warning(endpoint)
 
 
 @pytest.mark.parametrize("endpoint", ["5555", "127.0.0.1:5555", "tcp://", "", " tcp://x:1"])
@@ -121,7 +152,9 @@ def test_an_endpoint_that_others_reach_is_a_usage_error(capsys):
     assert OPEN in said.err
 
 
-@pytest.mark.parametrize("arguments", [["--log-level", "loud"], ["--bind"], ["--colour"], ["status"], ["sttaus", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [["--log-level", "loud"], ["--bind"], ["--colour"], ["status", "a", "b"], ["sttaus", "x"]]
+)
 def test_bad_flags_are_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

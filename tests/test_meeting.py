@@ -12,7 +12,7 @@ from client.launcher import MeetingPlace
 from client.meeting import Meeting, News
 from statsd_bn.errors import ProtocolError, ServerUnreachable
 
-NEWS = News("tcp://127.0.0.1:5555", 3, "keys", "")
+NEWS = News("tcp://127.0.0.1:5555", 3, "sesame", "")
 
 
 @pytest.fixture
@@ -148,13 +148,13 @@ def test_a_torch_without_stores_asks_for_an_endpoint(meet, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"endpoint": 1}', '{"epoch": true}', '{"epoch": "1"}', '{"key": "secret"}', '{"key_file": null}'],
+    ["", "[]", "{", '{"endpoint": 1}', '{"epoch": true}', '{"epoch": "1"}', '{"key": "sesame"}', '{"secret": null}'],
 )
 def test_what_is_no_news_is_refused_without_a_word_of_what_it_is(text):
     with pytest.raises(ProtocolError, match="expected the news of member 0") as caught:
         News.parse(text.encode())
-    assert "secret" not in str(caught.value)
+    assert "sesame" not in str(caught.value)
 
 
-def test_news_do_not_show_keys():
-    assert "keys" not in repr(NEWS)
+def test_news_do_not_show_the_secret():
+    assert "sesame" not in repr(NEWS)

@@ -3,14 +3,16 @@
 import os
 import re
 import signal
+import stat
 import sys
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import zmq
 
-from client import own_master
+from client import job_secret, own_master, restarts
 from client.connection import Connection
 from client.environment import member_from
 from client.own_master import OwnMaster
@@ -19,9 +21,9 @@ from launched import PROC, Launched
 from memory_members import wait_until
 from server.status import ask
 from statsd_bn.errors import AuthenticationRefused, ServerUnreachable
-from statsd_bn.keys import parse_client
 
 LOOPBACK = "tcp://127.0.0.1:*"
+SECRET = "0123456789abcdef" * 2
 
 with_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
 with_proc = pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
@@ -32,8 +34,8 @@ def start():
     """Starts masters; none outlives the test."""
     masters = []
 
-    def run(bind=LOOPBACK, **given):
-        masters.append(OwnMaster(bind, **{"with_keys": False, "patience": 20.0, **given}))
+    def run(bind=None, **given):
+        masters.append(OwnMaster(bind, **{"patience": 20.0, **given}))
         return masters[-1]
 
     yield run
@@ -51,12 +53,45 @@ def has_ended(master):
 
 
 def test_it_listens_on_a_port_that_it_picks_and_stops(start):
-    master = start()
+    master = start(LOOPBACK)
     assert master.endpoint.startswith("tcp://127.0.0.1:")
-    assert master.key_file == ""
     assert ask(master.endpoint)["groups"] == []
     master.stop()
     assert master._process.returncode == 0
+
+
+def test_it_listens_in_a_folder_of_its_own_that_nobody_else_can_enter_and_that_is_gone_with_it(start):
+    master = start()
+    path = Path(master.endpoint.removeprefix("ipc://"))
+    assert [stat.S_IMODE(found.stat().st_mode) for found in (path.parent, path)] == [0o700, 0o600]
+    assert ask(master.endpoint)["groups"] == []
+    master.stop()
+    assert not path.parent.exists()
+
+
+def test_a_folder_for_temporary_files_with_a_long_name_does_not_keep_it_from_listening(start, tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    assert ask(start().endpoint)["groups"] == []
+    assert list(deep.iterdir()) == []
+
+
+@with_proc
+@pytest.mark.parametrize("is_killed_too", [False, True])
+def test_its_folder_is_removed_when_the_process_that_started_it_is_killed(tmp_path, is_killed_too):
+    with Launched([sys.executable, "-c", PARENT], {"TMPDIR": str(tmp_path)}, tmp_path / "errors") as parent:
+        folder = Path(parent.line("ipc://").removeprefix("ipc://")).parent
+        assert folder.parent == tmp_path
+        if is_killed_too:
+            (server,) = set(parent.processes()) - {parent.process.pid}
+            os.kill(server, signal.SIGKILL)
+            wait_until(lambda: [one for one in parent.processes() if one not in {server, parent.process.pid}])
+            wait_until((folder / "server").exists)
+        os.kill(parent.process.pid, signal.SIGKILL)
+        parent.process.wait(20)
+        assert parent.leaves_nothing()
+    assert not folder.exists()
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_it(start):
@@ -84,22 +119,26 @@ def test_it_stays_while_a_member_is_there_however_many_have_left(start):
 
 
 @with_curve
-def test_with_keys_it_lets_in_nobody_else_and_no_key_stays_in_a_file(start, tmp_path, monkeypatch):
+@with_proc
+def test_with_keys_it_lets_in_nobody_else_and_no_key_is_in_a_file_or_an_argument(start, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    master = start("tcp://0.0.0.0:*", with_keys=True)
-    assert list(tmp_path.iterdir()) == []
+    written = []
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: written.append(path))
+    monkeypatch.setenv("STATSD_BN_SECRET", SECRET)
+    keys = job_secret.server_keys(SECRET, "job")
+    master = start("tcp://0.0.0.0:*", keys=keys)
+    assert (list(tmp_path.iterdir()), written) == ([], [])
+    for told in ("cmdline", "environ"):
+        held = (PROC / str(master._process.pid) / told).read_bytes().decode()
+        assert not [secret for secret in (SECRET, keys.pair.secret) if secret in held]
     endpoint = master.endpoint.replace("//0.0.0.0", "//127.0.0.1")
-    keys = parse_client(master.key_file, "here")
     assert keys.pair.secret not in repr(keys)
     with pytest.raises(AuthenticationRefused):
         ask(endpoint)
-    with member(endpoint, keys) as connection:
+    with pytest.raises(AuthenticationRefused):
+        ask(endpoint, keys=job_secret.member_keys(SECRET, "another job"))
+    with member(endpoint, job_secret.member_keys(SECRET, "job")) as connection:
         assert connection.members == [0]
-
-
-def test_two_masters_have_keys_of_their_own(start):
-    first, second = (start(with_keys=True).key_file for _ in range(2))
-    assert parse_client(first, "first").pair != parse_client(second, "second").pair
 
 
 def test_programs_and_variables_of_the_script_do_not_make_it_another(start, tmp_path, monkeypatch):
@@ -127,16 +166,15 @@ def kill(master):
 @pytest.mark.parametrize("with_keys", [False, pytest.param(True, marks=with_curve)])
 def test_a_server_that_is_killed_is_started_again_where_it_was(start, caplog, tmp_path, monkeypatch, with_keys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    master = start(with_keys=with_keys)
-    keys = parse_client(master.key_file, "here") if with_keys else None
+    master = start(LOOPBACK, keys=job_secret.server_keys(SECRET, "job")) if with_keys else start()
+    keys = job_secret.member_keys(SECRET, "job") if with_keys else None
     with member(master.endpoint, keys) as connection:
         before = connection.gather("first", b"1")
         kill(master)
         assert (before, connection.gather("second", b"2")) == ({0: b"1"}, {0: b"2"})
-        # Members may be back before its owner has heard that it listens.
-        wait_until(lambda: not list(tmp_path.iterdir()))
     wait_until(lambda: has_ended(master))
     assert master._process.returncode == 0
+    assert list(tmp_path.iterdir()) == []
     assert (
         caplog.messages.count("the server that this process had started was ended by SIGKILL; it is started again") == 1
     )
@@ -182,15 +220,37 @@ def test_one_that_is_started_again_does_not_wait_for_members_who_have_left(start
     assert master._process.returncode == 0
 
 
-def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(start, caplog):
+def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(start, caplog, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 0.01)
     master = start()
-    for _ in range(own_master.RESTARTS):
+    for _ in range(restarts.AT_MOST):
         kill(master)
         assert ask(master.endpoint, 20.0)["groups"] == []
     kill(master)
     wait_until(lambda: has_ended(master))
+    assert caplog.text.count("it is started again in 0.") == restarts.AT_MOST - restarts.AT_ONCE
     assert "was ended by SIGKILL; its members wait for it in vain" in caplog.messages[-1]
     assert master not in own_master._started
+
+
+def test_one_that_is_killed_now_and_then_for_hours_is_always_started_again(start, caplog, monkeypatch):
+    monkeypatch.setattr(restarts, "WINDOW_SECONDS", 0.0)
+    master = start()
+    for _ in range(restarts.AT_MOST + 2):
+        kill(master)
+        assert ask(master.endpoint, 20.0)["groups"] == []
+    assert "in vain" not in caplog.text
+    assert " s" not in caplog.messages[-1].partition("it is started again")[2], "at once"
+
+
+def test_one_that_is_stopped_in_the_pause_before_it_is_started_again_stays_stopped(start, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(restarts, "AT_ONCE", 0)
+    master = start()
+    os.kill(master._process.pid, signal.SIGKILL)
+    master._process.wait(20)
+    master.stop()
+    assert has_ended(master)
 
 
 def test_one_that_cannot_be_started_again_is_told(start, caplog, monkeypatch):
@@ -224,7 +284,7 @@ def test_one_that_is_stopped_while_it_is_started_again_ends(start, caplog, monke
     assert is_about_to.wait(20.0)
     stopping = threading.Thread(target=master.stop)
     stopping.start()
-    wait_until(lambda: master._is_stopped)
+    assert master._stopping.wait(20.0)
     may.set()
     stopping.join(20.0)
     wait_until(lambda: master._process is not before and has_ended(master))
@@ -242,12 +302,12 @@ def test_a_server_that_says_nothing_is_told_and_stopped(start, monkeypatch):
     assert _children() == before
 
 
-@with_curve
-def test_keys_that_cannot_be_made_are_told_and_leave_no_folder(start, tmp_path, monkeypatch):
+def test_a_server_that_does_not_start_leaves_no_folder(start, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(own_master, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
-    with pytest.raises(ServerUnreachable, match=r"cannot start a server: .*exit status 7"):
-        start(with_keys=True)
+    for keys in (None, job_secret.server_keys(SECRET, "job")):
+        with pytest.raises(ServerUnreachable, match=r"cannot start a server: .*exit code 7"):
+            start(keys=keys)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -272,7 +332,7 @@ def test_whoever_is_at_the_end_waits_for_the_members_as_long_as_it_said(start):
 PARENT = """
 import sys, threading
 from client.own_master import OwnMaster
-print(OwnMaster("tcp://127.0.0.1:*", with_keys=False, patience=20.0).endpoint, flush=True)
+print(OwnMaster(patience=20.0).endpoint, flush=True)
 sys.stdin.readline()
 """
 
@@ -281,7 +341,7 @@ sys.stdin.readline()
 @pytest.mark.parametrize("has_member", [False, True])
 def test_it_ends_with_a_parent_that_is_killed(tmp_path, has_member):
     with Launched([sys.executable, "-c", PARENT], {}, tmp_path / "errors") as parent:
-        endpoint = parent.line("tcp://")
+        endpoint = parent.line("ipc://")
         connection = member(endpoint) if has_member else None
         os.kill(parent.process.pid, signal.SIGKILL)
         parent.process.wait(20)

@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+import zmq
 from torch import distributed
 
 from client import meeting, own_master, without_endpoint
@@ -19,10 +20,13 @@ from client.meeting import Meeting, News
 from client.without_endpoint import binding, reached_by
 from launched import PROC, Launched
 from memory_members import in_threads, outcome
+from server.__main__ import main
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
+from statsd_bn.private_folder import check_private
 
 PROGRAMS = Path(__file__).with_name("launch_programs.py")
 
+with_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
 with_proc = pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
 
 
@@ -33,8 +37,11 @@ def resolves(name):
         return False
 
 
+SECRET = "0123456789abcdef" * 2
+
 # What says that there are several nodes, though all are this one.
-SEVERAL_NODES = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": socket.gethostname()}
+NODES = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": socket.gethostname()}
+SEVERAL_NODES = {**NODES, "STATSD_BN_SECRET": SECRET}
 
 by_name = pytest.mark.skipif(not resolves(socket.gethostname()), reason="this host does not know its own name")
 
@@ -86,12 +93,6 @@ def environ(monkeypatch):
     meeting._stores.clear()
 
 
-@pytest.fixture
-def any_keys(monkeypatch):
-    """Takes any text for a file of keys."""
-    monkeypatch.setattr(without_endpoint, "_keys", lambda text: text)
-
-
 class _Zeros:
     def __next__(self):
         return 0
@@ -99,7 +100,8 @@ class _Zeros:
 
 def join(environ, rank, join_at=lambda *found: found, **given):
     environ = {**environ, "RANK": str(rank)}
-    return without_endpoint.join(member_from(environ, **{"deadline": 20.0, **given}), environ, join_at)
+    who = member_from(environ, **{"deadline": 20.0, **given})
+    return without_endpoint.join(who, environ, without_endpoint.place(who, environ), join_at)
 
 
 @by_name
@@ -141,22 +143,83 @@ def test_a_member_that_was_busy_when_its_master_ended_does_not_wait_for_another(
     assert second.end() == 0
 
 
-def test_on_one_node_the_master_listens_on_loopback_without_keys(environ):
+def test_on_one_node_the_master_listens_in_a_private_folder_without_keys(environ):
     endpoint, keys, who = join(environ, 0)
-    assert endpoint.startswith("tcp://127.0.0.1:")
+    folder = Path(endpoint.removeprefix("ipc://")).parent
+    check_private(folder)
     assert (keys, who.member) == (None, 0)
     assert join(environ, 1)[:2] == (endpoint, None)
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_a_server_in_a_folder_that_others_can_enter_is_not_joined(environ, tmp_path, mode):
+    """Whoever reaches the store can name a server there, of another user's."""
+    tmp_path.chmod(mode)
+    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News(f"ipc://{tmp_path}/server"))
+    with pytest.raises(ConfigurationError, match=rf"expected the folder {tmp_path} to be closed to other users"):
+        join(environ, 1)
+
+
+def test_a_server_that_is_not_on_this_node_is_not_joined_by_those_who_meet_on_one(environ):
+    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://192.0.2.1:1"))
+    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR: expected the same on all processes; .*//192.0.2.1:1"):
+        join(environ, 1)
+
+
+def test_a_folder_that_this_process_does_not_see_is_told_with_what_to_do(environ):
+    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("ipc:///nowhere/statsd_bn-job-a/server"))
+    with pytest.raises(ConfigurationError, match=r"no such folder\. They may be in different containers"):
+        join(environ, 1)
+
+
 @by_name
-def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ):
+@with_curve
+@pytest.mark.parametrize("way", ["file", "variable", "store"])
+def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ, tmp_path, way, caplog):
     """torchrun counts restarts on each node by itself (pytorch#135712)."""
-    environ |= SEVERAL_NODES
+    assert main(["secret", str(tmp_path / "job.secret")]) == 0
+    ways = {
+        "file": {"STATSD_BN_SECRET_FILE": str(tmp_path / "job.secret")},
+        "variable": {"STATSD_BN_SECRET": SECRET},
+        "store": {"STATSD_BN_SECRET_IN_STORE": "1"},
+    }
+    environ |= {**NODES, **ways[way]}
     endpoint, keys, _ = join({**environ, "TORCHELASTIC_RESTART_COUNT": "3"}, 0)
     other, same_keys, who = join({**environ, "TORCHELASTIC_RESTART_COUNT": "1"}, 1)
     assert endpoint.startswith(f"tcp://{socket.gethostname()}:")
     assert (other, same_keys, who.epoch) == (endpoint, keys, 3)
     assert keys is not None
+    told = next(iter(meeting._stores.values())).get("statsd_bn/job default/latest life/0").decode()
+    assert not [key for key in (SECRET, keys.pair.secret, keys.server) if key in told]
+    assert ('"secret": ""' in told) == (way != "store")
+    assert ("whoever can reach MASTER_ADDR:MASTER_PORT can read it" in caplog.text) == (way == "store")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_on_several_nodes_without_a_secret_every_process_is_told_of_the_ways_at_once(environ, rank):
+    with pytest.raises(
+        ConfigurationError, match=r"several nodes\. .*STATSD_BN_SECRET_FILE.*--curve.*IN_STORE=1"
+    ) as caught:
+        join({**environ, **NODES, "MASTER_PORT": "1"}, rank)
+    assert "python -m server secret FILE" in str(caught.value)
+
+
+@by_name
+@with_curve
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ({"STATSD_BN_SECRET": SECRET}, {"STATSD_BN_SECRET_IN_STORE": "1"}, "has no secret, and member 0 tells none"),
+        ({"STATSD_BN_SECRET_IN_STORE": "1"}, {"STATSD_BN_SECRET": SECRET}, "has a secret, and member 0 tells one"),
+    ],
+)
+def test_processes_that_do_not_agree_on_where_the_secret_is_are_told(environ, first, second, told):
+    join({**environ, **NODES, **first}, 0)
+    with pytest.raises(ConfigurationError, match=told):
+        join({**environ, **NODES, **second}, 1)
 
 
 def test_two_jobs_with_one_store_have_a_master_each(environ):
@@ -174,10 +237,8 @@ def test_a_member_0_that_takes_several_hosts_for_one_is_told_of_by_the_others(en
     place = MeetingPlace(socket.gethostname(), int(environ["MASTER_PORT"]))
     # That another host reaches the store by its name is not what this is about.
     meeting._stores[os.getpid(), place] = meeting._stores[os.getpid(), place._replace(address="127.0.0.1")]
-    with pytest.raises(
-        ConfigurationError, match=r"MASTER_ADDR: expected the same on all .* at tcp://127.0.0.1:\d+\. Give"
-    ):
-        join({**environ, "MASTER_ADDR": place.address}, 1)
+    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR: expected the same on all .* at ipc://\S+\. Give"):
+        join({**environ, "MASTER_ADDR": place.address, "STATSD_BN_SECRET": SECRET}, 1)
 
 
 def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_master_before(environ):
@@ -223,7 +284,7 @@ def test_a_member_0_that_waited_in_vain_leaves_its_master_to_those_who_came(envi
 
 
 @by_name
-@pytest.mark.usefixtures("any_keys")
+@with_curve
 @pytest.mark.parametrize("refusal", [ServerUnreachable, AuthenticationRefused])
 def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refusal, caplog):
     """On several nodes a process that is started anew may come before member 0, and hear of the master before."""
@@ -231,13 +292,13 @@ def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refus
     member_0 = Meeting(
         MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "job default/latest life", 20.0
     )
-    member_0.tell(News("tcp://old:1", 1, "keys"))
+    member_0.tell(News("tcp://old:1", 1))
     tried = []
 
     def join_at(endpoint, _, who):
         tried.append(endpoint)
         if endpoint == "tcp://old:1":
-            member_0.tell(News("tcp://new:1", 2, "keys"))
+            member_0.tell(News("tcp://new:1", 2))
             raise refusal("it is gone")
         return who.epoch
 
@@ -247,12 +308,12 @@ def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refus
 
 
 @by_name
-@pytest.mark.usefixtures("any_keys")
+@with_curve
 def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ, monkeypatch):
     monkeypatch.setattr(without_endpoint, "ANEW_SECONDS", 0.1)
     environ |= SEVERAL_NODES
     place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://behind-a-wall:1", key_file="keys"))
+    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://behind-a-wall:1"))
 
     def join_at(*_):
         raise ServerUnreachable("a wall")
@@ -262,9 +323,8 @@ def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ
 
 
 @pytest.mark.parametrize("environ", [{"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {}])
-def test_without_a_launcher_it_says_where_to_get_an_endpoint(environ):
-    with pytest.raises(ConfigurationError, match=r"endpoint: none given, .* start the script by torchrun, or start"):
-        without_endpoint.join(member_from(environ), environ, None)
+def test_processes_that_no_launcher_has_started_do_not_meet(environ):
+    assert without_endpoint.place(member_from(environ), environ) is None
 
 
 def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):

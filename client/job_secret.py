@@ -1,0 +1,97 @@
+"""The secret of a job on several nodes, from which each process makes the same keys: nothing secret has to travel.
+
+A launcher gives it to all processes alike, in a file or in the environment. Standard input would not do: the processes
+that a launcher starts on a host share one, so the first to read would leave nothing to the others.
+"""
+
+import logging
+import secrets
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import zmq
+from zmq.utils import z85
+
+from statsd_bn import keys
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.keys import ClientKeys, Pair, ServerKeys
+
+logger = logging.getLogger("statsd_bn.client")
+
+# 128 bits, written as hexadecimal digits.
+LEAST_LETTERS = 32
+
+# Random text of that length has more different letters; "changeme" four times has fewer.
+LEAST_DIFFERENT_LETTERS = 8
+
+# 256 bits, for one that is made here.
+MADE_BYTES = 32
+
+KEY_BYTES = 32
+MEMBER = "member"
+
+WAYS = (
+    "Give all processes the same secret, in a file that STATSD_BN_SECRET_FILE names (`python -m server secret FILE` "
+    "makes one) or in STATSD_BN_SECRET; or start `python -m server --curve DIR` yourself, and give them its endpoint "
+    "and keys. STATSD_BN_SECRET_IN_STORE=1 sends a secret through torch's rendezvous store, where whoever reaches "
+    "MASTER_ADDR:MASTER_PORT can read it"
+)
+
+
+def given(environ: Mapping[str, str]) -> str | None:
+    """Returns the job's secret; None if rank 0 is to make one and tell it through torch's store.
+
+    Raises:
+        ConfigurationError: there is none, or it is unusable.
+    """
+    path, text = environ.get("STATSD_BN_SECRET_FILE", ""), environ.get("STATSD_BN_SECRET", "")
+    in_store = environ.get("STATSD_BN_SECRET_IN_STORE", "") == "1"
+    if (bool(path), bool(text), in_store).count(True) > 1:
+        raise ConfigurationError(
+            "expected one of STATSD_BN_SECRET_FILE, STATSD_BN_SECRET and STATSD_BN_SECRET_IN_STORE=1, got several"
+        )
+    if path:
+        return _checked("STATSD_BN_SECRET_FILE", keys.read_secret(path, "STATSD_BN_SECRET_FILE"))
+    if text:
+        return _checked("STATSD_BN_SECRET", text)
+    if not in_store:
+        raise ConfigurationError(f"endpoint: none given, and the processes are on several nodes. {WAYS}")
+    logger.warning(
+        "STATSD_BN_SECRET_IN_STORE=1: the job's secret goes through torch's rendezvous store; whoever can reach "
+        "MASTER_ADDR:MASTER_PORT can read it, and then join, end and falsify the job"
+    )
+    return None
+
+
+def make() -> str:
+    """Returns a new secret."""
+    return secrets.token_hex(MADE_BYTES)
+
+
+def server_keys(secret: str, job: str) -> ServerKeys:
+    """Returns the keys of a job's server, which lets in the job's members and nobody else."""
+    return ServerKeys(_pair(secret, job, "server"), MEMBER, _pair(secret, job, MEMBER).public)
+
+
+def member_keys(secret: str, job: str) -> ClientKeys:
+    """Returns the keys that all members of a job share."""
+    return ClientKeys(_pair(secret, job, MEMBER), _pair(secret, job, "server").public)
+
+
+def _pair(secret: str, job: str, label: str) -> Pair:
+    if not zmq.has("curve"):
+        raise ConfigurationError(f"curve: libzmq {zmq.zmq_version()} was built without it; install pyzmq from a wheel")
+    key = blake2b(secret.encode()).digest()
+    made = blake2b(f"{label}\0{job}".encode(), key=key, digest_size=KEY_BYTES, person=b"statsd_bn").digest()
+    private = z85.encode(made)
+    return Pair(zmq.curve_public(private).decode(), private.decode())
+
+
+def _checked(name: str, text: str) -> str:
+    secret = text.strip()
+    if len(secret) < LEAST_LETTERS or len(set(secret)) < LEAST_DIFFERENT_LETTERS:
+        raise ConfigurationError(
+            f"{name}: expected at least {LEAST_LETTERS} random letters, as `python -m server secret FILE` makes them, "
+            f"got {len(secret)} letters, {len(set(secret))} different ones"
+        )
+    return secret

@@ -1,0 +1,154 @@
+"""ipc paths: a socket file for this user alone, which takes the place of nobody's file and of no running server.
+
+ZeroMQ removes whatever is at the path before it binds, so the socket is bound here and handed to it: the system refuses
+a path that is taken. What is removed is a socket that nobody listens on any more.
+"""
+
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from statsd_bn.errors import BindError
+from statsd_bn.private_folder import make_private, private_folder, remove_job_folder
+from statsd_bn.reach import ipc_path
+
+# No execution, and nothing for others.
+PRIVATE_UMASK = 0o177
+
+# A server that starts in the same folder needs a millisecond.
+LOCK_SECONDS = 5.0
+LOCK_PAUSE_SECONDS = 0.01
+
+# What ZeroMQ takes for "make a socket yourself".
+NO_DESCRIPTOR = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SocketFile:
+    """The file of a bound socket, known by its number in the file system."""
+
+    path: Path
+    device: int
+    inode: int
+
+    @classmethod
+    def at(cls, endpoint: str) -> "SocketFile | None":
+        """Returns the file of an endpoint; None if it has none."""
+        path = ipc_path(endpoint)
+        with suppress(OSError):
+            if path:
+                found = path.lstat()
+                return cls(path.absolute(), found.st_dev, found.st_ino)
+        return None
+
+    def remove(self) -> None:
+        """Removes the file if it is still this one, and the folder if that was made for one job.
+
+        To be called while the socket is open: nobody can have taken over the path then.
+        """
+        with suppress(OSError):
+            found = self.path.lstat()
+            if (found.st_dev, found.st_ino) == (self.device, self.inode):
+                self.path.unlink()
+                remove_job_folder(self.path.parent)
+
+
+@contextmanager
+def listening(endpoint: str) -> Iterator[int]:
+    """Gives the descriptor of a socket that listens at an ipc path; `NO_DESCRIPTOR` for any other endpoint.
+
+    Whoever leaves the block without an exception has taken the descriptor over.
+
+    Raises:
+        BindError: the path is taken, or cannot be bound.
+        ConfigurationError: it is in this user's private folder, which is not private.
+    """
+    path = ipc_path(endpoint)
+    if path is None:
+        yield NO_DESCRIPTOR
+        return
+    if path.parent == private_folder(os.environ):
+        make_private(path.parent)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+        try:
+            with _locked(path.parent, endpoint):
+                _make_room(path, endpoint)
+                _bind(bound, path)
+        except OSError as error:
+            raise BindError(f"cannot listen on {endpoint}: {error.strerror or error}", endpoint=endpoint) from error
+        bound.settimeout(0)
+        try:
+            yield bound.fileno()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        bound.detach()
+
+
+def _bind(bound: socket.socket, path: Path) -> None:
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        bound.bind(os.fsencode(path))
+    finally:
+        os.umask(before)
+    bound.listen()
+
+
+@contextmanager
+def _locked(folder: Path, endpoint: str) -> Iterator[None]:
+    """Keeps other servers from looking at the paths of a folder: between `bind` and `listen` one looks abandoned."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        expiry = time.monotonic() + LOCK_SECONDS
+        while not _lock(descriptor):
+            if time.monotonic() >= expiry:
+                text = f"cannot listen on {endpoint}: another process has locked {folder} for {LOCK_SECONDS:g} s"
+                raise BindError(text, endpoint=endpoint)
+            time.sleep(LOCK_PAUSE_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _make_room(path: Path, endpoint: str) -> None:
+    """Removes a socket that nobody listens on; raises BindError if there is anything else."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise BindError(
+            f"cannot listen on {endpoint}: expected nothing there, or the socket of a server that has ended, and found "
+            "a file, a folder or a link, which is left as it is; give another path, or remove it",
+            endpoint=endpoint,
+        )
+    if _is_served(path):
+        raise BindError(f"cannot listen on {endpoint}: a running server listens there", endpoint=endpoint)
+    path.unlink()
+
+
+def _is_served(path: Path) -> bool:
+    """Returns whether somebody listens, or may: only a refusal shows that nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.settimeout(0)
+        try:
+            caller.connect(os.fsencode(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+    return True

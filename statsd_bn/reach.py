@@ -1,0 +1,104 @@
+"""Reach: who can get at an endpoint, as far as its name and the file system say."""
+
+import os
+import stat
+from contextlib import suppress
+from enum import Enum
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+from statsd_bn.errors import ServerUnreachable
+from statsd_bn.private_folder import OTHERS
+
+WRITABLE_BY_OTHERS = 0o022
+
+
+class Reach(Enum):
+    """Who can connect to an endpoint: this user and root, whoever is on this host, or other machines as well."""
+
+    USER = "user"
+    HOST = "host"
+    NETWORK = "network"
+
+
+def reach(endpoint: str) -> Reach:
+    """Returns who can connect to a server of this user that listens at `endpoint`.
+
+    A name but "localhost" may mean any address, now or later: 127.example.org is one. What is not known is NETWORK.
+    """
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "inproc" or endpoint == "ipc://*":  # for which ZeroMQ makes a folder that only this user can enter
+        return Reach.USER
+    if scheme == "ipc":
+        path = ipc_path(endpoint)
+        return Reach.USER if path and is_out_of_reach(path.parent) else Reach.HOST
+    host = address.rpartition(":")[0]
+    # ZeroMQ has an address of IPv6 in brackets.
+    if scheme == "tcp" and is_loopback("::1" if host == "[::1]" else host) and host != "::1":
+        return Reach.HOST
+    return Reach.NETWORK
+
+
+def ipc_path(endpoint: str) -> Path | None:
+    """Returns the file of an ipc endpoint; None for one that has no file of its own choice."""
+    address = endpoint.removeprefix("ipc://")
+    # A name that begins with @ is Linux's: it lies in no folder, and every process of the host can use it.
+    return None if address in {endpoint, "", "*"} or address.startswith("@") else Path(address)
+
+
+def is_out_of_reach(folder: Path) -> bool:
+    """Returns whether nobody but this user and root can put something else in place of a file of this user's there.
+
+    Such a file, if it is private itself, is this user's alone. So is everything below a private folder.
+    """
+    try:
+        real = folder.resolve(strict=True)
+        for each in (real, *real.parents):
+            found = each.stat()
+            if found.st_uid == os.getuid() and not found.st_mode & OTHERS:
+                return True
+            is_open = found.st_mode & WRITABLE_BY_OTHERS and not found.st_mode & stat.S_ISVTX
+            if is_open or found.st_uid not in {0, os.getuid()}:
+                return False
+    except (OSError, RuntimeError):  # RuntimeError: a loop of links
+        return False
+    return True
+
+
+def check_is_open_to_us(endpoint: str) -> None:
+    """Raises ServerUnreachable with the reason if the file system keeps this user from an ipc endpoint."""
+    path = ipc_path(endpoint)
+    if path is None:
+        return
+    obstacle = ""
+    try:
+        if not os.access(path, os.W_OK) and path.exists():
+            obstacle = f"{path} belongs to uid {path.stat().st_uid} and lets in nobody else"
+    except PermissionError:
+        obstacle = _closed_folder(path)
+    except OSError:
+        return
+    if obstacle:
+        raise ServerUnreachable(
+            f"{endpoint} is closed to this user (uid {os.getuid()}): {obstacle}. A server in a private folder is for "
+            "the user who started it; start one of your own, or ask for one that listens with keys",
+            endpoint=endpoint,
+            seconds=0.0,
+        )
+
+
+def _closed_folder(path: Path) -> str:
+    for folder in reversed(path.absolute().parents):
+        if not os.access(folder, os.X_OK):
+            return f"the folder {folder} belongs to uid {folder.stat().st_uid} and lets in nobody else"
+    return "a folder on the way lets in nobody else"
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a host is this one by its name or its literal address; any other name may mean anything."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        found: IPv4Address | IPv6Address = ip_address(host)
+        return found.is_loopback and (isinstance(found, IPv4Address) or str(found) == "::1")
+    return False
