@@ -1,8 +1,10 @@
 """mp_sync gives every member the values of all; what does not fit is told to all, and they go on in step."""
 
+import struct
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,17 @@ from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, Round
 from statsd_bn.rows import Rows
 
 LOOP = SimpleNamespace(train_loader=None, validation_loader=None, test_loader=None)
+
+
+def extensions_within_extensions(levels: int) -> bytes:
+    """1 KB of them ended the processes of all other members."""
+    inner = msgpack.packb(1)
+    for _ in range(levels):
+        inner = msgpack.packb(msgpack.ExtType(2, inner))
+    return inner
+
+
+NESTED = extensions_within_extensions(400)
 
 
 def handler(connection: client.Connection) -> DDPHandler:
@@ -339,6 +352,8 @@ def test_in_an_elastic_job_the_values_are_those_of_the_members_that_are_there():
         (pack([{}, None]), r"expected tensors by name and a text, got \[\{\}, None\]"),
         (pack([{"a": np.ones(1)}, ""]), "expected tensors by name and a text, got"),
         (pack([{b"a": torch.ones(1)}, ""]), "expected tensors by name and a text, got"),
+        (pack([{"a": torch.tensor(1.0)}, ""]), "expected tensors by name and a text, got"),
+        (struct.pack("<I", len(NESTED)) + NESTED, "state: expected a number of 4 bytes, got "),
     ],
 )
 def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
@@ -351,6 +366,28 @@ def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
     for error in run_members(3, sync)[::2]:
         with pytest.raises(ProtocolError, match=rf"mp_sync\(\): what member 1 gave: .*{what}"):
             raise error
+
+
+@pytest.mark.parametrize(
+    ("foreign", "what"),
+    [
+        (pack([{}, "OSError: \x1b[2J\r" + "x" * 10**6]), r"none from 1; member 1: OSError: \x1b[2J\rxxx"),
+        (pack([{"\x1b]0;x\x07": torch.ones(1)}, ""]), r"got 'value' only from 0, 2; '\x1b]0;x\x07' only from 1"),
+        (pack([{number: torch.ones(1) for number in range(10**4)}, ""]), "only from 1 and 9993 keys more"),
+    ],
+)
+def test_what_a_member_says_is_short_and_plain_in_the_others_error(foreign, what):
+    def sync(connection):
+        if connection.member.member == 1:
+            connection.gather(LANE, foreign)
+            return None
+        return outcome(lambda: handler(connection).mp_sync_dict({"value": 1}))
+
+    for error in run_members(3, sync)[::2]:
+        assert isinstance(error, RoundFailed)
+        assert what in str(error)
+        assert str(error).isprintable()
+        assert len(str(error)) < limits.MAX_TEXT_BYTES + 200
 
 
 def test_many_members_in_an_error_are_told_in_short():

@@ -1,9 +1,11 @@
 """ElasticState and run_elastic: whoever comes or dies, and whenever, every sample is learnt once in each epoch."""
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from client.connection import Connection
-from client.elastic import MEETING, ElasticState, MembersChanged, run_elastic
+from client.elastic import MEETING, STATE, ElasticState, MembersChanged, run_elastic
 from client.elastic_sampler import ElasticSampler
 from client.packing import pack
+from client.voting import Vote
 from elastic_threads import Job, World, own_connections, use
 from memory_members import MemoryMaster, in_threads, outcome, wait_until
 from statsd_bn.errors import ConfigurationError, ProtocolError, ReplicaLost, RoundMismatch
@@ -263,6 +266,68 @@ def test_a_vote_of_something_else_is_refused(together):
     error, _ = together(2, meet)
     assert type(error) is ProtocolError
     assert "expected a vote of a member, got [0, 0, [], 'no']" in str(error)
+
+
+@pytest.mark.parametrize(
+    "vote",
+    [
+        [0, 0, [[]], False, 0, np.zeros(0, "i8")],
+        [0, 0, [-1], False, 0, np.zeros(0, "i8")],
+        [0, 0, [], False, 0, np.zeros(0, "f8")],
+        [0, 0, [], False, 0, np.zeros((1, 1), "i8")],
+        [0, 0, [], False, 0, np.array([-1])],
+        [2**63, 0, [], False, 0, np.zeros(0, "i8")],
+        [0, 0, [], False, 2**63, np.zeros(0, "i8")],
+    ],
+)
+def test_a_vote_that_cannot_be_is_refused(vote):
+    with pytest.raises(ProtocolError, match="expected a vote of a member, got "):
+        Vote.unpacked(pack(vote))
+
+
+def test_a_vote_for_samples_that_the_dataset_has_not_is_refused(together):
+    def meet(connection: Connection) -> Any:
+        if connection.member.member:
+            connection.come_back(None)
+            return connection.gather(MEETING, pack([0, 0, [], False, 1, np.array([99])]))
+        return ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4))).sync()
+
+    error, _ = together(2, meet)
+    assert type(error) is ProtocolError
+    assert "expected samples of the dataset, got index 99 is out of bounds" in str(error)
+
+
+STATE_OF_A_LINEAR = {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}
+NOTHING = {"model": STATE_OF_A_LINEAR, "optimizer": None, "sampler": None}
+
+
+@pytest.mark.parametrize(
+    ("state", "what"),
+    [
+        (7, "expected a state of model, optimizer, sampler from member 1, got 7"),
+        ({}, "expected a state of model, optimizer, sampler from member 1, got {}"),
+        ({"model": None, "optimizer": None}, "expected a state of model, optimizer, sampler from member 1"),
+        ({**NOTHING, "commit": 1}, "expected a state of model, optimizer, sampler from member 1"),
+        ({**NOTHING, "\x1b[2J": 1}, r"'\x1b[2J': 1"),
+        ({**NOTHING, "model": 7}, "the state of member 1 does not fit: TypeError: "),
+        ({**NOTHING, "model": {"\x1b[2J": 1}}, r"does not fit: RuntimeError: Error(s) in loading"),
+        ({**NOTHING, "model": {**STATE_OF_A_LINEAR, "weight": torch.zeros(2**10, 0)}}, "does not fit: RuntimeError: "),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_says_nothing_to_a_terminal(together, state, what):
+    def meet(connection: Connection) -> Any:
+        if connection.member.member:
+            connection.come_back(None)
+            connection.gather(MEETING, pack([5, 0, [0, 1], False, 0, np.zeros(0, "i8")]))
+            connection.gather(STATE, pack(state))
+            return None
+        return ElasticState(nn.Linear(1, 1)).sync()
+
+    error, _ = together(2, meet)
+    assert type(error) is ProtocolError
+    assert what in str(error)
+    told = "".join(traceback.format_exception(error))
+    assert "\x1b" not in told
 
 
 def test_a_strict_connection_is_refused():
