@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from torch import distributed
 from client.bounded import within
 from client.launcher import MeetingPlace
 from statsd_bn.errors import ConfigurationError, ProtocolError, ServerUnreachable
+from statsd_bn.text import plain, readable
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -72,14 +73,15 @@ class News:
         """
         try:
             found = cls(**json.loads(text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             # The reason may quote a secret.
             raise ProtocolError("expected the news of member 0 in torch's store, got something else") from None
         if any(type(getattr(found, each.name)) is not type(each.default) for each in fields(cls)):
             raise ProtocolError(
                 "expected the news of member 0 in torch's store, with a text for each text and an epoch"
             )
-        return found
+        # Both end in errors, and the store takes what anybody tells it.
+        return replace(found, endpoint=plain(found.endpoint), problem=readable(found.problem))
 
 
 class Meeting:

@@ -73,8 +73,8 @@ def test_alone_it_is_member_0_of_1():
         ({}, {"policy": "elastic", "world_size": 2, "min_members": 3}, "here 2, got 3"),
         ({}, {"policy": "elastic", "min_members": True}, "got True"),
         ({}, {"policy": "elastic", "member": limits.MAX_MEMBERS}, r"member: expected a number in \[0, MAX_MEMBERS\)"),
-        ({}, {"job": ""}, "job: expected a name"),
-        ({}, {"job": "x" * 300}, "job: expected a name"),
+        ({}, {"job": ""}, "job: expected printable text"),
+        ({}, {"job": "x" * 300}, "job: expected printable text"),
     ],
 )
 def test_a_wrong_value_is_named(environ, arguments, message):
@@ -217,7 +217,7 @@ def test_a_server_of_another_version_is_named(tmp_path):
         router.send_multipart([peer, frame[:3] + b"\x63" + frame[4:]])
         thread.join(timeout=20)
     assert isinstance(results[0], VersionMismatch)
-    assert results[0].fields == {"expected": 1, "got": 99}
+    assert results[0].fields == {"expected": 2, "got": 99}
 
 
 def test_an_exception_in_one_member_reaches_the_others_with_its_cause(members):

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 import client
 from client import DataParallelWithCallback
 from newer_torch import needs
+from statsd_bn.errors import ConfigurationError
 
 TWINS = {
     nn.BatchNorm1d: client.SynchronizedBatchNorm1d,
@@ -533,3 +534,19 @@ def test_patch_restores_torchs_after_an_exception():
     with pytest.raises(ZeroDivisionError), client.patch_sync_batchnorm():
         raise ZeroDivisionError
     assert {name: getattr(nn, name) for name in before} == before
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 257])
+def test_a_layer_whose_place_is_no_name_is_refused_before_anything_is_changed(name):
+    model = nn.Module()
+    model.add_module("first", nn.BatchNorm1d(2))
+    model.add_module(name, nn.BatchNorm1d(2))
+    with pytest.raises(ConfigurationError, match="its place in the model: expected printable text of 1 to 256 bytes"):
+        client.convert_model(model)
+    assert type(model.first) is nn.BatchNorm1d
+
+
+def test_a_module_that_is_no_batch_norm_may_be_called_anything():
+    model = nn.Module()
+    model.add_module("a\nb", nn.Linear(2, 2))
+    assert client.convert_model(model) is model

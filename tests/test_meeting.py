@@ -1,6 +1,7 @@
 """The meeting: what member 0 tells, through a store as torchrun keeps it for the processes that it starts."""
 
 import itertools
+import json
 import socket
 import threading
 
@@ -148,12 +149,22 @@ def test_a_torch_without_stores_asks_for_an_endpoint(meet, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"endpoint": 1}', '{"epoch": true}', '{"epoch": "1"}', '{"key": "sesame"}', '{"secret": null}'],
+    [
+        *("", "[]", "{", '{"endpoint": 1}', '{"epoch": true}', '{"epoch": "1"}', '{"key": "sesame"}'),
+        '{"secret": null}',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:20],
 )
 def test_what_is_no_news_is_refused_without_a_word_of_what_it_is(text):
     with pytest.raises(ProtocolError, match="expected the news of member 0") as caught:
         News.parse(text.encode())
     assert "sesame" not in str(caught.value)
+
+
+def test_news_are_plain_whoever_has_told_them():
+    told = News.parse(json.dumps({"endpoint": "tcp://\x1b[2J", "problem": "two\nlines\x1b[2J"}).encode())
+    assert (told.endpoint, told.problem) == (r"tcp://\x1b[2J", "two\nlines" + r"\x1b[2J")
 
 
 def test_news_do_not_show_the_secret():
