@@ -1,7 +1,9 @@
 """What others say reaches a terminal or a log as plain text, whoever says it."""
 
 import logging
+import traceback
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from client.environment import member_from
 from client.session import Member, Session
 from server.__main__ import main
+from server.dispatcher import Dispatcher
 from server.plain import MAX_LINE, PlainFormatter
 from server.rounds import failure
 from server.status import _report, describe
@@ -17,7 +20,8 @@ from statsd_bn.checks import check_depth, shown
 from statsd_bn.errors import ConfigurationError, ProtocolError, RegistrationRefused, StatsdBNError, from_wire
 from statsd_bn.messages import Failure, Leave, Status
 from statsd_bn.text import plain, readable, readable_within, told
-from statsd_bn.wire import decode, encode
+from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
+from strategies import key, register
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\n\t\x9b\u202e\u2028\ud800"
 
@@ -116,6 +120,45 @@ def test_a_line_of_the_log_is_short():
     assert line.endswith("... (15401 more characters)")
     short = logging.LogRecord("x", logging.INFO, "", 0, "x" * 500, (), None)
     assert PlainFormatter("%(message)s").format(short) == "x" * 500
+
+
+def framed(*header: object) -> bytes:
+    """A frame that no honest side can make."""
+    packed = msgpack.packb(header)
+    return b"SBN" + bytes([PROTOCOL_VERSION]) + len(packed).to_bytes(4, "little") + packed
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        framed(6, "refused", "gone\x1b[2J", {}, None),
+        framed(6, "refused\x1b[2J", "gone", {}, None),
+        framed(6, "\x1b[2J", "gone", {"\x1b": 1}, None),
+        framed(10, msgpack.packb(key()), 1, "late\x1b[2J"),
+        framed(10, msgpack.packb((*key()[:-1], "\x1b[2J")), 1, "late"),
+        framed(6, "replica_lost", "gone", {"cause": "a\x1b[2J", "table": [{"\x1b[2J": "\x1b[2J"}]}, None),
+        framed("\x1b[2J", 1),
+        framed(2, "\x1b[2J", 1, 2, 3, 4, 5),
+        b"\x1b[2J\x1b[2J\x1b[2J",
+    ],
+)
+def test_a_hostile_server_says_nothing_to_a_members_terminal(frame):
+    session = Session(b"session0", Member("job", "world", 0, 0, 1, 1.0, "here"))
+    with pytest.raises(StatsdBNError) as caught:
+        session.answer(key(), frame)
+    told = "".join(traceback.format_exception(caught.value)) + str(caught.value.fields)
+    assert not hidden(told)
+
+
+def test_a_stranger_with_a_hostile_place_begins_nothing_and_the_log_stays_plain(caplog):
+    """It stood in the traceback of an honest member that was refused because of it."""
+    dispatcher = Dispatcher(b"server-0", 0.0)
+    header = msgpack.unpackb(encode(register(place="here"))[8:])
+    stranger = framed(*["\x1b[2J\r\n" if field == "here" else field for field in header])
+    ((_, answer),) = dispatcher.receive(0.0, b"stranger", stranger)
+    assert (decode(answer).code, dispatcher.report(0.0)["groups"]) == ("protocol", [])
+    assert r"place: expected printable text of 1 to 256 bytes, got '\x1b[2J\r\n'" in decode(answer).message
+    assert not hidden(caplog.text)
 
 
 REPORT = {
