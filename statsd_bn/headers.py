@@ -17,13 +17,13 @@ KEY_FIELDS = 7
 MOST_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 * 3 + 1
 
 # A request with an array in its header, which only a contribution's counts are, has fewer bytes than this.
-_SHORT_BYTES = 2048
+SHORT_BYTES = 2048
 
 # Those of a Register, with its type.
 _MOST_FIELDS = 16
 
 # Entries of any map in a report or an error.
-_MOST_NAMES = 256
+MOST_NAMES = 256
 
 
 def unpack(name: str, packed: bytes, most_items: int, most_names: int = 0) -> Any:
@@ -40,18 +40,12 @@ def unpack(name: str, packed: bytes, most_items: int, most_names: int = 0) -> An
         raise _unsound(name, error) from error
 
 
-def unpack_answer(packed: bytes) -> Any:
-    """Returns what the header of an answer holds."""
-    return unpack("header", packed, limits.MAX_MEMBERS, _MOST_NAMES)
+def unpack_without_arrays(packed: bytes) -> list[Any]:
+    """Returns what a long header of a request holds: text and bytes, since many small objects would cost much to make.
 
-
-def unpack_request(packed: bytes) -> Any:
-    """Returns what the header of a request holds."""
-    return unpack("header", packed, limits.MAX_REPLICAS) if len(packed) <= _SHORT_BYTES else _without_arrays(packed)
-
-
-def _without_arrays(packed: bytes) -> list[Any]:
-    """Returns a long header: what makes one long is text or bytes, and many small objects would cost much to make."""
+    Raises:
+        ProtocolError: it is no plain msgpack, or there is an array or a map within it.
+    """
     unpacker = msgpack.Unpacker(
         max_buffer_size=len(packed), max_array_len=0, max_map_len=0, max_ext_len=0, ext_hook=_refuse_extension
     )

@@ -26,7 +26,7 @@ import numpy as np
 from statsd_bn import limits
 from statsd_bn.checks import check_depth, shown
 from statsd_bn.errors import ProtocolError, VersionMismatch
-from statsd_bn.headers import KEY_FIELDS, MOST_KEY_BYTES, unpack, unpack_answer, unpack_request
+from statsd_bn.headers import KEY_FIELDS, MOST_KEY_BYTES, MOST_NAMES, SHORT_BYTES, unpack, unpack_without_arrays
 from statsd_bn.members import Members
 from statsd_bn.messages import (
     BY_TYPE,
@@ -115,7 +115,8 @@ def decode(frame: bytes) -> Message:
         ProtocolError: it is anything else than a sound frame.
     """
     packed, end = _header_of(frame, limits.MAX_HEADER_BYTES)
-    return _message(unpack_answer(packed), frame, end)
+    message: Message = _message(unpack("header", packed, limits.MAX_MEMBERS, MOST_NAMES), frame, end)
+    return message
 
 
 def decode_request(frame: bytes) -> Request:
@@ -126,13 +127,15 @@ def decode_request(frame: bytes) -> Request:
         ProtocolError: it is anything else than a sound frame of a request.
     """
     packed, end = _header_of(frame, limits.MAX_REQUEST_HEADER_BYTES)
-    message = _message(unpack_request(packed), frame, end)
-    if isinstance(message, Request):
-        return message
-    raise ProtocolError(f"expected a request, got {type(message).__name__}")
+    is_short = len(packed) <= SHORT_BYTES
+    header = unpack("header", packed, limits.MAX_REPLICAS) if is_short else unpack_without_arrays(packed)
+    request: Request = _message(header, frame, end)
+    if type(request) not in _REQUESTS:
+        raise ProtocolError(f"expected a request, got {type(request).__name__}")
+    return request
 
 
-def _message(header: Any, frame: bytes, end: int) -> Message:
+def _message(header: Any, frame: bytes, end: int) -> Any:
     if type(header) is not list or not header:
         raise ProtocolError(f"header: expected [type, ...], got {shown(header)}")
     if type(header[0]) is not int or header[0] not in BY_TYPE:
