@@ -49,8 +49,6 @@ class Membership:
         self.recovery: Recovery | None = None
         self.lost: StatsdBNError | None = None
         self.departed: ReplicaLost | None = None
-        # Who has told of a result, by its round and whom it covers.
-        self._covered: dict[tuple[RoundKey, Members], set[int]] = {}
 
     @property
     def is_elastic(self) -> bool:
@@ -107,7 +105,8 @@ class Membership:
     def recall(self, slave: Slave, key: RoundKey, covered: Members) -> None:
         """Takes note of whom a result covers that an earlier life of the server gave a slave."""
         self.reach(key.step)
-        self._covered.setdefault((key, covered), set()).add(slave.member)
+        if self.recovery:
+            self.recovery.tell(slave.member, key, covered)
 
     def admit(self, now: float, register: Register, peer: bytes) -> Slave:
         """Takes a member in, or finds it again.
@@ -122,7 +121,7 @@ class Membership:
         slave = admission.check(self, register)
         # Not before: one that is refused begins nothing.
         if register.has_past and not self.is_open:
-            self.recovery = self.recovery or Recovery(now, self._silence)
+            self.recovery = self.recovery or Recovery(now, self._silence, are_genuine=self._are_genuine)
         slave = slave or self._take_in(register, peer)
         slave.peer = peer
         self._change_stand(slave, register)
@@ -145,38 +144,11 @@ class Membership:
 
     @property
     def overtaken(self) -> list[Slave]:
-        """Who has come back to an elastic group that had lost it: the others were given a result without it.
-
-        One result is enough that is known to be the server's own. Otherwise all others who could know must have told of
-        one, that is all who have come back and took part in that step.
-        """
+        """Who has come back to an elastic group that had lost it: the others were given a result without it."""
         if self.recovery is None or not self.is_elastic:
             return []
-        return [slave for slave in self.slaves.values() if slave.has_past and self._was_left_out(slave)]
-
-    def _was_left_out(self, slave: Slave) -> bool:
-        if slave.stand is not Stand.TAKES_PART:
-            return False
-        without = [
-            (key, authors)
-            for (key, covered), authors in self._covered.items()
-            if slave.first_step <= key.step and slave.member not in covered
-        ]
-        if self._are_genuine or not without:
-            return bool(without)
-        first = min(key.step for key, _ in without)
-        return (
-            set()
-            .union(*(authors for _, authors in without))
-            .issuperset(
-                other.member
-                for other in self.slaves.values()
-                if other is not slave
-                and other.has_past
-                and other.stand is Stand.TAKES_PART
-                and other.first_step <= first
-            )
-        )
+        back = [slave for slave in self.slaves.values() if slave.has_past and slave.stand is Stand.TAKES_PART]
+        return [slave for slave in back if self.recovery.is_left_out(slave, back)]
 
     def give_up_waiting(self, now: float) -> bool:
         """Takes members for lost that have not come back after a restart of the server; returns whether there are."""
@@ -235,7 +207,6 @@ class Membership:
         if self.is_open and self.recovery:
             self._let_in_after_recovery()
             self.recovery = None
-            self._covered.clear()
         return self.is_open
 
     def _let_in_after_recovery(self) -> None:
@@ -259,7 +230,7 @@ class Membership:
     @property
     def _has_begun(self) -> bool:
         """Whether a round has ended; before that whoever is new was there from the beginning, and was never told."""
-        return self.latest_step > 0 or bool(self._covered)
+        return self.latest_step > 0 or (self.recovery is not None and self.recovery.has_results)
 
     def _call_back(self) -> bool:
         slaves = self.slaves.values()

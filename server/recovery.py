@@ -4,10 +4,12 @@ The server has written nothing down. A member that comes back says who belonged 
 group waits until all who were named are there, as long as it would wait for any sign of life.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from server.liveness import RECONNECT_SECONDS
+from server.slave import Slave
 from statsd_bn.members import Members
+from statsd_bn.round_key import RoundKey
 
 
 class Recovery:
@@ -16,12 +18,16 @@ class Recovery:
     Args:
         now: when the first member came back.
         silence: how long to wait for the others, in seconds.
+        are_genuine: whether the results that it is told of are known to be the server's own.
     """
 
-    def __init__(self, now: float, silence: float) -> None:
+    def __init__(self, now: float, silence: float, *, are_genuine: bool = True) -> None:
         self._since = now
         self._silence = silence
+        self._are_genuine = are_genuine
         self._named: set[int] = set()
+        # Who has told of a result, by its round and whom it covers.
+        self._told: dict[tuple[RoundKey, Members], set[int]] = {}
 
     def name(self, known: Members) -> None:
         """Takes note of the members that one that has come back knows of."""
@@ -35,6 +41,32 @@ class Recovery:
     def forget(self, member: int) -> None:
         """Waits no longer for a member."""
         self._named.discard(member)
+
+    def tell(self, member: int, key: RoundKey, covered: Members) -> None:
+        """Takes note that a member was given a result, and whom it covers."""
+        self._told.setdefault((key, covered), set()).add(member)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether anybody was given a result."""
+        return bool(self._told)
+
+    def is_left_out(self, slave: Slave, back: Iterable[Slave]) -> bool:
+        """Returns whether the others had gone on without a slave, in a step in which it takes part.
+
+        One result is enough that is known to be the server's own. Otherwise all others who could know must have told of
+        one, that is all who are back and took part in that step: one member alone may make it up.
+        """
+        without = [
+            (key.step, authors)
+            for (key, covered), authors in self._told.items()
+            if slave.first_step <= key.step and slave.member not in covered
+        ]
+        if self._are_genuine or not without:
+            return bool(without)
+        first = min(step for step, _ in without)
+        could_know = {other.member for other in back if other is not slave and other.first_step <= first}
+        return could_know <= set().union(*(authors for _, authors in without))
 
     def missing(self, present: Collection[int]) -> list[int]:
         """Returns who is still to come."""

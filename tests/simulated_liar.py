@@ -44,7 +44,7 @@ def lying(number: int) -> Iterator[None]:
         frames = introduction(self)
         key, shape = latest.get(self.token, (None, ()))
         told = {result.key for result in self._results}
-        # One that pretends to be in a run that it has not begun keeps out those who begin; that is no lie about a round.
+        # Before its first result it would pretend to be in a run that others have not begun: another lie than this.
         if self.member.member != number or not told or key in told:
             return frames
         return with_a_lie(frames, lie(self.token, key, Members.of(range(self.member.world_size)), shape))

@@ -154,7 +154,7 @@ def draw(seed: int) -> Plan:
 
 
 def _draw_key(plan: Plan) -> Plan:
-    """Lets a server that is started again have its key or a new one; with its own it sees through a member that lies."""
+    """Lets a server that is started again have its key or a new one; with its own it knows a lie."""
     rng = random.Random(plan.seed + 2**45)
     keeps_key = rng.random() < 0.6
     lies = keeps_key and plan.has("server killed", "server stopped") and rng.random() < 0.3

@@ -88,7 +88,7 @@ def test_a_key_outlives_the_server_that_made_it(folder):
     assert (len(made), was_there) == (KEY_BYTES, False)
     assert load_or_make(folder) == (made, True)
     assert (folder / NAME).stat().st_mode & 0o777 == 0o600
-    assert os.listdir(folder) == [NAME], "nothing is left behind"
+    assert [path.name for path in folder.iterdir()] == [NAME], "nothing is left behind"
 
 
 def test_servers_that_start_together_have_one_key(folder):
@@ -106,7 +106,7 @@ def test_servers_that_start_together_have_one_key(folder):
         thread.join()
     assert len(set(found)) == 1
     assert len(found) == 8
-    assert os.listdir(folder) == [NAME]
+    assert [path.name for path in folder.iterdir()] == [NAME]
 
 
 def a_link(path):
