@@ -15,7 +15,7 @@ logger = logging.getLogger("statsd_bn.server")
 
 NAME = "seal.key"
 
-# As long as what HMAC makes of a longer one.
+# As many as SHA-256 gives: more would make no seal harder to guess.
 KEY_BYTES = 32
 
 # What tells this use of the server's secret key from any other; blake2b takes 16 bytes for it.

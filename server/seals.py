@@ -4,12 +4,16 @@ A seal is a MAC over the frame of the aggregate: job, group, epoch and the rest 
 Members cannot make one, and they keep what they were given as it is.
 """
 
+import hashlib
 import hmac
 from dataclasses import dataclass, field
 
 from statsd_bn import limits
 from statsd_bn.messages import Aggregate
-from statsd_bn.wire import encode_unsealed
+from statsd_bn.wire import unsealed
+
+# A whole block of SHA-256 for the key, which is then hashed once for all seals.
+_BLOCK_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,23 +21,31 @@ class Seals:
     """Makes seals, and knows them again.
 
     Attributes:
-        key: what they are made with; secret.
+        key: what they are made with, of at most 64 bytes; secret.
         outlives: whether an earlier life of this server has had the key: what it has sealed can then be told from what
             members make up. With a new key nothing can.
     """
 
     key: bytes = field(repr=False)
     outlives: bool = False
+    _begun: "hashlib._Hash" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_begun", hashlib.sha256(self.key.ljust(_BLOCK_BYTES, b"\0")))
 
     def sealed(self, aggregate: Aggregate) -> bytes:
         """Returns the frame of an aggregate, with its seal."""
-        frame = encode_unsealed(aggregate)
-        return frame + self._seal(frame)
+        parts = unsealed(aggregate)
+        return b"".join((*parts, self._seal(*parts)))
 
     def is_genuine(self, aggregate: Aggregate) -> bool:
         """Returns whether an aggregate was sealed with this key."""
-        return hmac.compare_digest(self._seal(encode_unsealed(aggregate)), aggregate.seal)
+        return hmac.compare_digest(self._seal(*unsealed(aggregate)), aggregate.seal)
 
-    def _seal(self, frame: bytes) -> bytes:
-        # With the processor's instructions for SHA-256, 256 channels take 4 µs; blake2b takes 5, and 36 for 2,048.
-        return hmac.digest(self.key, frame, "sha256")[: limits.SEAL_BYTES]
+    def _seal(self, head: bytes, values: memoryview | bytes) -> bytes:
+        # The key and then the message is a MAC where no message is the beginning of another, and a frame says how long
+        # it is. 256 channels take 3 µs, as HMAC 4, with blake2b 5; 2,048 take 20, 21 and 36.
+        seal = self._begun.copy()
+        seal.update(head)
+        seal.update(values)
+        return seal.digest()[: limits.SEAL_BYTES]

@@ -77,19 +77,20 @@ _Flat = tuple[FloatArray | None, list[Any]]
 
 def encode(message: Message) -> bytes:
     """Returns the one frame that carries `message`."""
-    if isinstance(message, Aggregate):
-        return encode_unsealed(message) + message.seal
-    if isinstance(message, Result):
-        return _frame(message) + message.aggregate.seal
-    return _frame(message)
+    head, values = _parts(message)
+    if isinstance(message, Aggregate | Result):
+        seal = message.seal if isinstance(message, Aggregate) else message.aggregate.seal
+        return b"".join((head, values, seal))
+    return b"".join((head, values))
 
 
-def encode_unsealed(aggregate: Aggregate) -> bytes:
-    """Returns the frame of an aggregate without its seal, which is what the seal is made of."""
-    return _frame(aggregate)
+def unsealed(aggregate: Aggregate) -> tuple[bytes, memoryview | bytes]:
+    """Returns the two parts of an aggregate's frame that its seal is made of, and that it stands behind."""
+    return _parts(aggregate)
 
 
-def _frame(message: Message) -> bytes:
+def _parts(message: Message) -> tuple[bytes, memoryview | bytes]:
+    """Returns a frame without its seal: all before the values, and the values."""
     values, header = _FLATTEN.get(type(message), _flat_fields)(message)
     packed: bytes = msgpack.packb([message.type, *header])
     most = limits.MAX_REQUEST_HEADER_BYTES if type(message) in _REQUESTS else limits.MAX_HEADER_BYTES
@@ -97,14 +98,14 @@ def _frame(message: Message) -> bytes:
         raise ProtocolError(f"header: expected at most {most} bytes, got {len(packed)}")
     prelude = _PRELUDE.pack(MAGIC, PROTOCOL_VERSION, len(packed))
     if values is None:
-        return prelude + packed
+        return prelude + packed, b""
     body = np.ascontiguousarray(values, dtype=_FLOAT)
     size = _padded(_PRELUDE.size + len(packed)) + body.nbytes
     if size > limits.MAX_FRAME_BYTES:
         raise ProtocolError(
             f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size} for values of {values.shape}"
         )
-    return b"".join((prelude, packed, bytes(-len(packed) % 8), body.data))
+    return b"".join((prelude, packed, bytes(-len(packed) % 8))), body.data
 
 
 def decode(frame: bytes) -> Message:

@@ -1,6 +1,7 @@
 """Seals: a server knows its own aggregates again, and nobody else makes one."""
 
 import dataclasses
+import hashlib
 import os
 import threading
 
@@ -60,6 +61,12 @@ def test_whatever_is_changed_breaks_the_seal(other):
 def test_a_seal_has_its_length(seal):
     with pytest.raises(ProtocolError, match="seal: expected 16 bytes"):
         dataclasses.replace(AGGREGATE, seal=seal)
+
+
+def test_a_seal_is_what_the_document_says():
+    frame = SEALS.sealed(AGGREGATE)
+    digest = hashlib.sha256(b"secret" + bytes(58) + frame[:-16]).digest()
+    assert frame[-16:] == digest[:16]
 
 
 def test_the_key_does_not_show():
