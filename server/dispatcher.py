@@ -6,19 +6,20 @@ error and nobody else anything.
 """
 
 import logging
-from collections import defaultdict
 from dataclasses import asdict
 from typing import Any
 
-from server import deadlock
+from server import deadlock, report
 from server.access import ANYBODY, REVOKED, Access, Tenant
 from server.account import FUTURE_BYTES, ROUND_BYTES, Account
 from server.eviction import Eviction
 from server.fair_share import STRANGERS
 from server.master import SyncMaster, unknown
+from server.mismatches import Mismatches
 from server.quota import Budget, Quota, size_of
 from server.registration import Registration
 from server.registry import Registry
+from server.report import Reports
 from server.rounds import Reply, failure
 from server.seals import Seals
 from statsd_bn.errors import (
@@ -40,7 +41,6 @@ from statsd_bn.messages import (
     Registered,
     Request,
     Result,
-    Status,
     StatusRequest,
 )
 from statsd_bn.wire import decode_request, encode, named_session
@@ -76,6 +76,8 @@ class Dispatcher:
         self._budget = Budget(quota)
         self._registry = Registry(started, self._budget.quota.silence_seconds)
         self._registration = Registration(server, self._registry, self._budget, seals)
+        self._mismatches = Mismatches()
+        self._reports = Reports()
         self._eviction = Eviction(self._registry, self._budget)
         self.tally = self._budget.tally
         self.received = 0
@@ -175,7 +177,7 @@ class Dispatcher:
             "received": self.received,
             "bad_frames": self.bad_frames,
             **asdict(self.tally),
-            "groups": [master.report(now) for (job, _), master in self._registry.masters.items() if tenant.may(job)],
+            **report.groups(self._masters(tenant), now),
         }
 
     def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> list[Reply]:
@@ -196,7 +198,9 @@ class Dispatcher:
             case Leave():
                 replies = self._registry.leave(now, message.session, message.cause)
             case StatusRequest():
-                replies = [(peer, self._status(now, tenant))]
+                masters = self._masters(tenant)
+                frame = self._reports.frame(now, tenant, masters, lambda: self.report(now, tenant))
+                replies = [(peer, frame)]
         return replies
 
     def _check_owner(self, message: Request, tenant: Tenant) -> None:
@@ -213,18 +217,8 @@ class Dispatcher:
                 reason="foreign session",
             )
 
-    def _status(self, now: float, tenant: Tenant) -> bytes:
-        """Returns as many groups as a frame holds, and says how many it leaves out."""
-        report = self.report(now, tenant)
-        everything = report["groups"]
-        while True:
-            try:
-                return encode(Status(report))
-            except ProtocolError:
-                if not report["groups"]:
-                    raise
-                report["groups"] = report["groups"][: len(report["groups"]) // 2]
-                report["left_out"] = len(everything) - len(report["groups"])
+    def _masters(self, tenant: Tenant) -> list[SyncMaster]:
+        return [master for (job, _), master in self._registry.masters.items() if tenant.may(job)]
 
     def _refuse(self, error: StatsdBNError) -> bytes:
         if isinstance(error, ProtocolError):
@@ -274,15 +268,11 @@ class Dispatcher:
 
     def _end_deadlocks(self, now: float) -> list[Reply]:
         """Tells members that wait for one another; only the members of a job can."""
-        jobs: dict[str, list[SyncMaster]] = defaultdict(list)
-        for (job, _), master in self._registry.masters.items():
-            jobs[job].append(master)
         replies: list[Reply] = []
-        for masters in jobs.values():
-            if waits := deadlock.find(masters, now):
-                table = deadlock.Table(waits, now)
-                logger.warning("%s", table.error(waits[0]))
-                replies += [reply for wait in waits for reply in self._end_wait(now, wait, table.error(wait))]
+        for waits in self._mismatches.find(now, dict(self._registry.masters)):
+            table = deadlock.Table(waits, now)
+            logger.warning("%s", table.error(waits[0]))
+            replies += [reply for wait in waits for reply in self._end_wait(now, wait, table.error(wait))]
         return replies
 
     def _end_wait(self, now: float, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:

@@ -37,7 +37,7 @@ READS_BETWEEN, TAKEN_BETWEEN = 32, 4
 # What may wait: frames of one connection, of which a member has one or two in flight, and bytes of one payer. Strangers
 # have small messages only, and are many. Large frames leave a quarter for small ones.
 PEER_FRAMES, PAYER_BYTES = 256, 2**26
-STRANGER_FRAMES, STRANGER_BYTES = 16, 2**24
+STRANGER_FRAMES, STRANGER_BYTES = 64, 2**24
 SMALL_BYTES = 4096
 
 # What a frame takes beside its bytes.

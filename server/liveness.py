@@ -5,7 +5,9 @@ service finds out by trying to reach it; one that is frozen, or whose host vanis
 the rest of the dispatcher this is pure: the time goes in.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import takewhile
 
 from statsd_bn import limits
 
@@ -62,7 +64,9 @@ class Liveness:
 
     def __init__(self, now: float, silence: float) -> None:
         self._silence = silence
-        self._pulses: dict[bytes, Pulse] = {}
+        # Whoever was heard last is last, so that those who may be lost are found without a look at all.
+        self._pulses: OrderedDict[bytes, Pulse] = OrderedDict()
+        self._cut: dict[bytes, Pulse] = {}
         self._looked = now
 
     def begin(self, now: float, session: bytes, peer: bytes) -> None:
@@ -73,19 +77,22 @@ class Liveness:
     def hear(self, now: float, session: bytes, peer: bytes) -> None:
         """Takes note that a session has spoken; one that is unknown does not matter."""
         if pulse := self._pulses.get(session):
-            pulse.heard, pulse.peer, pulse.cut = now, peer, None
+            pulse.heard, pulse.peer = now, peer
+            self._revive(session, pulse)
 
     def beat(self, now: float, session: bytes, peer: bytes) -> bool:
         """Takes note of a session's heartbeat, and returns whether the session is known."""
         pulse = self._pulses.get(session)
         if pulse is None:
             return False
-        pulse.heard, pulse.beacon, pulse.cut = now, peer, None
+        pulse.heard, pulse.beacon = now, peer
+        self._revive(session, pulse)
         return True
 
     def forget(self, session: bytes) -> None:
         """Takes note that a session has ended; harmless if it is unknown."""
         self._pulses.pop(session, None)
+        self._cut.pop(session, None)
 
     def addresses(self, since: float) -> set[bytes]:
         """Returns where to try to reach the sessions that have not been heard since a time: one place for each."""
@@ -93,10 +100,12 @@ class Liveness:
 
     def unreachable(self, now: float, peer: bytes) -> set[bytes]:
         """Takes note that nothing reaches a peer, and returns where else its sessions may be reached."""
-        concerned = [pulse for pulse in self._pulses.values() if peer in {pulse.peer, pulse.beacon}]
-        for pulse in concerned:
+        concerned = {session: pulse for session, pulse in self._pulses.items() if peer in {pulse.peer, pulse.beacon}}
+        for session, pulse in concerned.items():
             pulse.lose(now, peer)
-        return {pulse.address for pulse in concerned if pulse.address}
+            if pulse.cut is not None:
+                self._cut[session] = pulse
+        return {pulse.address for pulse in concerned.values() if pulse.address}
 
     def lost(self, now: float) -> list[tuple[bytes, str]]:
         """Returns the sessions that must be taken for lost, each with the cause; to be asked often."""
@@ -106,8 +115,15 @@ class Liveness:
             # It was the server that was away, frozen or starved. What the members said meanwhile may still be on its
             # way, so their time begins again.
             self._pardon(now)
-        causes = ((session, pulse.cause_of_death(now, self._silence)) for session, pulse in self._pulses.items())
-        return [(session, cause) for session, cause in causes if cause]
+        silent = takewhile(lambda entry: now - entry[1].heard >= self._silence, self._pulses.items())
+        causes = {session: pulse.cause_of_death(now, self._silence) for session, pulse in (*silent, *self._cut.items())}
+        return [(session, cause) for session, cause in causes.items() if cause]
+
+    def _revive(self, session: bytes, pulse: Pulse) -> None:
+        self._pulses.move_to_end(session)
+        if pulse.cut is not None:
+            pulse.cut = None
+            del self._cut[session]
 
     def _pardon(self, now: float) -> None:
         for pulse in self._pulses.values():

@@ -6,7 +6,6 @@ clock, so a test can put it through years of faults in seconds.
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from server.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
 from server.archive import Archive, Room
@@ -197,27 +196,6 @@ class SyncMaster:
     def retire(self) -> None:
         """Gives back all room that it has; to be called when the group has ended."""
         self._room.empty()
-
-    def report(self, now: float) -> dict[str, Any]:
-        """Returns what a status report says of this group."""
-        membership = self.membership
-        return {
-            "job": membership.job,
-            "group": membership.group,
-            "epoch": self.epoch,
-            "world_size": membership.world_size,
-            "min_members": membership.min_members,
-            "members": [slave.report() for slave in sorted(membership.slaves.values(), key=lambda slave: slave.member)],
-            "missing": membership.missing,
-            "lost": str(membership.lost or ""),
-            "rounds_done": self.open_rounds.done,
-            "rounds_failed": self.open_rounds.failed,
-            "kept_bytes": self._room.held,
-            "waiting": [
-                {"round": str(round_.key), "seconds": now - round_.opened, "missing": round_.missing}
-                for round_ in self.open_rounds
-            ],
-        }
 
     def _weigh(self) -> None:
         """Takes note of what the members take, and what they have told of the past until all are back."""

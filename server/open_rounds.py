@@ -69,6 +69,8 @@ class OpenRounds:
         self._reduce = reduce
         self._seals = seals
         self._open: dict[RoundKey, Round] = {}
+        # No open round ends before; the one that was first may have ended since.
+        self._next_deadline = math.inf
 
     def __len__(self) -> int:
         return len(self._open)
@@ -105,9 +107,13 @@ class OpenRounds:
 
     def expire(self, now: float) -> list[Reply]:
         """Ends the rounds that are over their time."""
+        if now < self._next_deadline:
+            return []
         late = [round_ for round_ in self if now >= round_.opened + round_.seconds]
         self.answered = now if late else self.answered
-        return [reply for round_ in late for reply in self._break(round_, self._timeout(round_))]
+        replies = [reply for round_ in late for reply in self._break(round_, self._timeout(round_))]
+        self._next_deadline = min((round_.opened + round_.seconds for round_ in self), default=math.inf)
+        return replies
 
     def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
         """Ends a round with an error."""
@@ -153,6 +159,7 @@ class OpenRounds:
         membership.reach(key.step)
         round_ = Round(key, members, now, slave.deadline)
         self._reserve(round_, size)
+        self._next_deadline = min(self._next_deadline, now + slave.deadline)
         self._open[key] = round_
         return round_
 

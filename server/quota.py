@@ -114,6 +114,7 @@ class Tally:
         flooding_connections: connections closed because too much had to be refused.
         dropped_answers: answers to peers that did not read, or had gone.
         forged_results: aggregates that members told of after a restart and that this server had not made.
+        dropped_messages: messages for which there was no time, because others had a right to it.
     """
 
     over_limits: int = 0
@@ -123,6 +124,7 @@ class Tally:
     flooding_connections: int = 0
     dropped_answers: int = 0
     forged_results: int = 0
+    dropped_messages: int = 0
 
 
 class Budget:

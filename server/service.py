@@ -150,6 +150,7 @@ class Service:
             self._send(self._dispatcher.tick(time.monotonic()))
             self._close_connections()
             self._doomed += self._unread.late()
+            self._dispatcher.tally.dropped_messages = self._shares.dropped
             self._connections.forgive()
             self._next_tick = time.monotonic() + TICK_SECONDS
         if self._parent and self._is_needed_no_more(self._parent):

@@ -30,6 +30,7 @@ COUNTS = {
     "flooding_connections": "flooding connections closed",
     "dropped_answers": "answers dropped",
     "forged_results": "results that this server has not made",
+    "dropped_messages": "messages dropped",
 }
 
 # A server is asked from its own host, where it answers in milliseconds; a loaded one may take longer. Whoever probes
@@ -155,12 +156,14 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     state = "open"
     if group["lost"]:
         state = f"broken: {group['lost']}"
+    elif group["missing"] and group.get("members_left_out"):
+        state = f"waiting for {group['missing']} members"
     elif group["missing"]:
         present = Members.of(slave["member"] for slave in group["members"])
         state = f"waiting for {missing_members(group['group'], group['world_size'], present, group['missing'])}"
     head = (
         f"job {group['job']!r}, group {group['group']!r}, epoch {group['epoch']}: "
-        f"{len(group['members'])} of {group['world_size']} members, {state}; "
+        f"{len(group['members']) + group.get('members_left_out', 0)} of {group['world_size']} members, {state}; "
         f"{group['rounds_done']} rounds done, {group['rounds_failed']} failed"
     )
     lines = [head]
@@ -168,8 +171,17 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
         f"  member {slave['member']} ({slave['place']}), step {slave['step']}, {slave['replicas']} replicas"
         for slave in group["members"]
     ]
+    if left_out := group.get("members_left_out"):
+        lines.append(f"  and {left_out} members more than a report can hold")
     lines += [
-        f"  waiting {round_['seconds']:.1f} s for members {round_['missing']}: {round_['round']}"
+        f"  waiting {round_['seconds']:.1f} s for members {_missing(round_)}: {round_['round']}"
         for round_ in group["waiting"]
     ]
+    if left_out := group.get("waiting_left_out"):
+        lines.append(f"  and {left_out} rounds more than a report can hold")
     return lines
+
+
+def _missing(round_: dict[str, Any]) -> str:
+    left_out = round_.get("missing_left_out")
+    return f"{round_['missing']} and {left_out} more" if left_out else str(round_["missing"])

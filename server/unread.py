@@ -1,7 +1,7 @@
 """Unread answers: what was sent to peers that do not read, in bounds.
 
-ZeroMQ queues messages for a peer by number, whatever their size. Whether a peer reads is seen at its connection: as
-long as the kernel takes more for it, ZeroMQ's queue for it is empty, and all that was sent is out of this process.
+ZeroMQ queues messages for a peer by number, whatever their size. Whether a peer reads is seen at its connection: while
+the kernel takes more for it, ZeroMQ's queue for it is empty, so all that was sent before is out of this process.
 """
 
 import select

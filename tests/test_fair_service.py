@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from server.status import ask
 from statsd_bn.messages import Aggregate
 from statsd_bn.wire import decode, encode
 from strategies import contribution, key, register
@@ -32,11 +31,6 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
         assert self.process.stdout
         self.endpoint = self.process.stdout.readline().split()[-1]
-
-    def resident_bytes(self) -> int:
-        """What it takes of memory."""
-        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Pair:
@@ -99,9 +93,7 @@ def flood(stack: ExitStack, endpoint: str, kind: str, connections: int) -> subpr
     return process
 
 
-@pytest.mark.parametrize(
-    ("kind", "connections"), [("status", 8), ("members", 8), ("rounds", 1), ("registrations", 4)]
-)
+@pytest.mark.parametrize(("kind", "connections"), [("status", 8), ("members", 8), ("rounds", 1), ("registrations", 4)])
 def test_a_small_jobs_rounds_take_at_most_thrice_as_long_beside_a_flood(start, stack, kind, connections):
     server = start()
     pair = Pair(stack, server.endpoint)
@@ -114,5 +106,4 @@ def test_a_small_jobs_rounds_take_at_most_thrice_as_long_beside_a_flood(start, s
         attacker.send_signal(signal.SIGCONT)
         beside += [pair.round() for _ in range(2 * ROUNDS)][ROUNDS:]
     before, during = statistics.median(quiet), statistics.median(beside)
-    print(kind, f"{before * 1e6:.0f} -> {during * 1e6:.0f} us, max {max(beside)*1e3:.0f} ms", server.resident_bytes() >> 20)
     assert during <= 3 * before

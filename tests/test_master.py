@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from server import archive
 from server.account import GROUP_BYTES, MEMBER_BYTES
 from server.master import SyncMaster
+from server.report import group as report_of
 from server.rounds import FutureResult, Reply, Round, State, failure
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, LimitExceeded, ReplicaLost, StatsdBNError
@@ -96,7 +97,7 @@ def test_a_group_of_any_numbers_tells_how_many_are_missing_and_who_is_there():
     told_ = [master.register_slave(0.0, register(member, 4, group="four"), peer(member))[1] for member in (9, 3)]
     answers = [decode(frame) for ((_, frame),) in told_]
     assert [(answer.missing, tuple(answer.present)) for answer in answers] == [(3, (9,)), (2, (3, 9))]
-    assert master.report(0.0)["missing"] == 2
+    assert report_of(master, 0.0)["missing"] == 2
     early = contribution(9, 1.0, key(group="four"))
     failures = told(master.contribute(0.0, master.membership.slaves[9], early, peer(9)))
     assert "the group is not open, it waits for 2 members besides [3, 9]" in failures[peer(9)].message
@@ -487,7 +488,7 @@ def test_a_failed_round_ends_in_the_state_failed():
 def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
     group = Group(2, opened=False)
     group.join(1)
-    assert group.master.report(0.0) == {
+    assert report_of(group.master, 0.0) == {
         "job": "job",
         "group": "world",
         "epoch": 0,
@@ -506,13 +507,13 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
     group.bring(1)
     group.now = 3.0
     group.bring(0, rows(1.0, 2.0), key("late"))
-    report = group.master.report(5.5)
+    report = report_of(group.master, 5.5)
     assert [slave["member"] for slave in report["members"]] == [0, 1]
     assert [slave["replicas"] for slave in report["members"]] == [2, 1]
     assert (report["missing"], report["rounds_done"], report["rounds_failed"]) == (0, 1, 0)
     assert report["waiting"] == [{"round": str(key("late")), "seconds": 2.5, "missing": [1]}]
     group.leave(1, "boom")
-    report = group.master.report(6.0)
+    report = report_of(group.master, 6.0)
     assert "member 1 (place 1) failed with boom" in report["lost"]
     assert (report["missing"], report["waiting"], report["rounds_failed"]) == (0, [], 1)
 

@@ -99,7 +99,7 @@ def test_a_connection_that_takes_the_number_of_another_begins_anew():
 def test_the_kernel_says_who_reads():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.setblocking(False)
+        ours.settimeout(0.0)
         assert writable([ours.fileno()]) == {ours.fileno()}
         with_room = True
         while with_room:
