@@ -84,7 +84,7 @@ class Service:
         self._shares: FairShare[tuple[bytes, bytes, Tenant]] = FairShare(self._dispatcher.account)
         try:
             self.endpoints = tuple(self._listener.bind(endpoint) for endpoint in config.bind)
-        except BindError:
+        except (BindError, ConfigurationError):
             self.close()
             raise
 

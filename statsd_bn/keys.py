@@ -250,13 +250,16 @@ def _load(path: Path, *, secret: bool) -> Mapping[str, Any]:
 def _read(path: Path, name: str) -> tuple[str, int]:
     """Returns a file's text and its mode; a pipe or a device is not waited for, and a huge file is not read."""
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                raise ConfigurationError(f"{name}: expected {path} to be a file, got a folder, a pipe or a device")
-            content = file.read(MAX_FILE_BYTES + 1)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            content = os.read(descriptor, MAX_FILE_BYTES + 1) if stat.S_ISREG(mode) else b""
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise ConfigurationError(f"{name}: cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise ConfigurationError(f"{name}: expected {path} to be a file, got a folder, a pipe or a device")
     if len(content) > MAX_FILE_BYTES:
         raise ConfigurationError(f"{name}: expected at most {MAX_FILE_BYTES} bytes in {path}, got more")
     try:

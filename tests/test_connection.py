@@ -92,9 +92,12 @@ def test_a_newcomer_to_an_elastic_job_may_have_a_number_beyond_those_it_began_wi
     assert member_from({}, world_size=4, member=7, policy="elastic").member == 7
 
 
-def test_without_an_endpoint_it_says_where_to_get_one(monkeypatch):
+def test_without_an_endpoint_and_a_server_of_this_user_it_says_so_at_once(monkeypatch, tmp_path):
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
-    with pytest.raises(ConfigurationError, match="start `python -m server`"):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(
+        ServerUnreachable, match=rf"no server of this user .* ipc://{tmp_path}/.*start `python -m server`"
+    ):
         client.connect()
 
 

@@ -251,13 +251,38 @@ def test_refused_connections_are_counted(service, keys, tmp_path):
     assert ask(service.endpoints[0], keys=load_client(secret(keys, "alice")))["refused_connections"] >= 3
 
 
-def test_an_unsound_folder_of_keys_changes_nothing(service, keys, caplog):
-    alice = load_client(secret(keys, "alice"))
-    (keys / "clients" / "bob.key").write_text("nonsense")
+def test_a_revocation_beside_a_file_that_is_not_sound_takes_effect(service, keys, caplog):
+    caplog.set_level("INFO", "statsd_bn.server")
+    generate(keys, ["carol"])
     service.reload()
-    wait_until(lambda: "the keys stay as they were" in caplog.text)
-    with join(service.endpoints[0], alice), join(service.endpoints[0], load_client(secret(keys, "bob")), job="other"):
-        assert len(names(service, alice)) == 2
+    wait_until(lambda: "lets in 3 keys" in caplog.text)
+    alice, bob, carol = (load_client(secret(keys, name)) for name in ("alice", "bob", "carol"))
+    endpoint = service.endpoints[0]
+    with join(endpoint, alice):
+        (keys / "clients" / "bob.key").unlink()
+        (keys / "clients" / "carol.key").write_text("nonsense")
+        (keys / "clients" / "copy.key").write_bytes((keys / "clients" / "alice.key").read_bytes())
+        os.mkfifo(keys / "clients" / "pipe.key")
+        service.reload()
+        wait_until(lambda: "lets in 1 keys from now on: alice" in caplog.text)
+        for revoked in (bob, carol):
+            assert isinstance(outcome(lambda who=revoked: ask(endpoint, keys=who)), AuthenticationRefused)
+        assert len(names(service, alice)) == 1
+    problems = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [re.search(r"a key is not let in: curve: .*?(\w+\.key)", problem)[1] for problem in problems] == [
+        "carol.key",
+        "copy.key",
+        "pipe.key",
+    ]
+
+
+def test_keys_that_cannot_be_listed_stay_as_they_were(service, keys, caplog):
+    alice = load_client(secret(keys, "alice"))
+    (keys / "clients").rename(keys / "former")
+    (keys / "clients").write_text("")
+    service.reload()
+    wait_until(lambda: "the keys stay as they were: curve: cannot list" in caplog.text)
+    assert names(service, alice) == []
 
 
 def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
@@ -355,7 +380,7 @@ def test_other_machines_may_reach_a_server_with_keys_without_a_warning(keys, tmp
 def test_an_open_server_warns_at_every_start(tmp_path, attempt):
     with Command(tmp_path, "--insecure", "--bind", "tcp://0.0.0.0:*") as command:
         assert attempt
-    assert "open to the network, without authentication" in command.log.read_text()
+    assert "whoever reaches it over the network can join any job" in command.log.read_text()
 
 
 def test_a_folder_without_keys_is_a_usage_error(tmp_path):

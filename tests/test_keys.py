@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from client import job_secret
 from client.environment import keys_from
 from server.__main__ import main
 from server.access import Access
@@ -103,6 +104,106 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"cannot write .*file"):
         generate(tmp_path / "file" / "keys")
+
+
+def test_the_secret_of_a_job_is_another_each_time_private_and_never_overwritten(tmp_path, capsys):
+    before = os.umask(0)
+    try:
+        assert [main(["secret", str(tmp_path / name)]) for name in ("a", "b", "a")] == [0, 0, 2]
+    finally:
+        os.umask(before)
+    secrets = [(tmp_path / name).read_text() for name in ("a", "b")]
+    assert len(set(secrets)) == 2
+    assert [mode(tmp_path / name) for name in ("a", "b")] == [0o600, 0o600]
+    said = capsys.readouterr()
+    assert said.out == f"wrote {tmp_path}/a\nwrote {tmp_path}/b\n"
+    assert "found" in said.err
+    assert not [one for one in secrets if one.strip() in said.out + said.err]
+
+
+@pytest.mark.parametrize(
+    ("environ", "problem"),
+    [
+        ({"STATSD_BN_SECRET": "short"}, "STATSD_BN_SECRET: expected at least 32 random letters.*got 5 letters"),
+        ({"STATSD_BN_SECRET": "changeme" * 8}, "got 64 letters, 7 different ones"),
+        ({"STATSD_BN_SECRET_FILE": "/nowhere/secret"}, "STATSD_BN_SECRET_FILE: cannot read /nowhere/secret"),
+        ({"STATSD_BN_SECRET_FILE": "/dev/zero"}, "STATSD_BN_SECRET_FILE: expected /dev/zero to be a file"),
+        ({"STATSD_BN_SECRET": KEY, "STATSD_BN_SECRET_IN_STORE": "1"}, "expected one of .*got several"),
+        ({"STATSD_BN_SECRET_IN_STORE": "0"}, "several nodes"),
+        ({}, "several nodes"),
+    ],
+)
+def test_a_secret_that_is_none_is_refused_and_not_quoted(environ, problem):
+    with pytest.raises(ConfigurationError, match=problem) as caught:
+        job_secret.given(environ)
+    assert "changeme" not in str(caught.value)
+
+
+def test_keys_follow_from_the_secret_and_the_job_and_fit_together():
+    server, member = job_secret.server_keys(KEY, "a"), job_secret.member_keys(KEY, "a")
+    assert (member.server, member.pair.public) == (server.pair.public, server.client_key)
+    for pair in (server.pair, member.pair):
+        assert zmq.curve_public(pair.secret.encode()).decode() == pair.public
+    others = [job_secret.member_keys(secret, job) for secret, job in ((KEY, "b"), (OTHER, "a"))]
+    publics = {
+        server.pair.public,
+        member.pair.public,
+        *(one.pair.public for one in others),
+        *(o.server for o in others),
+    }
+    assert len(publics) == 6
+    assert keys.parse_server(server.text(), "here") == server
+    assert not [secret for secret in (server.pair.secret, member.pair.secret) if secret in repr((server, member))]
+
+
+@pytest.mark.parametrize("folder_mode", [0o777, 0o1777, 0o775])
+def test_keys_are_not_written_where_others_can_write(tmp_path, folder_mode):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(folder_mode)
+    with pytest.raises(ConfigurationError, match=rf"to write to {folder}, got mode {folder_mode:04o}; chmod go-w"):
+        generate(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_keys_are_not_written_below_a_folder_where_others_could_replace_theirs(tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigurationError, match=rf"to write to {folder}, got mode 0777"):
+        generate(folder / "new" / "keys")
+    assert list(folder.iterdir()) == []
+    folder.chmod(0o1777)
+    generate(folder / "new" / "keys")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("name", ["", "clients", "secrets"])
+def test_keys_are_not_written_into_a_folder_of_somebody_else(tmp_path, name):
+    folder = tmp_path / "keys"
+    (folder / name).mkdir(parents=True)
+    os.chown(folder / name, 65_534, 65_534)
+    with pytest.raises(ConfigurationError, match=r"to belong to this user \(uid 0\), got uid 65534"):
+        generate(folder)
+    assert files(folder) == set()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge", "folder"])
+def test_what_is_no_file_of_keys_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "clients" / "odd.key"
+    path.parent.mkdir()
+    make = {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "huge": lambda: (path.touch(), os.truncate(path, 1 << 40)),
+        "folder": path.mkdir,
+    }
+    make[kind]()
+    expected = "at most 65536 bytes in" if kind == "huge" else "to be a file, got a folder, a pipe or a device"
+    with pytest.raises(ConfigurationError, match=expected):
+        keys.load_clients(tmp_path)
+    sound, problems = keys.load_sound_clients(tmp_path)
+    assert (sound, len(problems)) == ([], 1)
 
 
 def test_the_command_names_the_files_and_no_key(tmp_path, capsys):

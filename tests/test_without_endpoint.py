@@ -1,6 +1,7 @@
 """Joining without an endpoint: where the master listens, who hears of it, and what happens where there is none."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from client.meeting import Meeting, News
 from client.without_endpoint import binding, reached_by
 from launched import PROC, Launched
 from memory_members import in_threads, outcome
+from other_user import NOBODY, as_another_user, needs_another_user
 from server.__main__ import main
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
 from statsd_bn.private_folder import check_private
@@ -149,6 +151,42 @@ def test_on_one_node_the_master_listens_in_a_private_folder_without_keys(environ
     check_private(folder)
     assert (keys, who.member) == (None, 0)
     assert join(environ, 1)[:2] == (endpoint, None)
+
+
+STRANGER = """
+import client
+from client.launcher import MeetingPlace
+from client.meeting import Meeting
+from server.status import ask
+from statsd_bn.errors import StatsdBNError
+be_another_user()
+place = MeetingPlace("127.0.0.1", int(os.environ["MASTER_PORT"]))
+endpoint = Meeting(place, 1, 2, "job default/latest life", 20.0).hear().endpoint
+meeting._meetings = iter([0])
+for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, member=1, world_size=2), client.connect):
+    try:
+        print("IN", look())
+    except StatsdBNError as error:
+        print(type(error).__name__, error)
+"""
+
+
+@needs_another_user
+@with_proc
+def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(launch):
+    """The path is no secret: whoever reaches the store learns it. The folder is closed."""
+    port = free_port()
+    first, second = launch("go_on_after_member_0", 2, MASTER_PORT=port)
+    first.line("at the end")
+    known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    told = as_another_user(STRANGER, known)
+    assert len(told) == 3
+    for line in told[:2]:
+        assert re.match(rf"ServerUnreachable ipc://.* is closed to this user \(uid {NOBODY}\): the folder", line)
+    assert re.match(rf"ConfigurationError expected the folder .* to belong to this user \(uid {NOBODY}\)", told[2])
+    second.tell("go on")
+    second.line("covers 1")
+    assert (first.end(), second.end()) == (0, 0)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777])
