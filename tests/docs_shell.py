@@ -136,7 +136,9 @@ class Shell:
         if words[0].startswith("scripts/test"):  # which runs this very test
             check_script(words)
         elif words[:3] == ["python", "-m", "server"] and words[3:] and words[3] in COMMANDS:
-            self._finish([sys.executable, *map(self._reachable, words[1:])], environ)
+            self._finish(
+                [sys.executable, *map(self._reachable, words[1:])], {"STATSD_BN_BIND": self._endpoint, **environ}
+            )
         elif words[:3] == ["python", "-m", "server"]:
             self._serve(words[3:], environ)
         elif words[0] == "torchrun":
@@ -151,7 +153,7 @@ class Shell:
             raise AssertionError(WHAT_TO_DO.format(command=command))
 
     def _reachable(self, word: str) -> str:
-        return self._endpoint if re.fullmatch(r"tcp://.+:\d+", word) else word
+        return self._endpoint if re.fullmatch(r"tcp://.+:\d+|ipc://.+", word) else word
 
     def _launch(self, words: Words, environ: Mapping[str, str]) -> None:
         options = torchrun(words)
@@ -221,7 +223,7 @@ class Shell:
         return subprocess.Popen(
             command,
             cwd=folder or self._folder,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH, **environ},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "XDG_RUNTIME_DIR": str(self._folder), **environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
