@@ -86,22 +86,31 @@ def test_the_socket_that_a_killed_server_left_behind_is_replaced(path, serve):
     assert ask(f"ipc://{path}")["groups"] == []
 
 
-def test_of_servers_that_start_together_one_gets_the_path(path):
+def test_of_servers_that_start_together_one_gets_the_path(path, monkeypatch):
     """Each finds the socket of one that was killed; between `bind` and `listen` that of a new one looks the same."""
+    bound_first, never = threading.Event(), threading.Event()
+
+    def slow_bind(bound, path):
+        bound.bind(str(path))
+        bound_first.set()
+        never.wait(0.1)
+        bound.listen()
+
+    monkeypatch.setattr(ipc_path, "_bind", slow_bind)
     with socket.socket(socket.AF_UNIX) as former:
         former.bind(str(path))
     services, errors = [], []
-    together = threading.Barrier(8)
 
     def start():
-        together.wait()
         try:
             services.append(Service(Config((f"ipc://{path}",))))
         except BindError as error:
             errors.append(error)
 
     threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
+    threads[0].start()
+    assert bound_first.wait(20.0)
+    for thread in threads[1:]:
         thread.start()
     for thread in threads:
         thread.join(20.0)

@@ -230,6 +230,7 @@ def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(sta
     wait_until(lambda: has_ended(master))
     assert caplog.text.count("it is started again in 0.") == restarts.AT_MOST - restarts.AT_ONCE
     assert "was ended by SIGKILL; its members wait for it in vain" in caplog.messages[-1]
+    assert not Path(master.endpoint.removeprefix("ipc://")).parent.exists()
     assert master not in own_master._started
 
 
