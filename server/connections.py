@@ -1,15 +1,22 @@
 """Connections: what is connected to the server's socket, and the means to end one.
 
 ZeroMQ has no call to end a single connection, and tells neither whose it is nor how long it has been silent. It does
-tell its file descriptor, when it is accepted and with each message; shutting the descriptor down is, for ZeroMQ, a peer
-that has hung up. Whoever is cut off by mistake connects again by itself.
+tell its file descriptor, when it is accepted and with each message; by that the connection is ended, and for ZeroMQ the
+peer has hung up. Whoever is cut off by mistake connects again by itself.
 """
 
 import os
-import socket
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+
+from server.descriptors import hang_up
+from server.quota import Quota
+
+# How old a silent connection is before it counts as one: the first message of an honest one comes with it, but the
+# server may have other work first.
+SETTLING_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -18,72 +25,91 @@ class Connection:
 
     Attributes:
         socket: what the descriptor stood for, because numbers are used again.
-        heard: when it was accepted, or a sound message came that was no member's.
-        peer: its routing id, once a member has spoken over it; from then on it may be silent.
+        heard: when it was accepted, or a sound message came, or its member left.
+        has_spoken: whether a sound message has come.
+        peer: its routing id, while a member speaks over it; it may then be silent.
+        session: that member's.
         key: the public key that it was made with, once something has come over it.
     """
 
     socket: int
     heard: float
+    has_spoken: bool = False
     peer: bytes = b""
+    session: bytes = b""
     key: str = ""
 
 
 class Connections:
     """The connections by file descriptor.
 
-    Attributes:
-        members: the routing ids of those over which members have spoken.
-        ignored: the routing ids of those over which too much had to be refused lately.
-
     Args:
-        most_refusals: how much may be refused between two calls of `forgive`.
+        quota: how long they may be silent, and how many may be.
+        most_of_key: how many one key may have.
+
+    Attributes:
+        members: the routing ids of those over which members speak.
     """
 
-    def __init__(self, most_refusals: int) -> None:
+    def __init__(self, quota: Quota, most_of_key: int) -> None:
         self.members: set[bytes] = set()
-        self.ignored: set[bytes] = set()
-        self._most_refusals = most_refusals
-        self._refusals: dict[bytes, int] = defaultdict(int)
+        self._quota = quota
+        self._most_of_key = most_of_key
+        self._of_key: Counter[str] = Counter()
         self._connections: dict[int, Connection] = {}
 
     def accepted(self, now: float, descriptor: int) -> None:
         """Takes note of a new connection."""
         self.ended(descriptor)
         with suppress(OSError):
-            self._connections[descriptor] = Connection(os.fstat(descriptor).st_ino, now)
+            connection = Connection(os.fstat(descriptor).st_ino, now)
+            self._connections[descriptor] = connection
+            self._of_key[connection.key] += 1
 
     def ended(self, descriptor: int) -> None:
         """Takes note of the end of a connection."""
-        if former := self._connections.pop(descriptor, None):
-            self.members.discard(former.peer)
+        self._forget(descriptor)
 
-    def heard(self, now: float, descriptor: int, key: str, member: bytes = b"") -> None:
-        """Takes note of a message; `member` is the routing id if a member has sent it."""
-        if connection := self._connections.get(descriptor):
-            connection.heard, connection.key = now, key
-            if member:
-                # A frame may be read after its connection has ended, and its number then stands for another.
+    def heard(self, now: float, descriptor: int, key: str, peer: bytes = b"", session: bytes = b"") -> bool:
+        """Takes note of a sound message; of its sender's routing id and session, if that is a member.
+
+        Returns:
+            Whether its key may have this connection.
+        """
+        connection = self._connections.get(descriptor)
+        if connection is None:
+            return True
+        connection.heard, connection.has_spoken = now, True
+        # A frame may be read after its connection has ended, and its number then stands for another.
+        self._of_key[connection.key] -= 1
+        self._of_key[key] += 1
+        connection.key = key
+        if session:
+            self.members.discard(connection.peer)
+            connection.peer, connection.session = peer, session
+            self.members.add(peer)
+        return not key or self._of_key[key] <= self._most_of_key
+
+    def leave(self, now: float, has_seat: Callable[[bytes], bool]) -> None:
+        """Takes note of those whose member has no seat any more; they may be silent as long as any other from now on.
+
+        Where another member speaks over it as well, its next message makes the connection a member's again.
+        """
+        for connection in self._connections.values():
+            if connection.peer and not has_seat(connection.session):
                 self.members.discard(connection.peer)
-                connection.peer = member
-                self.members.add(member)
+                connection.heard, connection.peer, connection.session = now, b"", b""
 
-    def refused(self, peer: bytes) -> bool:
-        """Takes note of a message that was refused, from no member; returns whether that was one too many."""
-        self._refusals[peer] += 1
-        is_flooding = self._refusals[peer] > self._most_refusals
-        if is_flooding:
-            self.ignored.add(peer)
-        return is_flooding
-
-    def forgive(self) -> None:
-        """Forgets what was refused."""
-        self.ignored.clear()
-        self._refusals.clear()
-
-    def idle(self, since: float) -> list[int]:
-        """Returns the connections that nothing has come over since a time, nor ever anything of a member."""
-        return [number for number, one in self._connections.items() if one.heard < since and not one.peer]
+    def overdue(self, now: float) -> list[int]:
+        """Returns the connections of no member that have been silent for too long, or are too many."""
+        spoke_before, silent_before = now - self._quota.idle_seconds, now - self._quota.silent_seconds
+        others = [(number, one) for number, one in self._connections.items() if not one.peer]
+        idle = [number for number, one in others if one.has_spoken and one.heard < spoke_before]
+        # They stand in the order in which they came.
+        silent = [number for number, one in others if not one.has_spoken and one.heard < now - SETTLING_SECONDS]
+        late = [number for number in silent if self._connections[number].heard < silent_before]
+        too_many = silent[: max(0, len(silent) - self._quota.max_silent)]
+        return idle + max(late, too_many, key=len)
 
     def of_others(self, keys: set[str]) -> list[int]:
         """Returns the connections that were made with keys other than these."""
@@ -91,20 +117,16 @@ class Connections:
 
     def cut(self, descriptor: int) -> None:
         """Ends a connection; ZeroMQ notices and closes it."""
-        connection = self._connections.pop(descriptor, None)
+        connection = self._forget(descriptor)
         if connection is None:
             return
-        self.members.discard(connection.peer)
         with suppress(OSError):
             if os.fstat(descriptor).st_ino == connection.socket:
-                _shut_down(os.dup(descriptor))
+                hang_up(descriptor)
 
-
-def _shut_down(descriptor: int) -> None:
-    try:
-        found = socket.socket(fileno=descriptor)
-    except OSError:
-        os.close(descriptor)
-        raise
-    with found:
-        found.shutdown(socket.SHUT_RDWR)
+    def _forget(self, descriptor: int) -> Connection | None:
+        connection = self._connections.pop(descriptor, None)
+        if connection:
+            self.members.discard(connection.peer)
+            self._of_key[connection.key] -= 1
+        return connection

@@ -132,12 +132,21 @@ class Dispatcher:
         """What is kept."""
         return self._budget.account
 
-    def is_from_a_member(self, frame: bytes) -> bool:
-        """Returns whether a frame names a session that has a seat."""
+    def member_of(self, frame: bytes) -> bytes:
+        """Returns the session that a frame names if it has a seat; else nothing."""
         try:
-            return getattr(decode_request(frame), "session", None) in self._registry.seats
+            session: bytes = getattr(decode_request(frame), "session", b"")
         except ProtocolError:
-            return False
+            return b""
+        return session if self.has_seat(session) else b""
+
+    def has_seat(self, session: bytes) -> bool:
+        """Returns whether a session has a seat."""
+        return session in self._registry.seats
+
+    def exceeded(self, text: str, limit: int, what: str) -> LimitExceeded:
+        """Counts a refusal for want of room, and returns its error."""
+        return self._budget.exceeded(text, limit, what)
 
     def expel(self, now: float, access: Access) -> list[Reply]:
         """Takes those for lost whose keys are no longer let in, or no longer for their job."""

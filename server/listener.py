@@ -1,12 +1,16 @@
 """Listener: the server's ROUTER socket, how it is set up, and what it leaves on disk."""
 
+import resource
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 
-from server import ipc_path
+from server import ipc_path, unpredictable
+from server.gate import Gate
 from server.keygen import check_curve
 from server.quota import Quota
+from server.routing_ids import Counted
 from server.zap import DOMAIN, Gatekeeper
 from statsd_bn import keys, limits
 from statsd_bn.errors import BindError
@@ -24,9 +28,20 @@ RECEIVE_HIGH_WATER_MARK = 4
 # How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
 
+# Connections that wait to be accepted: after a restart all members come at once, and TCP tries one that finds no room
+# again only after a second.
+BACKLOG = 4096
+
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+# Where ZeroMQ's count is asked for; nobody outside this process reaches it.
+_OWN_ENDPOINT = "inproc://statsd_bn.count"
+
+# What the server is told of.
+EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
 
 
 class Listener:
@@ -35,11 +50,12 @@ class Listener:
     Args:
         quota: what bounds it.
         pair: the server's keys, if clients need keys.
-        is_let_in: says whether a client may come in, by its public key; asked in a thread of its own.
+        is_let_in: says whether a client may come in, by its public key, or the empty one; asked in another thread.
 
     Attributes:
         socket: the ROUTER.
         monitor: tells what happens to its connections.
+        most_of_key: how many connections one key may have.
 
     Raises:
         ConfigurationError: there are to be keys, and this ZeroMQ was built without them.
@@ -48,12 +64,16 @@ class Listener:
     def __init__(self, quota: Quota, pair: keys.Pair | None, is_let_in: Callable[[str], bool]) -> None:
         if pair:
             check_curve()
+        unpredictable.seed()
         self._context = zmq.Context()
         self._files: list[ipc_path.SocketFile] = []
         self.socket = self._context.socket(zmq.ROUTER)
+        self.most_of_key = _most_of_key(quota)
+        at_once = self.most_of_key if pair else quota.max_new_connections
         # Before anything is bound, so that nobody comes in unasked.
-        self._gatekeeper = Gatekeeper(self._context, is_let_in) if pair else None
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+        self._gatekeeper = Gatekeeper(self._context, is_let_in, Gate(at_once, quota.connections_per_second))
+        self._counted = Counted(self._first_counted())
+        self.monitor = self.socket.get_monitor_socket(EVENTS)
         self._configure(quota)
         if pair:
             self._require_keys(pair)
@@ -79,6 +99,14 @@ class Listener:
             self._files.append(file)
         return bound
 
+    def open(self) -> None:
+        """Lets connections in; to be called when everything is bound."""
+        self._gatekeeper.open()
+
+    def has_given(self, routing_id: bytes, frame: zmq.Frame) -> bool:
+        """Returns whether the peer that has sent a frame has its routing id from here, and has not set it itself."""
+        return routing_id == _given(frame) or self._counted.holds(routing_id, self._gatekeeper.admitted)
+
     def close(self) -> None:
         """Closes everything; answers under way have a moment to leave."""
         while self._files:
@@ -87,18 +115,22 @@ class Listener:
         self.monitor.close(linger=0)
         self.socket.close(linger=LINGER_MILLISECONDS)
         self._context.term()
-        if self._gatekeeper:
-            self._gatekeeper.join()
+        self._gatekeeper.join()
 
     def _configure(self, quota: Quota) -> None:
-        # Without MANDATORY a ROUTER drops answers to unknown peers silently; without HANDOVER the routing
-        # id of a frozen connection is never released.
+        # Without MANDATORY a ROUTER drops answers to unknown peers silently; with HANDOVER a peer takes another's
+        # routing id over, and its answers.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        # ZeroMQ then asks the gatekeeper without keys too, and refuses peers of ZMTP 1 and 2, of whom it cannot ask.
+        self.socket.zap_domain = DOMAIN
+        # Without it ZeroMQ lets everybody in when the gatekeeper is not there.
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self.socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         self.socket.setsockopt(zmq.RCVTIMEO, int(LOOK_SECONDS * 1000))
         self.socket.setsockopt(zmq.SNDHWM, quota.max_unread)
         self.socket.setsockopt(zmq.RCVHWM, min(quota.max_unread, RECEIVE_HIGH_WATER_MARK))
+        self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(quota.handshake_seconds * 1000))
         for option, value in KEEPALIVE.items():
             self.socket.setsockopt(option, value)
@@ -107,8 +139,26 @@ class Listener:
         self.socket.curve_server = True
         self.socket.curve_publickey = pair.public.encode()
         self.socket.curve_secretkey = pair.secret.encode()
-        self.socket.zap_domain = DOMAIN
-        # Without it ZeroMQ lets everybody in when the gatekeeper is not there.
-        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        # Nobody is to take another's answers over by its routing id.
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+
+    def _first_counted(self) -> bytes:
+        """Returns a routing id of ZeroMQ's count, before anybody else has one."""
+        self.socket.bind(_OWN_ENDPOINT)
+        with self._context.socket(zmq.DEALER) as own:
+            own.connect(_OWN_ENDPOINT)
+            own.send(b"")
+            routing_id, _ = self.socket.recv_multipart()
+        self.socket.unbind(_OWN_ENDPOINT)
+        return routing_id
+
+
+def _given(frame: zmq.Frame) -> bytes:
+    """Returns the routing id that the gatekeeper has given a frame's connection."""
+    with suppress(zmq.ZMQError):
+        return str(frame.get("Identity")).encode()
+    return b""
+
+
+def _most_of_key(quota: Quota) -> int:
+    """Returns how many connections a key may have: no more than half of what this process may open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return quota.max_key_connections if most < 0 else min(quota.max_key_connections, max(1, most // 2))

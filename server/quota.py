@@ -68,14 +68,47 @@ class Quota:
     max_refusals: int = _option(
         limits.MAX_GROUPS,
         2**20,
-        "messages refused on one connection in a quarter of a second, before it is closed if no member has spoken over "
-        "it; after a restart a member in every group there may be needs as many",
+        "messages refused on one connection in a quarter of a second, before it is closed; after a restart a member in "
+        "every group there may be needs as many",
+    )
+    max_bad_frames: int = _option(
+        16,
+        2**20,
+        "messages on one connection in ten seconds that make no sense, before it is closed; no member sends any",
+    )
+    max_refused_seconds: float = _option(
+        0.1,
+        86_400.0,
+        "processor time in a quarter of a second for what is refused on one connection, before it is closed; a message "
+        "of the largest size takes a hundredth of a second",
+        least=0.001,
     )
     handshake_seconds: float = _option(
         10.0, 30.0, "time for a connection's handshake; it takes milliseconds, over a bad network a second", least=0.1
     )
-    idle_seconds: float = _option(
-        60.0, 86_400.0, "time that a connection may be silent over which no member has spoken yet", least=0.1
+    idle_seconds: float = _option(60.0, 86_400.0, "time that a connection may be silent that is no member's", least=0.1)
+    silent_seconds: float = _option(
+        10.0, 86_400.0, "time that a connection may take until it says something; clients speak at once", least=0.1
+    )
+    max_silent: int = _option(
+        256,
+        2**20,
+        "connections that have said nothing for a second; the oldest beyond are closed, and clients connect again",
+    )
+    max_new_connections: int = _option(
+        4096,
+        2**20,
+        "connections that may come at once to a server without keys: 1,365 members that come back after a restart, with "
+        "3 each; a stranger who takes them all ends the server once in a thousand times",
+    )
+    connections_per_second: float = _option(
+        20.0, 2**20, "connections that may come each second from then on; with keys for each key", least=0.01
+    )
+    max_key_connections: int = _option(
+        3 * limits.MAX_MEMBERS,
+        2**20,
+        "connections that one key may have, and never more than half of the files that the server may open; a member "
+        "needs 3",
     )
 
     silence_seconds: float = _option(
@@ -112,6 +145,7 @@ class Tally:
         refused_connections: handshakes that failed, for want of a known key or of any sense.
         idle_connections: connections closed because no member spoke over them.
         flooding_connections: connections closed because too much had to be refused.
+        claimed_routing_ids: connections closed because they had set their routing id.
         dropped_answers: answers to peers that did not read, or had gone.
         forged_results: aggregates that members told of after a restart and that this server had not made.
         dropped_messages: messages for which there was no time, because others had a right to it.
@@ -122,6 +156,7 @@ class Tally:
     refused_connections: int = 0
     idle_connections: int = 0
     flooding_connections: int = 0
+    claimed_routing_ids: int = 0
     dropped_answers: int = 0
     forged_results: int = 0
     dropped_messages: int = 0

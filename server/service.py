@@ -24,15 +24,17 @@ from server import access, exposure, key_source, seal_key
 from server.access import ANYBODY, Access, Tenant
 from server.config import Config
 from server.connections import Connections
+from server.descriptors import let_no_reset_through
 from server.dispatcher import Dispatcher
 from server.fair_share import FairShare
 from server.listener import LOOK_SECONDS, Listener
 from server.parent import RETURN_SECONDS, Parent
 from server.probing import Probing
+from server.refusals import Refusals
 from server.rounds import Reply, failure
 from server.unread import Unread
 from statsd_bn import limits
-from statsd_bn.errors import BindError, ConfigurationError, LimitExceeded
+from statsd_bn.errors import BindError, ConfigurationError, ProtocolError, StatsdBNError
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -67,10 +69,10 @@ class Service:
         if config.curve:
             pair, clients = key_source.load(config.curve)
             self._access = Access(clients)
-        self._quota = config.quota
         self._listener = Listener(config.quota, pair, self._is_let_in)
         self._socket, self._monitor = self._listener.socket, self._listener.monitor
-        self._connections = Connections(config.quota.max_refusals)
+        self._connections = Connections(config.quota, self._listener.most_of_key)
+        self._refusals = Refusals(config.quota)
         self._doomed: list[int] = []
         self._has_disconnected = False
         self._probing = Probing()
@@ -87,6 +89,9 @@ class Service:
         except (BindError, ConfigurationError):
             self.close()
             raise
+        # Resets are to be kept out before anybody is let in.
+        self._read_monitor()
+        self._listener.open()
 
     def __enter__(self) -> Self:
         return self
@@ -151,7 +156,7 @@ class Service:
             self._close_connections()
             self._doomed += self._unread.late()
             self._dispatcher.tally.dropped_messages = self._shares.dropped
-            self._connections.forgive()
+            self._refusals.forgive(time.monotonic())
             self._next_tick = time.monotonic() + TICK_SECONDS
         if self._parent and self._is_needed_no_more(self._parent):
             self.stop()
@@ -161,7 +166,12 @@ class Service:
         return parent.needs_no_server(time.monotonic(), has_members=has_members, has_had_members=has_had_members)
 
     def _is_let_in(self, key: str) -> bool:
-        return self._access is not None and self._access.tenant(key) is not None
+        return self._tenant(key) is not None
+
+    def _tenant(self, key: str) -> Tenant | None:
+        if self._access is None:
+            return None if key else ANYBODY
+        return self._access.tenant(key)
 
     def _reload(self) -> None:
         """Reads the public keys again, and takes out whoever would not be let in any more.
@@ -192,7 +202,7 @@ class Service:
         part = self._socket.recv(copy=False)
         if part.more:
             self._socket.recv_multipart()
-        if peer in self._connections.ignored:
+        if peer in self._refusals.ignored:
             return
         if peer not in self._unread:
             self._unread.meet(peer, _descriptor(part))
@@ -202,6 +212,9 @@ class Service:
         if tenant is None:
             self._send([(peer, failure(access.revoked()))])
             self._doomed.append(_descriptor(part))
+            return
+        if peer not in self._connections.members and not self._listener.has_given(peer, part):
+            self._end_claim(peer)
             return
         now, payer = time.monotonic(), self._dispatcher.payer(frame, tenant)
         if self._shares.may_go(now, payer, peer):
@@ -217,46 +230,60 @@ class Service:
         if turn is None:
             return False
         payer, (peer, frame, tenant) = turn
-        self._process(now, peer, frame, tenant)
+        if peer not in self._refusals.ignored:
+            self._process(now, peer, frame, tenant)
         self._shares.took(payer, time.monotonic() - now)
         return True
 
     def _process(self, now: float, peer: bytes, frame: bytes, tenant: Tenant) -> None:
-        refused_before = self._dispatcher.refused
-        self._send(self._dispatcher.receive(now, peer, frame, tenant))
-        if peer in self._connections.members:
-            return
-        # What is refused costs no more for this, and does not keep its connection open.
-        if self._dispatcher.refused == refused_before:
-            self._get_to_know(peer, frame, tenant, self._unread.descriptor(peer))
-        elif self._connections.refused(peer):
-            self._end_flood(peer, self._unread.descriptor(peer))
+        is_known = peer in self._connections.members
+        refused_before, bad_before = self._dispatcher.refused, self._dispatcher.bad_frames
+        # What members are refused is counted only: this clock would cost each of their rounds a hundredth.
+        began = 0.0 if is_known else time.thread_time()
+        replies = self._dispatcher.receive(now, peer, frame, tenant)
+        spent = 0.0 if is_known else time.thread_time() - began
+        self._send(replies)
+        # What is refused does not keep its connection open.
+        if self._dispatcher.refused != refused_before:
+            if excess := self._refusals.add(peer, spent, is_bad=self._dispatcher.bad_frames != bad_before):
+                self._dispatcher.tally.flooding_connections += 1
+                self._end(peer, excess)
+        elif not is_known:
+            self._get_to_know(peer, frame, tenant)
 
-    def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant, descriptor: int) -> None:
+    def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant) -> None:
         """Takes note of a connection that something sound has come over, perhaps from a member."""
         # It was told of before anything could come.
         self._read_monitor()
-        is_member = self._dispatcher.is_from_a_member(frame)
-        self._connections.heard(time.monotonic(), descriptor, tenant.key, peer if is_member else b"")
+        session, descriptor = self._dispatcher.member_of(frame), self._unread.descriptor(peer)
+        if not self._connections.heard(time.monotonic(), descriptor, tenant.key, peer, session):
+            most = self._listener.most_of_key
+            text = f"expected at most {most} connections with the key of {tenant.name!r}, got more; this one ends"
+            self._end(peer, self._dispatcher.exceeded(text, most, "connections of a key"))
 
-    def _end_flood(self, peer: bytes, descriptor: int) -> None:
-        """Tells a peer that too much of what it says is refused; its connection is ended at the next look."""
-        most = self._quota.max_refusals
-        text = f"expected at most {most} messages in {TICK_SECONDS:g} s that are refused, got more; the connection ends"
-        logger.warning("peer %s: %s", peer.hex(), text)
-        self._dispatcher.tally.flooding_connections += 1
-        self._send([(peer, failure(LimitExceeded(text, limit=most, what="refused messages")))])
-        self._doomed.append(descriptor)
+    def _end_claim(self, peer: bytes) -> None:
+        """Tells a peer that it must not set its routing id: ZeroMQ may not survive two of a kind."""
+        self._dispatcher.tally.claimed_routing_ids += 1
+        self._end(peer, ProtocolError("expected a socket that sets no routing id, got one that does"))
+
+    def _end(self, peer: bytes, error: StatsdBNError) -> None:
+        """Tells a peer why its connection ends, which it does at the next look, and listens to it no more."""
+        logger.warning("peer %s: %s", peer.hex(), error)
+        self._send([(peer, failure(error))])
+        self._refusals.ignore(time.monotonic(), peer)
+        self._doomed.append(self._unread.descriptor(peer))
 
     def _cut_doomed(self) -> None:
-        """Ends the connections with a revoked key, or with a flood, which have been told by now."""
+        """Ends the connections that have been told why by now."""
         for descriptor in self._doomed:
             self._connections.cut(descriptor)
         self._doomed.clear()
 
     def _close_connections(self) -> None:
-        """Ends those over which no member speaks."""
-        for descriptor in self._connections.idle(time.monotonic() - self._quota.idle_seconds):
+        """Ends those over which no member speaks, or nobody."""
+        now = time.monotonic()
+        self._connections.leave(now, self._dispatcher.has_seat)
+        for descriptor in self._connections.overdue(now):
             self._dispatcher.tally.idle_connections += 1
             self._connections.cut(descriptor)
 
@@ -270,7 +297,11 @@ class Service:
                 self._happened(int(told["event"]), int(told["value"]))
 
     def _happened(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_ACCEPTED:
+        if event == zmq.EVENT_LISTENING:
+            let_no_reset_through(value)
+        elif event == zmq.EVENT_ACCEPTED:
+            # It may have been accepted before the listening socket was taken care of.
+            let_no_reset_through(value)
             self._connections.accepted(time.monotonic(), value)
             self._unread.ended(value)
         elif event == zmq.EVENT_DISCONNECTED:

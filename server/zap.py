@@ -1,4 +1,4 @@
-"""ZAP: answers ZeroMQ's question whether a key is let in (RFC 27).
+"""ZAP: answers ZeroMQ's question whether a connection is let in (RFC 27), and names it.
 
 ZeroMQ asks at each handshake, over a socket inside this process, and the handshake waits for the answer; so a thread of
 its own gives it at once, however busy the server's loop is.
@@ -6,18 +6,23 @@ its own gives it at once, however busy the server's loop is.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import zmq
 from zmq.utils import z85
+
+from server import routing_ids
+from server.access import ANYBODY
+from server.gate import Gate
 
 logger = logging.getLogger("statsd_bn.server")
 
 ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"statsd_bn"
 
-# What follows a request's version and number: domain, address, routing id, mechanism and the key.
-_FIELDS = 5
+# What follows a request's version and number: domain, address, routing id and mechanism, and with CURVE the key.
+_FIELDS = 4
 _KEY_BYTES = 32
 
 
@@ -26,40 +31,60 @@ class Gatekeeper:
 
     Args:
         context: whose handshakes it answers.
-        is_allowed: whether a public key is let in; called from the thread.
+        is_allowed: whether a public key is let in, or whoever has none, by the empty one; called from the thread.
+        gate: how many may come.
+
+    Attributes:
+        admitted: how many have been let in so far.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], is_allowed: Callable[[str], bool]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], is_allowed: Callable[[str], bool], gate: Gate) -> None:
+        self.admitted = 0
         self._is_allowed = is_allowed
+        self._gate = gate
+        self._is_open = threading.Event()
         self._socket = context.socket(zmq.REP)
         self._socket.bind(ENDPOINT)
         self._thread = threading.Thread(target=self._run, name="statsd_bn gatekeeper", daemon=True)
         self._thread.start()
 
+    def open(self) -> None:
+        """Begins to answer; whoever has come before has waited."""
+        self._is_open.set()
+
     def join(self) -> None:
         """Waits until the thread has ended, which it does when its context is terminated."""
+        self._is_open.set()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             while True:
-                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+                request = self._socket.recv_multipart()
+                self._is_open.wait()
+                self._socket.send_multipart(self._answer(request))
         except zmq.ContextTerminated:
             self._socket.close(linger=0)
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         version, number, *fields = request
         key = _key(fields)
-        if key and self._is_allowed(key):
-            # What is behind the text becomes the User-Id of each message of the connection.
-            return [version, number, b"200", b"OK", key.encode(), b""]
-        address = fields[1].decode("ascii", "replace") if len(fields) > 1 else "?"
-        logger.info("refused a connection from %s: unknown key %s", address, key or "(none)")
-        return [version, number, b"400", b"unknown key", b"", b""]
+        if key is None or not self._is_allowed(key):
+            address = fields[1].decode("ascii", "replace") if len(fields) > 1 else "?"
+            logger.info("refused a connection from %s: unknown key %s", address, key or "(none)")
+            return [version, number, b"400", b"unknown key", b"", b""]
+        if not self._gate.admits(time.monotonic(), key):
+            # ZeroMQ then says nothing; the client tries again after the time for a handshake.
+            return [version, number, b"300", b"too many new connections", b"", b""]
+        self.admitted += 1
+        # What is behind the text becomes the User-Id of each message of the connection.
+        return [version, number, b"200", b"OK", key.encode(), routing_ids.metadata(routing_ids.new())]
 
 
-def _key(fields: list[bytes]) -> str:
-    """Returns the public key that a client has shown that it has the secret of, or nothing."""
-    if len(fields) != _FIELDS or fields[3] != b"CURVE" or len(fields[4]) != _KEY_BYTES:
-        return ""
+def _key(fields: list[bytes]) -> str | None:
+    """Returns the public key that a client has shown that it has the secret of; None if there is no sense in it."""
+    if fields[_FIELDS - 1 :] == [b"NULL"]:
+        return ANYBODY.key
+    if len(fields) != _FIELDS + 1 or fields[3] != b"CURVE" or len(fields[4]) != _KEY_BYTES:
+        return None
     return z85.encode(fields[4]).decode("ascii")

@@ -23,14 +23,16 @@ from server import Config, Service
 from server.access import ANYBODY
 from server.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, ROUND_BYTES
 from server.config import from_arguments, parser
-from server.connections import Connections
+from server.connections import SETTLING_SECONDS, Connections
 from server.dispatcher import Dispatcher
+from server.gate import Gate
 from server.quota import Quota
+from server.refusals import MEMORY_SECONDS, Refusals
 from server.status import ask, describe
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, LimitExceeded
 from statsd_bn.members import Members
-from statsd_bn.messages import Failure, Heartbeat, Leave, Message, Result, StatusRequest
+from statsd_bn.messages import Failure, Heartbeat, Leave, Message, Result, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from strategies import contribution, key, register, rows, session_of
 
@@ -335,7 +337,7 @@ def test_a_handshake_that_does_not_end_is_ended(serve):
 
 
 def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(serve, dial):
-    service = serve(idle_seconds=0.5, max_refusals=2**20)
+    service = serve(idle_seconds=0.5, silent_seconds=0.5, max_refusals=2**20, max_bad_frames=2**20)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqTransport(service.endpoints[0]), who) as member:
         # The member may have its answer before the server has noted whose connection it is.
@@ -361,15 +363,15 @@ def test_a_member_that_has_gone_leaves_nothing_behind(serve):
 
 
 def test_a_frame_that_is_read_after_the_end_of_its_connection_leaves_nothing_behind():
-    connections = Connections(most_refusals=1)
+    connections = Connections(Quota(), most_of_key=1)
     with socket.socket() as open_one:
         number = open_one.fileno()
         connections.accepted(0.0, number)
-        connections.heard(0.0, number, "", b"one")
+        connections.heard(0.0, number, "", b"one", b"session")
         connections.ended(number)
         connections.accepted(1.0, number)
-        connections.heard(1.0, number, "", b"one")
-        connections.heard(1.0, number, "", b"other")
+        connections.heard(1.0, number, "", b"one", b"session")
+        connections.heard(1.0, number, "", b"other", b"session")
         assert connections.members == {b"other"}
         connections.ended(number)
     assert connections.members == set()
@@ -403,7 +405,7 @@ def test_who_does_not_read_loses_answers_and_the_server_keeps_few(serve, dial):
 def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog):
     """Without a bound what waits would take 30 MB."""
     caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest keeps what is logged
-    service = serve(max_unread=2, max_refusals=2**20)
+    service = serve(max_unread=2, max_refusals=2**20, max_refused_seconds=86_400.0)
     stranger = dial(service)
     stranger.sndtimeo = int(WAIT_SECONDS * 1000)
     long = "n" * limits.MAX_NAME_BYTES
@@ -446,28 +448,164 @@ def test_a_connection_over_which_too_much_is_refused_is_told_so_and_ended(serve,
     assert report["strangers"] == codes.count("unknown_session") < 100
 
 
-def test_over_a_members_connection_anything_may_be_refused(serve, dial):
-    service = serve(max_refusals=5)
+def test_over_a_members_connection_no_more_may_be_refused_than_over_any_other(serve, dial):
+    service = serve(max_bad_frames=5)
     member = dial(service)
-    frames = [encode(register(0, 1)), *[b"garbage"] * 100, encode(StatusRequest())]
-    for frame in frames:
+    for frame in [encode(register(0, 1)), *[b"garbage"] * 100, encode(StatusRequest())]:
         member.send(frame)
-    answers = []
-    for _ in frames:
+    codes = []
+    while "limit" not in codes:
+        assert member.poll(WAIT_SECONDS * 1000)
+        codes.append(getattr(decode(member.recv()), "code", ""))
+    assert codes.count("protocol") == 6
+    report = ask(service.endpoints[0])
+    assert (report["bad_frames"], report["flooding_connections"]) == (6, 1)
+
+
+def test_messages_that_cost_much_to_refuse_are_weighed(serve, dial):
+    """Each took a quarter of a second: an array of a million empty ones is built before it is seen to be senseless."""
+    service = serve()
+    stranger = dial(service)
+    body = b"\xdd" + (2**20 - 5).to_bytes(4) + b"\x90" * (2**20 - 5)
+    frame = encode(StatusRequest())[:4] + len(body).to_bytes(4, "little") + body
+    for _ in range(27):
+        stranger.send(frame)
+    codes = []
+    while "limit" not in codes:
+        assert stranger.poll(WAIT_SECONDS * 1000)
+        codes.append(decode(stranger.recv()).code)
+    assert told(service, "bad_frames") == codes.count("protocol") < 27
+
+
+def test_a_member_may_be_refused_once_for_each_group_after_a_restart(serve, dial):
+    service = serve()
+    member = dial(service)
+    member.send(encode(register(0, 1)))
+    for number in range(1000):
+        member.send(encode(Heartbeat(number.to_bytes(limits.TOKEN_BYTES))))
+    member.send(encode(StatusRequest()))
+    answers: list[Any] = []
+    while not isinstance(answers and answers[-1], Status):
         assert member.poll(WAIT_SECONDS * 1000)
         answers.append(decode(member.recv()))
-    assert answers[-1].report["bad_frames"] == 100
     assert answers[-1].report["flooding_connections"] == 0
 
 
-def test_what_was_refused_is_forgiven_after_a_while():
-    connections = Connections(most_refusals=2)
+def test_a_connection_whose_member_has_left_is_ended_like_any_other(serve, dial):
+    service = serve(idle_seconds=0.5)
+    former = dial(service)
+    with former.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        former.send(encode(register(0, 1)))
+        former.send(encode(Leave(session_of(0), "")))
+        assert monitor.poll(WAIT_SECONDS * 1000), "not ended"
+        former.disable_monitor()
+    assert told(service, "idle_connections") >= 1
+
+
+@pytest.mark.parametrize(
+    ("quota", "frames"),
+    [
+        ({"max_refusals": 2}, [(0.0, False)] * 3),
+        ({"max_bad_frames": 2}, [(0.0, True)] * 3),
+        ({"max_refused_seconds": 0.5}, [(0.2, False), (0.2, True), (0.2, False)]),
+    ],
+)
+def test_what_is_refused_is_counted_and_weighed(quota, frames):
+    refusals = Refusals(Quota(**quota))
+    errors = [refusals.add(b"one", seconds, is_bad=is_bad) for seconds, is_bad in frames]
+    assert errors[:-1] == [None, None]
+    assert isinstance(errors[-1], LimitExceeded)
+    assert refusals.add(b"other", 0.01, is_bad=True) is None
+
+
+def test_what_was_refused_is_forgiven_after_a_while_and_what_made_no_sense_later():
+    refusals = Refusals(Quota(max_refusals=2, max_bad_frames=3))
+    for turn in range(3):
+        assert refusals.add(b"one", 0.0, is_bad=True) is None
+        refusals.forgive(turn * 0.25)
+    assert isinstance(refusals.add(b"one", 0.0, is_bad=True), LimitExceeded)
+    refusals.forgive(MEMORY_SECONDS)
+    assert refusals.add(b"one", 0.0, is_bad=True) is None
+
+
+def test_a_connection_that_is_being_ended_is_ignored_until_all_has_been_read_that_had_come():
+    refusals = Refusals(Quota())
+    refusals.ignore(1.0, b"one")
+    refusals.forgive(1.0 + MEMORY_SECONDS / 2)
+    assert b"one" in refusals.ignored
+    refusals.forgive(1.0 + MEMORY_SECONDS)
+    assert b"one" not in refusals.ignored
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[..., tuple[Connections, list[int]]]]:
+    """Connections, one accepted each second from 0 on."""
+    with ExitStack() as stack:
+
+        def make(n: int, most_of_key: int = 100, **quota: float) -> tuple[Connections, list[int]]:
+            connections = Connections(Quota(**quota), most_of_key)
+            numbers = [stack.enter_context(socket.socket()).fileno() for _ in range(n)]
+            for second, number in enumerate(numbers):
+                connections.accepted(float(second), number)
+            return connections, numbers
+
+        yield make
+
+
+def test_a_connection_that_says_nothing_is_overdue_sooner_than_one_that_has_spoken(connected):
+    connections, (silent, speaker, member) = connected(3, idle_seconds=60.0, silent_seconds=10.0)
+    connections.heard(2.0, speaker, "")
+    connections.heard(2.0, member, "", b"peer", b"session")
+    assert connections.overdue(10.0) == []
+    assert connections.overdue(10.5) == [silent]
+    assert connections.overdue(63.0) == [speaker, silent]
+
+
+def test_of_too_many_silent_connections_the_oldest_are_overdue_and_none_that_has_just_come(connected):
+    connections, numbers = connected(5, max_silent=1)
+    connections.heard(5.0, numbers[0], "")
+    assert connections.overdue(2.5 + SETTLING_SECONDS) == [numbers[1]]
+    assert connections.overdue(4.5 + SETTLING_SECONDS) == numbers[1:4]
+
+
+def test_a_connection_is_a_members_while_its_session_has_a_seat(connected):
+    connections, (number,) = connected(1, idle_seconds=60.0)
+    connections.heard(1.0, number, "", b"peer", b"session")
+    connections.leave(100.0, lambda session: session == b"session")
+    assert connections.members == {b"peer"}
+    assert connections.overdue(100.0) == []
+    connections.leave(100.0, lambda _: False)
+    assert connections.members == set()
+    assert connections.overdue(160.0) == []
+    assert connections.overdue(160.5) == [number]
+
+
+def test_a_key_has_only_so_many_connections_and_another_key_as_many(connected):
+    connections, numbers = connected(4, most_of_key=1)
+    assert connections.heard(4.0, numbers[0], "alice")
+    assert connections.heard(4.0, numbers[0], "alice")
+    assert not connections.heard(4.0, numbers[1], "alice")
+    assert connections.heard(4.0, numbers[2], "bob")
+    connections.ended(numbers[0])
+    assert connections.heard(5.0, numbers[1], "alice")
+
+
+def test_new_connections_come_at_once_up_to_a_number_and_then_at_a_rate():
+    gate = Gate(at_once=2, per_second=4.0)
+    assert [gate.admits(0.0, "alice") for _ in range(3)] == [True, True, False]
+    assert gate.admits(0.0, "bob")
+    assert not gate.admits(0.125, "alice")
+    assert gate.admits(0.25, "alice")
+    assert [gate.admits(100.0, "alice") for _ in range(3)] == [True, True, False]
+
+
+def test_a_connection_too_many_waits_and_comes_in_later(serve, dial):
+    service = serve(max_new_connections=1, connections_per_second=2.0, handshake_seconds=0.5)
     for _ in range(3):
-        assert [connections.refused(b"one") for _ in range(3)] == [False, False, True]
-        assert not connections.refused(b"other")
-        assert connections.ignored == {b"one"}
-        connections.forgive()
-        assert connections.ignored == set()
+        dealer = dial(service)
+        dealer.send(encode(StatusRequest()))
+        assert dealer.poll(WAIT_SECONDS * 1000)
+    assert decode(dealer.recv()).report["refused_connections"] >= 1
 
 
 def test_messages_of_strangers_are_counted_and_those_of_members_are_not():
