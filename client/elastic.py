@@ -57,8 +57,8 @@ class ElasticState:
         optimizer: its optimizer; None without one.
         sampler: of its data; None where each member's data is its own business.
         values: whatever else belongs to it, as attributes that may be set: plain values (numbers, text, None, tensors,
-            and lists, tuples and dicts of these; a tensor stays on its member's device), or objects with `state_dict`
-            and `load_state_dict`, such as learning-rate schedulers.
+            and lists, tuples and dicts of these, nested at most 32 deep; a tensor stays on its member's device), or
+            objects with `state_dict` and `load_state_dict`, such as learning-rate schedulers.
 
     Attributes:
         model: as given.
