@@ -37,7 +37,7 @@ def test_the_servers_image_has_a_health_check_and_nothing_of_the_replicas():
     assert 'CMD ["python", "-m", "server", "check"]' in found["server"]
     assert "--from=server-build" in found["server"]
     assert "replica" not in found["server"]
-    assert found["server-build"].strip() == "RUN ./install ."
+    assert found["server-build"].strip() == "RUN ./install server"
 
 
 def test_what_the_dockerfile_copies_is_there_and_in_the_build_context():
