@@ -114,6 +114,10 @@ class Container:
         """Returns what it has said, complaints included."""
         return run(["sh", "-c", 'docker logs "$@" 2>&1', "sh", *options, self.id], COMMAND_SECONDS)
 
+    def execute(self, *command: str) -> str:
+        """Runs a command in it, and returns what that printed."""
+        return docker("exec", self.id, *command)
+
     def kill(self) -> None:
         """Ends it at once, as the end of its host would."""
         docker("kill", self.id)
@@ -173,6 +177,11 @@ class Stack:
         return f"{self._name}_results"
 
     @property
+    def client_keys(self) -> str:
+        """The name of the volume with the secret key of the replicas."""
+        return f"{self._name}_client-keys"
+
+    @property
     def server(self) -> Container:
         """The server's container."""
         return self.containers("server")[0]
@@ -199,7 +208,7 @@ class Stack:
 
     def _keep_logs(self) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
-        for service in ("server", "replica"):
+        for service in ("keygen", "server", "replica"):
             for container in self.containers(service):
                 told = re.search(r"^rank (\d+) of", container.log(), re.MULTILINE)
                 name = f"{service}-{told[1]}" if told else f"{service}-{container.id}"

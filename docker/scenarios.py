@@ -23,6 +23,9 @@ REPLICA_IMAGE = "statsd-bn-replica"
 MOST_MEGABYTES = 250
 START_SECONDS = 2.0
 
+# How `python -m server status` ends where the server knows no such key.
+REFUSED = 5
+
 # Importing torch in all replicas at once takes a busy machine a minute.
 COME_SECONDS = 240.0
 TRAIN_SECONDS = 600.0
@@ -95,6 +98,28 @@ def server_start(plan: Plan) -> Outcome:
         f"listens within {START_SECONDS:g} s, healthy",
         f"listens after {seconds:.2f} s, healthy",
         seconds <= START_SECONDS,
+    )
+
+
+def strangers_refused(plan: Plan) -> Outcome:
+    """Whoever reaches the server without a key is refused, and no side can read the other's secret."""
+    with plan.stack("strangers") as stack:
+        stack.compose("up", "--detach", "--no-build", "server")
+        server = stack.server
+        wait_until(lambda: server.state["Health"]["Status"] == "healthy", COME_SECONDS, "a server that is healthy")
+        ask = ["run", "--rm", "--network", stack.network, SERVER_IMAGE, "status", "tcp://server:5555"]
+        try:
+            answer = docker(*ask)
+        except EngineError as error:
+            answer = "refused" if f"exit code {REFUSED}" in str(error) else str(error)
+        of_server = server.execute("find", "/keys", "-name", "*.key_secret").split()
+        look = ["--entrypoint", "find", SERVER_IMAGE, "/keys", "-name", "*.key_secret"]
+        of_client = docker("run", "--rm", "--volume", f"{stack.client_keys}:/keys:ro", *look).split()
+    separate = (of_server, of_client) == (["/keys/server.key_secret"], ["/keys/replica.key_secret"])
+    return Outcome(
+        "without a key: refused; each side has its own secret alone",
+        f"{answer.splitlines()[0]}; {', '.join([*of_server, *of_client])}",
+        answer == "refused" and separate,
     )
 
 
@@ -171,6 +196,7 @@ def network_cut(plan: Plan) -> Outcome:
 SCENARIOS: tuple[Callable[[Plan], Outcome], ...] = (
     server_image,
     server_start,
+    strangers_refused,
     undisturbed,
     server_killed,
     replica_killed,

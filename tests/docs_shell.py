@@ -148,7 +148,7 @@ class Shell:
         elif words[0] == "docker":
             self._contain(words, environ)
         elif words[0] == "kubectl":
-            self._apply(words)
+            self._command_cluster(words)
         else:
             raise AssertionError(WHAT_TO_DO.format(command=command))
 
@@ -184,12 +184,21 @@ class Shell:
             self._engine = self._engine or self._started.enter_context(Engine(self._folder / "logs"))
             self._engine.run(words, environ, ROOT / self._at)
 
-    def _apply(self, words: Words) -> None:
-        assert words[1:3] == ["apply", "-f"], WHAT_TO_DO.format(command=" ".join(words))
+    def _command_cluster(self, words: Words) -> None:
+        applies, creates = words[1:3] == ["apply", "-f"], words[1:4] == ["create", "secret", "generic"]
+        assert applies or creates, WHAT_TO_DO.format(command=" ".join(words))
         check_files(words, self._at)
+        for file in (word.partition("=")[2] for word in words if word.startswith("--from-file=")):
+            assert (self._folder / file).is_file(), f"expected the block to make a file {file}"
         if shutil.which("kubectl") is None:
             self._wanting = "needs kubectl"
-            return
+        elif applies:
+            self._apply(words)
+        else:
+            # It reads the files, and tells no cluster: that would be in a form which the stand-in does not read.
+            self._finish([*words, "--dry-run=client"], {"HOME": str(self._folder)})
+
+    def _apply(self, words: Words) -> None:
         yaml = pytest.importorskip("yaml", reason="needs PyYAML, of the extra dev")
         with cluster() as found:
             self._finish([*words, "--server", found.url], {"HOME": str(self._folder)}, ROOT / self._at)

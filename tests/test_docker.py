@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs_engine import script, want_of_engine
+from statsd_bn.keys import load_clients
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docker"
@@ -52,15 +53,73 @@ def test_what_the_dockerfile_copies_is_there_and_in_the_build_context():
         assert f"!{Path(path).parts[0]}" in ignored
 
 
-def test_the_compose_file_closes_the_server_and_lets_the_replicas_wait_for_it(compose):
+def test_the_compose_file_closes_its_network_and_lets_each_service_wait_for_the_one_before(compose):
     found = compose("docker-compose.yml")
-    server, replica = found["services"]["server"], found["services"]["replica"]
-    assert server["read_only"]
+    services = found["services"]
+    server, replica = services["server"], services["replica"]
     assert found["networks"] == {"statistics": {"internal": True}}
     assert server["networks"] == replica["networks"] == ["statistics"]
+    assert services["keygen"]["network_mode"] == "none"
+    assert server["depends_on"] == {"keygen": {"condition": "service_completed_successfully"}}
     assert replica["depends_on"] == {"server": {"condition": "service_healthy"}}
     assert replica["scale"] == replica["environment"]["WORLD_SIZE"] == "${REPLICAS:-4}"
-    assert {service["build"]["target"] for service in (server, replica)} == set(found["services"]) <= set(stages())
+    built = {name: service["build"]["target"] for name, service in services.items() if "build" in service}
+    # keygen and the server are of one image, which is built once.
+    assert built == {"keygen": "server", "replica": "replica"}
+    assert services["keygen"]["image"] == server["image"]
+    assert set(built.values()) <= set(stages())
+
+
+@pytest.mark.parametrize("name", ["keygen", "server", "replica"])
+def test_a_service_writes_to_its_volumes_alone_and_has_limits(compose, name):
+    service = compose("docker-compose.yml")["services"][name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["mem_limit"] == service["memswap_limit"]
+    assert service["pids_limit"] > 0
+    assert service["cpus"] == "${CPUS:-2}"
+    assert "privileged" not in service
+
+
+def test_a_server_that_falls_is_started_again_and_a_replica_is_not(compose):
+    found = {name: service["restart"] for name, service in compose("docker-compose.yml")["services"].items()}
+    # A string: YAML's own `no` would be False.
+    assert found == {"keygen": "no", "server": "unless-stopped", "replica": "no"}
+
+
+def test_what_is_kept_in_memory_has_a_size(compose):
+    found = compose("docker-compose.yml")
+    (scratch,) = found["services"]["replica"]["tmpfs"]
+    assert "size=256m" in scratch.partition(":")[2].split(",")
+    assert "size=16m" in found["volumes"]["meeting"]["driver_opts"]["o"].split(",")
+
+
+def test_the_compose_file_has_keys_by_default_and_no_container_sees_anothers_secret(compose):
+    services = compose("docker-compose.yml")["services"]
+    server, replica = services["server"], services["replica"]
+    assert server["environment"] == {"STATSD_BN_CURVE": "/keys"}
+    assert replica["environment"]["STATSD_BN_CURVE"] == "/keys/replica.key_secret"
+    assert server["volumes"] == ["server-keys:/keys:ro"]
+    assert [one for one in replica["volumes"] if "keys" in one] == ["client-keys:/keys:ro"]
+    assert services["keygen"]["volumes"] == ["server-keys:/keys", "client-keys:/keys/secrets"]
+    assert not any("STATSD_BN_INSECURE" in service.get("environment", {}) for service in services.values())
+
+
+def test_keys_are_made_once_for_the_job_of_the_replicas(compose, tmp_path):
+    services = compose("docker-compose.yml")["services"]
+    shell, option, line = services["keygen"]["entrypoint"]
+    command = line.replace("/keys", str(tmp_path / "keys")).replace("python", sys.executable)
+
+    def run() -> str:
+        return subprocess.run([shell, option, command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert run().count("wrote ") == 4
+    secret = (tmp_path / "keys" / "secrets" / "replica.key_secret").read_text()
+    assert run() == ""
+    assert (tmp_path / "keys" / "secrets" / "replica.key_secret").read_text() == secret
+    (client,) = load_clients(tmp_path / "keys")
+    assert (client.name, list(client.jobs)) == ("replica", [services["replica"]["environment"]["STATSD_BN_JOB"]])
 
 
 def test_the_gpu_file_adds_devices_and_changes_nothing_else(compose):
@@ -133,10 +192,10 @@ def test_the_harness_fails_with_a_row_for_each_thing_that_falls_short_and_cleans
     done = harness("--logs", str(tmp_path / "logs"), PATH=path, CALLS=str(calls), SIZE=size, COMPOSE="docker compose")
     assert done.returncode == 1
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][2:]
-    assert [row.rpartition(" | ")[2].strip(" |") for row in rows] == [fits] + ["NO"] * 5
+    assert [row.rpartition(" | ")[2].strip(" |") for row in rows] == [fits] + ["NO"] * 6
     ups, downs = ([line for line in calls.read_text().splitlines() if f" {word} " in line] for word in ("up", "down"))
-    assert len(ups) == 5
-    assert len(downs) == 5
+    assert len(ups) == 6
+    assert len(downs) == 6
     assert all("--volumes" in line for line in downs)
 
 

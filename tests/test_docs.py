@@ -79,6 +79,7 @@ def test_a_python_block_that_fails_is_shown_with_its_line_on_the_page(python, en
         ),
         ("kubectl apply -f no-such.yml", "expected a file no-such.yml"),
         ("kubectl delete -f docker/kubernetes/server.yml", "Nobody knows how to run 'kubectl delete"),
+        ("kubectl create secret generic a --from-file=no-such.key", "expected the block to make a file no-such.key"),
         ("torchrun train.py", "expected a Python block before it"),
         ("torchrun --nnodes=2 train.py", "expected a Python block before it"),
     ],
