@@ -177,14 +177,20 @@ class Stack:
         return f"{self._name}_results"
 
     @property
-    def client_keys(self) -> str:
-        """The name of the volume with the secret key of the replicas."""
-        return f"{self._name}_client-keys"
-
-    @property
     def server(self) -> Container:
         """The server's container."""
         return self.containers("server")[0]
+
+    def visit(self, image: str, *command: str, with_key: bool = False) -> str:
+        """Runs Python in a container of its own on the network, and returns what it printed.
+
+        Args:
+            image: what it is made of.
+            command: Python's arguments.
+            with_key: whether it has the replicas' secret key, at /keys/replica.key_secret.
+        """
+        keys = ["--volume", f"{self._name}_client-keys:/keys:ro"] if with_key else []
+        return docker("run", "--rm", "--network", self.network, *keys, "--entrypoint", "python", image, *command)
 
     def replicas(self, number: int, seconds: float) -> list[Container]:
         """Returns the replicas by rank, as soon as all have told theirs."""

@@ -26,6 +26,9 @@ START_SECONDS = 2.0
 # How `python -m server status` ends where the server knows no such key.
 REFUSED = 5
 
+# Prints the names of the files in /keys that hold secret keys.
+LIST_SECRETS = "import pathlib; print(*(path.name for path in pathlib.Path('/keys').rglob('*.key_secret')))"
+
 # Importing torch in all replicas at once takes a busy machine a minute.
 COME_SECONDS = 240.0
 TRAIN_SECONDS = 600.0
@@ -103,23 +106,23 @@ def server_start(plan: Plan) -> Outcome:
 
 def strangers_refused(plan: Plan) -> Outcome:
     """Whoever reaches the server without a key is refused, and no side can read the other's secret."""
+    ask = ("-m", "server", "status", "tcp://server:5555")
     with plan.stack("strangers") as stack:
         stack.compose("up", "--detach", "--no-build", "server")
         server = stack.server
         wait_until(lambda: server.state["Health"]["Status"] == "healthy", COME_SECONDS, "a server that is healthy")
-        ask = ["run", "--rm", "--network", stack.network, SERVER_IMAGE, "status", "tcp://server:5555"]
         try:
-            answer = docker(*ask)
+            stranger = stack.visit(SERVER_IMAGE, *ask)
         except EngineError as error:
-            answer = "refused" if f"exit code {REFUSED}" in str(error) else str(error)
-        of_server = server.execute("find", "/keys", "-name", "*.key_secret").split()
-        look = ["--entrypoint", "find", SERVER_IMAGE, "/keys", "-name", "*.key_secret"]
-        of_client = docker("run", "--rm", "--volume", f"{stack.client_keys}:/keys:ro", *look).split()
-    separate = (of_server, of_client) == (["/keys/server.key_secret"], ["/keys/replica.key_secret"])
+            stranger = "refused" if f"exit code {REFUSED}\n" in str(error) else str(error)
+        member = stack.visit(SERVER_IMAGE, *ask, "--curve", "/keys/replica.key_secret", with_key=True)
+        of_server = server.execute("python", "-c", LIST_SECRETS).split()
+        of_client = stack.visit(SERVER_IMAGE, "-c", LIST_SECRETS, with_key=True).split()
+    separate = (of_server, of_client) == (["server.key_secret"], ["replica.key_secret"])
     return Outcome(
-        "without a key: refused; each side has its own secret alone",
-        f"{answer.splitlines()[0]}; {', '.join([*of_server, *of_client])}",
-        answer == "refused" and separate,
+        "without a key: refused; with one: answered; each side has its own secret alone",
+        f"{stranger.splitlines()[0]}; {member.splitlines()[0]}; {', '.join([*of_server, *of_client])}",
+        stranger == "refused" and member.startswith("server ") and separate,
     )
 
 
