@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import os
-import re
 import socket
 import threading
 import time
@@ -627,14 +626,3 @@ def test_a_client_is_told_of_a_limit_by_its_error(serve):
             member.exchange("bn", rows(1.0, channels=3))
         assert caught.value.fields["limit"] == 2
     assert told(service, "over_limits") == 1
-
-
-def test_the_page_about_security_lists_every_limit_with_its_default():
-    page = (Path(__file__).parent.parent / "docs" / "security.md").read_text()
-    listed = dict(re.findall(r"^\| `--([a-z-]+)` \| ([0-9.]+) \|", page, re.MULTILINE))
-    assert listed == {
-        option.name.replace("_", "-"): f"{option.default:g}"
-        if isinstance(option.default, float)
-        else str(option.default)
-        for option in OPTIONS
-    }
