@@ -1,4 +1,4 @@
-"""The harness: trains the digits in containers, undisturbed and disturbed, and prints a table of what came of it.
+"""The harness: trains the digits in containers, undisturbed, disturbed and attacked; prints a table of what came of it.
 
 Exits with 0 if everything came as expected, with 1 if something fell short, with 2 if there is no engine to try it on.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from attacks import ATTACKS
 from engine import BUILD_SECONDS, FOLDER, EngineError, Stack, build_settings, compose_command, docker
 from scenarios import SCENARIOS, Outcome, Plan
 
@@ -64,7 +65,7 @@ def main() -> int:
     try:
         if not options.no_build:
             build(stack("build"))
-        rows = [attempt(scenario, plan) for scenario in SCENARIOS]
+        rows = [attempt(scenario, plan) for scenario in (*SCENARIOS, *ATTACKS)]
     except KeyboardInterrupt:
         print("Interrupted; no container is left.", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -1,0 +1,71 @@
+"""What once ended the image's server, or its members, done again: each must come to nothing.
+
+Each scenario takes the plan and says what came of it, as those of `scenarios.py`; `tests/attacks/` has many more.
+
+Raises:
+    EngineError: it did not come to an end.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from engine import FOLDER, Container, docker, wait_until
+from scenarios import COME_SECONDS, REPLICA_IMAGE, SERVER_IMAGE, Outcome, Plan
+
+ATTACKERS = FOLDER / "attackers"
+
+# Where the image's server listens, for whoever is in its container.
+INSIDE = "tcp://127.0.0.1:5555"
+
+ALL_ANSWERED = "96 of 96 answered"
+NOTHING_STOLEN = "0 frames stolen, the member was answered"
+REFUSED_BY_READER = "exit code 0: ProtocolError"
+
+
+def claimed_routing_ids(plan: Plan) -> Outcome:
+    """A tenant that claims the ids which the server would give next ends nothing."""
+    with plan.stack("claimed-ids") as stack:
+        stack.compose("up", "--detach", "--no-build", "server")
+        server = stack.server
+        wait_until(lambda: server.state["Health"]["Status"] == "healthy", COME_SECONDS, "a server that is healthy")
+        started = server.state["StartedAt"]
+        key = "/keys/replica.key_secret"
+        said = stack.visit(SERVER_IMAGE, "-c", attacker("claimed_ids"), "tcp://server:5555", key, with_key=True).strip()
+        same = server.state["StartedAt"] == started
+    life = "the same server" if same else "another server"
+    return Outcome(f"{ALL_ANSWERED}, the same server", f"{said}, {life}", same and said.startswith(ALL_ANSWERED))
+
+
+def stolen_session(_: Plan) -> Outcome:
+    """Without keys, a stranger that claims the id of a member that waits is sent nothing of the member's."""
+    with open_server() as server:
+        said = server.execute("python", "-c", attacker("stolen_session"), INSIDE).strip()
+    return Outcome(NOTHING_STOLEN, said, said.startswith(NOTHING_STOLEN))
+
+
+def nested_bytes(_: Plan) -> Outcome:
+    """A member that gives another one what nests deep is refused by it, and ends nothing."""
+    alone = ["run", "--rm", "--network", "none", "--entrypoint", "python", REPLICA_IMAGE]
+    said = docker(*alone, "-c", attacker("nested_bytes"), seconds=COME_SECONDS).strip()
+    last = said.splitlines()[-1] if said else "nothing"
+    return Outcome(REFUSED_BY_READER, last, last == REFUSED_BY_READER)
+
+
+ATTACKS: tuple[Callable[[Plan], Outcome], ...] = (claimed_routing_ids, stolen_session, nested_bytes)
+
+
+def attacker(name: str) -> str:
+    """Returns the program of an attacker."""
+    return (ATTACKERS / f"{name}.py").read_text()
+
+
+@contextmanager
+def open_server() -> Iterator[Container]:
+    """Runs the image's server without keys, in no network, while the block runs."""
+    closed = ["--network", "none", "--read-only", "--cap-drop", "ALL", "--env", "STATSD_BN_INSECURE=1"]
+    server = Container(docker("run", "--detach", *closed, SERVER_IMAGE).strip())
+    try:
+        wait_until(lambda: "listening on" in server.log(), COME_SECONDS, "a server that listens")
+        yield server
+    finally:
+        docker("rm", "--force", server.id)
