@@ -10,7 +10,6 @@ import sys
 
 import msgpack
 
-from client import arrays
 from client.connection import Connection
 from client.session import Member
 from client.transport import ZmqTransport
@@ -19,6 +18,9 @@ from statsd_bn.errors import StatsdBNError
 ENDPOINT = "tcp://127.0.0.1:5555"
 DEPTH = 200
 EXTENSION = 1
+
+# As an older version wrote a state: a structure, then its arrays. It dies of reading the structure.
+NO_ARRAYS = struct.pack("<I", 1) + b"\x90"
 
 # Importing torch takes a busy machine a minute.
 SECONDS = 120.0
@@ -52,7 +54,7 @@ def give(victim: "subprocess.Popen[str]") -> None:
     who = Member("digits", "world", 0, 1, 2, SECONDS, "hostile", 1)
     try:
         with Connection(ZmqTransport(ENDPOINT), who) as hostile:
-            hostile.gather("mp_sync()", struct.pack("<I", len(packed)) + packed + arrays.encode([]))
+            hostile.gather("mp_sync()", struct.pack("<I", len(packed)) + packed + NO_ARRAYS)
     except StatsdBNError as error:
         # A victim that has ended takes its epoch with it.
         print(f"the attacker: {error}", file=sys.stderr)
