@@ -57,7 +57,7 @@ def test_what_is_held_is_shown_by_tests_that_are_there(row):
         )
 
 
-def test_every_folder_of_attacks_is_on_the_page():
+def test_every_file_of_attacks_is_on_the_page():
     named = {Path(target).name for row in HELD for target, _ in LINK.findall(row["shown by"])}
     assert {path.name for path in (ROOT / "tests" / "attacks").glob("test_*.py")} <= named
 
