@@ -1,0 +1,59 @@
+"""Jobs of many groups and rounds that one tenant makes, to weigh on a server."""
+
+import contextlib
+
+import numpy as np
+import zmq
+
+from attacks.peers import Peer, Peers, job_of
+from statsd_bn.messages import Contribution, Message, Register
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
+
+# Messages under way at a time, each of which is answered: what is not read is dropped.
+AT_A_TIME = 32
+
+ROW = Rows((1,), np.ones((1, 1, 1)))
+
+
+def ask_all(peer: Peer, messages: list[Message], each: float = 2.0) -> list[Message]:
+    """Sends messages, some at a time, and returns the answers; those that are late or none are left out."""
+    answers = []
+    for start in range(0, len(messages), AT_A_TIME):
+        part = messages[start : start + AT_A_TIME]
+        with contextlib.suppress(zmq.ZMQError):
+            peer.say(*part)
+        for _ in part:
+            answer = peer.hear(each)
+            if answer is None:
+                return answers
+            answers.append(answer)
+    return answers
+
+
+def session(group: int, member: int) -> bytes:
+    return b"%03d%05d" % (group, member)
+
+
+def registrations(job: str, group: int, size: int, *, there: int | None = None, place: str = "crowd") -> list[Message]:
+    """Those of all members of a group, or of the first ones."""
+    return [
+        Register(session(group, member), job, f"g{group}", 0, member, size, 0, 60.0, place)
+        for member in range(size if there is None else there)
+    ]
+
+
+def crowd(peers: Peers, tenant: str, groups: int, size: int, rounds: int) -> int:
+    """Opens groups, and in each of them rounds to which one member only contributes; returns how many messages went."""
+    job, peer = job_of(tenant), peers.open()
+    sent = 0
+    for group in range(groups):
+        if len(ask_all(peer, registrations(job, group, size))) < size:
+            return sent
+        # The group has opened, and each of them is told.
+        while peer.hear(0.05):
+            pass
+        keys = [RoundKey(job, f"g{group}", 0, 0, f"layer {number}", 0, "forward") for number in range(rounds)]
+        peer.say(*[Contribution(session(group, 0), key, 0, ROW) for key in keys])
+        sent += size + rounds
+    return sent

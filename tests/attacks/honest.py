@@ -1,0 +1,219 @@
+"""The contract of every attack: an honest job of two members beside it keeps its results, its pace and its server.
+
+The members are processes of their own. Each knows what every aggregate must be, to the bit, and tells when each of its
+rounds began and ended, so that the rounds beside an attack can be held against the quiet ones of the same test.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from attacks.peers import job_of
+from attacks.servers import BESIDE_ACCOUNT_BYTES, Attacked
+
+# A narrow layer's: two vectors of 64 channels, and one number by which the members agree on the end.
+VECTORS, CHANNELS = 2, 64
+
+# Contributions that a member repeats in turn.
+DIFFERENT = 32
+
+# Between two rounds a model computes.
+PAUSE_SECONDS = 0.002
+
+# How long a round may take, and everything that is waited for here.
+DEADLINE = 5.0
+START_SECONDS = 60.0
+
+# A quiet phase before each attack, and what an attack lasts at least.
+QUIET_SECONDS = 0.5
+
+# A round's median beside an attack, as a multiple of the quiet one; and where the attack fills a core by itself.
+SLOWDOWN, SLOWDOWN_OF_A_FULL_CORE = 2.0, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What one member has seen.
+
+    Attributes:
+        rounds: when each round began and ended, on the clock that all processes share.
+        wrong: how many aggregates were not what they must be.
+        problem: the error that ended it, or "".
+    """
+
+    rounds: list[tuple[float, float]]
+    wrong: int
+    problem: str
+
+
+def contributions() -> np.ndarray:
+    """What both members bring, in all their turns: shape (turn, member, vectors, channels)."""
+    numbers = np.random.default_rng(17).standard_normal((DIFFERENT, 2, VECTORS, CHANNELS)) * 1e3
+    numbers[..., -1] = 0.0
+    return numbers
+
+
+def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path, min_members: int = 0) -> Played:
+    """Takes part in rounds until the file `stop` is there; makes the file `begun` after the first ones."""
+    from client.connection import Connection  # noqa: PLC0415 - torch comes with it, which a test needs not
+    from client.session import Member  # noqa: PLC0415
+    from client.transport import ZmqTransport  # noqa: PLC0415
+    from statsd_bn import Rows  # noqa: PLC0415
+    from statsd_bn.keys import load_client  # noqa: PLC0415
+
+    rounds: list[tuple[float, float]] = []
+    wrong, stop = 0, folder / "stop"
+    brought = contributions()
+    expected = [turn[0] + turn[1] for turn in brought]
+    who = Member(job, "world", 0, member, 2, DEADLINE, f"honest member {member}", min_members)
+    try:
+        with Connection(ZmqTransport(endpoint, load_client(secret) if secret else None), who) as connection:
+            for number in range(10**9):
+                turn = number % DIFFERENT
+                mine = brought[turn, member][None].copy()
+                mine[0, 0, -1] = float(stop.exists())
+                began = time.monotonic()
+                aggregate = connection.exchange("bn", Rows((7,), mine))
+                rounds.append((began, time.monotonic()))
+                wants_end = float(aggregate.values[0, -1])
+                right = expected[turn].copy()
+                right[0, -1] = wants_end
+                wrong += (aggregate.count, aggregate.values.tobytes()) != (14, right.tobytes())
+                if wants_end:
+                    break
+                if number == DIFFERENT:
+                    (folder / f"begun-{member}").touch()
+                time.sleep(PAUSE_SECONDS)
+    except Exception as error:  # noqa: BLE001 - it is the result
+        return Played(rounds, wrong, f"{type(error).__name__}: {error}"[:500])
+    return Played(rounds, wrong, "")
+
+
+@dataclass
+class Beside:
+    """An honest job under way.
+
+    Attributes:
+        job: its name.
+        phases: when each attack began and ended.
+    """
+
+    job: str
+    folder: Path
+    members: list["Future[Played]"]
+    phases: list[tuple[float, float]] = field(default_factory=list)
+
+    @contextmanager
+    def attacked(self) -> Iterator[None]:
+        """A quiet phase, and then what happens in here counts as an attack, and the moment after it."""
+        time.sleep(QUIET_SECONDS)
+        began = time.monotonic()
+        yield
+        time.sleep(max(0.1, began + QUIET_SECONDS - time.monotonic()))
+        self.phases.append((began, time.monotonic()))
+
+    def end(self) -> list[Played]:
+        """Ends the job and returns what its members have seen."""
+        (self.folder / "stop").touch()
+        return [member.result(timeout=2 * DEADLINE) for member in self.members]
+
+
+def median_rounds(played: list[Played], phases: list[tuple[float, float]]) -> tuple[float, float]:
+    """The median round without and with an attack, in seconds; infinite where there was none."""
+    quiet, beside = [], []
+    for began, ended in (each for one in played for each in one.rounds[DIFFERENT:]):
+        is_beside = any(began < last and ended > first for first, last in phases)
+        (beside if is_beside else quiet).append(ended - began)
+    infinite = float("inf")
+    return median(quiet or [infinite]), median(beside or [infinite])
+
+
+def rates(played: list[Played], phases: list[tuple[float, float]]) -> tuple[float, float]:
+    """Rounds in a second without and with an attack: what a server that stands still now and then takes away."""
+    ends = [ended for _, ended in played[0].rounds[DIFFERENT:]]
+    seconds = sum(last - first for first, last in phases)
+    beside = sum(first <= ended <= last for ended in ends for first, last in phases)
+    return (len(ends) - beside) / (ends[-1] - ends[0] - seconds), beside / seconds
+
+
+class Workers:
+    """Two processes that play the honest members, kept because torch takes seconds to import."""
+
+    def __init__(self) -> None:
+        self._pool = _new_pool()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def begin_again(self) -> None:
+        """Ends processes that wait for a server that is no more, and starts others."""
+        for process in list(self._pool._processes.values()):
+            process.kill()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool = _new_pool()
+
+    def begin(self, server: Attacked, folder: Path, min_members: int = 0, tenant: str = "alice") -> Beside:
+        """Starts a job, and returns when its rounds are under way."""
+        job, secret = job_of(tenant), server.secret_of(tenant)
+        members = [
+            self._pool.submit(play, server.endpoint, secret, job, number, folder, min_members) for number in (0, 1)
+        ]
+        beside = Beside(job, folder, members)
+        expiry = time.monotonic() + START_SECONDS
+        while not all((folder / f"begun-{number}").exists() for number in (0, 1)):
+            assert time.monotonic() < expiry, "the honest job did not begin"
+            assert not any(one.done() for one in members), [one.result() for one in members if one.done()]
+            time.sleep(0.005)
+        return beside
+
+
+def _check_alive(server: Attacked) -> None:
+    assert not server.ending, f"the server was ended by {server.ending}\n{server.said()[-2000:]}"
+
+
+def _new_pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"))
+
+
+@contextmanager
+def honest_job_beside(
+    workers: Workers, server: Attacked, *, slowdown: float = SLOWDOWN, min_members: int = 0
+) -> Iterator[Beside]:
+    """Runs the honest job beside attacks, and holds all of the contract when they are over.
+
+    Args:
+        workers: the processes that play it.
+        server: the attacked one.
+        slowdown: what multiple of a quiet round the median round beside an attack may take.
+        min_members: above 0: the job is elastic.
+    """
+    with TemporaryDirectory() as name:
+        beside = workers.begin(server, Path(name), min_members)
+        try:
+            yield beside
+            _check_alive(server)
+            played = beside.end()
+            _check_alive(server)
+        except BaseException:
+            workers.begin_again()
+            raise
+    problems = [one.problem for one in played if one.problem]
+    assert not problems, problems
+    assert [one.wrong for one in played] == [0, 0], f"{[one.wrong for one in played]} wrong aggregates"
+    quiet, disturbed = median_rounds(played, beside.phases)
+    assert disturbed <= slowdown * quiet, (
+        f"a median round of {1e3 * disturbed:.2f} ms beside the attack, of {1e3 * quiet:.2f} ms without"
+    )
+    quick, slow = rates(played, beside.phases)
+    assert slow * slowdown >= quick, f"{slow:.0f} rounds in a second beside the attack, {quick:.0f} without"
+    grown = server.highest() - server.settled
+    assert grown <= server.account + BESIDE_ACCOUNT_BYTES, f"the server's memory grew by {grown / 2**20:.0f} MiB"
+    assert "Traceback" not in server.said(), server.said()[-2000:]

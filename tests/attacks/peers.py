@@ -1,0 +1,181 @@
+"""Attackers' connections: ZeroMQ's own sockets with any key and routing id, and plain sockets that speak ZMTP by hand."""
+
+import itertools
+import socket
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from attacks.servers import Attacked
+from statsd_bn.messages import Message
+from statsd_bn.wire import decode, encode
+
+ANSWER_SECONDS = 5.0
+
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+
+# What a frame begins with (ZMTP 3.1): more to come, a length of 8 bytes, a command.
+MORE, LONG, COMMAND = 1, 2, 4
+
+_jobs = itertools.count()
+
+
+def job_of(tenant: str) -> str:
+    """A job's name that a tenant's key is for, another one each time."""
+    return f"{tenant}-{next(_jobs)}"
+
+
+class Peers:
+    """Many DEALER sockets; a context manager that closes them all.
+
+    Args:
+        server: whom they connect to.
+        tenant: whose key they have, where keys are needed.
+
+    Attributes:
+        all: those that were opened.
+    """
+
+    def __init__(self, server: Attacked, tenant: str = "bob") -> None:
+        self._server = server
+        self._keys = server.keys_of(tenant)
+        # One that nobody holds would be closed at once.
+        self.all: list[Peer] = []
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4096)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.destroy(linger=0)
+
+    def open(self, routing_id: bytes = b"", kind: int = zmq.DEALER, **options: int) -> "Peer":
+        """Connects one more."""
+        plain = self._context.socket(kind)
+        plain.setsockopt(zmq.LINGER, 0)
+        if routing_id:
+            plain.setsockopt(zmq.ROUTING_ID, routing_id)
+        for name, value in options.items():
+            plain.setsockopt(getattr(zmq, name), value)
+        if self._keys:
+            plain.curve_serverkey = self._keys.server.encode()
+            plain.curve_publickey = self._keys.pair.public.encode()
+            plain.curve_secretkey = self._keys.pair.secret.encode()
+        plain.connect(self._server.endpoint)
+        self.all.append(Peer(plain))
+        return self.all[-1]
+
+
+class Peer:
+    """One DEALER socket.
+
+    Attributes:
+        socket: the socket.
+    """
+
+    def __init__(self, plain: "zmq.Socket[bytes]") -> None:
+        self.socket = plain
+
+    def say(self, *messages: Message | bytes) -> None:
+        """Sends messages, or frames as they are; what does not fit is not sent."""
+        for message in messages:
+            frame = message if isinstance(message, bytes) else encode(message)
+            try:
+                self.socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def hear(self, seconds: float = ANSWER_SECONDS) -> Message | None:
+        """The next message, or None if none comes in time."""
+        if not self.socket.poll(int(seconds * 1000)):
+            return None
+        return decode(self.socket.recv())
+
+    def hear_frame(self, seconds: float = ANSWER_SECONDS) -> bytes | None:
+        return self.socket.recv() if self.socket.poll(int(seconds * 1000)) else None
+
+    def hear_kind(self, kind: type, seconds: float = ANSWER_SECONDS) -> Message | None:
+        """The next message of a type, or None if none comes in time; others are dropped."""
+        expiry = time.monotonic() + seconds
+        while (left := expiry - time.monotonic()) > 0:
+            message = self.hear(left)
+            if isinstance(message, kind):
+                return message
+        return None
+
+    def ask(self, message: Message | bytes, seconds: float = ANSWER_SECONDS) -> Message | None:
+        """Sends a message and returns the next one that comes."""
+        self.say(message)
+        return self.hear(seconds)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+def greeting(mechanism: bytes = b"NULL", minor: int = 1) -> bytes:
+    """The first 64 bytes of a connection."""
+    return SIGNATURE + bytes([3, minor]) + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def framed(body: bytes, flags: int = 0) -> bytes:
+    """A frame of ZMTP."""
+    if len(body) > 255 or flags & LONG:
+        return bytes([flags | LONG]) + struct.pack(">Q", len(body)) + body
+    return bytes([flags, len(body)]) + body
+
+
+def ready(metadata: Iterable[tuple[bytes, bytes]] | Mapping[bytes, bytes]) -> bytes:
+    """The command that ends a handshake without keys; a name may be given twice."""
+    pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
+    body = b"\x05READY" + b"".join(
+        bytes([len(name)]) + name + struct.pack(">I", len(value)) + value for name, value in pairs
+    )
+    return framed(body, COMMAND)
+
+
+def handshake(*identities: bytes, kind: bytes = b"DEALER") -> bytes:
+    """All that a connection without keys begins with, with so many routing ids."""
+    return greeting() + ready([(b"Socket-Type", kind), *((b"Identity", one) for one in identities)])
+
+
+class Wire:
+    """A plain socket to a server on TCP; a context manager.
+
+    Args:
+        server: whom it connects to.
+    """
+
+    def __init__(self, server: Attacked) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=ANSWER_SECONDS)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> bool:
+        """Sends bytes; returns whether the server still took them."""
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def receive(self, seconds: float = 0.2) -> bytes:
+        """What comes next, or nothing."""
+        self.socket.settimeout(seconds)
+        try:
+            return self.socket.recv(65536)
+        except OSError:
+            return b""

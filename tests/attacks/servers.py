@@ -1,0 +1,156 @@
+"""A server to attack: `python -m server` as a process of its own, with or without keys, and what it costs.
+
+It is the server of the checkout in whose folder the tests run, so `scripts/attack --at FOLDER` tries the same attacks
+on another one.
+"""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import server as package
+from server.keygen import generate
+from server.quota import Quota
+from server.status import ask
+from statsd_bn.keys import ClientKeys, load_client
+
+# The checkout that is attacked.
+ROOT = Path(package.__file__).parents[1]
+
+# Two tenants: the honest job is alice's, and bob attacks.
+TENANTS = ("alice", "bob")
+
+START_SECONDS = 30.0
+
+# What a server may take beyond its account.
+BESIDE_ACCOUNT_BYTES = 64 * 2**20
+
+
+@dataclass
+class Attacked:
+    """A running server.
+
+    Attributes:
+        endpoint: where it listens.
+        process: the process.
+        log: the file that it writes its log to.
+        keys: the folder of its keys; None if it lets everybody in.
+        settled: its memory in bytes when it had started.
+        account: how many bytes it may keep for everybody, by its own options.
+    """
+
+    endpoint: str
+    process: "subprocess.Popen[str]"
+    log: Path
+    keys: Path | None
+    settled: int = 0
+    account: int = 0
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint.rpartition(":")[2])
+
+    @property
+    def ending(self) -> str:
+        """How it has ended, or "" while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return ""
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def secret_of(self, tenant: str) -> Path | None:
+        """The file with a tenant's secret key; None if nobody needs one."""
+        return self.keys / "secrets" / f"{tenant}.key_secret" if self.keys else None
+
+    def keys_of(self, tenant: str) -> ClientKeys | None:
+        path = self.secret_of(tenant)
+        return load_client(path) if path else None
+
+    def highest(self) -> int:
+        """The most memory in bytes that it has had."""
+        return 1024 * int(_status(self.process.pid, "VmHWM"))
+
+    def processor_seconds(self) -> float:
+        """How long it has run on a processor."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / 100.0
+
+    def report(self, tenant: str = "alice", seconds: float = 10.0) -> dict[str, Any]:
+        """Its status, as a tenant sees it."""
+        return ask(self.endpoint, seconds, self.keys_of(tenant))
+
+    def said(self) -> str:
+        """What it has written to its log."""
+        return self.log.read_text(errors="replace")
+
+
+@contextmanager
+def attacked(
+    folder: Path, *options: str, with_keys: bool = False, bind: str = "tcp://127.0.0.1:*", account: int = 0
+) -> Iterator[Attacked]:
+    """Starts a server, and ends it whatever has become of it.
+
+    Args:
+        folder: for its keys and its log.
+        options: further ones.
+        with_keys: whether it lets in alice and bob only, each for jobs that begin with the own name.
+        bind: where it listens.
+        account: how many bytes these options let it keep.
+    """
+    keys = keys_for_tenants(folder / "keys") if with_keys else None
+    curve = ["--curve", str(keys)] if keys else []
+    log = folder / "server.log"
+    command = [sys.executable, "-P", "-m", "server", "--bind", bind, "--log-level", "warning", *curve, *options]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=output, text=True
+        )
+    with process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("listening on "), f"{line}{log.read_text()}"
+            found = Attacked(line.split()[-1], process, log, keys, account=account)
+            found.settled = found.highest()
+            yield found
+        finally:
+            end(process)
+
+
+def keys_for_tenants(folder: Path) -> Path:
+    """Makes a server's keys and those of the tenants, if they are not there."""
+    if folder.exists():
+        return folder
+    for tenant in TENANTS:
+        generate(folder, [tenant], [f"{tenant}-*"])
+    return folder
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Variables for this project's programs, and none that would change what they do."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
+    return {**kept, "PYTHONPATH": str(ROOT), **more}
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Ends a process at once: what it does at its end is not what is tested here."""
+    process.kill()
+    process.wait()
+
+
+def accounting(size: int) -> list[str]:
+    """The options by which a server keeps no more than so many bytes for a tenant, and in all."""
+    names = {option.name for option in dataclasses.fields(Quota)}
+    bounds = sorted(names & {"max_server_bytes", "max_tenant_bytes", "max_job_bytes"})
+    return [word for name in bounds for word in (f"--{name.replace('_', '-')}", str(size))]
+
+
+def _status(pid: int, name: str) -> str:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return next((line.split()[1] for line in text.splitlines() if line.startswith(f"{name}:")), "0")

@@ -1,0 +1,50 @@
+"""What is refused costs little, and is weighed by what it costs.
+
+At 6b62bd3: a header of 1 MiB of empty arrays costs 70 to 390 ms; 27 of them cost 6.2 s of processor.
+"""
+
+import struct
+import time
+
+import pytest
+
+from attacks.honest import SLOWDOWN_OF_A_FULL_CORE
+from attacks.peers import Peers
+from statsd_bn import limits
+from statsd_bn.wire import MAGIC, PROTOCOL_VERSION
+
+FRAMES = 27
+
+# All of them together, of which some hundred microseconds are each one's.
+PROCESSOR_SECONDS = 1.0
+
+
+def frame(first: bytes, rest: bytes) -> bytes:
+    body = first + rest * ((limits.MAX_HEADER_BYTES - len(first)) // len(rest))
+    return struct.pack("<3sBI", MAGIC, PROTOCOL_VERSION, len(body)) + body
+
+
+COSTLY = {
+    "empty arrays": frame(b"\xdd" + struct.pack(">I", limits.MAX_HEADER_BYTES - 5), b"\x90"),
+    "empty arrays in a field": frame(b"\x92\x07\xdd" + struct.pack(">I", limits.MAX_HEADER_BYTES - 7), b"\x90"),
+    "empty maps": frame(b"\xdd" + struct.pack(">I", limits.MAX_HEADER_BYTES - 5), b"\x80"),
+    "small texts": frame(b"\xdd" + struct.pack(">I", (limits.MAX_HEADER_BYTES - 5) // 3), b"\xa2ab"),
+    "members": frame(b"\x92\x01\xc6" + struct.pack(">I", limits.MAX_HEADER_BYTES - 7), b"\x90"),
+}
+
+
+@pytest.mark.parametrize("costly", COSTLY.values(), ids=[*COSTLY])
+def test_large_headers_cost_little(server, honest_job_beside, costly):
+    """At 6b62bd3: 2 to 6 s of processor."""
+    with honest_job_beside(server, slowdown=SLOWDOWN_OF_A_FULL_CORE) as beside, Peers(server) as peers:
+        time.sleep(0.3)
+        began, quiet = time.monotonic(), server.processor_seconds()
+        time.sleep(1.0)
+        share = (server.processor_seconds() - quiet) / (time.monotonic() - began)
+        with beside.attacked():
+            began, used = time.monotonic(), server.processor_seconds()
+            peer = peers.open()
+            for _ in range(FRAMES):
+                peer.ask(costly, 1.0)
+            cost = server.processor_seconds() - used - share * (time.monotonic() - began)
+        assert cost < PROCESSOR_SECONDS

@@ -1,0 +1,100 @@
+"""No text of a stranger reaches a terminal, a log or a traceback with control characters in it.
+
+At 6b62bd3: a stranger's `place` reaches an honest member's traceback with raw ESC and CRLF, and a hostile server's text
+reaches `status` and `check`.
+"""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import zmq
+
+from attacks.peers import Peers, job_of
+from attacks.servers import ROOT, environment
+from statsd_bn.messages import Failure, Leave, Register, Registered
+from statsd_bn.wire import encode
+
+ESCAPES = "\x1b[2J\r\nINFO all is well\x9b31m\u202e"
+
+CONTROLS = ("\x1b", "\r", "\x9b")
+
+
+def said_of(message: object) -> str:
+    return f"{message.message} {message.fields}" if isinstance(message, Failure) else ""
+
+
+def raw(text: str) -> list[str]:
+    """The control characters that are in a text as they are."""
+    return [control for control in CONTROLS if control in text]
+
+
+@pytest.mark.parametrize("where", ["place", "cause", "job", "group"])
+def test_what_a_stranger_says_of_itself_is_told_to_nobody_as_it_is(server, where):
+    """At 6b62bd3: the other member is told all of it."""
+    job = job_of("alice")
+    given = {"job": job, "group": "world", "place": "here"}
+    if where in given:
+        given[where] += ESCAPES
+    with Peers(server, "alice") as peers:
+        honest, hostile = peers.open(), peers.open()
+        named = {"job": given["job"], "group": given["group"]}
+        honest.ask(Register(b"honest--", **named, epoch=0, member=0, world_size=2, min_members=0, deadline=9.0, place="x"))
+        hostile.ask(Register(b"hostile-", **given, epoch=0, member=1, world_size=2, min_members=0, deadline=9.0))
+        duplicate = peers.open().ask(
+            Register(b"another-", **named, epoch=0, member=1, world_size=2, min_members=0, deadline=9.0, place="x")
+        )
+        hostile.say(Leave(b"hostile-", f"failed{ESCAPES}" if where == "cause" else "failed"))
+        told = [duplicate]
+        while (message := honest.hear(0.5)) is not None:
+            told.append(message)
+    assert not raw("".join(map(said_of, told)))
+    assert not raw(server.said())
+
+
+@pytest.mark.parametrize("with_keys", [False], indirect=True)
+@pytest.mark.parametrize("command", ["status", "check"])
+@pytest.mark.usefixtures("with_keys")
+def test_a_hostile_servers_text_reaches_no_terminal(command):
+    """At 6b62bd3: its escapes are printed as they came."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as hostile:
+        hostile.setsockopt(zmq.LINGER, 0)
+        port = hostile.bind_to_random_port("tcp://127.0.0.1")
+        answer = encode(Failure("limit", f"no{ESCAPES}", {"reason": ESCAPES}))
+
+        def serve() -> None:
+            if hostile.poll(20_000):
+                peer, _ = hostile.recv_multipart()
+                hostile.send_multipart([peer, answer])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "server", command, f"tcp://127.0.0.1:{port}"],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            timeout=30,
+            check=False,
+        )
+        thread.join()
+    assert done.returncode == 4
+    text = (done.stdout + done.stderr).decode(errors="replace")
+    assert text
+    assert not raw(text)
+
+
+def test_a_registration_with_controls_is_no_member(server):
+    """At 6b62bd3: it is taken in. The answer repeats none of it."""
+    with Peers(server) as peers:
+        for text in ("\x1b[0m", "a\rb", "a\nb", "\x7f", "\x85", "a\0b"):
+            register = Register.__new__(Register)
+            peer = peers.open()
+            given = dict(session=b"hostile-", job=job_of("bob"), group="world", epoch=0, member=0, world_size=2)
+            sound = Register(**given, min_members=0, deadline=9.0, place="placeholder!")
+            frame = encode(sound).replace(b"\xacplaceholder!", bytes([0xA0 + 12]) + text.encode().ljust(12, b"x")[:12])
+            answer = peer.ask(frame)
+            assert not isinstance(answer, Registered), repr(text)
+            assert not raw(said_of(answer))
+            del register

@@ -1,0 +1,99 @@
+"""Nothing that nests without an end ends whoever reads it.
+
+At 6b62bd3: each nested extension in `client.packing` is one more call in C, so about 1 KB from one member, 200 deep,
+ends all others with SIGSEGV, through `DDPHandler.mp_sync`.
+"""
+
+import struct
+import subprocess
+import sys
+
+import msgpack
+import pytest
+
+from attacks.peers import Peers, job_of
+from attacks.servers import ROOT, environment
+from client import arrays, packing
+from client.connection import Connection
+from client.session import Member
+from client.transport import ZmqTransport
+from memory_members import outcome
+from statsd_bn.messages import Failure, StatusRequest
+from statsd_bn.wire import MAGIC, PROTOCOL_VERSION
+
+VICTIM = """
+import sys, types
+import client
+from statsd_bn.errors import StatsdBNError
+endpoint, job, curve = sys.argv[1:]
+with client.connect(endpoint, job=job, member=0, world_size=2, deadline=10.0, policy="elastic", curve=curve or None):
+    loop = types.SimpleNamespace(train_loader=None, val_loader=None, test_loader=None)
+    try:
+        print("result", client.DDPHandler(loop).mp_sync([1.0]))
+    except StatsdBNError as error:
+        print(type(error).__name__, error)
+"""
+
+DEPTHS = [200, 3_000, 20_000]
+
+
+def nested(depth: int, code: int) -> bytes:
+    packed = msgpack.packb([])
+    for _ in range(depth):
+        packed = msgpack.packb([msgpack.ExtType(code, packed)])
+    return packed
+
+
+def lists(depth: int) -> bytes:
+    return b"\x91" * depth + b"\x90"
+
+
+STRUCTURES = {f"extensions {depth} deep": nested(depth, packing.TUPLE) for depth in DEPTHS}
+STRUCTURES |= {"counters": nested(1_000, packing.COUNTER), "lists": lists(100_000)}
+
+
+def frame(header: bytes) -> bytes:
+    return struct.pack("<3sBI", MAGIC, PROTOCOL_VERSION, len(header)) + header
+
+
+@pytest.mark.parametrize("with_keys", [False], indirect=True)
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=[*STRUCTURES])
+def test_what_a_member_gathers_ends_no_other_one(server, structure):
+    """At 6b62bd3: SIGSEGV of the victim."""
+    job = job_of("alice")
+    command = [sys.executable, "-c", VICTIM, server.endpoint, job, ""]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as victim:
+        try:
+            who = Member(job, "world", 0, 1, 2, 20.0, "hostile", 1)
+            with Connection(ZmqTransport(server.endpoint), who) as hostile:
+                data = struct.pack("<I", len(structure)) + structure + arrays.encode([])
+                outcome(lambda: hostile.gather("mp_sync()", data))
+            said, _ = victim.communicate(timeout=30)
+        finally:
+            victim.kill()
+    assert victim.returncode == 0
+    assert said.startswith("ProtocolError")
+
+
+HEADERS = {
+    "arrays": b"\x92\x07" + lists(500_000),
+    "maps": b"\x92\x07" + b"\x81\x00" * 200_000 + b"\x80",
+    "a thousand arrays": b"\x92\x07" + lists(1000),
+    "arrays in a key": b"\x92\x03\xc6" + struct.pack(">I", 60_000) + b"\x91" * 60_000,
+    "arrays as members": b"\xdc\x00\x10\x01" + b"\xc4\x08" + bytes(8) + b"\xa1j\xa1g\x00\x00\x02\x00\xcb?\xf0" + bytes(6)
+    + b"\xa1p\x00\xc4\x08" + bytes(8) + b"\x00\x00\x00\xc5\x03\xe8" + b"\x91" * 1000,
+    "extensions": b"\x92\x07\xc9\x00\x00\xff\xff\x01" + b"\x91" * 65_535,
+    "promises of 2^32 elements": b"\x92\x07\xdd\xff\xff\xff\xff",
+    "promises in promises": b"\x92\x07" + b"\xdd\xff\xff\xff\xff" * 500,
+}
+
+
+def test_no_nesting_in_a_frame_does_harm(server, honest_job_beside):
+    """Holds at 6b62bd3: msgpack goes 1,024 deep at most."""
+    with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
+        for header in HEADERS.values():
+            peer = peers.open()
+            answer = peer.ask(frame(header))
+            assert isinstance(answer, Failure), answer
+            assert answer.code == "protocol"
+        assert not isinstance(peers.open().ask(StatusRequest()), Failure)

@@ -1,0 +1,132 @@
+"""Another user of the same host neither finds nor joins a server that was told nothing.
+
+At 6b62bd3: a server with no argument listens on tcp://127.0.0.1:5555, where any local user takes rank 0, sets epoch
+2^48 - 1 and blocks the job's name; the server that rank 0 starts for its job lets in any local user too.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from attacks.servers import ROOT, end, environment
+from ports import free_port
+
+# Nobody's, on all systems that this runs on.
+OTHER = 65_534
+
+pytestmark = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs root, to be another user")
+
+# It imports everything first, since the other user may not read the checkout.
+INTRUDER = f"""
+import os, sys, zmq
+from statsd_bn.messages import Register, Registered, StatusRequest
+from statsd_bn.wire import decode, encode
+os.setgroups([])
+os.setgid({OTHER})
+os.setuid({OTHER})
+context = zmq.Context()
+dealer = context.socket(zmq.DEALER)
+dealer.linger = 0
+dealer.connect(sys.argv[1])
+dealer.send(encode(Register(b"intruder", "default", "world", 2**48 - 1, 0, 2, 0, 9.0, "intruder")))
+print(type(decode(dealer.recv())).__name__ if dealer.poll(3000) else "no answer")
+context.destroy(linger=0)
+"""
+
+# The same script as the owner's, with nothing configured.
+SCRIPT = f"""
+import os, sys
+import client, client.connection, client.own_master, client.without_endpoint
+from statsd_bn.errors import StatsdBNError
+if sys.argv[1] != "me":
+    os.setgroups([])
+    os.setgid({OTHER})
+    os.setuid({OTHER})
+try:
+    with client.connect(world_size=1) as connection:
+        print("joined", connection)
+except StatsdBNError as error:
+    print("refused", error)
+"""
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A home that other users may enter, as many are."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # noqa: S108 - others may enter no other
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def own_environment(home: Path, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in environment(**more).items() if name not in {"XDG_RUNTIME_DIR", "TMPDIR"}}
+    return {**kept, "HOME": str(home)}
+
+
+def is_default_port_free() -> bool:
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", 5555)) != 0
+
+
+@pytest.fixture
+def default_server(home) -> Iterator[str]:
+    """Where a server listens that was told nothing."""
+    if not is_default_port_free():
+        pytest.skip("another server has the default port")
+    command = [sys.executable, "-P", "-m", "server"]
+    options = {"cwd": ROOT, "env": own_environment(home), "text": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options) as process:
+        try:
+            yield process.stdout.readline().split()[-1]
+        finally:
+            end(process)
+
+
+def run(program: str, *arguments: str, home: Path) -> str:
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=own_environment(home), capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.stdout or done.stderr
+
+
+def test_another_user_is_not_answered_by_a_server_that_was_told_nothing(default_server, home):
+    """At 6b62bd3: it is registered as rank 0 of the job "default", in the last epoch there can be."""
+    assert "Registered" not in run(INTRUDER, default_server, home=home)
+
+
+def test_a_script_with_nothing_configured_joins_its_own_users_server_only(default_server, home):
+    """At 6b62bd3: it does not know where the server is. The other user's is refused with a reason."""
+    assert default_server
+    assert run(SCRIPT, "me", home=home).startswith("joined")
+    assert run(SCRIPT, "another", home=home).startswith("refused")
+
+
+OWNER = """
+import client, sys
+with client.connect(deadline=30.0) as connection:
+    print(connection._transport.endpoint, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_user_does_not_join_the_server_that_rank_0_has_started(home):
+    """At 6b62bd3: it finds its port on loopback, and is registered."""
+    launched = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", OWNER]
+    options = {"cwd": ROOT, "env": own_environment(home, **launched), "text": True}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options) as owner:
+        try:
+            endpoint = owner.stdout.readline().strip()
+            assert endpoint
+            assert "Registered" not in run(INTRUDER, endpoint, home=home)
+        finally:
+            end(owner)

@@ -1,0 +1,124 @@
+"""Nobody ends the server by the routing id that a connection names.
+
+At 6b62bd3: libzmq never seeds `rand()`, so a ROUTER gives its peers' ids from a known number on. A client that claims
+the next ones makes the next ordinary connection hit an assertion in libzmq: the server ends by SIGABRT, with keys and
+without. The Identity given twice, or in the ROUTER's own form, is taken as it comes.
+"""
+
+import struct
+
+import pytest
+
+from attacks.peers import ANSWER_SECONDS, Peers, Wire, framed, greeting, handshake, ready
+from statsd_bn.messages import Status, StatusRequest
+from statsd_bn.wire import encode
+
+# What `rand()` gives first that nobody has seeded: a ROUTER's first id.
+UNSEEDED = 0x6B8B4567
+
+# Ids that are claimed, beyond those that the honest job has by then.
+CLAIMED = 64
+
+
+def own_form(number: int) -> bytes:
+    """The id that a ROUTER gives by itself."""
+    return b"\0" + struct.pack(">I", (UNSEEDED + number) % 2**32)
+
+
+@pytest.mark.parametrize("speaks", [True, False], ids=["speaking", "silent"])
+def test_claims_of_the_next_ids_do_not_end_the_server(server, honest_job_beside, speaks):
+    """At 6b62bd3: SIGABRT after some 35 connections."""
+    with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
+        for number in range(CLAIMED):
+            peer = peers.open(own_form(number))
+            if speaks:
+                peer.say(StatusRequest())
+        for _ in range(2 * CLAIMED):
+            peers.open().say(StatusRequest())
+        for peer in peers.all[CLAIMED:]:
+            peer.hear(0.05)
+            if server.ending:
+                break
+
+
+@pytest.mark.parametrize("with_keys", [False], indirect=True)
+def test_claims_over_the_wire_do_not_end_the_server(server, honest_job_beside):
+    """At 6b62bd3: SIGABRT, as above; each claims two ids in one handshake, of which the last one counts."""
+    with honest_job_beside(server) as beside, beside.attacked():
+        claims = [Wire(server) for _ in range(CLAIMED)]
+        for number, claim in enumerate(claims):
+            claim.send(handshake(b"first", own_form(number)))
+        for claim in claims:
+            claim.receive(0.05)
+        for _ in range(2 * CLAIMED):
+            with Wire(server) as ordinary:
+                ordinary.send(handshake() + framed(encode(StatusRequest())))
+                ordinary.receive(0.05)
+            if server.ending:
+                break
+        for claim in claims:
+            claim.socket.close()
+
+
+IDS = {
+    "one zero byte": b"\0",
+    "of the longest": b"\xff" * 255,
+    "the ROUTER's first": own_form(0),
+    "a zero and four more": b"\0\0\0\0\0",
+    "plain": b"eve",
+}
+
+
+@pytest.mark.parametrize("routing_id", IDS.values(), ids=[*IDS])
+def test_no_routing_id_that_is_shared_ends_the_server(server, honest_job_beside, routing_id):
+    """Holds at 6b62bd3 by itself: handover lets the latest one in, without it the others are not heard."""
+    with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
+        for _ in range(8):
+            peers.open(routing_id).say(StatusRequest(), b"", b"SBN")
+        peers.all[-1].hear(0.3)
+
+
+
+# Beginnings of a connection that no ZeroMQ would send, and the same after the handshake.
+HANDSHAKES = {
+    "nothing": b"",
+    "half a greeting": greeting()[:11],
+    "an older greeting": b"\x01\x00",
+    "an older greeting's signature": b"\xff\0\0\0\0\0\0\0\x01\x7f\x01\x05\0\0",
+    "a foreign mechanism": greeting(b"GSSAPI") + ready([]),
+    "a mechanism of zeros": greeting(b"") + ready([]),
+    "an identity twice": handshake(b"a", b"b"),
+    "an identity of 300 bytes": handshake(b"i" * 300),
+    "no socket type": greeting() + ready([]),
+    "a socket type twice": greeting() + ready([(b"Socket-Type", b"DEALER"), (b"Socket-Type", b"REQ")]),
+    "a foreign socket type": handshake(kind=b"PUB"),
+    "a property longer than its frame": greeting() + b"\x04\x0c\x05READY\x0bSock",
+    "a value that is longer than its frame": greeting() + framed(b"\x05READY\x0bSocket-Type\x7f\xff\xff\xffDEALER", 4),
+    "a message instead of READY": greeting() + framed(b"SBN"),
+    "READY twice": handshake() + ready([(b"Socket-Type", b"DEALER")]),
+    "an empty command": handshake() + framed(b"", 4),
+    "a PING without an end": handshake() + framed(b"\x04PING", 4),
+    "a PING that is too long": handshake() + framed(b"\x04PING\0\x01" + bytes(200), 4),
+    "a PONG unasked": handshake() + framed(b"\x04PONG", 4),
+    "a SUBSCRIBE": handshake() + framed(b"\x09SUBSCRIBEall", 4),
+    "an ERROR": greeting() + framed(b"\x05ERROR\x03no!", 4),
+    "an ERROR that lies of its length": greeting() + framed(b"\x05ERROR\xffno!", 4),
+    "a command that goes on": handshake() + framed(b"\x05READY", 5),
+    "reserved flags": handshake() + b"\xf8\x01x",
+    "a length of 2^63": handshake() + b"\x02\x80" + bytes(7),
+    "the highest length": handshake() + b"\x02" + b"\xff" * 8,
+    "a frame that never ends": handshake() + b"\x02\0\0\0\0\x01\0\0\0" + bytes(1000),
+    "parts without a last one": handshake() + framed(b"part", 1) * 100,
+}
+
+
+@pytest.mark.parametrize("with_keys", [False, True], ids=["open", "keys"], indirect=True)
+def test_no_handshake_ends_the_server(server, honest_job_beside):
+    """Holds at 6b62bd3."""
+    with honest_job_beside(server) as beside, beside.attacked():
+        for data in HANDSHAKES.values():
+            for how_much in {len(data), len(data) - 1, len(data) // 2} - {-1}:
+                with Wire(server) as wire:
+                    wire.send(data[:how_much])
+                    wire.receive(0.01)
+        assert server.report()["received"]

@@ -1,0 +1,141 @@
+"""The small doors: what lies in a folder, what fills a disk, and which names look local.
+
+At 6b62bd3 each of these succeeds, as its test says.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from attacks import servers
+from attacks.crowds import ask_all
+from attacks.peers import Peers, job_of
+from attacks.servers import ROOT, environment
+from server.config import is_local
+from statsd_bn.messages import Failure, Register, Registered, Status, StatusRequest
+
+USAGE = 2
+
+
+def command(*arguments: str, safe: bool = True) -> list[str]:
+    return [sys.executable, *(["-P"] if safe else []), "-m", "server", *arguments]
+
+
+def run(*arguments: str, **given: object) -> "subprocess.CompletedProcess[str]":
+    options = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 30, "check": False}
+    return subprocess.run(command(*arguments), **{**options, **given})
+
+
+@pytest.mark.parametrize("name", ["msgpack", "zmq", "numpy", "argparse", "secrets"])
+def test_the_server_imports_nothing_of_the_working_directory(tmp_path, name):
+    """At 6b62bd3: `python -m server` runs a msgpack.py that lies there."""
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('a foreign module')")
+    done = subprocess.run(
+        command("--help", safe=False),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert "a foreign module" not in done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
+def test_keys_are_not_made_in_a_folder_of_somebody_else(tmp_path):
+    """At 6b62bd3: they are."""
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    folder.chmod(0o777)
+    os.chown(folder, 65_534, 65_534)
+    assert run("keygen", str(folder)).returncode == USAGE
+    assert not [*folder.rglob("*.key_secret")]
+
+
+def test_keys_are_not_made_in_a_folder_that_all_may_write(tmp_path):
+    """At 6b62bd3: they are."""
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    folder.chmod(0o777)
+    done = run("keygen", str(folder))
+    assert done.returncode == USAGE or not folder.stat().st_mode & 0o022
+
+
+def answers(peers: Peers, message: object, kind: type, seconds: float = 8.0) -> bool:
+    """Whether a fresh connection is answered so, sooner or later."""
+    expiry = time.monotonic() + seconds
+    while time.monotonic() < expiry:
+        peer = peers.open()
+        if isinstance(peer.ask(message, 0.5), kind):
+            return True
+        peer.close()
+    return False
+
+
+def test_a_pipe_among_the_keys_does_not_stop_the_server(tmp_path):
+    """At 6b62bd3: the next SIGHUP hangs it for ever."""
+    with servers.attacked(tmp_path, with_keys=True) as server, Peers(server, "alice") as peers:
+        os.mkfifo(server.keys / "clients" / "pipe.key")
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert answers(peers, StatusRequest(), Status)
+
+
+@pytest.mark.parametrize("broken", ["no toml", "", "public-key = 5", "\0\xff"])
+def test_a_revocation_takes_effect_beside_a_broken_file(tmp_path, broken):
+    """At 6b62bd3: one broken file, and the revoked key is still let in."""
+    with servers.attacked(tmp_path, with_keys=True) as server, Peers(server, "bob") as peers:
+        assert answers(peers, StatusRequest(), Status)
+        clients = server.keys / "clients"
+        (clients / "broken.key").write_text(broken)
+        next(clients.glob("bob*")).unlink()
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert not answers(peers, StatusRequest(), Status, seconds=1.5)
+
+
+# A hundred of them may say as much as a page.
+LOG_BYTES = 64_000
+
+
+def test_messages_do_not_fill_the_log(tmp_path):
+    """At 6b62bd3: 100 messages write 590 kB."""
+    with servers.attacked(tmp_path) as server, Peers(server) as peers:
+        peer = peers.open()
+        told = [
+            Register(b"%08d" % number, job_of("bob"), "g" * 256, 0, number + 5, 2, 0, 9.0, "p" * 256)
+            for number in range(50)
+        ]
+        ask_all(peer, told, 0.3)
+        for number in range(50):
+            peer.ask(b"SBN" + bytes([0]) + b"x" * (4000 + number), 0.3)
+            peer.ask(bytes([number]) * 6000, 0.3)
+        time.sleep(0.2)
+        assert len(server.said()) < LOG_BYTES
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.evil.example:5555", "tcp://127.0.0.1.evil.example:5555", "ipc://@abstract", "tcp://localhost.evil:1"]
+)
+def test_a_name_that_looks_local_is_none(endpoint):
+    """At 6b62bd3: `tcp://127.evil.example` and `ipc://@abstract` count as local."""
+    assert not is_local(endpoint)
+
+
+def test_a_large_group_hides_no_other_one_in_the_status(tmp_path):
+    """At 6b62bd3: a report that is too large is halved until nothing of it is left but the first groups, or none."""
+    size = 5000
+    with servers.attacked(tmp_path, "--silence-seconds", "3600") as server, Peers(server) as peers:
+        large, small = job_of("bob"), job_of("alice")
+        crowd = [Register(b"%08d" % n, large, "world", 0, n, size, 0, 9.0, "p" * 256) for n in range(size - 1)]
+        assert len(ask_all(peers.open(), crowd)) == size - 1
+        assert isinstance(peers.open().ask(Register(b"small---", small, "world", 0, 0, 2, 0, 9.0, "here")), Registered)
+        found = peers.open().ask(StatusRequest())
+        assert isinstance(found, Status), isinstance(found, Failure) and found.message
+        assert small in [group["job"] for group in found.report["groups"]]

@@ -1,0 +1,48 @@
+"""No secret key lies where everybody on the network reads it.
+
+At 6b62bd3: rank 0 of a job on several nodes tells the others the members' secret key through torch's TCPStore, which
+has no authentication.
+"""
+
+import subprocess
+import sys
+import time
+
+from torch import distributed
+
+from attacks.servers import ROOT, end, environment
+from ports import free_port
+
+RANK_0 = """
+import client
+client.connect(deadline=20.0, fill_deadline=15.0)
+"""
+
+SECONDS = 15.0
+
+# What a file with a secret key says before it.
+WORDS = (b"secret-key", b"secret_key")
+
+
+def test_the_store_has_no_secret_key():
+    """At 6b62bd3: the key's file lies in it as text."""
+    port = free_port()
+    nodes = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    launched = {**nodes, "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "STATSD_BN_JOB": "run"}
+    command = [sys.executable, "-c", RANK_0]
+    keys = [f"statsd_bn/job run/{life}/0" for life in ("latest life", "life 0")]
+    env = environment(**launched)
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as rank_0:
+        try:
+            store = distributed.TCPStore("127.0.0.1", port, None, is_master=False)
+            expiry = time.monotonic() + SECONDS
+            told = []
+            while not told and rank_0.poll() is None and time.monotonic() < expiry:
+                told = [store.get(key) for key in keys if store.check([key])]
+                time.sleep(0.05)
+        finally:
+            end(rank_0)
+            said = rank_0.stdout.read()
+    # It tells the others of its server, or says itself why it has none.
+    assert told or b"Error" in said, said
+    assert not [one for one in told if any(word in one for word in WORDS)]
