@@ -25,7 +25,7 @@ def become_a_former_member(peer: Peer) -> None:
 def test_a_former_member_that_floods_is_cut(server, honest_job_beside):
     """At 6b62bd3: 331,204 bad frames are taken."""
     with honest_job_beside(server, slowdown=SLOWDOWN_OF_A_FULL_CORE) as beside, Peers(server) as peers:
-        peer = peers.open(IMMEDIATE=1, RECONNECT_IVL=-1)
+        peer = peers.open(RECONNECT_IVL=-1)
         become_a_former_member(peer)
         expiry = time.monotonic() + SECONDS
         with beside.attacked():

@@ -4,10 +4,11 @@ At 6b62bd3: neither futures nor unread answers are counted, and the bound is eac
 """
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from attacks.crowds import ask_all, crowd, registrations, session
+from attacks.crowds import ask_all, crowd, registrations
 from attacks.peers import Peers, job_of
 from attacks.servers import accounting
 from statsd_bn.messages import Contribution, StatusRequest
@@ -52,12 +53,9 @@ def test_all_jobs_together_stay_within_the_account(start, honest_job_beside):
             job, peer = job_of("bob"), peers.open()
             tokens = [bytes([number, member]) * 4 for member in (0, 1)]
             world = registrations(job, number, 2)
-            ask_all(peer, [type(one)(tokens[one.member], *_fields(one)[1:]) for one in world])
+            ask_all(peer, [replace(one, session=tokens[one.member]) for one in world])
             for layer in range(28):
                 key = RoundKey(job, f"g{number}", 0, 0, f"layer {layer}", 0, "forward")
                 peer.say(Contribution(tokens[0], key, 0, rows))
                 time.sleep(0.005)
 
-
-def _fields(message):
-    return [getattr(message, name) for name in message.__dataclass_fields__]
