@@ -1,6 +1,7 @@
 """Plays fuzzed frames to the decoder and the pure server; `scripts/fuzz` runs it.
 
-First one server gets random frames without an end, and its memory must stay flat. Then coverage leads the way
+First a real server gets them through its socket, see `attacks.socket_fuzz`. Then one without a socket gets random frames
+without an end, and its memory must stay flat. Then coverage leads the way
 (atheris, where it is installed): each play has a server of its own, and what has found new code is kept and changed.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 
+from attacks import socket_fuzz
 from fuzz_target import SOUND, Play
 
 # Within a play: frames with no, one, two and three bytes changed have the turns from 8 on.
@@ -80,9 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="led by coverage (default 10; 0: not at all)")
     parser.add_argument("--frames", type=int, default=10_000_000, help="of the flood (default 10,000,000; 0: none)")
+    parser.add_argument(
+        "--socket", type=int, default=10_000_000, help="frames through a real socket (default 10,000,000; 0: none)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--corpus", type=Path, help="a folder of plays, which grows (default: the seeds)")
     options = parser.parse_args(arguments)
+    if options.socket:
+        socket_fuzz.main(options.socket, options.seed)
     logging.disable(logging.CRITICAL)
     if options.frames:
         began = time.monotonic()

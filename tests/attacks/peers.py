@@ -1,10 +1,10 @@
-"""Attackers' connections: ZeroMQ's own sockets with any key and routing id, and plain sockets that speak ZMTP by hand."""
+"""Attackers' connections: ZeroMQ's sockets with any key and routing id, and plain ones that speak ZMTP by hand."""
 
 import itertools
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -101,6 +101,11 @@ class Peer:
     def hear_frame(self, seconds: float = ANSWER_SECONDS) -> bytes | None:
         return self.socket.recv() if self.socket.poll(int(seconds * 1000)) else None
 
+    def hear_all(self, seconds: float) -> Iterator[bytes]:
+        """The frames that come, until none does for so long."""
+        while (frame := self.hear_frame(seconds)) is not None:
+            yield frame
+
     def hear_kind(self, kind: type, seconds: float = ANSWER_SECONDS) -> Message | None:
         """The next message of a type, or None if none comes in time; others are dropped."""
         expiry = time.monotonic() + seconds
@@ -171,6 +176,14 @@ class Wire:
         except OSError:
             return False
         return True
+
+    def begin(self, first: bytes) -> bool:
+        """Shakes hands, and returns whether the server does: what follows at once is, for ZeroMQ, an error."""
+        came = b""
+        self.send(first)
+        while len(came) <= len(greeting()) and (part := self.receive(1.0)):
+            came += part
+        return len(came) > len(greeting())
 
     def receive(self, seconds: float = 0.2) -> bytes:
         """What comes next, or nothing."""

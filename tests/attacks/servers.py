@@ -1,7 +1,7 @@
 """A server to attack: `python -m server` as a process of its own, with or without keys, and what it costs.
 
-It is the server of the checkout in whose folder the tests run, so `scripts/attack --at FOLDER` tries the same attacks
-on another one.
+It is the server of the checkout in whose folder the tests run, so `scripts/attack` can try the same attacks on another
+one.
 """
 
 import dataclasses

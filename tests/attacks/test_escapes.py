@@ -40,7 +40,9 @@ def test_what_a_stranger_says_of_itself_is_told_to_nobody_as_it_is(server, where
     with Peers(server, "alice") as peers:
         honest, hostile = peers.open(), peers.open()
         named = {"job": given["job"], "group": given["group"]}
-        honest.ask(Register(b"honest--", **named, epoch=0, member=0, world_size=2, min_members=0, deadline=9.0, place="x"))
+        honest.ask(
+            Register(b"honest--", **named, epoch=0, member=0, world_size=2, min_members=0, deadline=9.0, place="x")
+        )
         hostile.ask(Register(b"hostile-", **given, epoch=0, member=1, world_size=2, min_members=0, deadline=9.0))
         duplicate = peers.open().ask(
             Register(b"another-", **named, epoch=0, member=1, world_size=2, min_members=0, deadline=9.0, place="x")
@@ -89,12 +91,19 @@ def test_a_registration_with_controls_is_no_member(server):
     """At 6b62bd3: it is taken in. The answer repeats none of it."""
     with Peers(server) as peers:
         for text in ("\x1b[0m", "a\rb", "a\nb", "\x7f", "\x85", "a\0b"):
-            register = Register.__new__(Register)
             peer = peers.open()
-            given = dict(session=b"hostile-", job=job_of("bob"), group="world", epoch=0, member=0, world_size=2)
-            sound = Register(**given, min_members=0, deadline=9.0, place="placeholder!")
+            sound = Register(
+                session=b"hostile-",
+                job=job_of("bob"),
+                group="world",
+                epoch=0,
+                member=0,
+                world_size=2,
+                min_members=0,
+                deadline=9.0,
+                place="placeholder!",
+            )
             frame = encode(sound).replace(b"\xacplaceholder!", bytes([0xA0 + 12]) + text.encode().ljust(12, b"x")[:12])
             answer = peer.ask(frame)
             assert not isinstance(answer, Registered), repr(text)
             assert not raw(said_of(answer))
-            del register

@@ -14,7 +14,6 @@ import pytest
 
 from attacks import servers
 from attacks.peers import Peer, Peers, job_of
-from attacks.servers import Attacked
 from ports import free_port
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered, Result
@@ -33,7 +32,9 @@ def token(member: int) -> bytes:
 def registration(job: str, member: int, min_members: int, registered: Registered | None = None) -> Register:
     found = Register(token(member), job, "world", 0, member, SIZE, min_members, 20.0, f"member {member}")
     if registered:
-        found = replace(found, server=registered.server, step=1, results=1 + (member == LIAR), known=Members.of(range(SIZE)))
+        found = replace(
+            found, server=registered.server, step=1, results=1 + (member == LIAR), known=Members.of(range(SIZE))
+        )
     return found
 
 
@@ -61,7 +62,7 @@ def _told(peer: Peer, kind: type, of_key: RoundKey | None, seconds: float) -> ob
     return None
 
 
-def began(server: Attacked, peers: Peers, job: str, min_members: int) -> tuple[list[Registered], list[Aggregate]]:
+def began(peers: Peers, job: str, min_members: int) -> tuple[list[Registered], list[Aggregate]]:
     """A group of three that has been through one round."""
     members = [peers.open() for _ in range(SIZE)]
     for number, member in enumerate(members):
@@ -90,7 +91,7 @@ def test_a_liar_does_not_decide_a_round(tmp_path, with_keys, min_members, contri
     for folder in folders:
         folder.mkdir()
     with servers.attacked(folders[0], with_keys=with_keys, bind=bind) as server, Peers(server, "alice") as peers:
-        opened, results = began(server, peers, job, min_members)
+        opened, results = began(peers, job, min_members)
     if with_keys:
         (folders[0] / "keys").rename(folders[1] / "keys")
     waits = key(job, 1)

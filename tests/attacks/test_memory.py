@@ -58,4 +58,3 @@ def test_all_jobs_together_stay_within_the_account(start, honest_job_beside):
                 key = RoundKey(job, f"g{number}", 0, 0, f"layer {layer}", 0, "forward")
                 peer.say(Contribution(tokens[0], key, 0, rows))
                 time.sleep(0.005)
-

@@ -80,8 +80,15 @@ HEADERS = {
     "maps": b"\x92\x07" + b"\x81\x00" * 200_000 + b"\x80",
     "a thousand arrays": b"\x92\x07" + lists(1000),
     "arrays in a key": b"\x92\x03\xc6" + struct.pack(">I", 60_000) + b"\x91" * 60_000,
-    "arrays as members": b"\xdc\x00\x10\x01" + b"\xc4\x08" + bytes(8) + b"\xa1j\xa1g\x00\x00\x02\x00\xcb?\xf0" + bytes(6)
-    + b"\xa1p\x00\xc4\x08" + bytes(8) + b"\x00\x00\x00\xc5\x03\xe8" + b"\x91" * 1000,
+    "arrays as members": b"\xdc\x00\x10\x01"
+     b"\xc4\x08"
+    + bytes(8)
+    + b"\xa1j\xa1g\x00\x00\x02\x00\xcb?\xf0"
+    + bytes(6)
+    + b"\xa1p\x00\xc4\x08"
+    + bytes(8)
+    + b"\x00\x00\x00\xc5\x03\xe8"
+    + b"\x91" * 1000,
     "extensions": b"\x92\x07\xc9\x00\x00\xff\xff\x01" + b"\x91" * 65_535,
     "promises of 2^32 elements": b"\x92\x07\xdd\xff\xff\xff\xff",
     "promises in promises": b"\x92\x07" + b"\xdd\xff\xff\xff\xff" * 500,

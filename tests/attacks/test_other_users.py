@@ -60,7 +60,7 @@ except StatsdBNError as error:
 @pytest.fixture
 def home() -> Iterator[Path]:
     """A home that other users may enter, as many are."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # noqa: S108 - others may enter no other
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

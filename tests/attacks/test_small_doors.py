@@ -26,8 +26,8 @@ def command(*arguments: str, safe: bool = True) -> list[str]:
 
 
 def run(*arguments: str, **given: object) -> "subprocess.CompletedProcess[str]":
-    options = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 30, "check": False}
-    return subprocess.run(command(*arguments), **{**options, **given})
+    options = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 30}
+    return subprocess.run(command(*arguments), check=False, **{**options, **given})
 
 
 @pytest.mark.parametrize("name", ["msgpack", "zmq", "numpy", "argparse", "secrets"])
@@ -117,7 +117,8 @@ def test_messages_do_not_fill_the_log(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["tcp://127.evil.example:5555", "tcp://127.0.0.1.evil.example:5555", "ipc://@abstract", "tcp://localhost.evil:1"]
+    "endpoint",
+    ["tcp://127.evil.example:5555", "tcp://127.0.0.1.evil.example:5555", "ipc://@abstract", "tcp://localhost.evil:1"],
 )
 def test_a_name_that_looks_local_is_none(endpoint):
     """At 6b62bd3: `tcp://127.evil.example` and `ipc://@abstract` count as local."""

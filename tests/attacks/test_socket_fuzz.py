@@ -1,11 +1,13 @@
-"""A server takes any connections with any routing ids, orders and breaks, and goes on; `scripts/fuzz` plays far more."""
+"""A server takes any connections, routing ids, orders and breaks, and goes on; `scripts/fuzz` plays far more."""
 
 import pytest
 
 from attacks.socket_fuzz import Fuzz, Fuzzed, fuzz_socket
 
 
-@pytest.mark.parametrize(("with_keys", "frames"), [(False, 100_000), (True, 30_000)], ids=["open", "keys"], indirect=["with_keys"])
+@pytest.mark.parametrize(
+    ("with_keys", "frames"), [(False, 100_000), (True, 30_000)], ids=["open", "keys"], indirect=["with_keys"]
+)
 def test_the_socket_takes_anything(workers, with_keys, frames):
     """At 6b62bd3: SIGABRT."""
     tally = fuzz_socket(frames, seed=0, with_keys=with_keys, workers=workers)

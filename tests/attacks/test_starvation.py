@@ -6,7 +6,7 @@ messages halve the rounds of others; a status report is built whole, and request
 
 import time
 
-from attacks.crowds import crowd, registrations, ask_all
+from attacks.crowds import ask_all, crowd, registrations
 from attacks.honest import SLOWDOWN_OF_A_FULL_CORE
 from attacks.peers import Peers, job_of
 from statsd_bn.messages import StatusRequest

@@ -35,6 +35,6 @@ def test_a_session_is_told_to_nobody_who_claims_its_connection(server, honest_jo
                 claim.say(StatusRequest())
             time.sleep(0.2)
             members.open().say(registration(job, 1))
-            stolen = [frame for claim in claims for frame in iter(lambda: claim.hear_frame(0.02), None)]
+            stolen = [frame for claim in claims for frame in claim.hear_all(0.02)]
         assert not [frame for frame in stolen if any(token in frame for token in TOKENS.values())]
         assert isinstance(first.hear_kind(Registered), Registered)
