@@ -224,6 +224,6 @@ def slow_downs(played: list[Played], phases: list[tuple[float, float]], most: fl
     if disturbed > most * quiet:
         faults.append(f"a median round of {1e3 * disturbed:.2f} ms beside the attack, of {1e3 * quiet:.2f} ms without")
     quick, slow = rates(played, phases)
-    if slow * most < quick:
+    if slow * (1 + most) < quick:  # seconds in which the machine is busy with something else count here
         faults.append(f"{slow:.0f} rounds in a second beside the attack, {quick:.0f} without")
     return faults

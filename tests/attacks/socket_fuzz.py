@@ -88,8 +88,8 @@ class Tally:
 
     def __str__(self) -> str:
         return (
-            f"{self.frames} frames over {self.lives} connections in {self.seconds:.0f} s; the server looked at {self.received} "
-            f"({self.received / max(self.seconds, 1e-9):.0f} in a second), "
+            f"{self.frames} frames over {self.lives} connections in {self.seconds:.0f} s; the server looked "
+            f"at {self.received} ({self.received / max(self.seconds, 1e-9):.0f} in a second), "
             f"{self.answered} bytes came back, and the honest job had {self.rounds} rounds"
         )
 
@@ -315,7 +315,7 @@ class Fuzz:
     def _connect(self) -> socket.socket:
         plain = socket.socket()
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK)
-        plain.setblocking(False)
+        plain.settimeout(0.0)
         # One that waits long, such as for a port that was reset, is to hold up nobody else.
         plain.connect_ex(("127.0.0.1", self.server.port))
         return plain

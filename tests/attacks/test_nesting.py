@@ -56,22 +56,28 @@ def frame(header: bytes) -> bytes:
     return struct.pack("<3sBI", MAGIC, PROTOCOL_VERSION, len(header)) + header
 
 
+def gather_with_victim(endpoint: str, job: str, structure: bytes, command: list[str]) -> tuple[int, str]:
+    """Gives a member what nests, in a job of two; returns how that member ended, and what it said."""
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as victim:
+        try:
+            who = Member(job, "world", 0, 1, 2, 20.0, "hostile", 1)
+            with Connection(ZmqTransport(endpoint), who) as hostile:
+                data = struct.pack("<I", len(structure)) + structure + arrays.encode([])
+                outcome(lambda: hostile.gather("mp_sync()", data))
+            said, _ = victim.communicate(timeout=60)
+        finally:
+            victim.kill()
+    return victim.returncode, said
+
+
 @pytest.mark.parametrize("with_keys", [False], indirect=True)
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=[*STRUCTURES])
 def test_what_a_member_gathers_ends_no_other_one(server, structure):
     """At 6b62bd3: SIGSEGV of the victim."""
     job = job_of("alice")
     command = [sys.executable, "-c", VICTIM, server.endpoint, job, ""]
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as victim:
-        try:
-            who = Member(job, "world", 0, 1, 2, 20.0, "hostile", 1)
-            with Connection(ZmqTransport(server.endpoint), who) as hostile:
-                data = struct.pack("<I", len(structure)) + structure + arrays.encode([])
-                outcome(lambda: hostile.gather("mp_sync()", data))
-            said, _ = victim.communicate(timeout=30)
-        finally:
-            victim.kill()
-    assert victim.returncode == 0
+    code, said = gather_with_victim(server.endpoint, job, structure, command)
+    assert code == 0
     assert said.startswith("ProtocolError")
 
 
@@ -81,7 +87,7 @@ HEADERS = {
     "a thousand arrays": b"\x92\x07" + lists(1000),
     "arrays in a key": b"\x92\x03\xc6" + struct.pack(">I", 60_000) + b"\x91" * 60_000,
     "arrays as members": b"\xdc\x00\x10\x01"
-     b"\xc4\x08"
+    b"\xc4\x08"
     + bytes(8)
     + b"\xa1j\xa1g\x00\x00\x02\x00\xcb?\xf0"
     + bytes(6)

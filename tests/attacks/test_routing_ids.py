@@ -10,6 +10,7 @@ import struct
 import pytest
 
 from attacks.peers import Peers, Wire, framed, greeting, handshake, ready
+from attacks.servers import Attacked
 from statsd_bn.messages import StatusRequest
 from statsd_bn.wire import encode
 
@@ -25,20 +26,25 @@ def own_form(number: int) -> bytes:
     return b"\0" + struct.pack(">I", (UNSEEDED + number) % 2**32)
 
 
+def claim_the_next_ids(server: Attacked, peers: Peers, *, speaks: bool) -> None:
+    """Claims ids that the server has still to give, and then makes it give them."""
+    for number in range(CLAIMED):
+        peer = peers.open(own_form(number))
+        if speaks:
+            peer.say(StatusRequest())
+    for _ in range(2 * CLAIMED):
+        peers.open().say(StatusRequest())
+    for peer in peers.all[CLAIMED:]:
+        peer.hear(0.05)
+        if server.ending:
+            break
+
+
 @pytest.mark.parametrize("speaks", [True, False], ids=["speaking", "silent"])
 def test_claims_of_the_next_ids_do_not_end_the_server(server, honest_job_beside, speaks):
     """At 6b62bd3: SIGABRT after some 35 connections."""
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
-        for number in range(CLAIMED):
-            peer = peers.open(own_form(number))
-            if speaks:
-                peer.say(StatusRequest())
-        for _ in range(2 * CLAIMED):
-            peers.open().say(StatusRequest())
-        for peer in peers.all[CLAIMED:]:
-            peer.hear(0.05)
-            if server.ending:
-                break
+        claim_the_next_ids(server, peers, speaks=speaks)
 
 
 @pytest.mark.parametrize("with_keys", [False], indirect=True)
