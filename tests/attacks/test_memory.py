@@ -24,7 +24,7 @@ OPTIONS = (*accounting(ACCOUNT), "--silence-seconds", "3600")
 def test_futures_are_counted(start, honest_job_beside):
     """At 6b62bd3: 108 MB beside 4 MB that are counted."""
     server = start(*OPTIONS, account=ACCOUNT)
-    with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
+    with honest_job_beside(server, slowdown=3.0) as beside, Peers(server) as peers, beside.attacked():
         crowd(peers, "bob", groups=16, size=400, rounds=256)
 
 

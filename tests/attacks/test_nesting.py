@@ -13,7 +13,7 @@ import pytest
 
 from attacks.peers import Peers, job_of
 from attacks.servers import ROOT, environment
-from client import arrays, packing
+from client import packing
 from client.connection import Connection
 from client.session import Member
 from client.transport import ZmqTransport
@@ -48,8 +48,21 @@ def lists(depth: int) -> bytes:
     return b"\x91" * depth + b"\x90"
 
 
+def in_a_row(state: object, depth: int) -> bytes:
+    """As many beginnings of what has one item as `client.packing` writes them itself."""
+    structure, _ = parts(packing.pack(state))
+    return structure.removesuffix(b"\xc0") * depth + b"\xc0"
+
+
+def parts(packed: bytes) -> tuple[bytes, bytes]:
+    """The structure of a packed state, and what comes behind it."""
+    end = 4 + struct.unpack_from("<I", packed)[0]
+    return packed[4:end], packed[end:]
+
+
 STRUCTURES = {f"extensions {depth} deep": nested(depth, packing.TUPLE) for depth in DEPTHS}
 STRUCTURES |= {"counters": nested(1_000, packing.COUNTER), "lists": lists(100_000)}
+STRUCTURES |= {"its own lists": in_a_row([None], 100_000), "its own tuples": in_a_row((None,), 100_000)}
 
 
 def frame(header: bytes) -> bytes:
@@ -62,7 +75,7 @@ def gather_with_victim(endpoint: str, job: str, structure: bytes, command: list[
         try:
             who = Member(job, "world", 0, 1, 2, 20.0, "hostile", 1)
             with Connection(ZmqTransport(endpoint), who) as hostile:
-                data = struct.pack("<I", len(structure)) + structure + arrays.encode([])
+                data = struct.pack("<I", len(structure)) + structure + parts(packing.pack([]))[1]
                 outcome(lambda: hostile.gather("mp_sync()", data))
             said, _ = victim.communicate(timeout=60)
         finally:
