@@ -300,12 +300,12 @@ def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
             if name == "alice":
                 assert dealer.poll(WAIT_SECONDS * 1000)
                 assert isinstance(decode(dealer.recv()), Registered)
-        for name, dealer in zip(("alice", "bob"), dealers, strict=True):
+        for dealer in dealers:
             dealer.send(encode(Heartbeat(b"nobody's")))
-            assert dealer.poll(WAIT_SECONDS * 1000)
-            answer = decode(dealer.recv())
-            if name == "bob":
-                assert isinstance(answer, Registered)
+            answer: Any = None
+            # Each is told of its registration, and the server may look whether it is there.
+            while answer is None or isinstance(answer, Registered):
+                assert dealer.poll(WAIT_SECONDS * 1000)
                 answer = decode(dealer.recv())
             assert answer.code == "unknown_session"
 
