@@ -213,3 +213,8 @@ def test_without_a_launcher_there_is_no_place_to_meet():
 def test_a_wrong_variable_is_named(environ, message):
     with pytest.raises(ConfigurationError, match=message):
         launcher.meeting_place(environ)
+
+
+@pytest.mark.parametrize("name", ["127.evil.example", "localhost.evil.example", "127.1.evil"])
+def test_a_name_that_only_looks_like_loopback_is_not_taken_for_this_host(name):
+    assert not launcher.is_one_node({"LOCAL_WORLD_SIZE": "1"}, MeetingPlace(name, 1), 2)
