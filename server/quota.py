@@ -98,8 +98,8 @@ class Quota:
     max_new_connections: int = _option(
         4096,
         2**20,
-        "connections that may come at once to a server without keys: 1,365 members that come back after a restart, with "
-        "3 each; a stranger who takes them all ends the server once in a thousand times",
+        "connections that may come at once to a server without keys: 1,365 members that come back after a restart, "
+        "with 3 each; a stranger who takes them all ends the server once in a thousand times",
     )
     connections_per_second: float = _option(
         20.0, 2**20, "connections that may come each second from then on; with keys for each key", least=0.01
