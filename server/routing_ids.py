@@ -1,9 +1,9 @@
 """Routing ids: who is who among the peers of the server's socket; none of them sets its own.
 
 ZeroMQ takes a peer's word for its routing id, and counts on where it says none. If somebody has said the number that is
-next, libzmq ends the whole process. So the gatekeeper gives each connection an id that nobody can guess, and that one
-is taken: always with keys, where the peer has had its say before the gatekeeper is asked; without keys a peer
-may speak after it, and its id is then its own or ZeroMQ's count.
+next, libzmq ends the whole process. So the gatekeeper gives each connection an id that nobody can guess. The later
+word counts: with keys that is the gatekeeper's, but for rare moments; without keys a peer may speak after it. Its id
+is then its own, which is refused, or one of ZeroMQ's count, of which nobody knows where it begins.
 """
 
 import os

@@ -286,7 +286,7 @@ def test_keys_that_cannot_be_listed_stay_as_they_were(service, keys, caplog):
 
 
 def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
-    """What they say they are does not count: each has a routing id from the server, and its own answers."""
+    """Each has a routing id from the server and its own answers, or is told that it must not set one."""
     with zmq.Context() as context, ExitStack() as stack:
         dealers = []
         for name in ("alice", "bob"):
@@ -297,9 +297,6 @@ def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
             dealer.connect(service.endpoints[0])
             dealer.send(encode(register(0, 2, job=name)))
             dealers.append(dealer)
-            if name == "alice":
-                assert dealer.poll(WAIT_SECONDS * 1000)
-                assert isinstance(decode(dealer.recv()), Registered)
         for dealer in dealers:
             dealer.send(encode(Heartbeat(b"nobody's")))
             answer: Any = None
@@ -307,7 +304,8 @@ def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
             while answer is None or isinstance(answer, Registered):
                 assert dealer.poll(WAIT_SECONDS * 1000)
                 answer = decode(dealer.recv())
-            assert answer.code == "unknown_session"
+            # ZeroMQ may have taken the peer's word; then its connection ends.
+            assert answer.code in {"unknown_session", "protocol"}
 
 
 def test_the_doors_stay_shut_when_the_gatekeeper_is_away(keys, monkeypatch, serve):
