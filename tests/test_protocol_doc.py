@@ -472,8 +472,10 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
         ("Group member", group["members"][0]),
         ("Open round", group["waiting"][0]),
     ):
+        documented = {name: kinds[kind] for name, kind, _ in table(title)}
+        where_cut = {name for name in documented if name.endswith("_left_out")}
         assert {name: type(value) for name, value in real.items()} == {
-            name: kinds[kind] for name, kind, _ in table(title)
+            name: kind for name, kind in documented.items() if name not in where_cut
         }
     assert set(cut.report) - set(whole.report) == {"left_out"}
 
