@@ -59,10 +59,13 @@ class Account:
         """Returns whether so many more would be too many for an owner."""
         return self.of(owner) + size > self.most_of_one
 
+    def fits(self, owner: str, size: int) -> bool:
+        """Returns whether neither would be too many: one call, for each contribution asks."""
+        return self.held + size <= self.most and self._of.get(owner, 0) + size <= self.most_of_one
+
     def keep(self, owner: str, size: int) -> None:
         """Takes note of bytes that are kept, or with a size below zero no longer are."""
         self.held += size
-        if kept := self._of.get(owner, 0) + size:
-            self._of[owner] = kept
-        else:
-            self._of.pop(owner, None)
+        kept = self._of[owner] = self._of.get(owner, 0) + size
+        if not kept:
+            del self._of[owner]

@@ -26,11 +26,13 @@ class Room:
     def __init__(self, budget: Budget, owner: str) -> None:
         self.held = 0
         self._budget = budget
+        self._account = budget.account
         self._owner = owner
 
     def check(self, size: int) -> None:
         """Raises LimitExceeded where too many bytes would be kept."""
-        self._budget.check_room(self._owner, size)
+        if not self._account.fits(self._owner, size):
+            self._budget.check_room(self._owner, size)
 
     def take(self, size: int) -> None:
         """Keeps bytes.
@@ -38,12 +40,12 @@ class Room:
         Raises:
             LimitExceeded: they would be too many.
         """
-        self._budget.take(self._owner, size)
-        self.held += size
+        self.check(size)
+        self.keep(size)
 
     def keep(self, size: int) -> None:
         """Takes note of bytes that are kept, or with a size below zero no longer are."""
-        self._budget.keep(self._owner, size)
+        self._account.keep(self._owner, size)
         self.held += size
 
     def empty(self) -> None:

@@ -158,7 +158,8 @@ class OpenRounds:
             raise failed(key, f"{slave} is not one of the members that take part, {Members.of(members)}")
         membership.reach(key.step)
         round_ = Round(key, members, now, slave.deadline)
-        self._reserve(round_, size)
+        self._archive.room.keep(size)
+        round_.held = size
         self._next_deadline = min(self._next_deadline, now + slave.deadline)
         self._open[key] = round_
         return round_
