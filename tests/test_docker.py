@@ -175,7 +175,7 @@ def test_a_number_of_replicas_that_does_not_split_the_batch_is_refused():
 ENGINE_STAND_IN = """#!/bin/sh
 echo "$@" >>"$CALLS"
 case "$*" in
-  *" up "*) echo "no such image" >&2; exit 1 ;;
+  *" up "* | "run --detach "*) echo "no such image" >&2; exit 1 ;;
   "image inspect"*) echo "$SIZE" ;;
   "run --rm --entrypoint python statsd-bn-server"*) echo "65534 False" ;;
 esac
