@@ -82,12 +82,13 @@ class Archive:
     def add(self, round_: Round, most: int) -> None:
         """Keeps a round that has ended, and of those before it so many that `most` are kept."""
         self._kept[round_.key] = round_
-        round_.held += len(round_.answer)
-        self.room.keep(len(round_.answer))
+        change = len(round_.answer)
+        round_.held += change
         while len(self._kept) > most:
             oldest = next(iter(self._kept))
-            self.room.keep(-self._kept.pop(oldest).held)
+            change -= self._kept.pop(oldest).held
             self.remember(oldest)
+        self.room.keep(change)
 
     def remember(self, key: RoundKey) -> None:
         """Takes note that a round has ended whose answer is not kept."""

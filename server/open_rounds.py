@@ -82,10 +82,13 @@ class OpenRounds:
         """Takes a slave's rows for one round, and begins that if they are its first."""
         key, rows = contribution.key, contribution.rows
         try:
-            round_ = self._open.get(key) or self._begin(now, slave, contribution)
-            future = self._future(round_, slave)
-            if not future.done:
-                self._reserve(round_, size_of(rows))
+            if round_ := self._open.get(key):
+                future = self._future(round_, slave)
+                if not future.done:
+                    self._reserve(round_, size_of(rows))
+            else:
+                round_ = self._begin(now, slave, contribution)
+                future = round_.futures[slave.member]
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
         slave.step, slave.replicas = key.step, len(rows.counts)
@@ -152,14 +155,11 @@ class OpenRounds:
         if len(self._open) >= self._budget.quota.max_open_rounds:
             raise self.too_many(key)
         members = membership.participants(key.step)
-        size = ROUND_BYTES + FUTURE_BYTES * len(members)
-        self._archive.room.check(size + size_of(contribution.rows))
         if slave.member not in members:
             raise failed(key, f"{slave} is not one of the members that take part, {Members.of(members)}")
-        membership.reach(key.step)
         round_ = Round(key, members, now, slave.deadline)
-        self._archive.room.keep(size)
-        round_.held = size
+        self._reserve(round_, ROUND_BYTES + FUTURE_BYTES * len(members) + size_of(contribution.rows))
+        membership.reach(key.step)
         self._next_deadline = min(self._next_deadline, now + slave.deadline)
         self._open[key] = round_
         return round_

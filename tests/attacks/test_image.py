@@ -48,7 +48,7 @@ def server(image, tmp_path) -> Iterator[Attacked]:
     port, name = free_port(), f"statsd-bn-attacked-{tmp_path.name[-20:]}"
     where = ["--network", "host", "--name", name, "--read-only", "--env", "STATSD_BN_CURVE="]
     log = tmp_path / "server.log"
-    command = ["docker", "run", "--rm", *where, image, "python", "-m", "server"]
+    command = ["docker", "run", "--rm", *where, image]
     with (
         log.open("w") as output,
         subprocess.Popen([*command, "--bind", f"tcp://127.0.0.1:{port}"], stdout=output, stderr=output) as process,
