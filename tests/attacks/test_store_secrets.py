@@ -36,6 +36,11 @@ def own_address() -> str:
         return trial.getsockname()[0]
 
 
+def is_open(address: str, port: int) -> bool:
+    with socket.socket() as trial:
+        return trial.connect_ex((address, port)) == 0
+
+
 def test_the_store_has_no_secret_key():
     """At 6b62bd3: the key's file lies in it as text."""
     address, port = own_address(), free_port()
@@ -46,9 +51,11 @@ def test_the_store_has_no_secret_key():
     env = environment(**launched)
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as rank_0:
         try:
-            store = distributed.TCPStore(address, port, 2, is_master=False)
             expiry = time.monotonic() + SECONDS
             told = []
+            while not is_open(address, port) and rank_0.poll() is None and time.monotonic() < expiry:
+                time.sleep(0.05)
+            store = distributed.TCPStore(address, port, 2, is_master=False) if rank_0.poll() is None else None
             while not told and rank_0.poll() is None and time.monotonic() < expiry:
                 told = [store.get(key) for key in keys if store.check([key])]
                 time.sleep(0.05)
