@@ -28,6 +28,10 @@ LOCK_PAUSE_SECONDS = 0.01
 # What ZeroMQ takes for "make a socket yourself".
 NO_DESCRIPTOR = -1
 
+# Connections that wait to be accepted, for TCP as well: after a restart all members come at once, and one that finds no
+# room is tried again only after a moment.
+BACKLOG = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class SocketFile:
@@ -97,7 +101,7 @@ def _bind(bound: socket.socket, path: Path) -> None:
         bound.bind(os.fsencode(path))
     finally:
         os.umask(before)
-    bound.listen()
+    bound.listen(BACKLOG)
 
 
 @contextmanager

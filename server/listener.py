@@ -28,10 +28,6 @@ RECEIVE_HIGH_WATER_MARK = 4
 # How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
 
-# Connections that wait to be accepted: after a restart all members come at once, and TCP tries one that finds no room
-# again only after a second.
-BACKLOG = 4096
-
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -130,7 +126,7 @@ class Listener:
         self.socket.setsockopt(zmq.RCVTIMEO, int(LOOK_SECONDS * 1000))
         self.socket.setsockopt(zmq.SNDHWM, quota.max_unread)
         self.socket.setsockopt(zmq.RCVHWM, min(quota.max_unread, RECEIVE_HIGH_WATER_MARK))
-        self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self.socket.setsockopt(zmq.BACKLOG, ipc_path.BACKLOG)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(quota.handshake_seconds * 1000))
         for option, value in KEEPALIVE.items():
             self.socket.setsockopt(option, value)
