@@ -250,7 +250,7 @@ def test_what_is_put_off_after_a_restart_counts_and_is_given_back():
     back = Play()
     back.say(register(0, **PAST), Result(session_of(0), aggregate))
     results = back.kept[0]
-    assert results > GROUP_BYTES + MEMBER_BYTES + 2 * NAMED_BYTES + ROUND_BYTES
+    assert results > GROUP_BYTES + MEMBER_BYTES + 2 * NAMED_BYTES + CONTRIBUTION_BYTES
     play = Play(max_tenant_bytes=results + SIZE)
     play.say(register(0, **PAST), Result(session_of(0), aggregate))
     assert not play.is_refused(contribution(0, key=key(step=1)))

@@ -150,7 +150,7 @@ def answer(peer: RawPeer) -> object:
     """What the server says next, but for its looks whether the peer is there."""
     while True:
         said = decode(peer.receive())
-        if not (isinstance(said, Registered) and said.session == NO_SERVER):
+        if not (isinstance(said, Registered) and said.digest == NO_SERVER):
             return said
 
 

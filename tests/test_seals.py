@@ -144,7 +144,7 @@ def test_what_is_no_key_of_this_user_is_not_used(folder, make):
 
 
 def test_a_server_that_can_keep_no_key_has_a_new_one(monkeypatch, caplog):
-    def none() -> None:
+    def none(_environ) -> None:
         raise ConfigurationError("there is no folder")
 
     monkeypatch.setattr(seal_key, "private_folder", none)
@@ -156,7 +156,7 @@ def test_a_server_that_can_keep_no_key_has_a_new_one(monkeypatch, caplog):
 
 
 def test_a_server_without_keys_finds_its_key_again(folder, monkeypatch):
-    monkeypatch.setattr(seal_key, "private_folder", lambda: folder)
+    monkeypatch.setattr(seal_key, "private_folder", lambda _environ: folder)
     first, second = seals_of(None), seals_of(None)
     assert first.key == second.key
     assert (first.outlives, second.outlives) == (False, True)
