@@ -205,6 +205,8 @@ class Service:
         if peer in self._refusals.ignored:
             return
         if peer not in self._unread:
+            # First what the monitor tells: a connection that used this descriptor before may have ended.
+            self._read_monitor()
             self._unread.meet(peer, _descriptor(part))
         # A frame too many is no frame of ours; an empty one is refused as any garbage is.
         frame = b"" if part.more else part.bytes
@@ -253,8 +255,6 @@ class Service:
 
     def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant) -> None:
         """Takes note of a connection that something sound has come over, perhaps from a member."""
-        # It was told of before anything could come.
-        self._read_monitor()
         session, descriptor = self._dispatcher.member_of(frame), self._unread.descriptor(peer)
         if not self._connections.heard(time.monotonic(), descriptor, tenant.key, peer, session):
             most = self._listener.most_of_key
