@@ -4,6 +4,8 @@ An owner is a tenant, where there are keys; without keys nobody is who they say,
 name reads in an error as it is: "job 'digits'", "tenant 'team-a'".
 """
 
+from weakref import WeakValueDictionary
+
 # What objects take, measured with tracemalloc and rounded up; names and addresses may be as long as they can be.
 
 # A contribution beside its numbers: 0.4 kB.
@@ -28,6 +30,19 @@ NAMED_BYTES = 96
 RUN_BYTES = 128
 
 
+class Share:
+    """An owner's part of the bytes that are kept; it lives as long as anybody holds it.
+
+    Attributes:
+        held: how many there are.
+    """
+
+    __slots__ = ("__weakref__", "held")
+
+    def __init__(self) -> None:
+        self.held = 0
+
+
 class Account:
     """The bytes that are kept.
 
@@ -45,11 +60,18 @@ class Account:
         self.most = most
         self.most_of_one = most_of_one
         self.held = 0
-        self._of: dict[str, int] = {}
+        self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()
 
     def of(self, owner: str) -> int:
         """Returns how many are kept for an owner."""
-        return self._of.get(owner, 0)
+        return self.share(owner).held
+
+    def share(self, owner: str) -> Share:
+        """Returns an owner's share, the same for all who hold it."""
+        share = self._shares.get(owner)
+        if share is None:
+            share = self._shares[owner] = Share()
+        return share
 
     def is_full(self, size: int) -> bool:
         """Returns whether so many more would be too many in all."""
@@ -59,13 +81,11 @@ class Account:
         """Returns whether so many more would be too many for an owner."""
         return self.of(owner) + size > self.most_of_one
 
-    def fits(self, owner: str, size: int) -> bool:
+    def fits(self, share: Share, size: int) -> bool:
         """Returns whether neither would be too many: one call, for each contribution asks."""
-        return self.held + size <= self.most and self._of.get(owner, 0) + size <= self.most_of_one
+        return self.held + size <= self.most and share.held + size <= self.most_of_one
 
-    def keep(self, owner: str, size: int) -> None:
+    def keep(self, share: Share, size: int) -> None:
         """Takes note of bytes that are kept, or with a size below zero no longer are."""
         self.held += size
-        kept = self._of[owner] = self._of.get(owner, 0) + size
-        if not kept:
-            del self._of[owner]
+        share.held += size

@@ -28,10 +28,11 @@ class Room:
         self._budget = budget
         self._account = budget.account
         self._owner = owner
+        self._share = budget.account.share(owner)
 
     def check(self, size: int) -> None:
         """Raises LimitExceeded where too many bytes would be kept."""
-        if not self._account.fits(self._owner, size):
+        if not self._account.fits(self._share, size):
             self._budget.check_room(self._owner, size)
 
     def take(self, size: int) -> None:
@@ -40,12 +41,16 @@ class Room:
         Raises:
             LimitExceeded: they would be too many.
         """
-        self.check(size)
-        self.keep(size)
+        account, share = self._account, self._share
+        if not account.fits(share, size):
+            self._budget.check_room(self._owner, size)
+        account.held += size
+        share.held += size
+        self.held += size
 
     def keep(self, size: int) -> None:
         """Takes note of bytes that are kept, or with a size below zero no longer are."""
-        self._account.keep(self._owner, size)
+        self._account.keep(self._share, size)
         self.held += size
 
     def empty(self) -> None:

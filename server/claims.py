@@ -51,17 +51,15 @@ class Claims:
 
     Attributes:
         count: whether they may end rounds by now.
+        of: the claims, by round.
     """
 
     def __init__(self, room: Room, *, are_genuine: bool) -> None:
         self.count = False
         self._room = room
         self._are_genuine = are_genuine
-        self._of: dict[RoundKey, list[Claim]] = {}
+        self.of: dict[RoundKey, list[Claim]] = {}
         self._rounds_left = limits.KEPT_ROUNDS
-
-    def __len__(self) -> int:
-        return len(self._of)
 
     def add(self, slave: Slave, aggregate: Aggregate) -> None:
         """Takes note of what a slave says that it was given.
@@ -69,17 +67,17 @@ class Claims:
         Raises:
             LimitExceeded: the job would keep too many bytes.
         """
-        claims = self._of.get(aggregate.key, [])
+        claims = self.of.get(aggregate.key, [])
         claim = next((one for one in claims if is_same(one.aggregate, aggregate)), None)
         if claim is None:
             claim = Claim(aggregate, slave)
             self._room.take(claim.size)
-            self._of.setdefault(aggregate.key, []).append(claim)
+            self.of.setdefault(aggregate.key, []).append(claim)
         claim.authors.add(slave.member)
 
     def are_due(self, round_: Round) -> bool:
         """Returns whether a round waits for nobody who has not claimed to have its answer."""
-        claims = self._of.get(round_.key) if self.count else None
+        claims = self.of.get(round_.key) if self.count else None
         if not claims:
             return False
         return self._are_genuine or set().union(*(claim.authors for claim in claims)).issuperset(round_.missing)
@@ -90,7 +88,7 @@ class Claims:
         Raises:
             ContributionConflict: the claims contradict one another, or leave out a member that has contributed.
         """
-        claims = self._of.get(round_.key)
+        claims = self.of.get(round_.key)
         if not claims or self._are_there(round_, claims):
             return None
         self._forget(round_.key)
@@ -115,7 +113,7 @@ class Claims:
         waiting = {round_.key: set(round_.waiting) for round_ in open_rounds}
         return [
             conflict(claims[1])
-            for key, claims in self._of.items()
+            for key, claims in self.of.items()
             if len(claims) > 1 and not all(claim.authors <= waiting.get(key, set()) for claim in claims)
         ]
 
@@ -124,7 +122,7 @@ class Claims:
         self._rounds_left -= 1
         if self._rounds_left > 0:
             return []
-        forgotten = list(self._of)
+        forgotten = list(self.of)
         for key in forgotten:
             self._forget(key)
         return forgotten
@@ -140,7 +138,7 @@ class Claims:
         return all(there.issuperset(claim.aggregate.members) for claim in claims)
 
     def _forget(self, key: RoundKey) -> list[Claim]:
-        claims = self._of.pop(key, [])
+        claims = self.of.pop(key, [])
         self._room.keep(-sum(claim.size for claim in claims))
         return claims
 

@@ -66,6 +66,7 @@ class Dispatcher:
         tally: what was refused.
         received: how many frames have come.
         bad_frames: how many of them were unsound.
+        refused: how many of them were unsound, or of no session that has a seat.
     """
 
     def __init__(self, server: bytes, started: float, quota: Quota | None = None, seals: Seals | None = None) -> None:
@@ -82,6 +83,7 @@ class Dispatcher:
         self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
+        self.refused = 0
 
     def receive(self, now: float, peer: bytes, frame: bytes, tenant: Tenant = ANYBODY) -> list[Reply]:
         """Takes one frame from a peer and returns the frames to send; `tenant` is whose key the peer has."""
@@ -114,11 +116,6 @@ class Dispatcher:
     def has_had_members(self) -> bool:
         """Whether anybody is registered, or was."""
         return self._registry.has_had_members
-
-    @property
-    def refused(self) -> int:
-        """How many frames came so far that were unsound, or of no session that has a seat."""
-        return self.bad_frames + self.tally.strangers
 
     def payer(self, frame: bytes, tenant: Tenant) -> str:
         """Returns for whom the work is that a frame makes, see `server.fair_share`."""
@@ -232,21 +229,24 @@ class Dispatcher:
     def _refuse(self, error: StatsdBNError) -> bytes:
         if isinstance(error, ProtocolError):
             self.bad_frames += 1
+            self.refused += 1
         logger.warning("refused: %s", error)
         return failure(error)
 
     def _contribute(self, now: float, contribution: Contribution, peer: bytes) -> list[Reply]:
         seat = self._registry.seats.get(contribution.session)
         if seat is None:
-            self.tally.strangers += 1
+            self._count_stranger()
             return [(peer, failure(self._stranger(contribution.session), contribution.key))]
         if self._budget.narrows_contributions:
             try:
                 self._budget.check_contribution(contribution)
             except LimitExceeded as error:
                 return [(peer, failure(error, contribution.key))]
-        made_room = self._make_room(seat.master, contribution) if self._budget.is_crowded else []
-        return made_room + seat.master.contribute(now, seat.slave, contribution, peer)
+        if self._budget.is_crowded:
+            made_room = self._make_room(seat.master, contribution)
+            return made_room + seat.master.contribute(now, seat.slave, contribution, peer)
+        return seat.master.contribute(now, seat.slave, contribution, peer)
 
     def _make_room(self, master: SyncMaster, contribution: Contribution) -> list[Reply]:
         size = size_of(contribution.rows) + ROUND_BYTES + FUTURE_BYTES * master.nr_slaves
@@ -255,7 +255,7 @@ class Dispatcher:
     def _recall(self, now: float, result: Result, peer: bytes) -> list[Reply]:
         seat = self._registry.seats.get(result.session)
         if seat is None:
-            self.tally.strangers += 1
+            self._count_stranger()
             # Many come together, and each answer would ask for all again. A contribution will be answered.
             return []
         return seat.master.recall(now, seat.slave, result.aggregate, peer)
@@ -265,8 +265,12 @@ class Dispatcher:
         if known and not self._registry.seats[heartbeat.session].slave.owes:
             return []
         if not known:
-            self.tally.strangers += 1
+            self._count_stranger()
         return [(peer, failure(self._stranger(heartbeat.session)))]
+
+    def _count_stranger(self) -> None:
+        self.tally.strangers += 1
+        self.refused += 1
 
     def _stranger(self, session: bytes) -> StatsdBNError:
         """Returns what somebody is told who has no seat: why it has none any more, or that it is unknown."""

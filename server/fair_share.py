@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from server.account import Account
+from server.account import Account, Share
 
 # Whoever has no seat.
 STRANGERS = "strangers"
@@ -51,6 +51,7 @@ class _Payer(Generic[T]):
     """A payer: the time it has taken lately, and the frames of it that wait, by peer."""
 
     name: str
+    share: Share
     taken: float = 0.0
     size: int = 0
     frames: OrderedDict[bytes, deque[tuple[float, int, T]]] = field(default_factory=OrderedDict)
@@ -63,13 +64,17 @@ class FairShare(Generic[T]):
         account: where the bytes of frames that wait are counted.
 
     Attributes:
+        waiting: the payers whose frames wait.
+        sole: the one payer that has asked for anything lately; None if there are others, or frames wait. Its frames
+            may go, and nothing needs to be measured.
         dropped: how many frames were, because too many waited, or for too long.
     """
 
     def __init__(self, account: Account) -> None:
         self._account = account
         self._payers: dict[str, _Payer[T]] = {}
-        self._waiting: OrderedDict[str, _Payer[T]] = OrderedDict()
+        self.waiting: OrderedDict[str, _Payer[T]] = OrderedDict()
+        self.sole: str | None = None
         self._before: dict[str, float] = {}
         self._taken = 0.0
         self._window_ends = 0.0
@@ -78,24 +83,20 @@ class FairShare(Generic[T]):
         self._reads = 0
         self.dropped = 0
 
-    @property
-    def has_waiting(self) -> bool:
-        """Whether frames wait."""
-        return bool(self._waiting)
-
     def may_go(self, now: float, name: str, peer: bytes) -> bool:
         """Whether a payer's frame is to be taken at once; if not, it is to `wait`."""
         if now >= self._window_ends:
             self._turn_window(now)
         payer = self._payers.get(name)
         if payer is None:
-            payer = self._payers[name] = _Payer(name)
+            payer = self._payers[name] = _Payer(name, self._account.share(name))
+        self.sole = name if len(self._payers) == 1 and not self.waiting else None
         if peer in payer.frames:
             return False  # what came before it waits
         if len(self._payers) == 1 or not self._is_ahead(payer):
             self._reads += READS_BETWEEN // TAKEN_BETWEEN
             return True
-        return not self._waiting and self._has_credit(now)
+        return not self.waiting and self._has_credit(now)
 
     def took(self, name: str, seconds: float) -> None:
         """Takes note of the time that a frame has taken which went at once."""
@@ -118,7 +119,7 @@ class FairShare(Generic[T]):
             return
         self._weigh(payer, size)
         payer.frames.setdefault(peer, deque()).append((now, size, frame))
-        self._waiting[name] = payer
+        self.waiting[name] = payer
 
     def is_due(self, now: float) -> bool:
         """Whether a frame that waits is to be taken before more is read."""
@@ -129,15 +130,15 @@ class FairShare(Generic[T]):
         self._reads = 0
         if now >= self._window_ends:
             self._turn_window(now)
-        while self._waiting and self._may_take(now):
-            name, payer = self._waiting.popitem(last=False)
+        while self.waiting and self._may_take(now):
+            name, payer = self.waiting.popitem(last=False)
             peer, frames = payer.frames.popitem(last=False)
             since, size, frame = frames.popleft()
             self._weigh(payer, -size)
             if frames:
                 payer.frames[peer] = frames
             if payer.frames:
-                self._waiting[name] = payer
+                self.waiting[name] = payer
             if now - since <= MOST_WAIT_SECONDS:
                 self._payers.setdefault(name, payer)
                 return name, frame
@@ -146,7 +147,7 @@ class FairShare(Generic[T]):
 
     def _may_take(self, now: float) -> bool:
         """Whether those who wait have time left, or nobody else asks for any."""
-        return self._has_credit(now) or len(self._payers) <= len(self._waiting)
+        return self._has_credit(now) or len(self._payers) <= len(self.waiting)
 
     def _has_credit(self, now: float) -> bool:
         self._credit = min(MOST_CREDIT_SECONDS, self._credit + WAITING_SHARE * (now - self._credited))
@@ -171,4 +172,4 @@ class FairShare(Generic[T]):
 
     def _weigh(self, payer: _Payer[T], size: int) -> None:
         payer.size += size
-        self._account.keep(payer.name, size)
+        self._account.keep(payer.share, size)

@@ -155,10 +155,9 @@ class SyncMaster:
             LookupError: a contribution is missing.
         """
         contributions = [future.get() for future in round_.futures.values()]
-        replicas = sum(len(rows.counts) for rows in contributions)
-        reduce = join_in_order if round_.key.phase == GATHER else sum_in_order
-        total = reduce(row for rows in contributions for row in rows.values)
-        return Aggregate(round_.key, replicas, round_.count, Members.of(round_.futures), total)
+        rows = [row for contribution in contributions for row in contribution.values]
+        total = join_in_order(rows) if round_.key.phase == GATHER else sum_in_order(rows)
+        return Aggregate(round_.key, len(rows), round_.count, Members.of(round_.futures), total)
 
     def remove_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
         """Takes a slave out that says goodbye.
@@ -219,7 +218,7 @@ class SyncMaster:
         # All rows that have come go before any claim: where they suffice, nobody has to be believed.
         for slave, contribution, peer in self._deferral.take():
             replies += self.contribute(now, slave, contribution, peer)
-        return replies + (self._weigh_claims() if self._claims else [])
+        return replies + (self._weigh_claims() if self._claims.of else [])
 
     def _weigh_claims(self) -> list[Reply]:
         """Ends the rounds whose answers members have brought along; breaks the group where these differ."""

@@ -196,11 +196,11 @@ class OpenRounds:
     def _is_ready(self, round_: Round) -> bool:
         if round_.is_complete and self._membership.suffices:
             return True
-        return bool(self._claims) and self._claims.are_due(round_)
+        return bool(self._claims.of) and self._claims.are_due(round_)
 
     def _finish(self, round_: Round) -> list[Reply]:
         try:
-            told = self._claims.take(round_) if self._claims else None
+            told = self._claims.take(round_) if self._claims.of else None
         except ContributionConflict as conflict:
             self._membership.lost = self._membership.lost or conflict
             return self._break(round_, conflict)
@@ -212,7 +212,7 @@ class OpenRounds:
     def _sum(self, round_: Round) -> bytes:
         """Returns the answer that the rows make."""
         total = self._reduce(round_)
-        if self._claims:
+        if self._claims.of:
             self._claims.check(total)
         return self._seals.sealed(total)
 
@@ -224,7 +224,7 @@ class OpenRounds:
     def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:
         self._open.pop(round_.key, None)
         self._archive.add(round_, limits.KEPT_ROUNDS)
-        for key in self._claims.round_ended() if self._claims else ():
+        for key in self._claims.round_ended() if self._claims.of else ():
             self._archive.remember(key)
         return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
 

@@ -232,19 +232,6 @@ class Budget:
                 "bytes kept in all",
             )
 
-    def take(self, owner: str, size: int) -> None:
-        """Keeps bytes for an owner.
-
-        Raises:
-            LimitExceeded: they would be too many.
-        """
-        self.check_room(owner, size)
-        self.account.keep(owner, size)
-
-    def keep(self, owner: str, size: int) -> None:
-        """Takes note of bytes that are kept for an owner, or with a size below zero no longer are."""
-        self.account.keep(owner, size)
-
     def kept(self, owner: str) -> int:
         """Returns how many bytes are kept for an owner."""
         return self.account.of(owner)

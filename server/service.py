@@ -124,13 +124,13 @@ class Service:
         while not self._stopping:
             # To wait in `recv` costs some system calls less for each frame than to poll before.
             try:
-                peer = self._socket.recv(zmq.NOBLOCK if self._shares.has_waiting else 0)
+                peer = self._socket.recv(_LAST if self._shares.waiting else 0)
             except zmq.Again:
-                if self._shares.has_waiting and not self._take_waiting():
+                if self._shares.waiting and not self._take_waiting():
                     self._socket.poll(PAUSE_MILLISECONDS)
             else:
                 self._take(peer)
-                if self._shares.has_waiting and self._shares.is_due(time.monotonic()):
+                if self._shares.waiting and self._shares.is_due(time.monotonic()):
                     self._take_waiting()
             if time.monotonic() >= next_look:
                 self._look()
@@ -204,7 +204,7 @@ class Service:
             self._socket.recv_multipart()
         if peer in self._refusals.ignored:
             return
-        if peer not in self._unread:
+        if peer not in self._unread.peers:
             # First what the monitor tells: a connection that used this descriptor before may have ended.
             self._read_monitor()
             self._unread.meet(peer, _descriptor(part))
@@ -219,7 +219,9 @@ class Service:
             self._end_claim(peer)
             return
         now, payer = time.monotonic(), self._dispatcher.payer(frame, tenant)
-        if self._shares.may_go(now, payer, peer):
+        if payer == self._shares.sole:
+            self._process(now, peer, frame, tenant)
+        elif self._shares.may_go(now, payer, peer):
             self._process(now, peer, frame, tenant)
             self._shares.took(payer, time.monotonic() - now)
         else:

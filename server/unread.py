@@ -46,44 +46,47 @@ class Unread:
 
     Args:
         takes_more: returns for which of some connections the kernel takes more.
+
+    Attributes:
+        peers: those whose connections are known, by name.
     """
 
     def __init__(self, takes_more: Callable[[Collection[int]], set[int]] = writable) -> None:
         self._takes_more = takes_more
-        self._peers: dict[bytes, _Peer] = {}
+        self.peers: dict[bytes, _Peer] = {}
         self._by_descriptor: dict[int, bytes] = {}
         self._sent = 0
         self._next_look = MOST
 
-    def __contains__(self, peer: bytes) -> bool:
-        """Whether a peer's connection is known."""
-        return peer in self._peers
-
     def descriptor(self, peer: bytes) -> int:
         """Returns the descriptor of a peer's connection; -1 if it is not known."""
-        known = self._peers.get(peer)
+        known = self.peers.get(peer)
         return known.descriptor if known else -1
 
     def meet(self, peer: bytes, descriptor: int) -> None:
         """Takes note of a peer's connection."""
         self.ended(descriptor)
         if descriptor >= 0:
-            self._peers[peer] = _Peer(descriptor)
+            self.peers[peer] = _Peer(descriptor)
             self._by_descriptor[descriptor] = peer
 
     def ended(self, descriptor: int) -> None:
         """Takes note of the end of a connection."""
-        peer = self._peers.pop(self._by_descriptor.pop(descriptor, b""), None)
+        peer = self.peers.pop(self._by_descriptor.pop(descriptor, b""), None)
         if peer:
             self._sent -= peer.sent
 
     def may_send(self, name: bytes, size: int) -> bool:
         """Whether a peer reads well enough to be sent so many bytes, which then count."""
-        peer = self._peers.get(name)
+        peer = self.peers.get(name)
         if peer is None:
             return True
+        if self._sent + size <= MOST and peer.sent + size <= MOST_OF_ONE:  # as nearly always
+            peer.sent += size
+            self._sent += size
+            return True
         if self._sent + size > self._next_look:
-            self._look(self._peers.values())
+            self._look(self.peers.values())
             self._next_look = max(MOST, self._sent + MOST // 8)
         is_crowded = self._sent + size > MOST
         if peer.sent and (is_crowded or peer.sent + size > MOST_OF_ONE):
@@ -100,9 +103,9 @@ class Unread:
         """Returns the connections to cut off: too much waits, and these have not read since this was last asked."""
         if self._sent <= MOST // 2:
             return []
-        self._look(self._peers.values())
+        self._look(self.peers.values())
         too_much, cut = self._sent - MOST // 2, []
-        for peer in sorted(self._peers.values(), key=lambda peer: -peer.sent):
+        for peer in sorted(self.peers.values(), key=lambda peer: -peer.sent):
             if too_much > 0 and peer.sent and peer.is_late:
                 too_much -= peer.sent
                 cut.append(peer.descriptor)

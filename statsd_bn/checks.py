@@ -75,5 +75,7 @@ def check_values(values: object, dimensions: int) -> None:
     if not (isinstance(values, np.ndarray) and values.dtype == _FLOAT64 and values.ndim == dimensions):
         found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
         raise ProtocolError(f"values: expected float64 of {dimensions} dimensions, got {found}")
-    check_integer("vectors", values.shape[-2], 1, limits.MAX_VECTORS)
-    check_integer("channels", values.shape[-1], 1, limits.MAX_CHANNELS)
+    vectors, channels = values.shape[-2:]
+    if not (1 <= vectors <= limits.MAX_VECTORS and 1 <= channels <= limits.MAX_CHANNELS):
+        check_integer("vectors", vectors, 1, limits.MAX_VECTORS)
+        check_integer("channels", channels, 1, limits.MAX_CHANNELS)

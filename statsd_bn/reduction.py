@@ -24,11 +24,13 @@ def sum_in_order(rows: Iterable[FloatArray]) -> FloatArray:
         A new array of that shape: `((row_0 + row_1) + row_2) + ...`.
     """
     first, *others = rows
-    total = np.array(first, dtype=np.float64)
-    if others:
-        with np.errstate(all="ignore"):  # NaN and infinity pass through, as in torch
-            for row in others:
-                total += row
+    if not others:
+        return np.array(first, dtype=np.float64)
+    with np.errstate(all="ignore"):  # NaN and infinity pass through, as in torch
+        second, *others = others
+        total = np.add(first, second, dtype=np.float64)
+        for row in others:
+            total += row
     return total
 
 

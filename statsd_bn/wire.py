@@ -69,6 +69,10 @@ _packed: dict[RoundKey, bytes] = {}
 # How msgpack begins an array of 16 fields or more, with two bytes for their number.
 _LONG_ARRAY = b"\xdc"
 
+# Where a session stands: behind the array's beginning, the type, and two bytes for its own length.
+_IN_ARRAY = slice(_PRELUDE.size + 4, _PRELUDE.size + 4 + limits.TOKEN_BYTES)
+_IN_LONG_ARRAY = slice(_PRELUDE.size + 6, _PRELUDE.size + 6 + limits.TOKEN_BYTES)
+
 _FLOAT = np.dtype("<f8")
 
 # What a message is on the wire: its values, if it has any, and the fields of its header.
@@ -152,8 +156,7 @@ def named_session(frame: bytes) -> bytes:
 
     It is the first field of every message that has one.
     """
-    start = _PRELUDE.size + (6 if frame[_PRELUDE.size : _PRELUDE.size + 1] == _LONG_ARRAY else 4)
-    return frame[start : start + limits.TOKEN_BYTES]
+    return frame[_IN_LONG_ARRAY] if frame.startswith(_LONG_ARRAY, _PRELUDE.size) else frame[_IN_ARRAY]
 
 
 def _padded(size: int) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from server.access import Tenant
 from server.account import CONTRIBUTION_BYTES, FUTURE_BYTES, MEMBER_BYTES, Account
+from server.archive import Room
 from server.dispatcher import Dispatcher
 from server.quota import Budget, Quota
 from statsd_bn import limits
@@ -198,10 +199,11 @@ def test_an_error_that_is_told_again_and_again_keeps_nothing_of_what_came():
 
 def test_a_budget_says_which_of_both_limits_was_reached():
     budget = Budget(Quota(max_server_bytes=100, max_tenant_bytes=60))
-    budget.take("job 'a'", 60)
+    room, other = Room(budget, "job 'a'"), Room(budget, "job 'b'")
+    room.take(60)
     with pytest.raises(LimitExceeded, match="job 'a' keeps 60 bytes here, and 1 more are above the limit of 60"):
-        budget.take("job 'a'", 1)
+        room.take(1)
     with pytest.raises(LimitExceeded, match="the server keeps 60 bytes, and 41 more for job 'b' are above") as caught:
-        budget.take("job 'b'", 41)
+        other.take(41)
     assert caught.value.fields == {"limit": 100, "what": "bytes kept in all"}
     assert budget.account.held == 60

@@ -56,7 +56,7 @@ class Play:
 def test_whoever_is_alone_is_never_held_up():
     play = Play()
     assert all(play.come("job", "peer", "frame", 0.005) for _ in range(1000))
-    assert not play.shares.has_waiting
+    assert not play.shares.waiting
 
 
 def test_equals_are_never_held_up():
@@ -85,7 +85,7 @@ def test_what_waits_has_its_turn_although_others_never_rest():
     play = Play()
     play.make_greedy()
     play.come("greedy", "g", "waits", 0.005)
-    assert play.shares.has_waiting
+    assert play.shares.waiting
     for _ in range(2000):
         play.come("small", "s", "s")
         if play.shares.is_due(play.now):
@@ -117,7 +117,7 @@ def test_when_nobody_else_asks_any_more_all_that_waits_is_taken():
         pass
     assert play.taken == [str(number) for number in range(20)]
     assert play.account.held == 0
-    assert not play.shares.has_waiting
+    assert not play.shares.waiting
 
 
 def test_payers_and_their_peers_take_turns_and_each_keeps_its_order():

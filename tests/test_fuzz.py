@@ -97,7 +97,7 @@ def test_the_seeds_say_every_sound_frame():
 def test_coverage_sees_the_methods_as_well():
     functions = {*fuzz.functions_of(server.dispatcher), *fuzz.functions_of(server.registry)}
     assert {Dispatcher.receive, Dispatcher._contribute, server.registry.failed_member} <= functions
-    assert Dispatcher.refused.fget in functions
+    assert Dispatcher.has_members.fget in functions
     assert server.dispatcher.decode_request not in functions, "what another module defines"
 
 

@@ -192,8 +192,8 @@ def test_what_members_have_told_is_forgotten_when_nobody_can_wait_for_it():
     for session in world.members:
         answers(world, session)
     (master,) = world.dispatcher._registry.masters.values()
-    assert len(master._claims) == 1
+    assert len(master._claims.of) == 1
     for number in range(limits.KEPT_ROUNDS):
-        assert len(master._claims) == int(number < limits.KEPT_ROUNDS - 1)
+        assert len(master._claims.of) == int(number < limits.KEPT_ROUNDS - 1)
         world.exchange(f"next {number}")
     assert master._archive.remembers(key._replace(layer="bn"))

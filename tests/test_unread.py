@@ -92,7 +92,7 @@ def test_a_connection_that_takes_the_number_of_another_begins_anew():
     kernel.meet(1)
     kernel.sent(1, MOST_OF_ONE, 1)
     kernel.unread.meet(b"other", 1)
-    assert b"1" not in kernel.unread
+    assert b"1" not in kernel.unread.peers
     assert kernel.unread.may_send(b"other", MOST_OF_ONE)
 
 
