@@ -5,14 +5,14 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
-import zmq
 
 from attacks import honest, servers
 from attacks.honest import Beside, Workers
 from attacks.servers import Attacked
+from attacks.variants import needs_curve
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.skipif(not zmq.has("curve"), reason="no CURVE"))])
+@pytest.fixture(params=[False, pytest.param(True, marks=needs_curve)])
 def with_keys(request) -> bool:
     """Whether the server asks for keys; a test that takes this runs both ways."""
     return request.param

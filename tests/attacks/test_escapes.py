@@ -13,6 +13,7 @@ import zmq
 
 from attacks.peers import Peers, job_of
 from attacks.servers import ROOT, environment
+from attacks.variants import keys_if_long, long
 from statsd_bn.messages import Failure, Leave, Message, Register, Registered
 from statsd_bn.wire import encode
 
@@ -38,9 +39,10 @@ def raw(text: str) -> list[str]:
     return [control for control in CONTROLS if control in text]
 
 
-@pytest.mark.parametrize("where", ["place", "cause", "job", "group"])
+@keys_if_long
+@pytest.mark.parametrize("where", ["place", *map(long, ("cause", "job", "group"))])
 def test_what_a_stranger_says_of_itself_is_told_to_nobody_as_it_is(server, where):
-    """At 6b62bd3: the other member is told all of it."""
+    """At 6b62bd3: the other member is told all of a place. A cause, a job and a group held then already."""
     job = job_of("alice")
     given = {"job": job, "group": "world", "place": "here"}
     if where in given:
@@ -92,6 +94,7 @@ def test_a_hostile_servers_text_reaches_no_terminal(command):
     assert not raw(text)
 
 
+@keys_if_long
 def test_a_registration_with_controls_is_no_member(server):
     """At 6b62bd3: it is taken in. The answer repeats none of it."""
     with Peers(server) as peers:

@@ -68,6 +68,8 @@ def test_the_path_of_a_dead_server_may_be_taken(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["@abstract", "@"])
-def test_a_path_that_no_folder_protects_counts_as_open(name):
-    """At 6b62bd3: an abstract socket, which any user of the host reaches, is taken for local."""
-    assert try_to_bind(f"ipc://{name}-{os.getpid()}") not in {None, 0}
+def test_a_name_that_no_folder_protects_is_warned_of(tmp_path, name):
+    """At 6b62bd3: an abstract socket, which any user of the host reaches, is taken for local, and nothing is said."""
+    with servers.attacked(tmp_path, bind=f"ipc://{name}-{os.getpid()}") as server, Peers(server) as peers:
+        assert isinstance(peers.open().ask(StatusRequest()), Status)
+        assert "every user of this host" in server.said()

@@ -10,6 +10,7 @@ import pytest
 from attacks.crowds import ask_all
 from attacks.peers import Peers, job_of
 from attacks.servers import attacked
+from attacks.variants import long
 from server.keygen import generate
 from statsd_bn import limits
 from statsd_bn.messages import Failure, Register, Registered
@@ -23,7 +24,7 @@ def registrations(tenant: str, first: int, number: int, member: int = 0) -> list
 
 
 @pytest.mark.parametrize("with_keys", [False], indirect=True)
-@pytest.mark.parametrize("connections", [1, 4])
+@pytest.mark.parametrize("connections", [1, long(4)])
 def test_a_stranger_does_not_lock_out_new_jobs(start, honest_job_beside, connections):
     """At 6b62bd3: the honest job is refused."""
     server = start("--silence-seconds", "3600")

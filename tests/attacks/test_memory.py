@@ -11,9 +11,12 @@ import numpy as np
 from attacks.crowds import ask_all, crowd, registrations
 from attacks.peers import Peers, job_of
 from attacks.servers import accounting
+from attacks.variants import keys_if_long
 from statsd_bn.messages import Contribution, StatusRequest
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
+
+pytestmark = keys_if_long
 
 ACCOUNT = 16 * 2**20
 

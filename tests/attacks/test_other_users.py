@@ -118,6 +118,7 @@ with client.connect(deadline=30.0) as connection:
 """
 
 
+@pytest.mark.attack_long
 def test_another_user_does_not_join_the_server_that_rank_0_has_started(home):
     """At 6b62bd3: it finds its port on loopback, and is registered."""
     launched = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

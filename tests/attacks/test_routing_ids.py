@@ -11,6 +11,7 @@ import pytest
 
 from attacks.peers import Peers, Wire, framed, greeting, handshake, ready
 from attacks.servers import Attacked
+from attacks.variants import first_is_quick, keys_if_long
 from statsd_bn.messages import StatusRequest
 from statsd_bn.wire import encode
 
@@ -40,7 +41,7 @@ def claim_the_next_ids(server: Attacked, peers: Peers, *, speaks: bool) -> None:
             break
 
 
-@pytest.mark.parametrize("speaks", [True, False], ids=["speaking", "silent"])
+@pytest.mark.parametrize("speaks", first_is_quick({"speaking": True, "silent": False}))
 def test_claims_of_the_next_ids_do_not_end_the_server(server, honest_job_beside, speaks):
     """At 6b62bd3: SIGABRT after some 35 connections."""
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
@@ -68,15 +69,16 @@ def test_claims_over_the_wire_do_not_end_the_server(server, honest_job_beside):
 
 
 IDS = {
+    "the ROUTER's first": own_form(0),
     "one zero byte": b"\0",
     "of the longest": b"\xff" * 255,
-    "the ROUTER's first": own_form(0),
     "a zero and four more": b"\0\0\0\0\0",
     "plain": b"eve",
 }
 
 
-@pytest.mark.parametrize("routing_id", IDS.values(), ids=[*IDS])
+@keys_if_long
+@pytest.mark.parametrize("routing_id", first_is_quick(IDS))
 def test_no_routing_id_that_is_shared_ends_the_server(server, honest_job_beside, routing_id):
     """Holds at 6b62bd3 by itself: handover lets the latest one in, without it the others are not heard."""
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
@@ -118,7 +120,7 @@ HANDSHAKES = {
 }
 
 
-@pytest.mark.parametrize("with_keys", [False, True], ids=["open", "keys"], indirect=True)
+@keys_if_long
 def test_no_handshake_ends_the_server(server, honest_job_beside):
     """Holds at 6b62bd3."""
     with honest_job_beside(server) as beside, beside.attacked():

@@ -9,8 +9,11 @@ import time
 from attacks.crowds import ask_all, crowd, registrations
 from attacks.honest import SLOWDOWN_OF_A_FULL_CORE
 from attacks.peers import Peers, job_of
+from attacks.variants import keys_if_long
 from statsd_bn.messages import StatusRequest
 from statsd_bn.wire import encode
+
+pytestmark = keys_if_long
 
 ATTACK_SECONDS = 2.0
 
