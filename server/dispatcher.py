@@ -78,7 +78,7 @@ class Dispatcher:
         self._registry = Registry(started, self._budget.quota.silence_seconds)
         self._registration = Registration(server, self._registry, self._budget, seals)
         self._mismatches = Mismatches()
-        self._reports = Reports()
+        self._reports = Reports(self._counts)
         self._eviction = Eviction(self._registry, self._budget)
         self.tally = self._budget.tally
         self.received = 0
@@ -177,13 +177,15 @@ class Dispatcher:
 
     def report(self, now: float, tenant: Tenant = ANYBODY) -> dict[str, Any]:
         """Returns the status report, as far as it concerns a tenant."""
+        return {**self._counts(now), **report.groups(self._masters(tenant), now)}
+
+    def _counts(self, now: float) -> dict[str, Any]:
         return {
             "server": self._server.hex(),
             "seconds": now - self._started,
             "received": self.received,
             "bad_frames": self.bad_frames,
             **asdict(self.tally),
-            **report.groups(self._masters(tenant), now),
         }
 
     def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> list[Reply]:
@@ -204,9 +206,7 @@ class Dispatcher:
             case Leave():
                 replies = self._registry.leave(now, message.session, message.cause)
             case StatusRequest():
-                masters = self._masters(tenant)
-                frame = self._reports.frame(now, tenant, masters, lambda: self.report(now, tenant))
-                replies = [(peer, frame)]
+                replies = [(peer, self._reports.frame(now, tenant, self._masters(tenant)))]
         return replies
 
     def _check_owner(self, message: Request, tenant: Tenant) -> None:
