@@ -147,7 +147,7 @@ def describe(report: dict[str, Any]) -> str:
     for group in report["groups"]:
         lines += _describe_group(group)
     if report.get("left_out"):
-        lines.append(f"and {report['left_out']} groups more than a report can hold")
+        lines.append(f"and {report['left_out']} groups more than this report tells of")
     elif not report["groups"]:
         lines.append("no jobs")
     return "\n".join(map(plain, lines))

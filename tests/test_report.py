@@ -99,13 +99,30 @@ def test_a_long_report_is_built_once_in_a_while_for_each_tenant(monkeypatch):
     built: list[int] = []
     groups = report.groups
     monkeypatch.setattr(report, "groups", lambda masters, now: built.append(1) or groups(masters, now))
-    for _ in range(100):
+    for _ in range(20):
         assert [group["job"] for group in play.ask(tenant=ALICE)["groups"]] == ["a-large"]
         assert [group["job"] for group in play.ask(tenant=BOB)["groups"]] == ["b-large"]
     assert len(built) == 2
     play.now += KEPT_SECONDS
     assert play.ask(tenant=ALICE)["seconds"] == KEPT_SECONDS
     assert len(built) == 3
+
+
+def test_who_asks_too_often_is_told_the_counts_and_nobody_else_is(monkeypatch):
+    monkeypatch.setattr(report, "SENT_AT_ONCE", 2**14)
+    monkeypatch.setattr(report, "SENT_EACH_SECOND", 2**12)
+    play = Play()
+    play.begin("a-job", 100)
+    play.begin("b-job", 100)
+    told = [play.ask(tenant=ALICE) for _ in range(100)]
+    whole = [one for one in told if one["groups"]]
+    assert 2 <= len(whole) < 10
+    assert told[-1]["received"] == 300
+    assert all(one["left_out"] == 1 for one in told if not one["groups"])
+    assert "1 groups more" in describe(told[-1])
+    assert play.ask(tenant=BOB)["groups"]
+    play.now += 4.0
+    assert play.ask(tenant=ALICE)["groups"], "it waited"
 
 
 def test_a_short_report_is_always_of_now():

@@ -64,7 +64,7 @@ def test_a_group_that_is_not_well_says_so(changed, words):
 
 
 def test_a_report_that_is_cut_says_how_many_groups_it_leaves_out():
-    assert describe({**REPORT, "left_out": 3}).splitlines()[-1] == "and 3 groups more than a report can hold"
+    assert describe({**REPORT, "left_out": 3}).splitlines()[-1] == "and 3 groups more than this report tells of"
     assert "no jobs" not in describe({**REPORT, "groups": [], "left_out": 1})
 
 

@@ -1,6 +1,7 @@
 """Jobs of many groups and rounds that one tenant makes, to weigh on a server."""
 
 import contextlib
+import time
 
 import numpy as np
 import zmq
@@ -12,6 +13,9 @@ from statsd_bn.rows import Rows
 
 # Messages under way at a time, each of which is answered: what is not read is dropped.
 AT_A_TIME = 32
+
+# Between two times, so that those who attack leave the processors to others.
+PAUSE_SECONDS = 0.005
 
 ROW = Rows((1,), np.ones((1, 1, 1)))
 
@@ -28,6 +32,7 @@ def ask_all(peer: Peer, messages: list[Message], each: float = 2.0) -> list[Mess
             if answer is None:
                 return answers
             answers.append(answer)
+        time.sleep(PAUSE_SECONDS)
     return answers
 
 
@@ -54,6 +59,8 @@ def crowd(peers: Peers, tenant: str, groups: int, size: int, rounds: int) -> int
         while peer.hear(0.05):
             pass
         keys = [RoundKey(job, f"g{group}", 0, 0, f"layer {number}", 0, "forward") for number in range(rounds)]
-        peer.say(*[Contribution(session(group, 0), key, 0, ROW) for key in keys])
+        for start in range(0, rounds, AT_A_TIME):
+            peer.say(*[Contribution(session(group, 0), key, 0, ROW) for key in keys[start : start + AT_A_TIME]])
+            time.sleep(PAUSE_SECONDS)
         sent += size + rounds
     return sent
