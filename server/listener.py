@@ -7,7 +7,7 @@ from contextlib import suppress
 import zmq
 
 from server import ipc_path, unpredictable
-from server.gate import Gate
+from server.gate import LINE, SOON_BACK, Gate
 from server.keygen import check_curve
 from server.quota import Quota
 from server.routing_ids import Counted
@@ -65,9 +65,8 @@ class Listener:
         self._files: list[ipc_path.SocketFile] = []
         self.socket = self._context.socket(zmq.ROUTER)
         self.most_of_key = _most_of_key(quota)
-        at_once = self.most_of_key if pair else quota.max_new_connections
         # Before anything is bound, so that nobody comes in unasked.
-        self._gatekeeper = Gatekeeper(self._context, is_let_in, Gate(at_once, quota.connections_per_second))
+        self._gatekeeper = Gatekeeper(self._context, is_let_in, self._gate(quota, has_keys=pair is not None))
         self._counted = Counted(self._first_counted())
         self.monitor = self.socket.get_monitor_socket(EVENTS)
         self._configure(quota)
@@ -112,6 +111,12 @@ class Listener:
         self.socket.close(linger=LINGER_MILLISECONDS)
         self._context.term()
         self._gatekeeper.join()
+
+    def _gate(self, quota: Quota, *, has_keys: bool) -> Gate:
+        # With keys no routing id can be held that ZeroMQ would give.
+        at_once, soon_back = (self.most_of_key,) * 2 if has_keys else (quota.max_new_connections, SOON_BACK)
+        patience = LINE * quota.handshake_seconds
+        return Gate(at_once, quota.connections_per_second, soon_back=soon_back, patience=patience)
 
     def _configure(self, quota: Quota) -> None:
         # Without MANDATORY a ROUTER drops answers to unknown peers silently; with HANDOVER a peer takes another's

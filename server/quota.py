@@ -99,10 +99,15 @@ class Quota:
         4096,
         2**20,
         "connections that may come at once to a server without keys: 1,365 members that come back after a restart, "
-        "with 3 each; a stranger who takes them all ends the server once in a thousand times",
+        "with 3 each; a stranger who takes them all ends the server once in a thousand times. 256 are back at the rate "
+        "below, the others at a twentieth of it",
     )
     connections_per_second: float = _option(
-        20.0, 2**20, "connections that may come each second from then on; with keys for each key", least=0.01
+        15.0,
+        2**20,
+        "connections that may come each second from then on, in turn; with keys for each key. Without keys a stranger "
+        "who takes them all ends the server once in a month",
+        least=0.01,
     )
     max_key_connections: int = _option(
         3 * limits.MAX_MEMBERS,

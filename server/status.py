@@ -21,6 +21,9 @@ from statsd_bn.wire import decode, encode
 
 ANSWER_SECONDS = 5.0
 
+# When an attempt to connect is given up for a new one, over another port.
+CONNECT_MILLISECONDS = 1000
+
 # Counts of the report that are told where they are not 0.
 COUNTS = {
     "over_limits": "messages over a limit",
@@ -57,6 +60,8 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None 
     check_is_open_to_us(endpoint)
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
+        # A port of ours whose former connection the server has not done with yet leads nowhere; another one does.
+        dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
         if keys:
             check_curve()

@@ -1,10 +1,13 @@
 """ZAP: answers ZeroMQ's question whether a connection is let in (RFC 27), and names it.
 
 ZeroMQ asks at each handshake, over a socket inside this process, and the handshake waits for the answer; so a thread of
-its own gives it at once, however busy the server's loop is.
+its own gives it in time, however busy the server's loop is.
 """
 
+import heapq
+import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +23,9 @@ logger = logging.getLogger("statsd_bn.server")
 
 ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"statsd_bn"
+
+# ZeroMQ asks as a REQ does: an empty frame stands between who asks and what it asks.
+_ENVELOPE = 2
 
 # What follows a request's version and number: domain, address, routing id and mechanism, and with CURVE the key.
 _FIELDS = 4
@@ -47,7 +53,10 @@ class Gatekeeper:
         self._is_allowed = is_allowed
         self._gate = gate
         self._is_open = threading.Event()
-        self._socket = context.socket(zmq.REP)
+        # A ROUTER may answer in another order than it was asked in: a key that has to wait holds up no other.
+        self._socket = context.socket(zmq.ROUTER)
+        self._waiting: list[tuple[float, int, list[bytes], str]] = []
+        self._numbers = itertools.count()
         self._socket.bind(ENDPOINT)
         self._thread = threading.Thread(target=self._run, name="statsd_bn gatekeeper", daemon=True)
         self._thread.start()
@@ -64,27 +73,46 @@ class Gatekeeper:
     def _run(self) -> None:
         try:
             while True:
-                request = self._socket.recv_multipart()
-                self._is_open.wait()
-                self._socket.send_multipart(self._answer(request))
+                if self._socket.poll(self._milliseconds()):
+                    request = self._socket.recv_multipart()
+                    self._is_open.wait()
+                    self._ask_in(request)
+                self._let_in()
         except zmq.ContextTerminated:
             self._socket.close(linger=0)
 
-    def _answer(self, request: list[bytes]) -> list[bytes]:
-        version, number, *fields = request
+    def _milliseconds(self) -> int | None:
+        """Returns how long it may wait for a request."""
+        if not self._waiting:
+            return None
+        return max(0, math.ceil(1000 * (self._waiting[0][0] - time.monotonic())))
+
+    def _let_in(self) -> None:
+        """Lets those in whose turn it is."""
+        while self._waiting and self._waiting[0][0] <= time.monotonic():
+            _, _, head, key = heapq.heappop(self._waiting)
+            self.admitted += 1
+            # What is behind the text becomes the User-Id of each message of the connection.
+            said = [b"200", b"OK", key.encode(), routing_ids.metadata(routing_ids.new())]
+            self._socket.send_multipart(head + said)
+
+    def _ask_in(self, request: list[bytes]) -> None:
+        """Turns a connection away, or puts it in line."""
+        head, fields = request[: _ENVELOPE + 2], request[_ENVELOPE + 2 :]
         key = _key(fields)
         if key is None or not self._is_allowed(key):
             address = fields[1].decode("ascii", "replace") if len(fields) > 1 else "?"
             logger.info("refused a connection from %s: unknown key %s", address, key or "(none)")
-            return [version, number, b"400", b"unknown key", b"", b""]
-        if not self._gate.admits(time.monotonic(), key):
+            self._socket.send_multipart([*head, b"400", b"unknown key", b"", b""])
+            return
+        now = time.monotonic()
+        wait = self._gate.wait_of(now, key)
+        if wait is None:
             # ZeroMQ then says nothing; the client tries again after the time for a handshake.
-            return [version, number, b"300", b"too many new connections", b"", b""]
-        self.admitted += 1
-        if key:
-            time.sleep(HOLD_SECONDS)
-        # What is behind the text becomes the User-Id of each message of the connection.
-        return [version, number, b"200", b"OK", key.encode(), routing_ids.metadata(routing_ids.new())]
+            self._socket.send_multipart([*head, b"300", b"too many new connections", b"", b""])
+            return
+        due = now + wait + (HOLD_SECONDS if key else 0.0)
+        heapq.heappush(self._waiting, (due, next(self._numbers), head, key))
 
 
 def _key(fields: list[bytes]) -> str | None:
