@@ -32,8 +32,8 @@ PAUSE_SECONDS = 0.002
 DEADLINE = 5.0
 START_SECONDS = 60.0
 
-# A quiet phase before each attack, and what an attack lasts at least. Attacks that can be repeated are: a moment in
-# which the machine has other work decides nothing.
+# A quiet phase before each attack, and what an attack lasts at least. Most are repeated, so that
+# a moment in which the machine has other work decides nothing.
 QUIET_SECONDS = 0.5
 ATTACKS = 3
 
@@ -224,7 +224,6 @@ def honest_job_beside(
         faults.append(f"the server's memory grew by {grown / 2**20:.0f} MiB")
     if "Traceback" in server.said():
         faults.append(server.said()[-2000:])
-
     assert not faults, "\n".join(faults)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from attacks.crowds import ask_all, crowd, registrations, session
+from attacks.crowds import ask_all, crowd, registrations
 from attacks.peers import Peers, job_of
 from attacks.servers import accounting
 from attacks.variants import keys_if_long
@@ -25,14 +25,14 @@ OPTIONS = (*accounting(ACCOUNT), "--silence-seconds", "3600")
 
 
 def test_futures_are_counted(start, honest_job_beside):
-    """At 6b62bd3: 108 MB beside 4 MB that are counted."""
+    """At 6b62bd3: it grows by 100 to 190 MiB."""
     server = start(*OPTIONS, account=ACCOUNT)
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
         crowd(peers, "bob", groups=16, size=400, rounds=256)
 
 
 def test_answers_that_nobody_reads_are_counted(start, honest_job_beside):
-    """At 6b62bd3: 24 connections that send 40 kB make the server take 942 MB."""
+    """At 6b62bd3: 15 kB of requests let rounds of others take 10 to 500 times as long."""
     server = start(*OPTIONS, account=ACCOUNT)
     with honest_job_beside(server) as beside, Peers(server) as peers:
         job = job_of("bob")
@@ -47,25 +47,8 @@ def test_answers_that_nobody_reads_are_counted(start, honest_job_beside):
                 time.sleep(0.5)
 
 
-def test_large_answers_that_nobody_reads_are_counted(start, honest_job_beside):
-    """At 6b62bd3: all of them are kept, 12 MB of each round."""
-    server = start(*OPTIONS, account=ACCOUNT)
-    rows = Rows((1,), np.ones((1, 2, 32_768)))  # half a megabyte
-    with honest_job_beside(server) as beside, Peers(server) as peers:
-        job = job_of("bob")
-        deaf = [peers.open(RCVHWM=1, RCVBUF=4096) for _ in range(24)]
-        for peer, one in zip(deaf, registrations(job, 0, 24), strict=True):
-            ask_all(peer, [one])
-        for number in beside.attacks():
-            for layer in range(6):
-                key = RoundKey(job, "g0", 0, 0, f"layer {number}-{layer}", 0, "forward")
-                for member, peer in enumerate(deaf):
-                    peer.say(Contribution(session(0, member), key, 0, rows))
-                    time.sleep(0.005)
-
-
 def test_all_jobs_together_stay_within_the_account(start, honest_job_beside):
-    """At 6b62bd3: each job may keep as much."""
+    """At 6b62bd3: each job may keep as much, and it grows by 115 MiB."""
     server = start(*OPTIONS, account=ACCOUNT)
     rows = Rows((1,), np.ones((1, 2, 32_768)))  # half a megabyte
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
