@@ -19,11 +19,16 @@ class Heartbeat:
     Args:
         beacon: the way to the master.
         sessions: returns this process's sessions.
+        reconnected: called when the connection has come up again after it was lost.
     """
 
-    def __init__(self, beacon: Beacon, sessions: Callable[[], Iterable[Session]]) -> None:
+    def __init__(
+        self, beacon: Beacon, sessions: Callable[[], Iterable[Session]], reconnected: Callable[[], None]
+    ) -> None:
         self._beacon = beacon
         self._sessions = sessions
+        self._reconnected = reconnected
+        self._has_connected = False
         # Who has spoken over the beacon's connection, and so made it known to the master.
         self._introduced: set[bytes] = set()
         self._stopping = False
@@ -46,6 +51,9 @@ class Heartbeat:
             while not self._stopping:
                 if self._beacon.wait(self._pause()):
                     self._introduced.clear()
+                    if self._has_connected:
+                        self._reconnected()
+                    self._has_connected = True
                 self._listen()
                 self._beat()
         finally:

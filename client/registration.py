@@ -72,7 +72,7 @@ class Sessions:
         # Those that need no lock and no wait any more, which is what all rounds but the first find.
         self._open_sessions: dict[Group, Session] = {}
         beacon = transport.beacon()
-        self._heartbeat = Heartbeat(beacon, self.all) if beacon else None
+        self._heartbeat = Heartbeat(beacon, self.all, transport.close_idle) if beacon else None
 
     def of(self, group: Group) -> Session:
         """Returns the session of a group; the first use of the group registers, and waits until it is open.

@@ -89,8 +89,8 @@ def start(beacon):
     """Starts heartbeats; none outlives the test."""
     started: list[Heartbeat] = []
 
-    def run(sessions):
-        started.append(Heartbeat(beacon, sessions))
+    def run(sessions, reconnected=lambda: None):
+        started.append(Heartbeat(beacon, sessions, reconnected))
         return started[-1]
 
     yield run
@@ -154,6 +154,17 @@ def test_a_connection_that_comes_up_again_is_spoken_over_at_once(monkeypatch, st
     wait_until(lambda: len(beacon.sent) == 4)
     heartbeat.stop()
     assert beacon.sessions() == [b"session0", b"session1"] * 2
+
+
+def test_it_tells_of_each_connection_but_the_first(monkeypatch, start, beacon):
+    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
+    told = []
+    heartbeat = start(lambda: [a_session()], lambda: told.append(len(beacon.sent)))
+    for number in range(1, 4):
+        beacon.events.put("connected")
+        wait_until(lambda number=number: len(beacon.sent) == number)
+    heartbeat.stop()
+    assert told == [1, 2]
 
 
 @pytest.mark.usefixtures("quick")

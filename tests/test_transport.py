@@ -61,6 +61,17 @@ def test_closing_closes_the_idle_channels():
     assert channel.closed
 
 
+def test_idle_channels_can_be_closed_while_one_is_lent():
+    transport = Recording()
+    with transport.channel() as lent:
+        with transport.channel() as idle:
+            pass
+        transport.close_idle()
+        assert (lent.closed, idle.closed) == (False, True)
+    with transport.channel() as again:
+        assert again is lent
+
+
 @pytest.mark.parametrize("endpoint", ["nonsense", "tcp://", "tcp://127.0.0.1", "udp-lite://1.2.3.4:5"])
 def test_an_endpoint_that_is_none_is_named(endpoint):
     with pytest.raises(ConfigurationError, match=f"expected tcp://HOST:PORT or ipc://PATH, got '{endpoint}'"):
