@@ -62,6 +62,9 @@ class Deferral:
 
     def forget(self, gone: Slave) -> None:
         """Forgets those of a slave."""
-        for slave, contribution, peer in self.take():
-            if slave is not gone:
-                self.add(slave, contribution, peer)
+        for place in [place for place, (slave, _, _) in self._waiting.items() if slave is gone]:
+            _, contribution, _ = self._waiting.pop(place)
+            self._counts[gone.member] -= 1
+            self._room.keep(-size_of(contribution.rows))
+        if not self._counts[gone.member]:
+            del self._counts[gone.member]

@@ -18,7 +18,7 @@ from server.master import SyncMaster, unknown
 from server.mismatches import Mismatches
 from server.quota import Budget, Quota, size_of
 from server.registration import Registration
-from server.registry import Registry
+from server.registry import Registry, Seat
 from server.report import Reports
 from server.rounds import Reply, failure
 from server.seals import Seals
@@ -66,7 +66,7 @@ class Dispatcher:
         tally: what was refused.
         received: how many frames have come.
         bad_frames: how many of them were unsound.
-        refused: how many of them were unsound, or of no session that has a seat.
+        refused: how many of them were unsound, or refused in a group's name, or of no session that has a seat.
     """
 
     def __init__(self, server: bytes, started: float, quota: Quota | None = None, seals: Seals | None = None) -> None:
@@ -76,10 +76,10 @@ class Dispatcher:
         self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
         self._budget = Budget(quota)
         self._registry = Registry(started, self._budget.quota.silence_seconds)
-        self._registration = Registration(server, self._registry, self._budget, seals)
+        self._eviction = Eviction(self._registry, self._budget)
+        self._registration = Registration(server, self._registry, self._budget, self._eviction, seals)
         self._mismatches = Mismatches()
         self._reports = Reports(self._counts)
-        self._eviction = Eviction(self._registry, self._budget)
         self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
@@ -227,9 +227,9 @@ class Dispatcher:
         return [master for (job, _), master in self._registry.masters.items() if tenant.may(job)]
 
     def _refuse(self, error: StatsdBNError) -> bytes:
+        self.refused += 1
         if isinstance(error, ProtocolError):
             self.bad_frames += 1
-            self.refused += 1
         logger.warning("refused: %s", error)
         return failure(error)
 
@@ -244,13 +244,13 @@ class Dispatcher:
             except LimitExceeded as error:
                 return [(peer, failure(error, contribution.key))]
         if self._budget.is_crowded:
-            made_room = self._make_room(seat.master, contribution)
+            made_room = self._make_room(seat, contribution)
             return made_room + seat.master.contribute(now, seat.slave, contribution, peer)
         return seat.master.contribute(now, seat.slave, contribution, peer)
 
-    def _make_room(self, master: SyncMaster, contribution: Contribution) -> list[Reply]:
-        size = size_of(contribution.rows) + ROUND_BYTES + FUTURE_BYTES * master.nr_slaves
-        return self._eviction.for_bytes(master.owner, size)
+    def _make_room(self, seat: Seat, contribution: Contribution) -> list[Reply]:
+        size = size_of(contribution.rows) + ROUND_BYTES + FUTURE_BYTES * seat.master.nr_slaves
+        return self._eviction.for_bytes(seat.master.owner, size, has_key=bool(seat.key))
 
     def _recall(self, now: float, result: Result, peer: bytes) -> list[Reply]:
         seat = self._registry.seats.get(result.session)

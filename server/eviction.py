@@ -5,9 +5,11 @@ whoever comes first could keep all others out; so what looks least like a traini
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from operator import itemgetter
 
 from server.access import ANYBODY, Tenant
+from server.master import SyncMaster
 from server.past import Name
 from server.quota import Budget
 from server.registry import Registry
@@ -54,23 +56,34 @@ class Eviction:
             replies += self._end(tenant, jobs=False, what="groups", most=most)
         return replies
 
-    def for_bytes(self, owner: str, size: int) -> list[Reply]:
-        """Makes room for bytes of an owner that keeps less than others do, and returns what those are told."""
+    def for_bytes(self, owner: str, size: int, *, has_key: bool) -> list[Reply]:
+        """Makes room for bytes of an owner that keeps less than others do, and returns what those are told.
+
+        No tenant gives way to another one: each keeps what it has, up to its limit.
+        """
         replies: list[Reply] = []
-        while self._budget.account.is_full(size) and (name := self._largest(owner, size)):
+        while not has_key and self._budget.account.is_full(size) and (name := self._largest(owner, size)):
             replies += self._evict(name, "bytes kept in all", self._budget.account.most)
         return replies
 
     def _largest(self, owner: str, size: int) -> Name | None:
-        """Returns the largest group of whoever keeps the most; None if that is the owner, with so many bytes more."""
+        """Returns the largest group of whoever keeps the most; None if that is the owner, with so many bytes more.
+
+        Those that never completed a round give way first.
+        """
+        weak = self._largest_of(owner, size, lambda master: not master.open_rounds.done)
+        return weak or self._largest_of(owner, size, lambda _: True)
+
+    def _largest_of(self, owner: str, size: int, counts: Callable[[SyncMaster], bool]) -> Name | None:
         kept: dict[str, int] = defaultdict(int)
         for master in self._registry.masters.values():
-            kept[master.owner] += master.kept
+            if counts(master):
+                kept[master.owner] += master.kept
         most_of_one, its_owner = max(((size, name) for name, size in kept.items()), default=(0, ""))
         if most_of_one <= self._budget.kept(owner) + size:
             return None
         groups = self._registry.masters.items()
-        return max((master.kept, name) for name, master in groups if master.owner == its_owner)[1]
+        return max((master.kept, name) for name, master in groups if master.owner == its_owner and counts(master))[1]
 
     def _end(self, tenant: Tenant, *, jobs: bool, what: str, most: int) -> list[Reply]:
         names = self._weakest(jobs=jobs) if tenant is ANYBODY else []

@@ -98,7 +98,9 @@ class SyncMaster:
             ReplicaLost: the group is broken, or the slave was taken for lost.
             LimitExceeded: there is no room for another member.
         """
-        self._room.check(MEMBER_BYTES if register.member not in self.membership.slaves else 0)
+        # One that is there already may ask again, however full the account is.
+        if more := self._more_for(register):
+            self._room.check(more)
         slave = self.membership.admit(now, register, peer)
         self._weigh()
         replies = self.open_rounds.withdraw(slave) if slave.stand is not Stand.TAKES_PART else []
@@ -195,6 +197,11 @@ class SyncMaster:
     def retire(self) -> None:
         """Gives back all room that it has; to be called when the group has ended."""
         self._room.empty()
+
+    def _more_for(self, register: Register) -> int:
+        """Returns how many bytes a registration adds at most."""
+        member = 0 if register.member in self.membership.slaves else MEMBER_BYTES
+        return member + (NAMED_BYTES * len(register.known) if register.has_past and not self.membership.is_open else 0)
 
     def _weigh(self) -> None:
         """Takes note of what the members take, and what they have told of the past until all are back."""

@@ -2,7 +2,7 @@
 
 import logging
 
-from server.access import Tenant
+from server.access import ANYBODY, Tenant
 from server.account import GROUP_BYTES, MEMBER_BYTES
 from server.admission import too_late
 from server.eviction import Eviction
@@ -26,15 +26,18 @@ class Registration:
         server: the random id of this life of the server.
         registry: where the seats are.
         budget: how many groups and members there may be.
+        eviction: who gives way where there is no more room.
         seals: how the server knows its own aggregates again.
     """
 
-    def __init__(self, server: bytes, registry: Registry, budget: Budget, seals: Seals | None) -> None:
+    def __init__(
+        self, server: bytes, registry: Registry, budget: Budget, eviction: Eviction, seals: Seals | None
+    ) -> None:
         self._server = server
         self._registry = registry
         self._budget = budget
+        self._eviction = eviction
         self._seals = seals
-        self._eviction = Eviction(registry, budget)
 
     def register(self, now: float, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         """Gives a session its seat, if it may have one, and returns what its group is told.
@@ -54,7 +57,8 @@ class Registration:
         self._check_world(register)
         owner = tenant.owner(register.job)
         size = GROUP_BYTES + MEMBER_BYTES
-        made_room = self._eviction.for_bytes(owner, size) if self._budget.is_crowded else []
+        has_key = tenant is not ANYBODY
+        made_room = self._eviction.for_bytes(owner, size, has_key=has_key) if self._budget.is_crowded else []
         return made_room + self._take_in(now, name, register, peer, tenant)
 
     def _take_in(self, now: float, name: Name, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:

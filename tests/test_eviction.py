@@ -7,7 +7,7 @@ from server.dispatcher import Dispatcher
 from server.quota import Quota
 from statsd_bn.messages import Failure, Message, Registered
 from statsd_bn.wire import decode, encode
-from strategies import contribution, key, register, session_of
+from strategies import contribution, key, register, rows, session_of
 
 FULL = 16
 
@@ -123,6 +123,22 @@ def test_with_keys_nobody_gives_way():
         play.say(b"peer", register(0, job=f"{number:05d}", session=b"%08d" % number), tenant=tenant)
     assert len(play.jobs) == FULL * 7 // 8
     assert "00000" in play.jobs
+
+
+def test_no_tenant_gives_way_to_another_one_that_wants_to_keep_more():
+    wide = contribution(0, rows(1.0, channels=60_000), key(job="large"))
+    one, other = Tenant("one", "key of one", ("*",)), Tenant("other", "key of another", ("*",))
+    play = Play(max_server_bytes=900_000, max_tenant_bytes=900_000)
+    for member in (0, 1):
+        play.say(b"one %d" % member, register(member, job="large"), tenant=one)
+    assert play.say(b"one 0", wide, tenant=one) == {}
+    for member in (0, 1):
+        session = b"other00%d" % member
+        play.say(b"other %d" % member, register(member, job="small", session=session), tenant=other)
+    asked = [contribution(0, rows(1.0, channels=60_000), key(job="small", step=step), b"other000") for step in (0, 1)]
+    answers = [play.say(b"other 0", message, tenant=other) for message in asked]
+    assert [answer[b"other 0"].code for answer in answers] == ["limit", "limit"]
+    assert play.jobs == {"large", "small"}
 
 
 def test_a_group_that_was_replaced_by_a_later_epoch_is_counted_once():

@@ -260,6 +260,26 @@ def test_what_is_put_off_after_a_restart_counts_and_is_given_back():
     assert play.dispatcher._budget.account.held == 0
 
 
+def test_whoever_is_lost_while_the_account_is_full_takes_what_it_put_off_along_and_no_more():
+    play = Play()
+    for member in (0, 1):
+        known = {**PAST, "known": Members.of([0, 1, 2]), "results": 0}
+        play.say(register(member, 3, min_members=1, **known))
+        assert not play.is_refused(contribution(member, key=key(step=1)))
+    account = play.dispatcher._budget.account
+    before, share = account.held, account.share("job 'job'")
+    account.keep(share, account.most_of_one)
+    play.say(Leave(session_of(1), "it failed"))
+    account.keep(share, -account.most_of_one)
+    assert account.held == before - SIZE - MEMBER_BYTES - NAMED_BYTES
+
+
+def test_one_that_names_more_members_than_there_is_room_for_is_refused():
+    play = Play(max_tenant_bytes=GROUP_BYTES + 2 * MEMBER_BYTES + 100 * NAMED_BYTES)
+    assert play.is_refused(register(0, **{**PAST, "known": Members.of(range(10_000))}))
+    assert not play.is_refused(register(0, **PAST))
+
+
 def test_results_after_a_restart_count():
     play = Play(max_tenant_bytes=GROUP_BYTES + MEMBER_BYTES + 2 * NAMED_BYTES)
     play.say(register(0, **PAST))
