@@ -22,8 +22,9 @@ LOOK_SECONDS = 0.05
 LINGER_MILLISECONDS = 1000
 
 # Messages of one connection that wait for the server to read them: a member has one or two in flight. What is beyond
-# waits with the sender, and nothing is lost.
-RECEIVE_HIGH_WATER_MARK = 4
+# waits with the sender, and nothing is lost. With fewer, ZeroMQ's thread is woken for each other message: a tenth of a
+# round.
+RECEIVE_HIGH_WATER_MARK = 16
 
 # How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
@@ -109,6 +110,8 @@ class Listener:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=LINGER_MILLISECONDS)
+        # It may hold an answer back that was asked for before all was bound, and the context waits for it.
+        self._gatekeeper.open()
         self._context.term()
         self._gatekeeper.join()
 

@@ -202,21 +202,13 @@ class Service:
         part = self._socket.recv(copy=False)
         if part.more:
             self._socket.recv_multipart()
-        if peer in self._refusals.ignored:
+        if peer not in self._connections.members and not self._is_to_be_heard(peer, part):
             return
-        if peer not in self._unread.peers:
-            # First what the monitor tells: a connection that used this descriptor before may have ended.
-            self._read_monitor()
-            self._unread.meet(peer, _descriptor(part))
         # A frame too many is no frame of ours; an empty one is refused as any garbage is.
         frame = b"" if part.more else part.bytes
         tenant = ANYBODY if self._access is None else self._access.tenant(str(part.get("User-Id")))
         if tenant is None:
-            self._send([(peer, failure(access.revoked()))])
-            self._doomed.append(_descriptor(part))
-            return
-        if peer not in self._connections.members and not self._listener.has_given(peer, part):
-            self._end_claim(peer)
+            self._end(peer, access.revoked())
             return
         now, payer = time.monotonic(), self._dispatcher.payer(frame, tenant)
         if payer == self._shares.sole:
@@ -226,6 +218,19 @@ class Service:
             self._shares.took(payer, time.monotonic() - now)
         else:
             self._shares.wait(now, payer, peer, len(frame), (peer, frame, tenant))
+
+    def _is_to_be_heard(self, peer: bytes, part: zmq.Frame) -> bool:
+        """Returns whether what a peer says counts that is no member; takes note of it if it is new."""
+        if peer in self._refusals.ignored:
+            return False
+        if peer not in self._unread.peers:
+            # First what the monitor tells: a connection that used this descriptor before may have ended.
+            self._read_monitor()
+            self._unread.meet(peer, _descriptor(part))
+        if not self._listener.has_given(peer, part):
+            self._end_claim(peer)
+            return False
+        return True
 
     def _take_waiting(self) -> bool:
         """Takes the next frame of those that wait for others' turns to pass; returns whether it was time for one."""
@@ -270,10 +275,12 @@ class Service:
 
     def _end(self, peer: bytes, error: StatsdBNError) -> None:
         """Tells a peer why its connection ends, which it does at the next look, and listens to it no more."""
-        logger.warning("peer %s: %s", peer.hex(), error)
-        self._send([(peer, failure(error))])
+        logger.warning("peer %r: %s", peer, error)
         self._refusals.ignore(time.monotonic(), peer)
-        self._doomed.append(self._unread.descriptor(peer))
+        self._connections.members.discard(peer)
+        # A frame may be read after its connection has ended, and the descriptor may be another's by then.
+        if self._deliver(peer, failure(error)) != zmq.EHOSTUNREACH:
+            self._doomed.append(self._unread.descriptor(peer))
 
     def _cut_doomed(self) -> None:
         """Ends the connections that have been told why by now."""
@@ -340,7 +347,7 @@ class Service:
             if problem := self._deliver(peer, frame):
                 # Whether the peer has gone or does not read, nobody else may wait for it.
                 self._dispatcher.tally.dropped_answers += 1
-                logger.warning("an answer to peer %s was dropped: %s", peer.hex(), zmq.strerror(problem))
+                logger.warning("an answer to peer %r was dropped: %s", peer, zmq.strerror(problem))
                 self._try(self._elsewhere(peer, problem))
 
     def _deliver(self, peer: bytes, frame: bytes) -> int:

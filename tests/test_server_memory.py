@@ -147,9 +147,10 @@ def by_unread_answers(server: Server) -> None:
     say(dealer, *(register(i, 600, job="crowd", session=b"%08d" % i, place="h" * 250) for i in range(500)))
     for _ in range(24):
         stuck = server.dial(rcvhwm=1, rcvbuf=4096)
+        for _ in range(8):
+            stuck.send(encode(wide))
         for _ in range(160):
             stuck.send(encode(StatusRequest()))
-        stuck.send(encode(wide), zmq.NOBLOCK)
     wait_until(lambda: ask(server.endpoint)["dropped_answers"] > 24, WAIT_SECONDS)
 
 

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from ports import free_port
 from server import Config, Service
 from server.access import ANYBODY
 from server.status import ask
@@ -513,6 +514,17 @@ def test_a_service_that_cannot_listen_leaves_no_socket_behind(service):
     assert caught.value.fields == {"endpoint": service.endpoints[0]}
     with Service(Config(free.endpoints)) as again:
         assert again.endpoints == free.endpoints
+
+
+def test_a_service_that_cannot_listen_everywhere_says_so_though_somebody_knocks_at_one_endpoint(service):
+    port = free_port()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as early:
+        early.linger = 0
+        early.reconnect_ivl = 1
+        early.connect(f"tcp://127.0.0.1:{port}")
+        for _ in range(20):
+            with pytest.raises(BindError):
+                Service(Config((f"tcp://127.0.0.1:{port}", service.endpoints[0])))
 
 
 def test_ipv6_loopback_works():
