@@ -4,6 +4,7 @@ ZeroMQ removes whatever is at the path before it binds, so the socket is bound h
 a path that is taken. What is removed is a socket that nobody listens on any more.
 """
 
+import errno
 import fcntl
 import os
 import socket
@@ -14,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from statsd_bn.errors import BindError
+from statsd_bn.errors import BindError, ConfigurationError
 from statsd_bn.private_folder import make_private, private_folder, remove_job_folder
 from statsd_bn.reach import ipc_path
 
@@ -24,6 +25,9 @@ PRIVATE_UMASK = 0o177
 # A server that starts in the same folder needs a millisecond.
 LOCK_SECONDS = 5.0
 LOCK_PAUSE_SECONDS = 0.01
+
+# What file systems say that have no locks. Servers that start there in the same millisecond may take each other's path.
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 # What ZeroMQ takes for "make a socket yourself".
 NO_DESCRIPTOR = -1
@@ -77,7 +81,7 @@ def listening(endpoint: str) -> Iterator[int]:
     if path is None:
         yield NO_DESCRIPTOR
         return
-    if path.parent == private_folder(os.environ):
+    if _is_own(path.parent):
         make_private(path.parent)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
         try:
@@ -93,6 +97,14 @@ def listening(endpoint: str) -> Iterator[int]:
             path.unlink(missing_ok=True)
             raise
         bound.detach()
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder == private_folder(os.environ)
+    except ConfigurationError:
+        # There is nowhere to have one, and a path that was named needs none.
+        return False
 
 
 def _bind(bound: socket.socket, path: Path) -> None:
@@ -125,6 +137,9 @@ def _lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
     return True
 
 

@@ -6,6 +6,7 @@ for something in it both check that it is what it should be: its name may be in 
 
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,8 +20,11 @@ OTHERS = 0o077
 # The name of the socket in it.
 SOCKET = "server"
 
-# What the address of a Unix socket holds on Linux, without the zero at its end.
-MAX_PATH_BYTES = 107
+# What the address of a Unix socket holds, without the zero at its end.
+MAX_PATH_BYTES = 103 if sys.platform == "darwin" else 107
+
+# Where systems keep the runtime folders of their users, which a session's XDG_RUNTIME_DIR names.
+RUNTIME_FOLDERS = Path("/run/user")
 
 # Where a name of this length is too long, folders for one job are made here instead.
 SHORT_FOLDER = "/tmp"  # noqa: S108 - a folder with a random name is made in it
@@ -32,19 +36,17 @@ JOB_PREFIX = "statsd_bn-job-"
 def private_folder(environ: Mapping[str, str]) -> Path:
     """Returns where this user's own folder is to be: in the user's runtime folder, else in that for temporary files.
 
-    A variable that names another user's folder, as `su` leaves it behind, does not count.
+    Raises:
+        ConfigurationError: there is neither.
     """
-    for parent in (environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
-        if Path(parent).is_absolute() and _is_ours(Path(parent)):
-            return Path(parent) / "statsd_bn"
-    return Path(tempfile.gettempdir()) / f"statsd_bn-{os.getuid()}"
+    return _candidates(environ)[0]
 
 
 def default_endpoint(environ: Mapping[str, str]) -> str:
     """Returns where a server listens that is told nothing.
 
     Raises:
-        ConfigurationError: the path is too long for a socket.
+        ConfigurationError: the path is too long for a socket, or there is no folder for it.
     """
     path = private_folder(environ) / SOCKET
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
@@ -58,23 +60,29 @@ def default_endpoint(environ: Mapping[str, str]) -> str:
 def find_server(environ: Mapping[str, str]) -> str:
     """Returns the endpoint of this user's server.
 
+    It may have been started where there was no runtime folder, so all folders are looked into.
+
     Raises:
         ServerUnreachable: there is none.
-        ConfigurationError: its folder is not private to this user.
+        ConfigurationError: the folder where one would be started is not private to this user.
     """
-    endpoint = default_endpoint(environ)
-    path = Path(endpoint.removeprefix("ipc://"))
-    if os.path.lexists(path.parent):
-        check_private(path.parent)
-    if not os.path.lexists(path):
-        raise ServerUnreachable(
-            f"no server of this user (uid {os.getuid()}) listens at {endpoint}; start `python -m server`, name the "
-            "endpoint of another one, or train under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT, as torchrun does",
-            endpoint=endpoint,
-            seconds=0.0,
-        )
-    return endpoint
+    first = default_endpoint(environ)
+    folders = _candidates(environ)
+    if os.path.lexists(folders[0]):
+        check_private(folders[0])
+    for folder in folders:
+        if os.path.lexists(folder / SOCKET):
+            # Another user's folder among the temporary files says nothing about this user's server.
+            with suppress(ConfigurationError):
+                check_private(folder)
+                return f"ipc://{folder / SOCKET}"
+    places = " or ".join(f"ipc://{folder / SOCKET}" for folder in folders)
+    raise ServerUnreachable(
+        f"no server of this user (uid {os.getuid()}) listens at {places}; start `python -m server`, or name the "
+        "endpoint of another one",
+        endpoint=first,
+        seconds=0.0,
+    )
 
 
 def make_private(folder: Path) -> None:
@@ -92,7 +100,10 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raises ConfigurationError if anybody but this user can enter a folder, or put another in its place."""
+    """Raises ConfigurationError unless this is a folder of this user's that nobody else can enter.
+
+    What lies above it is not looked at: who can write there without a sticky bit can put another in its place.
+    """
     try:
         found = folder.lstat()
     except OSError as error:
@@ -130,6 +141,26 @@ def remove_job_folder(folder: Path) -> None:
     if folder.name.startswith(JOB_PREFIX):
         with suppress(OSError):
             folder.rmdir()
+
+
+def _candidates(environ: Mapping[str, str]) -> list[Path]:
+    """Returns where this user's own folder may be, the best place first.
+
+    A variable that names another user's folder, as `su` leaves it behind, does not count.
+
+    Raises:
+        ConfigurationError: there is no such place.
+    """
+    runtime = (Path(environ.get("XDG_RUNTIME_DIR", "")), RUNTIME_FOLDERS / str(os.getuid()))
+    found = [parent / "statsd_bn" for parent in dict.fromkeys(runtime) if parent.is_absolute() and _is_ours(parent)]
+    with suppress(OSError):  # where nothing can be written, as in a container that is read-only
+        found.append(Path(tempfile.gettempdir()) / f"statsd_bn-{os.getuid()}")
+    if not found:
+        raise ConfigurationError(
+            "expected a folder for this user's socket and key, and found none that can be written; set XDG_RUNTIME_DIR "
+            "or TMPDIR to a folder of yours, or name an endpoint"
+        )
+    return found
 
 
 def _is_ours(folder: Path) -> bool:

@@ -1,11 +1,13 @@
 """ipc paths of a server: nobody's file is removed, no running server's place is taken, nobody else gets in."""
 
+import errno
 import fcntl
 import os
 import signal
 import socket
 import stat
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -128,6 +130,16 @@ def test_a_folder_that_another_process_keeps_locked_is_told(path, tmp_path, monk
             Service(Config((f"ipc://{path}",)))
     finally:
         os.close(descriptor)
+
+
+@pytest.mark.parametrize(("number", "is_served"), [(errno.ENOLCK, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+def test_a_file_system_without_locks_will_do(path, monkeypatch, number, is_served):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with nullcontext() if is_served else pytest.raises(BindError, match=r"cannot listen on .*: Input/output error"):
+        Service(Config((f"ipc://{path}",))).close()
 
 
 def test_the_socket_is_private_whatever_the_umask(path, serve):

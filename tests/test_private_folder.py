@@ -1,5 +1,6 @@
 """The server of a user who configures nothing: two terminals find each other, and nobody else gets in."""
 
+import errno
 import os
 import shutil
 import socket
@@ -31,6 +32,9 @@ def environ(monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.delenv("STATSD_BN_BIND", raising=False)
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
+    # A server of whoever runs the tests is not to be found.
+    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", Path("/nowhere"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield {"XDG_RUNTIME_DIR": str(folder)}
     shutil.rmtree(folder)
 
@@ -53,10 +57,51 @@ def test_it_is_in_the_runtime_folder_where_that_is_the_users_else_among_the_temp
     assert private_folder.private_folder({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "statsd_bn"
 
 
+@pytest.fixture
+def nowhere(monkeypatch):
+    """No folder that can be written, as in a container that is read-only."""
+
+    def nothing():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nothing)
+    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", Path("/nowhere"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_where_nothing_can_be_written_that_is_told_with_what_to_do():
+    for use in (private_folder.private_folder, private_folder.default_endpoint, private_folder.find_server):
+        with pytest.raises(ConfigurationError, match=r"none that can be written; set XDG_RUNTIME_DIR or .*name"):
+            use({})
+
+
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_a_server_that_is_told_where_to_listen_starts_where_nothing_can_be_written(tmp_path, scheme, caplog):
+    endpoint = {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{tmp_path}/s"}[scheme]
+    with caplog.at_level("INFO"), Service(from_arguments(["--bind", endpoint], {})) as service:
+        assert service.endpoints
+    assert "will not know its results by their seals: expected a folder" in caplog.text
+
+
+def test_a_server_that_was_started_where_there_was_no_runtime_folder_is_found(environ, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    endpoint = private_folder.default_endpoint({})
+    folder = Path(endpoint.removeprefix("ipc://")).parent
+    private_folder.make_private(folder)
+    with Service(from_arguments(["--bind", endpoint], {})):
+        assert endpoint.startswith(f"ipc://{tmp_path}/statsd_bn-")
+        assert private_folder.find_server(environ) == endpoint
+        folder.chmod(0o755)
+        with pytest.raises(ServerUnreachable, match=rf"at ipc://{environ['XDG_RUNTIME_DIR']}\S* or {endpoint}; start"):
+            private_folder.find_server(environ)
+
+
 def test_a_path_that_is_too_long_for_a_socket_is_told_with_what_to_do(tmp_path):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
-    with pytest.raises(ConfigurationError, match=r"expected at most 107 bytes for the path of a socket, got .*TMPDIR"):
+    with pytest.raises(ConfigurationError, match=r"at most 10[37] bytes for the path of a socket, got .*TMPDIR"):
         private_folder.default_endpoint({"XDG_RUNTIME_DIR": str(deep)})
 
 
