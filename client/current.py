@@ -8,6 +8,7 @@ import atexit
 import multiprocessing
 import os
 import sys
+import time
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -17,13 +18,17 @@ from client.environment import DEFAULT_DEADLINE, STRICT, keys_from, member_from
 from client.registration import cause_of
 from client.session import Member
 from client.transport import ZmqTransport
-from statsd_bn.errors import ConfigurationError
+from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.keys import ClientKeys
 from statsd_bn.private_folder import find_server
 from statsd_bn.reach import check_is_open_to_us
 
 # A child of multiprocessing has sent what its queues hold before it says goodbye, and perhaps waits for other members.
 AFTER_QUEUES = -100
+
+# This user's server may have been started just before, as in the background; it listens within a second.
+FIND_SECONDS = 2.0
+FIND_PAUSE_SECONDS = 0.05
 
 _current: Connection | None = None
 
@@ -96,7 +101,7 @@ def connect(
     if place:
         connection = without_endpoint.join(who, os.environ, place, _join)
     else:
-        connection = _join(endpoint or find_server(os.environ), keys_from(os.environ, curve), who)
+        connection = _join(endpoint or _own_server(), keys_from(os.environ, curve), who)
     _current = connection
     if multiprocessing.parent_process():
         # Where such a child was forked it ends without a word to atexit.
@@ -107,6 +112,21 @@ def connect(
 def _join(endpoint: str, keys: ClientKeys | None, who: Member) -> Connection:
     check_is_open_to_us(endpoint)
     return Connection(ZmqTransport(endpoint, keys), who)
+
+
+def _own_server() -> str:
+    expiry = time.monotonic() + FIND_SECONDS
+    while True:
+        try:
+            return find_server(os.environ)
+        except ServerUnreachable as error:
+            if time.monotonic() >= expiry:
+                raise ServerUnreachable(
+                    f"{error}, or train under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as "
+                    "torchrun does",
+                    **{**error.fields, "seconds": FIND_SECONDS},
+                ) from None
+        time.sleep(FIND_PAUSE_SECONDS)
 
 
 def disconnect() -> None:

@@ -41,6 +41,10 @@ COUNTS = {
 # waits longer still, or it would not learn the reason.
 CHECK_SECONDS = 3.0
 
+# A server that was started just before, as in the background, listens within a second.
+FIND_SECONDS = 2.0
+FIND_PAUSE_SECONDS = 0.05
+
 # What stands for all addresses of a host when listening, and the one of them that is always there.
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - nothing is bound here
 
@@ -129,7 +133,7 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
         ServerUnreachable: `environ` says nothing, and this user has no server.
     """
     if "STATSD_BN_BIND" not in environ:
-        return find_server(environ)
+        return _find_server(environ)
     endpoint = next(iter(bound_to(environ)), "")
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc":
@@ -138,6 +142,17 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
     if not port.isdecimal():
         raise ConfigurationError(f"ENDPOINT: expected, since STATSD_BN_BIND names none with a port but {endpoint!r}")
     return f"{scheme}://{ALL_ADDRESSES.get(host, host)}:{port}"
+
+
+def _find_server(environ: Mapping[str, str]) -> str:
+    expiry = time.monotonic() + FIND_SECONDS
+    while True:
+        try:
+            return find_server(environ)
+        except ServerUnreachable:
+            if time.monotonic() >= expiry:
+                raise
+        time.sleep(FIND_PAUSE_SECONDS)
 
 
 def describe(report: dict[str, Any]) -> str:

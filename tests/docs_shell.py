@@ -98,6 +98,8 @@ class Shell:
         self._endpoint = endpoint
         self._environs = environs
         self._python = python
+        # Where a block starts a server, the commands find it as a reader's do.
+        self._told = {"STATSD_BN_BIND": endpoint}
         self._exported: dict[str, str] = {}
         self._started = ExitStack()
         self._at = Path()
@@ -136,9 +138,7 @@ class Shell:
         if words[0].startswith("scripts/test"):  # which runs this very test
             check_script(words)
         elif words[:3] == ["python", "-m", "server"] and words[3:] and words[3] in COMMANDS:
-            self._finish(
-                [sys.executable, *map(self._reachable, words[1:])], {"STATSD_BN_BIND": self._endpoint, **environ}
-            )
+            self._finish([sys.executable, *map(self._reachable, words[1:])], {**self._told, **environ})
         elif words[:3] == ["python", "-m", "server"]:
             self._serve(words[3:], environ)
         elif words[0] == "torchrun":
@@ -227,6 +227,7 @@ class Shell:
             raise AssertionError(f"{shlex.join(words)} starts no server:\n{''.join(said)}")
         self._started.callback(_end, process)
         self._endpoint = line.split()[-1]
+        self._told = {}
 
     def _start(self, command: Words, environ: Mapping[str, str], folder: Path | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(

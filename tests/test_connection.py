@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import threading
 import warnings
 
@@ -11,13 +12,13 @@ import zmq
 
 import client
 import member_programs
-from client import registration, round_trip
+from client import current, registration, round_trip
 from client.connection import Connection
 from client.environment import member_from
 from client.session import Member
 from client.transport import ZmqTransport
 from memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
-from statsd_bn import Rows, limits
+from statsd_bn import Rows, limits, private_folder
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
@@ -92,11 +93,14 @@ def test_a_newcomer_to_an_elastic_job_may_have_a_number_beyond_those_it_began_wi
     assert member_from({}, world_size=4, member=7, policy="elastic").member == 7
 
 
-def test_without_an_endpoint_and_a_server_of_this_user_it_says_so_at_once(monkeypatch, tmp_path):
+def test_without_an_endpoint_and_a_server_of_this_user_it_says_so(monkeypatch, tmp_path):
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(current, "FIND_SECONDS", 0.0)
+    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(
-        ServerUnreachable, match=rf"no server of this user .* ipc://{tmp_path}/.*start `python -m server`"
+        ServerUnreachable, match=rf"no server of this user .* ipc://{tmp_path}/.*start `python -m server`.*torchrun"
     ):
         client.connect()
 

@@ -9,12 +9,16 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import client
+from client import current
 from launched import PROC, Launched
 from other_user import NOBODY, as_another_user, needs_another_user
 from server import __main__ as command
+from server import status
 from server.config import from_arguments
 from server.service import Service
 from server.status import ask
@@ -25,13 +29,14 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def environ(monkeypatch):
+def environ(monkeypatch, tmp_path_factory):
     """A user's runtime folder, which every user may look into."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.delenv("STATSD_BN_BIND", raising=False)
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
+    tmp_path_factory.getbasetemp()  # it is made among the temporary files
     # A server of whoever runs the tests is not to be found.
     monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", Path("/nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -64,7 +69,7 @@ def nowhere(monkeypatch):
     def nothing():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
-    monkeypatch.setattr(tempfile, "gettempdir", nothing)
+    monkeypatch.setattr(private_folder, "tempfile", SimpleNamespace(gettempdir=nothing))
     monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", Path("/nowhere"))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
 
@@ -168,11 +173,22 @@ def test_a_server_and_scripts_in_terminals_of_one_user_need_nothing_configured(e
     assert capsys.readouterr().out.startswith("server ")
 
 
-def test_where_this_user_has_no_server_that_is_told_at_once(environ, capsys):
+@pytest.mark.parametrize("look", [lambda: command.main(["check"]), lambda: client.connect(world_size=1).close()])
+def test_a_server_that_has_only_just_been_started_is_found(environ, tmp_path, monkeypatch, look):
+    for module in (status, current):
+        monkeypatch.setattr(module, "FIND_SECONDS", 60.0)
+    variables = {**environ, "PYTHONPATH": str(ROOT)}
+    with Launched([sys.executable, "-m", "server"], variables, tmp_path / "errors"):
+        assert not look()
+
+
+def test_where_this_user_has_no_server_that_is_told(environ, capsys, monkeypatch):
+    monkeypatch.setattr(status, "FIND_SECONDS", 0.0)
     for arguments in (["check"], ["status"]):
         assert command.main(arguments) == 4
         told = capsys.readouterr().err
         assert f"no server of this user (uid {os.getuid()}) listens at ipc://{environ['XDG_RUNTIME_DIR']}" in told
+        assert "torchrun" not in told
     assert not list(Path(environ["XDG_RUNTIME_DIR"]).iterdir()), "whoever looks makes nothing"
 
 
