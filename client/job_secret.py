@@ -55,7 +55,10 @@ def given(environ: Mapping[str, str]) -> str | None:
     if text:
         return _checked("STATSD_BN_SECRET", text)
     if not in_store:
-        raise ConfigurationError(f"endpoint: none given, and the processes are on several nodes. {WAYS}")
+        raise ConfigurationError(
+            "endpoint: none given, and the processes may be on several nodes, for all that their launcher says. If all "
+            f"are on this host, set MASTER_ADDR=127.0.0.1, or LOCAL_WORLD_SIZE to their number. {WAYS}"
+        )
     logger.warning(
         "STATSD_BN_SECRET_IN_STORE=1: the job's secret goes through torch's rendezvous store; whoever can reach "
         "MASTER_ADDR:MASTER_PORT can read it, and then join, end and falsify the job"

@@ -28,6 +28,9 @@ logger = logging.getLogger("statsd_bn.client")
 # the store still tells of the master before, which is gone.
 ANEW_SECONDS = 30.0
 
+# Keys from another secret are refused like those of a stranger.
+OTHER_SECRET_HINT = "Do all processes have the same STATSD_BN_SECRET?"  # noqa: S105 - a question
+
 Join = Callable[[str, ClientKeys | None, Member], "Connection"]
 """Joins a job: where its master listens, the keys for it, and who this process is."""
 
@@ -77,7 +80,7 @@ def _with_own_master(
             keys=job_secret.server_keys(secret, who.job) if secret else None,
             patience=who.deadline,
         )
-    except ServerUnreachable as error:
+    except (ServerUnreachable, ConfigurationError) as error:
         meet().tell(News(problem=f"{who.place}: {error}"))
         raise
     try:
@@ -97,11 +100,16 @@ def _on_one_node(who: Member, meet: Callable[[], Meeting], join_at: Join) -> "Co
     path = ipc_path(news.endpoint)
     if path is None:
         raise _not_the_same(news, "all processes are on its host", "they are on several")
-    if not path.parent.exists():
+    try:
+        path.parent.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigurationError(
             f"endpoint: expected one, since member 0's server listens at {news.endpoint}, and this process sees no "
             "such folder. They may be in different containers: start `python -m server` where all reach it"
-        )
+        ) from error
+    except OSError:
+        # The check below says what keeps this process from it.
+        pass
     # Whoever can write to the store can name a server of another user's.
     check_private(path.parent)
     return join_at(news.endpoint, None, replace(who, epoch=news.epoch))
@@ -129,7 +137,8 @@ def _on_several_nodes(who: Member, secret: str | None, meet: Callable[[], Meetin
             try:
                 news = _heard(meeting, news, ANEW_SECONDS)
             except ServerUnreachable:
-                raise error from None
+                text = f"{error}. {OTHER_SECRET_HINT}" if secret else str(error)
+                raise type(error)(text, **error.fields) from None
 
 
 def _heard(meeting: Meeting, known: News | None = None, seconds: float = math.inf) -> News:

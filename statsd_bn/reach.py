@@ -72,8 +72,9 @@ def check_is_open_to_us(endpoint: str) -> None:
         return
     obstacle = ""
     try:
-        if not os.access(path, os.W_OK) and path.exists():
-            obstacle = f"{path} belongs to uid {path.stat().st_uid} and lets in nobody else"
+        found = path.stat()
+        if not os.access(path, os.W_OK):
+            obstacle = f"{path} belongs to uid {found.st_uid} and lets in nobody else"
     except PermissionError:
         obstacle = _closed_folder(path)
     except OSError:

@@ -239,7 +239,8 @@ def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ, t
 @pytest.mark.parametrize("rank", [0, 1])
 def test_on_several_nodes_without_a_secret_every_process_is_told_of_the_ways_at_once(environ, rank):
     with pytest.raises(
-        ConfigurationError, match=r"several nodes\. .*STATSD_BN_SECRET_FILE.*--curve.*IN_STORE=1"
+        ConfigurationError,
+        match=r"may be on several nodes, .*=127.*LOCAL_WORLD_SIZE.*STATSD_BN_SECRET_FILE.*--curve.*IN_STORE=1",
     ) as caught:
         join({**environ, **NODES, "MASTER_PORT": "1"}, rank)
     assert "python -m server secret FILE" in str(caught.value)
@@ -298,6 +299,20 @@ def test_a_master_that_does_not_start_is_told_to_all(environ, monkeypatch):
     assert "ended with exit code 2" in str(errors[1])
 
 
+def test_a_master_whose_folder_is_open_to_others_is_told_to_all(environ, monkeypatch):
+    """As on file systems that have no modes."""
+
+    def refuse(folder):
+        raise ConfigurationError(f"expected the folder {folder} to be closed to other users")
+
+    monkeypatch.setattr(own_master, "make_private", refuse)
+    errors = in_threads([lambda rank=rank: outcome(lambda: join(environ, rank)) for rank in range(2)])
+    assert isinstance(errors[0], ConfigurationError)
+    assert isinstance(errors[1], ServerUnreachable)
+    assert "member 0 could not start a master: " in str(errors[1])
+    assert "to be closed to other users" in str(errors[1])
+
+
 def test_a_member_0_that_cannot_join_stops_its_master(environ):
     started = []
 
@@ -347,16 +362,23 @@ def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refus
 
 @by_name
 @with_curve
-def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ, monkeypatch):
+@pytest.mark.parametrize(
+    ("ways", "told", "secret"),
+    [
+        ({"STATSD_BN_SECRET": SECRET}, r"^a wall\. Do all processes have the same STATSD_BN_SECRET\?$", ""),
+        ({"STATSD_BN_SECRET_IN_STORE": "1"}, "^a wall$", SECRET),
+    ],
+)
+def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ, monkeypatch, ways, told, secret):
     monkeypatch.setattr(without_endpoint, "ANEW_SECONDS", 0.1)
-    environ |= SEVERAL_NODES
+    environ |= {**NODES, **ways}
     place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://behind-a-wall:1"))
+    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://behind-a-wall:1", secret=secret))
 
     def join_at(*_):
         raise ServerUnreachable("a wall")
 
-    with pytest.raises(ServerUnreachable, match=r"^a wall$"):
+    with pytest.raises(ServerUnreachable, match=told):
         join(environ, 1, join_at)
 
 
