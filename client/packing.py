@@ -112,6 +112,8 @@ class _Writer:
             self._add_items(LIST, len(value), value, depth)
         elif isinstance(value, tuple):
             self._add_items(TUPLE, len(value), value, depth)
+        elif isinstance(value, bytearray | memoryview):
+            self._add_plain(bytes(value))
         elif isinstance(value, dict):
             items = [part for item in value.items() for part in item]
             self._add_items(COUNTER if isinstance(value, Counter) else DICT, len(value), items, depth)

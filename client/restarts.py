@@ -14,7 +14,7 @@ WINDOW_SECONDS = 60.0
 AT_ONCE = 3
 FIRST_PAUSE_SECONDS = 1.0
 
-# Beyond so many within the window, whatever ends it would end the next one too. The pauses before make it 40 s.
+# Beyond so many within the window, whatever ends it would end the next one too. The pauses before add up to 31 s.
 AT_MOST = 8
 
 # A server that did not even begin to listen, so often in a row, will not the next time.

@@ -189,6 +189,11 @@ def test_what_comes_takes_no_more_memory_than_a_few_times_its_bytes(announced):
     assert peak < 32 * len(data) + 50_000
 
 
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+def test_what_holds_bytes_travels_as_bytes(kind):
+    assert unpack(pack([kind(b"held")])) == [b"held"]
+
+
 @given(st.binary(max_size=64))
 def test_garbage_is_refused(data):
     with pytest.raises(ProtocolError):
