@@ -63,42 +63,53 @@ def write_secret(file: str | Path) -> None:
     if path.exists():
         raise ConfigurationError(f"secret: expected no such file, and found {path}; nothing was written")
     try:
-        check_folder(path.parent, may_be_shared=True)
+        _check_for_secret(path.parent)
         _write_private(path, f"{secrets.token_hex(SECRET_BYTES)}\n")
     except OSError as error:
         raise ConfigurationError(f"secret: cannot write {path}: {error.strerror}") from error
 
 
-def check_folder(folder: Path, *, may_be_shared: bool = False) -> None:
+def _check_for_secret(folder: Path) -> None:
+    # The file is new, and read by whoever wrote it: a group that shares a folder, as a umask of 002 has it, is trusted.
+    real = folder.resolve(strict=True)
+    for each in (real, *real.parents):
+        _check_folder(each, stat.S_IWOTH, "secret", may_be_shared=True)
+
+
+def check_folder(folder: Path) -> None:
     """Raises ConfigurationError if somebody else could replace what is written to a folder, or add to it.
 
     A folder that is not there yet is made private; what lies above it counts.
-
-    Args:
-        folder: which one.
-        may_be_shared: whether it may be one such as /tmp, where all may add files, and replace only their own.
     """
     there = folder.absolute()
     while not os.path.lexists(there):
         there = there.parent
     real = there.resolve(strict=True)
     is_there = there == folder.absolute()
-    _check_folder(real, stat.S_IWOTH | stat.S_IWGRP * is_there, may_be_shared=may_be_shared or not is_there)
+    _check_folder(real, stat.S_IWOTH | stat.S_IWGRP * is_there, may_be_shared=not is_there)
     for above in real.parents:
         # Where a group shares a folder its members trust one another with what lies in it.
         _check_folder(above, stat.S_IWOTH, may_be_shared=True)
 
 
-def _check_folder(folder: Path, writable: int, *, may_be_shared: bool) -> None:
+def _check_folder(folder: Path, writable: int, what: str = "keys", *, may_be_shared: bool) -> None:
+    """Raises ConfigurationError if others can write to a folder, or it is theirs.
+
+    Args:
+        folder: which one.
+        writable: the modes by which others can.
+        what: is written there, for people.
+        may_be_shared: whether it may be one such as /tmp, where all may add files, and replace only their own.
+    """
     found = folder.stat()
     if found.st_uid not in {0, os.getuid()}:
         raise ConfigurationError(
-            f"keys: expected {folder} to belong to this user (uid {os.getuid()}), got uid {found.st_uid}, who could "
+            f"{what}: expected {folder} to belong to this user (uid {os.getuid()}), got uid {found.st_uid}, who could "
             "replace what is written there; give a folder of your own"
         )
     if found.st_mode & writable and not (may_be_shared and found.st_mode & stat.S_ISVTX):
         raise ConfigurationError(
-            f"keys: expected only this user to be able to write to {folder}, got mode "
+            f"{what}: expected only this user to be able to write to {folder}, got mode "
             f"{stat.S_IMODE(found.st_mode):04o}; chmod go-w {folder}, or give another folder"
         )
 

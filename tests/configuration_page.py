@@ -43,7 +43,7 @@ CLIENT_VARIABLES = {
     "STATSD_BN_CURVE": "`curve`",
     "STATSD_BN_ENDPOINT": "`endpoint`",
     "STATSD_BN_JOB": "`job`",
-    "STATSD_BN_SECRET": "the job's secret itself, where STATSD_BN_SECRET_FILE is not set",
+    "STATSD_BN_SECRET": "the job's secret itself, in place of STATSD_BN_SECRET_FILE; to set both is an error",
     "STATSD_BN_SECRET_FILE": "a file with the job's secret, the same on all its hosts, as `python -m server secret` "
     "makes it: for a job on several hosts that has no endpoint",
     "STATSD_BN_SECRET_IN_STORE": "1: rank 0 makes the secret and sends it through torch's rendezvous store, where "

@@ -121,6 +121,22 @@ def test_the_secret_of_a_job_is_another_each_time_private_and_never_overwritten(
     assert not [one for one in secrets if one.strip() in said.out + said.err]
 
 
+@pytest.mark.parametrize("folder_mode", [0o775, 0o1777])
+def test_a_secret_may_be_written_where_a_group_works_together_or_nobody_can_replace_it(tmp_path, folder_mode):
+    tmp_path.chmod(folder_mode)
+    assert main(["secret", str(tmp_path / "job.secret")]) == 0
+    assert mode(tmp_path / "job.secret") == 0o600
+
+
+@pytest.mark.parametrize("below", ["", "new"])
+def test_a_secret_is_not_written_where_everybody_can_write(tmp_path, capsys, below):
+    (tmp_path / below).mkdir(exist_ok=True)
+    tmp_path.chmod(0o777)
+    assert main(["secret", str(tmp_path / below / "job.secret")]) == 2
+    assert f"secret: expected only this user to be able to write to {tmp_path}, got" in capsys.readouterr().err
+    assert not (tmp_path / below / "job.secret").exists()
+
+
 @pytest.mark.parametrize(
     ("environ", "problem"),
     [
