@@ -1,7 +1,6 @@
 """Trains on the digits with Hugging Face Accelerate, on the CPU: a script to start from.
 
-python -m server --bind tcp://127.0.0.1:5555 &
-STATSD_BN_ENDPOINT=tcp://127.0.0.1:5555 torchrun --nproc-per-node 2 examples/train_accelerate.py
+torchrun --nproc-per-node 2 examples/train_accelerate.py
 
 Two lines make its batch norm synchronised, as in any script: `client.convert_model` before `prepare`, which hands the
 model to DistributedDataParallel, and `client.connect` around the training.

@@ -1,7 +1,7 @@
 """Trains on the digits while processes come and go.
 
-python -m server --bind tcp://127.0.0.1:5555 &
-export STATSD_BN_ENDPOINT=tcp://127.0.0.1:5555 WORLD_SIZE=3
+python -m server &
+export WORLD_SIZE=3
 for rank in 0 1 2; do RANK=$rank python examples/train_elastic.py & done
 
 Kill any of them, and the others go on from the last commit; start another one (RANK=3), and it is brought up to date
