@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from server.config import from_arguments
 from server.keygen import generate, write_secret
@@ -13,7 +14,13 @@ from server.plain import PlainFormatter
 from server.service import run_master
 from server.sparing import Sparing
 from server.status import CHECK_SECONDS, ask, describe, own_endpoint
-from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
+from statsd_bn.errors import (
+    AuthenticationRefused,
+    BindError,
+    ConfigurationError,
+    ProtocolError,
+    ServerUnreachable,
+)
 from statsd_bn.keys import load_client
 from statsd_bn.text import plain
 
@@ -57,8 +64,16 @@ def _status(arguments: list[str]) -> int:
     )
     found = parser.parse_args(arguments)
     report = ask(found.endpoint or own_endpoint(os.environ), keys=load_client(found.curve) if found.curve else None)
-    print(describe(report))  # noqa: T201 - the command's result
+    print(_described(report))  # noqa: T201 - the command's result
     return 0
+
+
+def _described(report: dict[str, Any]) -> str:
+    try:
+        return describe(report)
+    except (KeyError, TypeError, ValueError, AttributeError, ProtocolError) as error:
+        text = f"expected a status report of this version, got one that makes no sense: {type(error).__name__}"
+        raise ServerUnreachable(text) from error
 
 
 def _keygen(arguments: list[str]) -> int:

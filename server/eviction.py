@@ -18,8 +18,8 @@ from server.rounds import Reply
 # Of the groups there may be, an eighth is kept for jobs that are at work: their members may need groups of their hosts.
 RESERVE = 8
 
-# A connection over which more than one in so many of all groups began, all of them at work, is nobody's but one that
-# wants to keep others out: a member is in a few groups.
+# A member is in a few groups. A connection that began more than one in so many of all groups wants to keep others out,
+# even if all of its groups are at work.
 CROWD = 16
 
 

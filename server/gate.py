@@ -1,10 +1,10 @@
 """Gate: how many new connections are let in; free of I/O.
 
-Without keys a peer can still hold a routing id that ZeroMQ gives to another one by chance, which ends the server; half
-of the connections that come together, set against the other half, and that over 2^32, is how likely that is. So they
-come in only so fast. One too many waits in line, so that newcomers beside a flood of connections are let in in turn;
-where the line is longer than a handshake may take, it is turned away, and tries again by itself. With keys each has a
-measure and a line of its own.
+Without keys a peer can still claim a routing id, and end the server if ZeroMQ gives the same number to another peer. If
+half of N connections claim a number each, and the other half are given one, that happens with a probability of
+(N / 2)^2 / 2^32. So new connections come in at a limited rate. One too many waits in line, so that newcomers beside a
+flood of connections come in in turn; where the line is longer than a handshake may take, it is turned away, and tries
+again by itself. With keys each has a measure and a line of its own. Where only this user can connect there is none.
 """
 
 from dataclasses import dataclass
@@ -40,9 +40,16 @@ class Gate:
         self._soon_back = min(soon_back, at_once)
         self._patience = patience
         self._buckets: dict[str, _Bucket] = {}
+        self._is_lifted = False
+
+    def lift(self) -> None:
+        """Lets in whoever comes from now on: nobody but this user can."""
+        self._is_lifted = True
 
     def wait_of(self, now: float, key: str) -> float | None:
         """Returns for how many seconds a new connection with a key is to wait; None if it would be too long."""
+        if self._is_lifted:
+            return 0.0
         bucket = self._buckets.setdefault(key, _Bucket(self._at_once, now))
         self._fill(bucket, now - bucket.filled)
         bucket.filled = now

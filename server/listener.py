@@ -14,6 +14,7 @@ from server.routing_ids import Counted
 from server.zap import DOMAIN, Gatekeeper
 from statsd_bn import keys, limits
 from statsd_bn.errors import BindError
+from statsd_bn.reach import Reach, reach
 
 # How long the server sleeps at most: a request to stop, or the end of a connection, is noticed this much late.
 LOOK_SECONDS = 0.05
@@ -67,7 +68,9 @@ class Listener:
         self.socket = self._context.socket(zmq.ROUTER)
         self.most_of_key = _most_of_key(quota)
         # Before anything is bound, so that nobody comes in unasked.
-        self._gatekeeper = Gatekeeper(self._context, is_let_in, self._gate(quota, has_keys=pair is not None))
+        self._gate = self._new_gate(quota, has_keys=pair is not None)
+        self._gatekeeper = Gatekeeper(self._context, is_let_in, self._gate)
+        self._is_for_user = True
         self._counted = Counted(self._first_counted())
         self.monitor = self.socket.get_monitor_socket(EVENTS)
         self._configure(quota)
@@ -93,10 +96,13 @@ class Listener:
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if file := ipc_path.SocketFile.at(bound):  # ZeroMQ leaves it behind
             self._files.append(file)
+        self._is_for_user = self._is_for_user and reach(bound) is Reach.USER
         return bound
 
     def open(self) -> None:
         """Lets connections in; to be called when everything is bound."""
+        if self._is_for_user:
+            self._gate.lift()
         self._gatekeeper.open()
 
     def has_given(self, routing_id: bytes, frame: zmq.Frame) -> bool:
@@ -115,7 +121,7 @@ class Listener:
         self._context.term()
         self._gatekeeper.join()
 
-    def _gate(self, quota: Quota, *, has_keys: bool) -> Gate:
+    def _new_gate(self, quota: Quota, *, has_keys: bool) -> Gate:
         # With keys no routing id can be held that ZeroMQ would give.
         at_once, soon_back = (self.most_of_key,) * 2 if has_keys else (quota.max_new_connections, SOON_BACK)
         patience = LINE * quota.handshake_seconds

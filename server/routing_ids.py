@@ -1,9 +1,10 @@
 """Routing ids: who is who among the peers of the server's socket; none of them sets its own.
 
-ZeroMQ takes a peer's word for its routing id, and counts on where it says none. If somebody has said the number that is
-next, libzmq ends the whole process. So the gatekeeper gives each connection an id that nobody can guess. The later
-word counts: with keys that is the gatekeeper's, but for rare moments; without keys a peer may speak after it. Its id
-is then its own, which is refused, or one of ZeroMQ's count, of which nobody knows where it begins.
+A peer of ZeroMQ may name its own routing id; to one that names none ZeroMQ gives the next number of a count. If
+somebody has already named that number, libzmq ends the whole process. So the gatekeeper gives each connection an id
+that nobody can guess. ZeroMQ keeps whichever id it hears last, the peer's or the gatekeeper's. With keys that is the
+gatekeeper's, except in rare moments. Without keys a peer can speak last: then it has its own id, and is refused, or one
+of ZeroMQ's count, whose beginning nobody knows.
 """
 
 import os

@@ -31,8 +31,8 @@ _ENVELOPE = 2
 _FIELDS = 4
 _KEY_BYTES = 32
 
-# How long an answer with CURVE is held back. ZeroMQ asks first, then reads what the peer says of itself, and the later
-# word on the routing id counts. An answer at once came first in one of four handshakes on a busy machine.
+# How long an answer with CURVE is held back. ZeroMQ asks first, then reads what the peer says of itself, and keeps
+# the routing id that it hears last. An answer at once came first in one of four handshakes on a busy machine.
 HOLD_SECONDS = 0.001
 
 

@@ -6,6 +6,7 @@ import pytest
 import zmq
 
 import server.__main__ as command
+from server.__main__ import _described
 from server.status import COUNTS, ask, describe, own_endpoint
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.members import NOBODY
@@ -222,3 +223,12 @@ def test_whoever_is_named_cannot_speak_to_the_terminal_or_forge_a_line():
     members = [{"member": 0, "place": "höst\n\x1b[2Jno jobs", "stand": "takes_part", "step": 0, "replicas": 4}]
     text = describe(REPORT | {"groups": [GROUP | {"members": members, "waiting": []}]})
     assert text.splitlines()[2:] == [r"  member 0 (höst\n\x1b[2Jno jobs), step 0, 4 replicas"]
+
+
+NONSENSE = [{}, {**REPORT, "seconds": "long"}, {**REPORT, "groups": [{}]}, {**REPORT, "groups": 3}]
+
+
+@pytest.mark.parametrize("report", NONSENSE)
+def test_a_report_that_makes_no_sense_is_an_error_in_one_line(report):
+    with pytest.raises(ServerUnreachable, match="makes no sense"):
+        _described(report)
