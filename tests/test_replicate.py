@@ -95,10 +95,11 @@ class Raiser(nn.Module):
 def test_an_exception_in_one_replica_is_the_one_raised_and_frees_its_siblings():
     model = nn.Sequential(Raiser(MemoryError("too large")), client.SynchronizedBatchNorm1d(1))
     wrapped = DataParallelWithCallback(model, ["cpu"] * 4)
+    others = threading.active_count()
     with pytest.raises(MemoryError, match="too large") as caught:
         wrapped(torch.arange(4.0).view(4, 1))
     assert caught.value.__notes__ == ["in replica 2 on cpu"]
-    assert threading.active_count() < 10
+    assert threading.active_count() <= others + 4, "none is left behind beside those that are kept"
     assert wrapped(torch.arange(4.0, 8.0).view(4, 1)).shape == (4, 1)
 
 
