@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from server.access import Tenant
 from server.descriptors import hang_up
 from server.quota import Quota
 
@@ -48,11 +49,11 @@ class Connections:
         most_of_key: how many one key may have.
 
     Attributes:
-        members: the routing ids of those over which members speak.
+        members: whose key it is, by the routing ids of those over which members speak.
     """
 
     def __init__(self, quota: Quota, most_of_key: int) -> None:
-        self.members: set[bytes] = set()
+        self.members: dict[bytes, Tenant] = {}
         self._quota = quota
         self._most_of_key = most_of_key
         self._of_key: Counter[str] = Counter()
@@ -70,12 +71,13 @@ class Connections:
         """Takes note of the end of a connection."""
         self._forget(descriptor)
 
-    def heard(self, now: float, descriptor: int, key: str, peer: bytes = b"", session: bytes = b"") -> bool:
+    def heard(self, now: float, descriptor: int, tenant: Tenant, peer: bytes = b"", session: bytes = b"") -> bool:
         """Takes note of a sound message; of its sender's routing id and session, if that is a member.
 
         Returns:
             Whether its key may have this connection.
         """
+        key = tenant.key
         connection = self._connections.get(descriptor)
         if connection is None:
             return True
@@ -85,9 +87,9 @@ class Connections:
         self._of_key[key] += 1
         connection.key = key
         if session:
-            self.members.discard(connection.peer)
+            self.members.pop(connection.peer, None)
             connection.peer, connection.session = peer, session
-            self.members.add(peer)
+            self.members[peer] = tenant
         return not key or self._of_key[key] <= self._most_of_key
 
     def leave(self, now: float, has_seat: Callable[[bytes], bool]) -> None:
@@ -97,7 +99,7 @@ class Connections:
         """
         for connection in self._connections.values():
             if connection.peer and not has_seat(connection.session):
-                self.members.discard(connection.peer)
+                self.members.pop(connection.peer, None)
                 connection.heard, connection.peer, connection.session = now, b"", b""
 
     def overdue(self, now: float) -> list[int]:
@@ -127,6 +129,6 @@ class Connections:
     def _forget(self, descriptor: int) -> Connection | None:
         connection = self._connections.pop(descriptor, None)
         if connection:
-            self.members.discard(connection.peer)
+            self.members.pop(connection.peer, None)
             self._of_key[connection.key] -= 1
         return connection

@@ -54,6 +54,7 @@ class Listener:
         socket: the ROUTER.
         monitor: tells what happens to its connections.
         most_of_key: how many connections one key may have.
+        is_for_user: whether nobody but this user can connect to where it is bound.
 
     Raises:
         ConfigurationError: there are to be keys, and this ZeroMQ was built without them.
@@ -70,7 +71,7 @@ class Listener:
         # Before anything is bound, so that nobody comes in unasked.
         self._gate = self._new_gate(quota, has_keys=pair is not None)
         self._gatekeeper = Gatekeeper(self._context, is_let_in, self._gate)
-        self._is_for_user = True
+        self.is_for_user = True
         self._counted = Counted(self._first_counted())
         self.monitor = self.socket.get_monitor_socket(EVENTS)
         self._configure(quota)
@@ -96,12 +97,12 @@ class Listener:
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if file := ipc_path.SocketFile.at(bound):  # ZeroMQ leaves it behind
             self._files.append(file)
-        self._is_for_user = self._is_for_user and reach(bound) is Reach.USER
+        self.is_for_user = self.is_for_user and reach(bound) is Reach.USER
         return bound
 
     def open(self) -> None:
         """Lets connections in; to be called when everything is bound."""
-        if self._is_for_user:
+        if self.is_for_user:
             self._gate.lift()
         self._gatekeeper.open()
 

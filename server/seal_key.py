@@ -7,7 +7,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from server.seals import Seals
+from server.seals import NO_SEALS, Seals
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.private_folder import make_private, private_folder
 
@@ -22,12 +22,16 @@ KEY_BYTES = 32
 _PURPOSE = b"statsd_bn seals"
 
 
-def seals_of(secret: str | None) -> Seals:
+def seals_of(secret: str | None, *, is_for_user: bool = False) -> Seals:
     """Returns the seals of a server.
 
     Args:
         secret: its secret CURVE key; without one the key is in a file of this user, or if there can be none, new.
+        is_for_user: whether only this user can connect; without keys there are no seals then, because this user could
+            as well change the server itself.
     """
+    if is_for_user and not secret:
+        return NO_SEALS
     if secret:
         return Seals(hashlib.blake2b(secret.encode(), digest_size=KEY_BYTES, person=_PURPOSE).digest(), outlives=True)
     try:

@@ -35,6 +35,7 @@ from server.rounds import Reply, failure
 from server.unread import Unread
 from statsd_bn import limits
 from statsd_bn.errors import BindError, ConfigurationError, ProtocolError, StatsdBNError
+from statsd_bn.keys import PublicKey
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -81,14 +82,14 @@ class Service:
         self._stopping = False
         self._is_reloading = False
         self._parent = _parent(config)
-        seals = seal_key.seals_of(pair.secret if pair else None)
-        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota, seals)
-        self._shares: FairShare[tuple[bytes, bytes, Tenant]] = FairShare(self._dispatcher.account)
         try:
             self.endpoints = tuple(self._listener.bind(endpoint) for endpoint in config.bind)
         except (BindError, ConfigurationError):
             self.close()
             raise
+        seals = seal_key.seals_of(pair.secret if pair else None, is_for_user=self._listener.is_for_user)
+        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota, seals)
+        self._shares: FairShare[tuple[bytes, bytes, Tenant]] = FairShare(self._dispatcher.account)
         # Resets are to be kept out before anybody is let in.
         self._read_monitor()
         self._listener.open()
@@ -187,10 +188,16 @@ class Service:
             return
         for problem in problems:
             logger.error("a key is not let in: %s", problem)
+        access = self._let_in(clients)
+        logger.info("lets in %d keys from now on: %s", len(access.keys), ", ".join(sorted(access.names)))
+        self._send(self._dispatcher.expel(time.monotonic(), access))
+        self._doomed += self._connections.of_others(access.keys)
+
+    def _let_in(self, clients: Iterable[PublicKey]) -> Access:
+        """Lets in these from now on; whose key each member has is looked up again with its next frame."""
         self._access = Access(clients)
-        logger.info("lets in %d keys from now on: %s", len(self._access.keys), ", ".join(sorted(self._access.names)))
-        self._send(self._dispatcher.expel(time.monotonic(), self._access))
-        self._doomed += self._connections.of_others(self._access.keys)
+        self._connections.members.clear()
+        return self._access
 
     def _drain(self) -> None:
         with suppress(zmq.Again):
@@ -202,14 +209,11 @@ class Service:
         part = self._socket.recv(copy=False)
         if part.more:
             self._socket.recv_multipart()
-        if peer not in self._connections.members and not self._is_to_be_heard(peer, part):
+        tenant = self._connections.members.get(peer) or self._newcomer(peer, part)
+        if tenant is None:
             return
         # A frame too many is no frame of ours; an empty one is refused as any garbage is.
         frame = b"" if part.more else part.bytes
-        tenant = ANYBODY if self._access is None else self._access.tenant(str(part.get("User-Id")))
-        if tenant is None:
-            self._end(peer, access.revoked())
-            return
         now, payer = time.monotonic(), self._dispatcher.payer(frame, tenant)
         if payer == self._shares.sole:
             self._process(now, peer, frame, tenant)
@@ -218,6 +222,15 @@ class Service:
             self._shares.took(payer, time.monotonic() - now)
         else:
             self._shares.wait(now, payer, peer, len(frame), (peer, frame, tenant))
+
+    def _newcomer(self, peer: bytes, part: zmq.Frame) -> Tenant | None:
+        """Returns who speaks over a connection that is no member's yet; None if it is not to be heard."""
+        if not self._is_to_be_heard(peer, part):
+            return None
+        tenant = ANYBODY if self._access is None else self._access.tenant(str(part.get("User-Id")))
+        if tenant is None:
+            self._end(peer, access.revoked())
+        return tenant
 
     def _is_to_be_heard(self, peer: bytes, part: zmq.Frame) -> bool:
         """Returns whether what a peer says counts that is no member; takes note of it if it is new."""
@@ -263,7 +276,7 @@ class Service:
     def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant) -> None:
         """Takes note of a connection that something sound has come over, perhaps from a member."""
         session, descriptor = self._dispatcher.member_of(frame), self._unread.descriptor(peer)
-        if not self._connections.heard(time.monotonic(), descriptor, tenant.key, peer, session):
+        if not self._connections.heard(time.monotonic(), descriptor, tenant, peer, session):
             most = self._listener.most_of_key
             text = f"expected at most {most} connections with the key of {tenant.name!r}, got more; this one ends"
             self._end(peer, self._dispatcher.exceeded(text, most, "connections of a key"))
@@ -277,7 +290,7 @@ class Service:
         """Tells a peer why its connection ends, which it does at the next look, and listens to it no more."""
         logger.warning("peer %r: %s", peer, error)
         self._refusals.ignore(time.monotonic(), peer)
-        self._connections.members.discard(peer)
+        self._connections.members.pop(peer, None)
         # A frame may be read after its connection has ended, and the descriptor may be another's by then.
         if self._deliver(peer, failure(error)) != zmq.EHOSTUNREACH:
             self._doomed.append(self._unread.descriptor(peer))

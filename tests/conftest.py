@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 import client
+from server import Config, Service
+from server.quota import Quota
 
 MEMBERS = 4
 WAIT_SECONDS = 60.0
@@ -53,6 +58,23 @@ def server() -> Iterator[Server]:
                 process.kill()
                 raise
         assert code == 0
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Service]]:
+    """Starts services in threads, with a quota; all end with the test."""
+    with ExitStack() as stack:
+
+        def run(bind: str = "tcp://127.0.0.1:*", curve: Path | None = None, **quota: float) -> Service:
+            config = Config((bind,), curve=str(curve) if curve else None, quota=Quota(**quota))
+            service = stack.enter_context(Service(config))
+            thread = threading.Thread(target=service.run, daemon=True)
+            thread.start()
+            stack.callback(thread.join, WAIT_SECONDS)
+            stack.callback(service.stop)
+            return service
+
+        yield run
 
 
 _jobs = itertools.count()

@@ -7,9 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,9 +23,8 @@ from client.curve import secure
 from client.session import Member
 from client.transport import ZmqTransport
 from memory_members import outcome, wait_until
-from server import Config, Service
+from server import Service
 from server import __main__ as command
-from server.access import Access
 from server.keygen import generate
 from server.status import ask
 from statsd_bn.errors import AuthenticationRefused, RegistrationRefused, ReplicaLost, ServerUnreachable
@@ -57,24 +54,8 @@ def keys(tmp_path) -> Path:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Service]]:
-    """Starts services in threads; all end with the test."""
-    with ExitStack() as stack:
-
-        def run(curve: Path | None, bind: str = ANY_PORT) -> Service:
-            service = stack.enter_context(Service(Config((bind,), curve=str(curve) if curve else None)))
-            thread = threading.Thread(target=service.run, daemon=True)
-            thread.start()
-            stack.callback(thread.join, WAIT_SECONDS)
-            stack.callback(service.stop)
-            return service
-
-        yield run
-
-
-@pytest.fixture
 def service(serve, keys) -> Service:
-    return serve(keys)
+    return serve(curve=keys)
 
 
 def join(
@@ -90,7 +71,7 @@ def names(service: Service, keys: ClientKeys) -> list[str]:
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 def test_members_with_keys_of_their_own_meet(serve, keys, tmp_path, scheme):
-    service = serve(keys, ANY_PORT if scheme == "tcp" else f"ipc://{tmp_path}/s")
+    service = serve("tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/s", curve=keys)
 
     def member(number: int, name: str) -> float:
         with join(service.endpoints[0], load_client(secret(keys, name)), number, 2) as connection:
@@ -127,7 +108,7 @@ def test_a_client_that_is_not_let_in_is_told_why_in_time(service, keys, tmp_path
 
 
 def test_a_client_with_a_key_is_told_of_a_server_without_one(serve, keys):
-    service = serve(None)
+    service = serve()
     with pytest.raises(AuthenticationRefused, match="started without --curve") as caught:
         join(service.endpoints[0], load_client(secret(keys, "alice")))
     # The server hangs up at once, and the client does not always see its greeting before that.
@@ -160,7 +141,7 @@ def test_an_idle_members_heartbeats_go_over_a_socket_with_keys(service, keys):
 
 def test_a_key_tied_to_jobs_joins_no_other_and_sees_no_other(serve, keys):
     generate(keys, ["carol"], ["carol-*"])
-    service = serve(keys)
+    service = serve(curve=keys)
     alice, carol = (load_client(secret(keys, name)) for name in ("alice", "carol"))
     with join(service.endpoints[0], alice, job="alice-1"):
         with pytest.raises(RegistrationRefused, match=r"'alice-1': expected a job that the key of 'carol' is for"):
@@ -216,7 +197,7 @@ def test_without_any_key_left_nobody_is_let_in(service, keys):
         for path in (keys / "clients").iterdir():
             path.unlink()
         # It takes the frame before it would cut the connection.
-        service._access = Access([])
+        service._let_in([])
         dealer.send(encode(StatusRequest()))
         assert dealer.poll(WAIT_SECONDS * 1000)
         answer = decode(dealer.recv())
@@ -312,7 +293,7 @@ def test_the_doors_stay_shut_when_the_gatekeeper_is_away(keys, monkeypatch, serv
     """ZeroMQ's own default would let everybody in who knows the server's public key."""
     monkeypatch.setattr("client.registration.ANSWER_SECONDS", 1.0)
     monkeypatch.setattr("server.zap.ENDPOINT", "inproc://elsewhere")
-    service = serve(keys)
+    service = serve(curve=keys)
     error = outcome(lambda: join(service.endpoints[0], load_client(secret(keys, "alice"))))
     # How it notices is up to libzmq: the handshake fails, or does not end.
     assert isinstance(error, AuthenticationRefused | ServerUnreachable)

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,8 +17,8 @@ from client.connection import Connection
 from client.session import Member
 from client.transport import ZmqTransport
 from memory_members import wait_until
-from server import Config, Service
-from server.access import ANYBODY
+from server import Service
+from server.access import ANYBODY, Tenant
 from server.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, ROUND_BYTES
 from server.config import from_arguments, parser
 from server.connections import SETTLING_SECONDS, Connections
@@ -305,22 +304,6 @@ def test_the_report_tells_what_was_refused():
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Service]]:
-    """Starts a service in a thread, with a quota."""
-    with ExitStack() as stack:
-
-        def run(**quota: float) -> Service:
-            service = stack.enter_context(Service(Config((ANY_PORT,), quota=Quota(**quota))))
-            thread = threading.Thread(target=service.run, daemon=True)
-            thread.start()
-            stack.callback(thread.join, WAIT_SECONDS)
-            stack.callback(service.stop)
-            return service
-
-        yield run
-
-
-@pytest.fixture
 def dial() -> Iterator[Callable[[Service], zmq.Socket]]:
     """Opens sockets without the client."""
     with zmq.Context() as context, ExitStack() as stack:
@@ -386,14 +369,14 @@ def test_a_frame_that_is_read_after_the_end_of_its_connection_leaves_nothing_beh
     with socket.socket() as open_one:
         number = open_one.fileno()
         connections.accepted(0.0, number)
-        connections.heard(0.0, number, "", b"one", b"session")
+        connections.heard(0.0, number, with_key(""), b"one", b"session")
         connections.ended(number)
         connections.accepted(1.0, number)
-        connections.heard(1.0, number, "", b"one", b"session")
-        connections.heard(1.0, number, "", b"other", b"session")
-        assert connections.members == {b"other"}
+        connections.heard(1.0, number, with_key(""), b"one", b"session")
+        connections.heard(1.0, number, with_key(""), b"other", b"session")
+        assert connections.members.keys() == {b"other"}
         connections.ended(number)
-    assert connections.members == set()
+    assert not connections.members
 
 
 def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dial):
@@ -556,6 +539,10 @@ def test_a_connection_that_is_being_ended_is_ignored_until_all_has_been_read_tha
     assert b"one" not in refusals.ignored
 
 
+def with_key(key: str) -> Tenant:
+    return Tenant(key, key, ("*",))
+
+
 @pytest.fixture
 def connected() -> Iterator[Callable[..., tuple[Connections, list[int]]]]:
     """Connections, one accepted each second from 0 on."""
@@ -573,8 +560,8 @@ def connected() -> Iterator[Callable[..., tuple[Connections, list[int]]]]:
 
 def test_a_connection_that_says_nothing_is_overdue_sooner_than_one_that_has_spoken(connected):
     connections, (silent, speaker, member) = connected(3, idle_seconds=60.0, silent_seconds=10.0)
-    connections.heard(2.0, speaker, "")
-    connections.heard(2.0, member, "", b"peer", b"session")
+    connections.heard(2.0, speaker, with_key(""))
+    connections.heard(2.0, member, with_key(""), b"peer", b"session")
     assert connections.overdue(10.0) == []
     assert connections.overdue(10.5) == [silent]
     assert connections.overdue(63.0) == [speaker, silent]
@@ -582,31 +569,31 @@ def test_a_connection_that_says_nothing_is_overdue_sooner_than_one_that_has_spok
 
 def test_of_too_many_silent_connections_the_oldest_are_overdue_and_none_that_has_just_come(connected):
     connections, numbers = connected(5, max_silent=1)
-    connections.heard(5.0, numbers[0], "")
+    connections.heard(5.0, numbers[0], with_key(""))
     assert connections.overdue(2.5 + SETTLING_SECONDS) == [numbers[1]]
     assert connections.overdue(4.5 + SETTLING_SECONDS) == numbers[1:4]
 
 
 def test_a_connection_is_a_members_while_its_session_has_a_seat(connected):
     connections, (number,) = connected(1, idle_seconds=60.0)
-    connections.heard(1.0, number, "", b"peer", b"session")
+    connections.heard(1.0, number, with_key(""), b"peer", b"session")
     connections.leave(100.0, lambda session: session == b"session")
-    assert connections.members == {b"peer"}
+    assert connections.members.keys() == {b"peer"}
     assert connections.overdue(100.0) == []
     connections.leave(100.0, lambda _: False)
-    assert connections.members == set()
+    assert not connections.members
     assert connections.overdue(160.0) == []
     assert connections.overdue(160.5) == [number]
 
 
 def test_a_key_has_only_so_many_connections_and_another_key_as_many(connected):
     connections, numbers = connected(4, most_of_key=1)
-    assert connections.heard(4.0, numbers[0], "alice")
-    assert connections.heard(4.0, numbers[0], "alice")
-    assert not connections.heard(4.0, numbers[1], "alice")
-    assert connections.heard(4.0, numbers[2], "bob")
+    assert connections.heard(4.0, numbers[0], with_key("alice"))
+    assert connections.heard(4.0, numbers[0], with_key("alice"))
+    assert not connections.heard(4.0, numbers[1], with_key("alice"))
+    assert connections.heard(4.0, numbers[2], with_key("bob"))
     connections.ended(numbers[0])
-    assert connections.heard(5.0, numbers[1], "alice")
+    assert connections.heard(5.0, numbers[1], with_key("alice"))
 
 
 def test_new_connections_come_at_once_up_to_a_number_and_then_at_a_rate():

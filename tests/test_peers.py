@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -14,9 +13,7 @@ import zmq
 
 from client.curve import secure
 from raw_zmtp import PING, RawPeer, greeting, is_closed, message
-from server import Config, Service
 from server.keygen import generate
-from server.quota import Quota
 from server.status import ask
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.keys import ClientKeys, load_client
@@ -129,21 +126,6 @@ def test_to_end_a_flood_with_heartbeats_does_not_end_the_server(start):
         except OSError:
             pass
     assert serves(server, endpoint)
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Service]]:
-    with ExitStack() as stack:
-
-        def run(**quota: float) -> Service:
-            service = stack.enter_context(Service(Config((ANY_PORT,), quota=Quota(**quota))))
-            thread = threading.Thread(target=service.run, daemon=True)
-            thread.start()
-            stack.callback(thread.join, WAIT_SECONDS)
-            stack.callback(service.stop)
-            return service
-
-        yield run
 
 
 def answer(peer: RawPeer) -> object:

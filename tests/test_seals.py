@@ -7,15 +7,16 @@ import threading
 
 import numpy as np
 import pytest
+import zmq
 
 from server import seal_key
 from server.seal_key import KEY_BYTES, NAME, load_or_make, seals_of
-from server.seals import Seals
+from server.seals import NO_SEALS, Seals
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.members import Members
 from statsd_bn.messages import NO_SEAL, Aggregate, Result
 from statsd_bn.wire import decode, encode
-from strategies import key
+from strategies import contribution, key, register
 
 SEALS = Seals(b"secret")
 AGGREGATE = Aggregate(key(), 3, 5, Members.of([0, 2]), np.array([[1.5, -0.0, float("nan")]]))
@@ -67,6 +68,26 @@ def test_a_seal_is_what_the_document_says():
     frame = SEALS.sealed(AGGREGATE)
     digest = hashlib.sha256(b"secret" + bytes(58) + frame[:-16]).digest()
     assert frame[-16:] == digest[:16]
+
+
+def test_without_a_key_seals_are_zeros_and_all_are_believed():
+    assert NO_SEALS.sealed(AGGREGATE) == encode(AGGREGATE)
+    assert decode(NO_SEALS.sealed(AGGREGATE)).seal == NO_SEAL
+    assert NO_SEALS.is_genuine(AGGREGATE)
+    assert NO_SEALS.outlives
+
+
+@pytest.mark.parametrize(
+    ("bind", "has_seals"), [("ipc://{}/server", False), ("tcp://127.0.0.1:*", True)], ids=["this user", "every user"]
+)
+def test_a_server_that_only_its_user_can_reach_makes_no_seals(serve, folder, bind, has_seals):
+    service = serve(bind.format(folder))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(service.endpoints[0])
+        dealer.send(encode(register(0, world_size=1)))
+        dealer.send(encode(contribution(0)))
+        _, aggregate = (decode(dealer.recv()) for _ in range(2))
+    assert (aggregate.seal != NO_SEAL) == has_seals
 
 
 def test_the_key_does_not_show():
