@@ -113,6 +113,10 @@ class Connections:
         too_many = silent[: max(0, len(silent) - self._quota.max_silent)]
         return idle + max(late, too_many, key=len)
 
+    def of_members(self) -> dict[int, bytes]:
+        """Returns the connections over which members speak, each with its routing id."""
+        return {number: one.peer for number, one in self._connections.items() if one.peer}
+
     def of_others(self, keys: set[str]) -> list[int]:
         """Returns the connections that were made with keys other than these."""
         return [number for number, one in self._connections.items() if one.key and one.key not in keys]

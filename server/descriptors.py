@@ -13,11 +13,18 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 logger = logging.getLogger("statsd_bn.server")
 
-# On Linux; Python's socket has no name for it.
-_ATTACH_FILTER = 26
+# On Linux; Python's socket has no names for them.
+_ATTACH_FILTER, _MEMORY_INFO = 26, 55
+
+# What the system tells of a socket's memory are nine numbers, the last of which counts what it has dropped.
+_MEMORY = struct.Struct("9I")
+
+# The first numbers of what it tells of a TCP connection, in milliseconds, the time of a round trip in microseconds.
+_TCP = struct.Struct("=8x 4x4x4x4x I 4x4x4x4x 4x4x I I 4x4x I")
 
 # Where a TCP header has its length and its flags, and the flag of a reset.
 _LENGTH, _FLAGS, _RESET = 12, 13, 0x04
@@ -48,7 +55,7 @@ _NOTHING_NEW = (
 def let_no_reset_through(descriptor: int) -> bool:
     """Keeps resets from a TCP connection, or from all that a listening socket accepts; returns whether it could.
 
-    A peer that has reset its connection is like one whose host has vanished: heartbeats and keepalive notice it.
+    A peer that has reset its connection is then like one whose host has vanished; `resets` tells them apart.
     """
     try:
         with _borrowed(descriptor) as found:
@@ -63,6 +70,51 @@ def hang_up(descriptor: int) -> None:
         # What comes after would be read as well, and so put the end off.
         is_quiet = not _is_tcp(found) or _attach(found, _NOTHING_NEW)
         found.shutdown(socket.SHUT_RD if is_quiet else socket.SHUT_RDWR)
+
+
+def dropped(descriptor: int) -> int:
+    """Returns how many segments of a connection the system has dropped, resets among them; 0 if it does not tell."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        # Quicker than `_borrowed`, which asks the system what kind of socket it is: that does not matter here.
+        found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
+        try:
+            drops: int = _MEMORY.unpack(found.getsockopt(socket.SOL_SOCKET, _MEMORY_INFO, _MEMORY.size))[-1]
+        finally:
+            found.detach()
+    except (OSError, struct.error):  # it has been closed meanwhile, or the system is too old
+        return 0
+    return drops
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """How the other end of a TCP connection answers, in seconds.
+
+    Attributes:
+        is_awaited: whether something is under way to it that it has not acknowledged.
+        silence: since when nothing has come, neither data nor an acknowledgement.
+        round_trip: how long it took to answer before.
+    """
+
+    is_awaited: bool
+    silence: float
+    round_trip: float
+
+
+def answers(descriptor: int) -> Answers | None:
+    """Returns how the other end of a TCP connection answers; None if the system does not tell."""
+    if sys.platform != "linux":
+        return None
+    try:
+        with _borrowed(descriptor) as found:
+            told = _TCP.unpack(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP.size))
+    except (OSError, struct.error):  # it has been closed meanwhile, or stands for something else
+        return None
+    unacknowledged, data_milliseconds, acknowledgement_milliseconds, round_trip = told
+    silence = min(data_milliseconds, acknowledgement_milliseconds) / 1e3
+    return Answers(unacknowledged > 0, silence, round_trip / 1e6)
 
 
 @contextmanager

@@ -63,6 +63,7 @@ class Dispatcher:
         seals: how it knows its own aggregates again after a restart; default: it does not.
 
     Attributes:
+        probe: a frame that means nothing to any member, to try whether it can be reached.
         tally: what was refused.
         received: how many frames have come.
         bad_frames: how many of them were unsound.
@@ -73,7 +74,7 @@ class Dispatcher:
         self._server = server
         self._started = started
         # No session has a digest of zero bytes, so nobody takes it for an answer.
-        self._probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
+        self.probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
         self._budget = Budget(quota)
         self._registry = Registry(started, self._budget.quota.silence_seconds)
         self._eviction = Eviction(self._registry, self._budget)
@@ -156,14 +157,14 @@ class Dispatcher:
 
         Whoever cannot be sent one may have gone, see `unreachable`.
         """
-        return [(peer, self._probe) for peer in self._registry.liveness.addresses(since)]
+        return [(peer, self.probe) for peer in self._registry.liveness.addresses(since)]
 
     def unreachable(self, now: float, peer: bytes) -> list[Reply]:
         """Takes note that nothing can be delivered to a peer; returns harmless frames to where else its members are.
 
         A member that is nowhere to be reached, and is not heard again in time, is lost at a later `tick`.
         """
-        return [(other, self._probe) for other in self._registry.liveness.unreachable(now, peer)]
+        return [(other, self.probe) for other in self._registry.liveness.unreachable(now, peer)]
 
     def farewell(self) -> list[Reply]:
         """Tells all members that this server ends for good; those who are busy find it before their next round."""

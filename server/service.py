@@ -31,6 +31,7 @@ from server.listener import LOOK_SECONDS, Listener
 from server.parent import RETURN_SECONDS, Parent
 from server.probing import Probing
 from server.refusals import Refusals
+from server.resets import Resets
 from server.rounds import Reply, failure
 from server.unread import Unread
 from statsd_bn import limits
@@ -77,6 +78,7 @@ class Service:
         self._doomed: list[int] = []
         self._has_disconnected = False
         self._probing = Probing()
+        self._resets = Resets()
         self._unread = Unread()
         self._next_tick = 0.0
         self._stopping = False
@@ -152,9 +154,11 @@ class Service:
         disconnected, self._has_disconnected = self._has_disconnected, False
         self._drain()
         self._look_for_the_dead(disconnected=disconnected)
+        self._cut_reset()
         if time.monotonic() >= self._next_tick:
             self._send(self._dispatcher.tick(time.monotonic()))
             self._close_connections()
+            self._suspect_resets()
             self._doomed += self._unread.late()
             self._dispatcher.tally.dropped_messages = self._shares.dropped
             self._refusals.forgive(time.monotonic())
@@ -309,6 +313,18 @@ class Service:
             self._dispatcher.tally.idle_connections += 1
             self._connections.cut(descriptor)
 
+    def _suspect_resets(self) -> None:
+        """Sends a harmless frame over the connections of members that may have been reset."""
+        connections = self._connections.of_members()
+        for descriptor in self._resets.suspects(time.monotonic(), connections):
+            self._try([(connections[descriptor], self._dispatcher.probe)])
+
+    def _cut_reset(self) -> None:
+        """Ends those that have been reset indeed."""
+        for descriptor in self._resets.gone(time.monotonic()):
+            logger.debug("the connection with descriptor %d was reset", descriptor)
+            self._connections.cut(descriptor)
+
     def _read_monitor(self) -> None:
         """Takes note of what has happened to connections."""
         if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -326,8 +342,10 @@ class Service:
             let_no_reset_through(value)
             self._connections.accepted(time.monotonic(), value)
             self._unread.ended(value)
+            self._resets.ended(value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._unread.ended(value)
+            self._resets.ended(value)
             self._connections.ended(value)
             self._has_disconnected = True
         else:
