@@ -158,10 +158,8 @@ class SyncMaster:
         """
         contributions = [future.get() for future in round_.futures.values()]
         rows = [row for contribution in contributions for row in contribution.values]
-        if len(rows) == 1:
-            total = rows[0]
-        else:
-            total = join_in_order(rows) if round_.key.phase == GATHER else sum_in_order(rows)
+        combine = join_in_order if round_.key.phase == GATHER else sum_in_order
+        total = combine(rows) if len(rows) > 1 else rows[0]
         return Aggregate(round_.key, len(rows), round_.count, Members.of(round_.futures), total)
 
     def remove_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
