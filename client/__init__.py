@@ -69,5 +69,10 @@ __all__ = [
     "use_compiled_kernels",
 ]
 
+# Pickles name a class by its module: by this one, so that they outlive the files below it.
+for _name in __all__:
+    if isinstance(_class := globals()[_name], type):
+        _class.__module__ = __name__
+
 if integer(os.environ, "STATSD_BN_COMPILED", 0):
     use_compiled_kernels()

@@ -183,9 +183,19 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         return f"{super().extra_repr()}{eps_mode}{group}{chunks}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or pickle is a layer like any other: it has no seat among the replicas of its original."""
+        """A copy or pickle is a layer like any other: it has no seat among the replicas of its original.
+
+        What is pending of a mini-batch stays behind, and no class is named that is not public.
+        """
         state: dict[str, Any] = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in {"_seat", "_tally"}}
+        kept = {name: value for name, value in state.items() if name not in {"_seat", "_tally", "_deferred"}}
+        return {**kept, "_chunks": self.chunks} if self.chunks > 1 else kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over the state of a copy or pickle."""
+        chunks = state.get("_chunks", 1)
+        super().__setstate__({name: value for name, value in state.items() if name != "_chunks"})
+        self.chunks = chunks
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """What was pending belongs to the state that is replaced, such as that of a step that failed."""

@@ -19,7 +19,7 @@ class Deferred:
     """What one layer has seen of the present mini-batch.
 
     It belongs to the layer's buffers, so the replicas of one forward pass share it. What is pending is no state: a copy
-    or a pickle begins with nothing.
+    or a pickle of the layer begins with nothing.
 
     Args:
         chunks: micro-batches per mini-batch.
@@ -36,9 +36,6 @@ class Deferred:
         self._calls = 0
         self._lock = threading.Lock()
         _numbered[self.number] = self
-
-    def __reduce__(self) -> tuple[type["Deferred"], tuple[int]]:
-        return Deferred, (self.chunks,)
 
     def add(self, micro_batch: Moments) -> Moments | None:
         """Adds a micro-batch; returns the moments of the mini-batch if this was the last of its `chunks`."""
