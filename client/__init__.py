@@ -6,34 +6,35 @@ training. A single process under `client.DataParallelWithCallback` needs only th
 
 import os
 
-from client.batchnorm import (
-    SynchronizedBatchNorm,
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
-)
-from client.connection import Connection
-from client.convert import convert_model, patch_sync_batchnorm, revert_model
-from client.current import connect, current_connection, disconnect
-from client.ddp_handler import DDPHandler
-from client.elastic import ElasticState, MembersChanged, run_elastic
-from client.elastic_sampler import ElasticSampler
-from client.gradients import average_gradients
-from client.groups import Group
-from client.jit import use_compiled_kernels
-from client.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
-from client.micro_batches import commit_running_statistics
-from client.pipe import SlavePipe
-from client.recalibration import recalibrate
-from client.replicate import (
+from client.connection.connection import Connection
+from client.connection.current import current_connection, disconnect
+from client.connection.groups import Group
+from client.data_parallel.replicate import (
     CallbackContext,
     DataParallelWithCallback,
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from client.smart_ddp import smart_ddp
-from client.uneven_inputs import join
-from client.variables import integer
+from client.elastic.sampler import ElasticSampler
+from client.elastic.state import ElasticState, MembersChanged, run_elastic
+from client.kernels.numba_backend import use_compiled_kernels
+from client.lanes.lane import SlavePipe
+from client.launch.connect import connect
+from client.layers.batchnorm import (
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+)
+from client.layers.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.layers.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
+from client.training.ddp_handler import DDPHandler
+from client.training.gradients import average_gradients
+from client.training.join import join
+from client.training.recalibration import recalibrate
+from client.training.running_statistics import commit_running_statistics
+from client.training.smart_ddp import smart_ddp
+from statsd_bn.environment import integer
 
 __all__ = [
     "CallbackContext",

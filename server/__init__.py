@@ -5,8 +5,8 @@ from server import search_path as search_path
 
 # isort: split
 from server.config import Config
-from server.master import SyncMaster
-from server.rounds import FutureResult
-from server.service import Service, run_master
+from server.group.master import SyncMaster
+from server.group.rounds import FutureResult
+from server.network.service import Service, run_master
 
 __all__ = ["Config", "FutureResult", "Service", "SyncMaster", "run_master"]

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from server.cli.plain_logs import PlainFormatter
+from server.cli.sparing_logs import Sparing
+from server.cli.status import CHECK_SECONDS, ask, describe, own_endpoint
 from server.config import from_arguments
-from server.keygen import generate, write_secret
-from server.plain import PlainFormatter
-from server.service import run_master
-from server.sparing import Sparing
-from server.status import CHECK_SECONDS, ask, describe, own_endpoint
+from server.network.service import run_master
+from server.secrets.keygen import generate, write_secret
 from statsd_bn.errors import (
     AuthenticationRefused,
     BindError,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from server.quota import Quota
+from server.limits.quota import Quota
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.private_folder import default_endpoint
 from statsd_bn.reach import Reach, reach

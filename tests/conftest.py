@@ -19,11 +19,14 @@ import pytest
 # Small tensors in many processes: more threads than cores only get in each other's way.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# The programs that tests start import from the folders beside this file.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+
 import torch
 
 import client
 from server import Config, Service
-from server.quota import Quota
+from server.limits.quota import Quota
 
 MEMBERS = 4
 WAIT_SECONDS = 60.0

@@ -25,7 +25,8 @@ import numpy as np
 import zmq
 
 import client
-from client.session import Member, Session
+from client.connection.member import Member
+from client.connection.session import Session
 from statsd_bn import Rows, limits
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import client
-from client import jit
+from client.kernels import numba_backend
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
@@ -151,13 +151,13 @@ def _both_layers(case: dict[str, Any], calls: int, start: "Barrier") -> tuple[Ti
     steps = {way: _step(layers[way](shape[1]), x, grad) for way in case["ways"]}
     if "compiled" in steps:
         client.use_compiled_kernels()
-    kernels = jit._kernels  # noqa: SLF001 - the switch has no way back, which nobody but a benchmark wants
+    kernels = numba_backend._kernels  # noqa: SLF001 - the switch has no way back, which nobody but a benchmark wants
     times: Times = {way: [] for way in steps}
     peaks = {}
     for call in range(WARM_UP + calls + 1):
         turns = list(steps.items())
         for way, run in turns if call % 2 else reversed(turns):  # who comes after whom makes a difference
-            jit._kernels = kernels if way == "compiled" else None  # noqa: SLF001 - as above
+            numba_backend._kernels = kernels if way == "compiled" else None  # noqa: SLF001 - as above
             if call == WARM_UP + calls:
                 peaks[way] = _peak(run)
                 continue

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from client import cpu
+from client.kernels import cpu
 
 SHAPES = ["32,64,56,56", "32,256,14,14", "8,2048,7,7", "4,64,112,112", "256,1024"]
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import client
-from client import virtual
+from client.data_parallel import any_device
 
 CPU = torch.device("cpu")
 WARM_UP = 5
@@ -107,11 +107,11 @@ def _seed(peer: Path, channels: int, replicas: int) -> Forward:
     devices = [CPU] * replicas
 
     def forward(x: Tensor) -> Tensor:
-        inputs, kwargs = virtual.scatter((x,), {}, devices, 0)
-        copies = virtual.replicate(layer, devices)
+        inputs, kwargs = any_device.scatter((x,), {}, devices, 0)
+        copies = any_device.replicate(layer, devices)
         replicate.execute_replication_callbacks(copies)
-        outputs = virtual.parallel_apply(copies, inputs, kwargs, devices, lambda _: None, lambda *_: None)
-        return virtual.gather(outputs, CPU, 0)
+        outputs = any_device.parallel_apply(copies, inputs, kwargs, devices, lambda _: None, lambda *_: None)
+        return any_device.gather(outputs, CPU, 0)
 
     return forward
 

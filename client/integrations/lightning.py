@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import distributed, nn
 
-from client.batchnorm import SynchronizedBatchNorm
-from client.convert import convert, revert
-from client.current import connect, current_connection
-from client.registration import cause_of
+from client.connection.current import current_connection
+from client.connection.registration import cause_of
+from client.launch.connect import connect
+from client.layers.batchnorm import SynchronizedBatchNorm
+from client.layers.convert import convert, revert
 
 if TYPE_CHECKING:
-    from client.connection import Connection
+    from client.connection.connection import Connection
 
 
 # A LayerSync that is not derived from Lightning's own one is refused beside sync_batchnorm=True.

@@ -10,9 +10,9 @@ import sys
 
 import msgpack
 
-from client.connection import Connection
-from client.session import Member
-from client.transport import ZmqTransport
+from client.connection.connection import Connection
+from client.connection.session import Member
+from client.connection.transport import ZmqTransport
 from statsd_bn.errors import StatsdBNError
 
 ENDPOINT = "tcp://127.0.0.1:5555"

@@ -65,9 +65,9 @@ def contributions() -> np.ndarray:
 
 def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path, min_members: int = 0) -> Played:
     """Takes part in rounds until the file `stop` is there; makes the file `begun` after the first ones."""
-    from client.connection import Connection  # noqa: PLC0415 - torch comes with it, which a test needs not
-    from client.session import Member  # noqa: PLC0415
-    from client.transport import ZmqTransport  # noqa: PLC0415
+    from client.connection.connection import Connection  # noqa: PLC0415 - torch comes with it, which a test needs not
+    from client.connection.session import Member  # noqa: PLC0415
+    from client.connection.transport import ZmqTransport  # noqa: PLC0415
     from statsd_bn import Rows  # noqa: PLC0415
     from statsd_bn.keys import load_client  # noqa: PLC0415
 
@@ -220,7 +220,7 @@ def honest_job_beside(
     if not faults:
         faults = slow_downs(played, beside.phases, slowdown)
     grown = server.highest() - server.settled
-    if grown > server.account + BESIDE_ACCOUNT_BYTES:
+    if grown > server.limits.account + BESIDE_ACCOUNT_BYTES:
         faults.append(f"the server's memory grew by {grown / 2**20:.0f} MiB")
     if "Traceback" in server.said():
         faults.append(server.said()[-2000:])

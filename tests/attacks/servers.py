@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import server as package
-from server.keygen import generate
-from server.quota import Quota
-from server.status import ask
+from server.cli.status import ask
+from server.limits.quota import Quota
+from server.secrets.keygen import generate
 from statsd_bn.keys import ClientKeys, load_client
 
 # The checkout that is attacked.

@@ -25,8 +25,8 @@ from attacks import servers
 from attacks.honest import Workers
 from attacks.peers import LONG, MORE, Peers, framed, greeting, handshake, ready
 from attacks.servers import Attacked
-from fuzz_target import JOBS, SOUND, TOKENS
-from server.keygen import generate
+from fuzzing.fuzz_target import JOBS, SOUND, TOKENS
+from server.secrets.keygen import generate
 from statsd_bn.errors import ServerUnreachable
 from statsd_bn.messages import StatusRequest
 from statsd_bn.wire import encode

@@ -11,7 +11,7 @@ from attacks.crowds import ask_all
 from attacks.peers import Peers, job_of
 from attacks.servers import attacked
 from attacks.variants import long
-from server.keygen import generate
+from server.secrets.keygen import generate
 from statsd_bn import limits
 from statsd_bn.messages import Failure, Register, Registered
 

@@ -15,11 +15,11 @@ import pytest
 from attacks import servers
 from attacks.peers import Peer, Peers, job_of
 from attacks.variants import first_is_quick
-from ports import free_port
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered, Result
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
+from support.ports import free_port
 
 LIAR, SIZE = 2, 3
 

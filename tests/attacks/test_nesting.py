@@ -1,6 +1,6 @@
 """Nothing that nests without an end ends whoever reads it.
 
-At 6b62bd3: each nested extension in `client.packing` is one more call in C, so about 1 KB from one member, 200 deep,
+At 6b62bd3: each nested extension in `client/packing.py` is one more call in C, so about 1 KB from one member, 200 deep,
 ends all others with SIGSEGV, through `DDPHandler.mp_sync`.
 """
 
@@ -14,13 +14,13 @@ import pytest
 from attacks.peers import Peers, job_of
 from attacks.servers import ROOT, environment
 from attacks.variants import first_is_quick, keys_if_long
-from client import packing
-from client.connection import Connection
-from client.session import Member
-from client.transport import ZmqTransport
-from memory_members import outcome
+from client.connection.connection import Connection
+from client.connection.member import Member
+from client.connection.transport import ZmqTransport
+from client.serialization import packing
 from statsd_bn.messages import Failure, StatusRequest
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION
+from support.memory_members import outcome
 
 VICTIM = """
 import sys, types
@@ -50,7 +50,7 @@ def lists(depth: int) -> bytes:
 
 
 def in_a_row(state: object, depth: int) -> bytes:
-    """As many beginnings of what has one item as `client.packing` writes them itself."""
+    """As many beginnings of what has one item as `client.serialization.packing` writes them itself."""
     structure, _ = parts(packing.pack(state))
     return structure.removesuffix(b"\xc0") * depth + b"\xc0"
 

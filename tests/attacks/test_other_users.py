@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from attacks.servers import ROOT, end, environment
-from ports import free_port
+from support.ports import free_port
 
 # Nobody's, on all systems that this runs on.
 OTHER = 65_534
@@ -43,7 +43,7 @@ context.destroy(linger=0)
 # The same script as the owner's, with nothing configured.
 SCRIPT = f"""
 import os, sys
-import client, client.connection, client.own_master, client.without_endpoint
+import client, client.connection.connection, client.launch.server_process, client.launch.own_server
 from statsd_bn.errors import StatsdBNError
 if sys.argv[1] != "me":
     os.setgroups([])

@@ -13,7 +13,7 @@ import pytest
 from torch import distributed
 
 from attacks.servers import ROOT, end, environment
-from ports import free_port
+from support.ports import free_port
 
 RANK_0 = """
 import client

@@ -1,0 +1,133 @@
+"""Recomputation: a forward pass that a checkpoint runs again must find what its first run found.
+
+`torch.utils.checkpoint` frees activations and computes them again when backward needs them. The second run takes
+place inside the autograd engine. It must neither move the running statistics again nor exchange again: the
+other members may be elsewhere by then. So a call that runs inside the engine looks for the earlier call with its rows.
+"""
+
+import math
+import threading
+from collections import OrderedDict, defaultdict, deque
+from weakref import WeakSet
+
+import numpy as np
+import torch
+
+from client.autograd.exchange import Exchange, Turn
+from client.lanes.lane import Pipe
+from statsd_bn.moments import Moments
+
+# Nothing keeps the exchange of a reentrant checkpoint's first run, of a layer before the first parameter that learns,
+# or of a compiled one. Pipelines have up to a few dozen micro-batches under way; an exchange holds four vectors per
+# layer.
+KEPT_WITHOUT_GRAPH = 32
+
+# How far a recomputed sum may be from the first, relative to the largest of its vector: kernels that add in
+# another order each time differ by rounding, another batch by far more.
+TOLERANCE = 1e-3
+
+# Which of two sums is nearer says nothing below this, float32's own rounding.
+ROUNDING = 1e-7
+
+
+def is_inside_backward() -> bool:
+    """Whether the calling thread runs inside the autograd engine."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
+
+
+class Exchanges:
+    """The calls that may be computed again, by the name of their layer."""
+
+    def __init__(self) -> None:
+        self._with_graph: defaultdict[str, WeakSet[Exchange]] = defaultdict(WeakSet)
+        self._without_graph: OrderedDict[str, deque[Exchange]] = OrderedDict()  # the layer that was called last is last
+        self._nr_without_graph = 0
+        self._latest: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def remember(self, exchange: Exchange, *, has_graph: bool) -> None:
+        """Keeps a call as long as its graph lives, or, if it has none, until newer calls displace it."""
+        with self._lock:
+            if has_graph:
+                if exchange.layer not in self._with_graph:
+                    self._forget_layers_without_calls()
+                self._with_graph[exchange.layer].add(exchange)
+            else:
+                self._keep(exchange)
+
+    def _forget_layers_without_calls(self) -> None:
+        for layer in [layer for layer, calls in self._with_graph.items() if not calls]:
+            del self._with_graph[layer]
+
+    def _keep(self, exchange: Exchange) -> None:
+        """Keeps a call, and forgets the layer that was called least recently if it may be gone, with its model.
+
+        It may be, once the others have been called so often that each could have replaced all that is kept of it.
+        """
+        layers = self._without_graph
+        layers.setdefault(exchange.layer, deque(maxlen=KEPT_WITHOUT_GRAPH)).append(exchange)
+        layers.move_to_end(exchange.layer)
+        self._nr_without_graph += 1
+        self._latest[exchange.layer] = self._nr_without_graph
+        oldest = next(iter(layers))
+        if self._nr_without_graph - self._latest[oldest] > KEPT_WITHOUT_GRAPH * len(layers):
+            del layers[oldest], self._latest[oldest]
+
+    def find(self, layer: str, pipe: Pipe, replica: int, moments: Moments) -> Exchange | None:
+        """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
+
+        Where several calls come near, as those of micro-batches may, it is the nearest. Calls that are equal here may
+        not be so on another member: of equally near ones it is the one that was computed nearest to the asking node of
+        autograd, among those that the node can mean; if that says nothing, the latest that waits to be computed again.
+        """
+        with self._lock:
+            calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
+        node = _asking_node()
+        near: list[tuple[float, float, bool, int, Exchange]] = [
+            (
+                0.0 if distance <= ROUNDING else distance,
+                _distance_to(node, call),
+                replica in call.computed_again,
+                -call.number,
+                call,
+            )
+            for call in calls
+            if call.pipe == pipe and (distance := _distance(call, replica, moments)) <= TOLERANCE
+        ]
+        if not near:
+            return None
+        *_, call = min(near)
+        call.computed_again.add(replica)
+        call.turns.append(Turn())
+        return call
+
+
+def _asking_node() -> int | None:
+    """Returns the sequence number of the node that wants something computed again; None outside of any."""
+    node = torch._C._current_autograd_node()  # noqa: SLF001 - has no public name
+    return None if node is None else int(node._sequence_nr())  # noqa: SLF001 - as above
+
+
+def _distance_to(node: int | None, call: Exchange) -> float:
+    """Returns how far the asking node is from a call, by sequence numbers; infinity if it cannot mean the call.
+
+    What is inside another checkpoint is computed again for that one first, so a call may have been computed more than
+    once. Replicas have threads of their own, whose numbers say nothing about the call's.
+    """
+    if node is None or len(call.rows.counts) > 1:
+        return 0.0
+    found = (turn.distance_to(node) for turn in call.turns)
+    return min((distance for distance in found if distance is not None), default=math.inf)
+
+
+def _distance(call: Exchange, replica: int, moments: Moments) -> float:
+    """Returns how far apart the sums are, relative to the largest of each vector; infinity if the counts differ."""
+    counts, values = call.rows.counts, call.rows.values
+    if replica >= len(counts) or counts[replica] != moments.count or values[replica].shape != moments.vectors.shape:
+        return np.inf
+    first, again = np.nan_to_num(values[replica]), np.nan_to_num(moments.vectors)
+    largest = np.abs(first).max(axis=1, keepdims=True)
+    return float((np.abs(first - again) / np.where(largest > 0, largest, 1.0)).max())
+
+
+exchanges = Exchanges()

@@ -1,0 +1,125 @@
+"""Exchange: one call of one layer, and the rounds it has."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from client.autograd.backward_passes import phase_of
+from client.kernels.dispatch import Statistics
+from client.lanes.lane import Pipe
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.messages import Aggregate
+from statsd_bn.moments import Moments
+from statsd_bn.reduction import FloatArray
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
+
+_numbers = itertools.count()
+
+
+def _sequence_nr() -> int:
+    number: int = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - has no public name
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When a call is computed, in autograd's terms.
+
+    Attributes:
+        sequence_nr: how many nodes there were in this thread before it.
+        is_inside_node: whether a node ran it, that of a reentrant checkpoint, say: then it has no nodes of its own.
+    """
+
+    sequence_nr: int = field(default_factory=_sequence_nr)
+    is_inside_node: bool = field(default_factory=lambda: not torch.is_grad_enabled())
+
+    def distance_to(self, node: int) -> int | None:
+        """Returns how far a node is that wants the call computed again, by its sequence number; None if it cannot.
+
+        The node that ran the call was made before it, and all others that ask were made after it.
+        """
+        distance = self.sequence_nr - node if self.is_inside_node else node - self.sequence_nr + 1
+        return distance if distance > 0 else None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Exchange:
+    """One layer's call: how it reaches the other replicas, and what they know together.
+
+    Attributes:
+        pipe: the lane to the others.
+        layer: the layer's name, for errors.
+        eps: the layer's.
+        eps_mode: the layer's.
+        rows: what the local replicas contributed to the forward round.
+        key: of the forward round; None before it.
+        moments: of the whole batch.
+        statistics: what they make of it.
+        number: grows with each call that this process makes.
+        turns: when it was computed, first and again.
+        computed_again: the local replicas whose checkpoints have run it a second time.
+    """
+
+    pipe: Pipe
+    layer: str
+    eps: float
+    eps_mode: str
+    rows: Rows = field(init=False)
+    key: RoundKey | None = None
+    moments: Moments = field(init=False)
+    statistics: Statistics = field(init=False)
+    number: int = field(init=False, default_factory=_numbers.__next__)
+    turns: list[Turn] = field(init=False, default_factory=lambda: [Turn()])
+    computed_again: set[int] = field(default_factory=set)
+    _walks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the forward round has taken place."""
+        return self.key is not None
+
+    def forward(self, local: list[Moments]) -> None:
+        """Exchanges the local replicas' moments for those of the whole batch."""
+        rows = Rows(
+            tuple(moments.count for moments in local), np.array([(moments.sums, moments.squares) for moments in local])
+        )
+        self.take(rows, self.pipe.run_slave(rows))
+
+    def take(self, rows: Rows, aggregate: Aggregate) -> None:
+        """The forward round gave this aggregate for these rows."""
+        self.rows = rows
+        self.key = aggregate.key
+        self.moments = Moments.from_vectors(aggregate.count, aggregate.values)
+        self.statistics = Statistics.of(self.moments, self.eps, self.eps_mode)
+
+    def backward(self, phase: str, local: FloatArray) -> FloatArray:
+        """Returns the sums over all replicas.
+
+        Args:
+            phase: which of the rounds that follow the forward one. A graph that is kept may be walked more than once,
+                and each walk is a round of its own: "backward", "backward 2", ...
+            local: shape (replicas, vectors, C).
+        """
+        if len(local) != len(self.rows.counts):
+            raise ConfigurationError(
+                f"layer {self.layer!r}: expected gradients of all {len(self.rows.counts)} replicas of this process "
+                f"together, got those of {len(local)}; a reentrant checkpoint computes one replica at a time, so pass "
+                "use_reentrant=False to torch.utils.checkpoint"
+            )
+        walk = self._walks[phase] = self._walks.get(phase, 0) + 1
+        assert self.key is not None  # noqa: S101 - a backward follows a forward
+        key = self.key.of_phase(phase_of(phase, walk))
+        return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
+
+    def check_count(self, x: Tensor) -> None:
+        """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`."""
+        if self.moments.count > 1 or (self.moments.count == 0 and x.numel() == 0):
+            return
+        raise ValueError(
+            f"layer {self.layer!r}: expected more than 1 value per channel over all replicas when training, got "
+            f"{self.moments.count} (this replica's input has shape {tuple(x.shape)})"
+        )

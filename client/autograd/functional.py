@@ -1,0 +1,259 @@
+"""The autograd functions: all local replicas in, all outputs out, one exchange each way.
+
+One node for all replicas of a process, because CPU autograd walks the graph in one thread: a node per replica
+would wait for a sibling that is behind it in the same thread, for ever.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from client.autograd.exchange import Exchange
+from client.autograd.second_order import SecondOrder
+from client.kernels import dispatch
+from statsd_bn.reduction import FloatArray
+from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one replica brings: its input (N, C, *), its copies of weight and bias, (C,) or None, and its mask.
+
+    The mask, bool of shape (N, *), says which positions count for the statistics; None: all. `holder` is the node that
+    has saved the input, if it is not for the batch norm to save it.
+    """
+
+    input: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    mask: Tensor | None = None
+    holder: Any = None
+
+
+def held(slice_: Slice) -> Slice:
+    """Saves the input now, in the calling thread, where a checkpoint around this replica can see it.
+
+    With it goes the weight, for autograd to notice if it changes before backward: on the module's device the copies
+    share its memory.
+
+    A thread without gradients has nothing to save and wants none, whatever its siblings do.
+
+    The replicas' one batch norm is made by the thread that comes last, and what it saved itself that thread's
+    checkpoint would take for its own.
+    """
+    if not torch.is_grad_enabled():
+        weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
+        return Slice(slice_.input.detach(), weight, bias, slice_.mask)
+    x = _Hold.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach())
+    return replace(slice_, input=x, holder=x.grad_fn)
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor | None) -> Tensor:  # noqa: ARG004 - for `setup_context`
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:  # noqa: ARG004 - torch's
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
+        return grad, None
+
+
+def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
+    """Normalises the local replicas' slices with the statistics of the whole batch.
+
+    Args:
+        slices: one per local replica, in replica order.
+        exchange: a fresh one for this call, or that of an earlier call that is computed again. Afterwards it knows
+            the statistics of the whole batch.
+
+    Returns:
+        An output per slice.
+
+    Raises:
+        ValueError: the whole batch has one value per channel, or none where there are positions to normalise.
+        StatsdBNError: the exchange failed; most kinds are RoundFailed.
+    """
+    return list(
+        _apply(
+            _BatchNorm,
+            exchange,
+            [slice_.holder for slice_ in slices],
+            *[slice_.input for slice_ in slices],
+            *[slice_.weight for slice_ in slices],
+            *[slice_.bias for slice_ in slices],
+            *[slice_.mask for slice_ in slices],
+        )
+    )
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply`, but for its search for default arguments, which takes as long as the whole call without it."""
+    if torch._C._are_functorch_transforms_active():  # noqa: SLF001 - torch asks the same
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # it comes from C
+
+
+class _Exchanging(torch.autograd.Function):
+    """A function that sends rounds: what torch cannot make of it, in words for whoever calls a layer."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        raise NotImplementedError(
+            "synchronised batch norm cannot be mapped by torch.vmap, which torch.func.jacrev does; "
+            "torch.func.grad and vjp work"
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "synchronised batch norm has no forward-mode derivatives, as torch.func.jvp and jacfwd want them; "
+            "backward, torch.func.grad and vjp work"
+        )
+
+
+class _BatchNorm(_Exchanging):
+    @staticmethod
+    def forward(exchange: Exchange, holders: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
+        inputs, weights, biases, masks = _split(tensors, 4)
+        if not exchange.is_done:
+            exchange.forward([dispatch.moments(x, mask) for x, mask in zip(inputs, masks, strict=True)])
+        return tuple(_normalise(exchange, Slice(*parts)) for parts in zip(inputs, weights, biases, masks, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.exchange, ctx.holders, *tensors = inputs
+        xs, weights, _, masks = _split(tensors, 4)
+        ctx.replicas = len(output)
+        if any(ctx.holders):
+            unheld = (None if holder else x for x, holder in zip(xs, ctx.holders, strict=True))
+            ctx.unsaved = (*unheld, *weights, *masks)
+        else:
+            ctx.unsaved = None
+            ctx.save_for_backward(*xs, *weights, *masks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needs = _split(ctx.needs_input_grad[2 : 2 + 3 * ctx.replicas], 3)
+        xs, weights, masks = _split(ctx.unsaved or ctx.saved_tensors, 3)
+        xs = [holder.saved_tensors[0] if holder else x for x, holder in zip(xs, ctx.holders, strict=True)]
+        arguments = _Walk(ctx.exchange, needs), *grads, *xs, *weights, *masks
+        # Only where a graph of this walk is wanted is a node for it.
+        gradients = _apply(_Backward, *arguments) if torch.is_grad_enabled() else _Backward.forward(*arguments)
+        return None, None, *gradients, *[None] * ctx.replicas
+
+
+def _normalise(exchange: Exchange, slice_: Slice) -> Tensor:
+    exchange.check_count(slice_.input)
+    return dispatch.normalise(slice_.input, exchange.statistics, slice_.weight, slice_.bias)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One walk back through a call, and what it leaves for a second one.
+
+    Attributes:
+        exchange: the call's.
+        needs: whether the inputs, weights and biases need gradients.
+        local: shape (2, C) per local replica: its Σdy and Σdy·(x-mean).
+        total: their sums over all replicas; None if no input needs a gradient.
+    """
+
+    exchange: Exchange
+    needs: list[tuple[bool, ...]]
+    local: list[FloatArray] = field(default_factory=list)
+    total: FloatArray | None = None
+
+
+class _Backward(_Exchanging):
+    """The first backward, as a function that can be differentiated itself."""
+
+    @staticmethod
+    def forward(walk: _Walk, *tensors: Any) -> tuple[Tensor | None, ...]:
+        grads, inputs, weights, masks = _split(tensors, 4)
+        statistics = walk.exchange.statistics
+        walk.local = [
+            dispatch.backward_sums(grad, x, statistics, mask)
+            for grad, x, mask in zip(grads, inputs, masks, strict=True)
+        ]
+        _, needs_weight, needs_bias = walk.needs
+        return (
+            *_input_gradients(walk, grads, inputs, weights, masks),
+            *_where_needed(needs_weight, [sums[1] * statistics.invstd for sums in walk.local], inputs),
+            *_where_needed(needs_bias, [sums[0] for sums in walk.local], inputs),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:  # noqa: ARG004
+        ctx.walk, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        replicas = len(ctx.walk.local)
+        return None, *_SecondBackward.apply(ctx.walk, *ctx.saved_tensors, *gradients), *[None] * replicas
+
+
+class _SecondBackward(_Exchanging):
+    """The gradient of the first backward."""
+
+    @staticmethod
+    def forward(walk: _Walk, *tensors: Any) -> tuple[Tensor | None, ...]:
+        statistics = walk.exchange.statistics
+        *saved, by_input, by_weight, by_bias = _split(tensors, 7)
+        parts = [SecondOrder(*part) for part in zip(*saved, walk.local, by_input, by_weight, by_bias, strict=True)]
+        if walk.total is None:
+            return *(part.without_input(statistics) for part in parts), *[None] * 2 * len(parts)
+        with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
+            local = [part.sums(statistics) for part in parts]
+            second = walk.exchange.backward(SECOND_BACKWARD, np.stack(local))
+            found = [
+                part.gradients(statistics, walk.total, second, sums) for part, sums in zip(parts, local, strict=True)
+            ]
+        by_grad, by_input, by_weight = zip(*found, strict=True)
+        return *by_grad, *by_input, *by_weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("synchronised batch norm has first and second derivatives, and no third")
+
+
+def _input_gradients(
+    walk: _Walk,
+    grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    masks: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Only the inputs' gradients need the other replicas; parameters keep their local sums, as under DDP."""
+    if not any(walk.needs[0]):
+        return [None] * len(inputs)
+    walk.total = total = walk.exchange.backward(BACKWARD, np.array(walk.local))
+    return [
+        dispatch.input_gradient(grad, x, walk.exchange.statistics, total, weight, mask)
+        for grad, x, weight, mask in zip(grads, inputs, weights, masks, strict=True)
+    ]
+
+
+def _where_needed(
+    needs: tuple[bool, ...], vectors: list[FloatArray], inputs: Sequence[Tensor]
+) -> Iterator[Tensor | None]:
+    for need, vector, x in zip(needs, vectors, inputs, strict=True):
+        yield dispatch.vector(vector, x) if need else None
+
+
+def _split(values: Any, parts: int) -> list[Any]:
+    """Returns `parts` sequences of equal length."""
+    size = len(values) // parts
+    return [values[part * size : (part + 1) * size] for part in range(parts)]

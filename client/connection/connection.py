@@ -1,0 +1,270 @@
+"""Connection: a member's place among the members of its job, and all that it exchanges with them.
+
+It may be used by any thread; it must not be used by a forked child, which would share its sockets, and says so.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from client.connection import all_gather, groups
+from client.connection.groups import Group
+from client.connection.member import Member
+from client.connection.registration import Sessions, cause_of
+from client.connection.round_trip import RoundTrip
+from client.connection.switch_interval import switching
+from client.connection.transport import Transport
+from statsd_bn.errors import (
+    ConfigurationError,
+    ConnectionClosed,
+    ProtocolError,
+)
+from statsd_bn.messages import Aggregate, Stand
+from statsd_bn.reduction import FloatArray
+from statsd_bn.round_key import FORWARD, GATHER, RoundKey
+from statsd_bn.rows import Rows
+
+logger = logging.getLogger("statsd_bn.client")
+
+# Round trips remembered for `median_round_trip`.
+REMEMBERED_ROUND_TRIPS = 4096
+
+
+class Connection:
+    """A member's place among the members of its job; also a context manager that says goodbye.
+
+    It belongs to the group of all members from the beginning, and to any other group from when that is first used.
+
+    Args:
+        transport: how to reach the master.
+        member: who this process is.
+
+    Attributes:
+        member: who this process is.
+        rounds: how many rounds it has taken part in, in all its groups.
+        is_latecomer: whether the job was under way already when this member came.
+
+    Raises:
+        ServerUnreachable: nobody answers at the endpoint.
+        RegistrationRefused: the master does not take this member, or the group did not fill in time.
+    """
+
+    def __init__(self, transport: Transport, member: Member) -> None:
+        self.member = member
+        self.rounds = 0
+        self._transport = transport
+        self._sessions = Sessions(transport, member)
+        self._world = groups.world(member.world_size)
+        self._local: Group | None = None
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._closed = False
+        self._round_trips: deque[float] = deque(maxlen=REMEMBERED_ROUND_TRIPS)
+        try:
+            self.is_latecomer = self._sessions.of(self._world).first_step > 0
+        except BaseException as error:
+            self.close(cause=cause_of(error))
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cause=cause_of(error))
+
+    def __repr__(self) -> str:
+        who = self.member
+        state = "closed" if self._closed else "open"
+        return (
+            f"<Connection to {self._transport.endpoint}: job {who.job!r}, member {who.member} of "
+            f"{who.world_size}, {state}>"
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether it can no longer be used."""
+        return self._closed
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has opened it; a forked child inherits one that it must not use."""
+        return os.getpid() == self._process
+
+    @property
+    def members(self) -> list[int]:
+        """The members of the job that the latest round covers; before any, those that were there at the beginning."""
+        return list(self._sessions.of(self._world).members)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This member's place among those of the job, from 0, and how many they are, for shares of the data.
+
+        In a strict job these are its number and `world_size`, whoever is away; in an elastic one as `members` has it.
+        """
+        if not self.member.is_elastic:
+            return self.member.member, self.member.world_size
+        members = self.members
+        return members.index(self.member.member), len(members)
+
+    @property
+    def first_step(self) -> int:
+        """The first step that this member takes part in; more than 0 for one that joined an elastic job later."""
+        return self._sessions.of(self._world).first_step
+
+    @property
+    def median_round_trip(self) -> float:
+        """Seconds from sending a contribution to having the aggregate, the median of the latest; 0 before any.
+
+        It includes the wait for the other members.
+        """
+        trips = sorted(self._round_trips)
+        return trips[len(trips) // 2] if trips else 0.0
+
+    def group(self, group: Group | str | None) -> Group:
+        """Returns the group that is meant: the whole job for None, the members of this host for "local".
+
+        Raises:
+            ConfigurationError: no group of this job is meant, or the environment does not say who is on this host.
+        """
+        if group is None:
+            return self._world
+        found = group if isinstance(group, Group) else self._by_rule(group)
+        if found.size > self.member.world_size:
+            raise ConfigurationError(
+                f"group {found.name!r}: expected at most the {self.member.world_size} members of the job, "
+                f"got size {found.size}"
+            )
+        return found
+
+    def is_alone(self, group: Group | str | None) -> bool:
+        """Returns whether a group has no other members, and can have none."""
+        return self.group(group).size == 1 and not self.member.is_elastic
+
+    def stay_away(self, group: Group | str | None) -> None:
+        """Takes no part in the rounds of a group until it comes back; `client.join` is the way to it."""
+        self._check_usable()
+        self._sessions.change_stand(self.group(group), Stand.AWAY)
+
+    def come_back(self, group: Group | str | None) -> None:
+        """Takes part in the rounds of a group again, as soon as all its members want to.
+
+        Raises:
+            GroupIncomplete: they did not within the deadline.
+            ReplicaLost: one of them has left the job.
+        """
+        self._check_usable()
+        self._sessions.change_stand(self.group(group), Stand.BACK)
+
+    def end_absence(self, group: Group | str | None) -> None:
+        """Comes back if it is away, for a round between two passes, in which all members of the group take part.
+
+        Raises:
+            GroupIncomplete, ReplicaLost: as in `come_back`.
+        """
+        self._check_usable()
+        if self._sessions.of(self.group(group)).stand is Stand.AWAY:
+            self.come_back(group)
+
+    def exchange(
+        self, layer: str, rows: Rows, key: RoundKey | None = None, group: Group | str | None = None
+    ) -> Aggregate:
+        """Takes part in one round and returns its aggregate; `SlavePipe.run_slave` is the way to it.
+
+        Args:
+            layer: the layer's name.
+            rows: what this process's replicas contribute.
+            key: of this round; None for the layer's next forward round.
+            group: who takes part; as `Connection.group` takes it. Its first use waits until all its members use it.
+
+        Raises:
+            StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
+            RegistrationRefused: the group did not fill in time, or does not take this member; this concerns no other
+                group, and a later use tries again.
+            ConfigurationError: the group is none of this job, or this process uses it with another size.
+            ConnectionClosed: the connection was closed, or belongs to the parent process.
+        """
+        aggregate = self._round(layer, rows, key, self.group(group))
+        if aggregate.values.shape != rows.values.shape[1:]:
+            raise ProtocolError(
+                f"{aggregate.key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"
+            )
+        return aggregate
+
+    def gather(self, name: str, data: bytes) -> dict[int, bytes]:
+        """Gives this member's bytes to all members of the job, and returns theirs.
+
+        All members call it in the same order among their rounds. One that is away, see `client.join`, comes back for
+        it, and waits until all are. It takes one round trip where each member has 8 KiB at most (with more than 31
+        members less), and one more for each 512 KiB of all members together.
+
+        Args:
+            name: what is gathered, the same on every member; as the name of a layer.
+            data: of any length, which may differ between the members.
+
+        Returns:
+            Each member's bytes, by member, in order; in an elastic job of those who were there to the end.
+
+        Raises:
+            StatsdBNError: a round failed, with the reason; most kinds are RoundFailed.
+        """
+
+        def join(part: FloatArray) -> Aggregate:
+            return self._round(name, Rows((0,), part[np.newaxis, np.newaxis]), None, self._world, GATHER)
+
+        self.end_absence(None)
+        return all_gather.gather(join, data, self.member.member, len(self.members))
+
+    def _round(self, layer: str, rows: Rows, key: RoundKey | None, group: Group, phase: str = FORWARD) -> Aggregate:
+        self._check_usable()
+        session = self._sessions.of(group)
+        with self._lock:
+            key = key or session.forward_key(layer, phase)
+            frame = session.contribution(key, rows)
+        started = time.perf_counter()
+        switching.begin()
+        try:
+            with self._transport.channel() as channel:
+                aggregate = RoundTrip(session, self._transport.endpoint, key, rows).run(channel, frame)
+        finally:
+            switching.end()
+        self._round_trips.append(time.perf_counter() - started)
+        self.rounds += 1
+        return aggregate
+
+    def close(self, cause: str = "") -> None:
+        """Leaves all groups and closes the sockets; harmless when repeated.
+
+        Args:
+            cause: what went wrong, told to the other members; empty for an orderly end.
+        """
+        if self._closed or not self.is_own:
+            return
+        self._closed = True
+        if self.member.world_size > 1 and not (self.rounds or cause):
+            logger.warning("%r took part in no round: was the model given to client.convert_model()?", self)
+        self._sessions.leave(cause)
+        self._transport.close()
+
+    def _by_rule(self, rule: str) -> Group:
+        groups.check(rule)
+        # No cached_property: it takes a lock, and torch.compile follows a layer down to here.
+        if self._local is None:
+            self._local = groups.local(os.environ)
+        return self._local
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ConnectionClosed(f"{self!r}: expected an open connection")
+        if not self.is_own:
+            raise ConnectionClosed(
+                f"{self!r} was opened by process {self._process} and cannot be used by its forked child "
+                f"{os.getpid()}; call client.connect() in the child"
+            )

@@ -1,0 +1,93 @@
+"""Groups: which members of a job synchronise together.
+
+A member is in as many groups as it names. A group is the `size` members that name it, whoever they are, so the members
+need not be listed anywhere, and nobody outside of it takes notice.
+"""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from statsd_bn import limits
+from statsd_bn.checks import check_integer, check_name
+from statsd_bn.environment import integer
+from statsd_bn.errors import ConfigurationError, ProtocolError
+from statsd_bn.messages import WORLD
+
+# The rule: the members of this host.
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The `size` members of the job that name it.
+
+    Args:
+        name: 1 to 256 bytes of UTF-8; "world", "local" and names that begin with "local " are taken.
+        size: how many members name it.
+
+    Raises:
+        ConfigurationError: one of them is unusable.
+    """
+
+    name: str
+    size: int
+
+    def __post_init__(self) -> None:
+        try:
+            check_name("name", self.name, limits.MAX_NAME_BYTES)
+            check_integer("size", self.size, 1, limits.MAX_MEMBERS)
+        except ProtocolError as error:
+            raise ConfigurationError(f"group: {error}") from None
+        self._check_reserved()
+
+    def _check_reserved(self) -> None:
+        if self.name in {WORLD, LOCAL} or self.name.startswith(f"{LOCAL} "):
+            raise ConfigurationError(
+                f"group: expected a name of your own, got {self.name!r}, which is reserved; "
+                f"the whole job is group=None, the members of a host are group={LOCAL!r}"
+            )
+
+
+class _RuledGroup(Group):
+    """A group by a rule: its name is reserved, so that no group that somebody names can be taken for it."""
+
+    def _check_reserved(self) -> None:
+        pass
+
+
+def world(size: int) -> Group:
+    """Returns the group of all `size` members of a job."""
+    return _RuledGroup(WORLD, size)
+
+
+def local(environ: Mapping[str, str], host: str | None = None) -> Group:
+    """Returns the group of this host's members, by the variables that torchrun sets.
+
+    Args:
+        environ: the environment.
+        host: the host's name; None asks for it.
+
+    Raises:
+        ConfigurationError: the environment does not say how many members the host has.
+    """
+    if not environ.get("LOCAL_WORLD_SIZE"):
+        raise ConfigurationError(
+            f"group {LOCAL!r}: expected LOCAL_WORLD_SIZE in the environment, as torchrun sets it, got none; "
+            "start the members by torchrun, or give them client.Group(name, size)"
+        )
+    size = integer(environ, "LOCAL_WORLD_SIZE", 0)
+    # LOCAL_WORLD_SIZE counts the processes of one torchrun agent, and GROUP_RANK numbers the agents, so these two
+    # belong together. Host names do not: containers may share one, and two agents of a job may share a host, and both
+    # would make one name with more members than its size. Only a launcher without agents is left with the host's name.
+    node = environ.get("GROUP_RANK")
+    return _RuledGroup(f"{LOCAL} node {node}" if node else f"{LOCAL} host {host or socket.gethostname()}", size)
+
+
+def check(group: Group | str | None) -> None:
+    """Raises ConfigurationError where `group` is neither None nor a Group nor the name of a rule."""
+    # In this order: older versions of torch.compile cannot compare a Group with a text.
+    if group is None or isinstance(group, Group) or group == LOCAL:
+        return
+    hint = f"; a group by name needs its size, client.Group({group!r:.80}, size)" if isinstance(group, str) else ""
+    raise ConfigurationError(f"group: expected None, {LOCAL!r} or a client.Group, got {group!r:.80}{hint}")

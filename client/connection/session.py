@@ -1,0 +1,209 @@
+"""Session: the client half of the protocol, pure.
+
+It turns a layer's rows into a frame and the answer's frame back into an aggregate or an error, and it gives
+every round its key. All members run the same program, so each counts for itself and all arrive at the same
+keys: a step begins with the first forward round after a backward round, and `call` counts a layer's
+forward rounds within the step. A backward round keeps the key of its forward round, whatever step has come.
+"""
+
+from collections import Counter, deque
+from typing import TypeGuard
+
+from client.connection.member import Member
+from statsd_bn import limits
+from statsd_bn.errors import ReplicaLost, StatsdBNError, UnknownSession, from_wire
+from statsd_bn.members import NOBODY
+from statsd_bn.messages import (
+    NO_SERVER,
+    Aggregate,
+    Contribution,
+    Failure,
+    Heartbeat,
+    Leave,
+    Message,
+    Pending,
+    Register,
+    Registered,
+    Result,
+    Stand,
+)
+from statsd_bn.round_key import FORWARD, GATHER, RoundKey
+from statsd_bn.rows import Rows
+from statsd_bn.text import told
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode, encode
+
+# The phases that may begin a step.
+BEGINNINGS = (FORWARD, GATHER)
+
+
+class Session:
+    """One member's conversation with one master.
+
+    Args:
+        token: random bytes that name this life of the member.
+        member: who it is.
+
+    Attributes:
+        stand: how it stands to the group's rounds.
+        first_step: the first step it takes part in, as the master said.
+        members: who belongs to the group, as it last heard.
+        spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
+    """
+
+    def __init__(self, token: bytes, member: Member) -> None:
+        self.token = token
+        self._digest = digest(token)
+        self.member = member
+        self.stand = Stand.TAKES_PART
+        self.first_step = 0
+        self.members = NOBODY
+        self.spoke = 0.0
+        self._server = NO_SERVER
+        self._step = 0
+        self._calls: Counter[str] = Counter()
+        self._backward_seen = False
+        self._results: deque[Aggregate] = deque(maxlen=limits.KEPT_ROUNDS)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a master has taken it in."""
+        return self._server != NO_SERVER
+
+    def register(self) -> bytes:
+        """Returns the frame that asks to belong to the group, and how the group stands."""
+        who = self.member
+        return encode(
+            Register(
+                self.token,
+                who.job,
+                who.group,
+                who.epoch,
+                who.member,
+                who.world_size,
+                who.min_members,
+                who.deadline,
+                who.place,
+                self.stand.value,
+                self._server,
+                self._step,
+                self.first_step,
+                len(self._results),
+                self.members,
+            )
+        )
+
+    def introduction(self) -> list[bytes]:
+        """Returns the frames that tell a master without a memory who this member is and what it was given.
+
+        Another member may wait still for an answer that this one has, which was lost with the old master. Nobody can be
+        further behind than these: no round ends without its contribution.
+        """
+        # Results last: the master waits for as many as the registration announces, or for more.
+        return [self.register(), *(encode(Result(self.token, result)) for result in tuple(self._results))]
+
+    def leave(self, cause: str) -> bytes:
+        """Returns the frame that says goodbye."""
+        return encode(Leave(self.token, told(cause)))
+
+    def heartbeat(self) -> bytes:
+        """Returns the frame that says that this process is alive."""
+        return encode(Heartbeat(self.token))
+
+    def forward_key(self, layer: str, phase: str = FORWARD) -> RoundKey:
+        """Returns the key of the next forward round, or gather, of `layer`."""
+        if self._backward_seen:
+            self._step += 1
+            self._calls.clear()
+            self._backward_seen = False
+        call = self._calls[layer]
+        self._calls[layer] += 1
+        who = self.member
+        return RoundKey(who.job, who.group, who.epoch, self._step, layer, call, phase)
+
+    def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
+        """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
+        self._backward_seen = self._backward_seen or (key.phase not in BEGINNINGS and attempt == 0)
+        return encode(Contribution(self.token, key, attempt, rows))
+
+    def registered(self, frame: bytes) -> Registered | None:
+        """Returns the answer to `register`; None if `frame` is about something else.
+
+        Raises:
+            StatsdBNError: the master refused.
+        """
+        message = self._read(frame, None)
+        if not self._is_registered(message):
+            return None
+        # One that is back begins at a step above its last one; without, this answers what it asked before.
+        is_late = self.stand is Stand.BACK and not message.missing
+        return None if is_late else message
+
+    def answer(self, key: RoundKey, frame: bytes) -> Aggregate | Pending | None:
+        """Returns what the master says of the round `key`; None if `frame` is about something else.
+
+        Raises:
+            UnknownSession: the master has no memory, and wants an `introduction`.
+            ReplicaLost: the round has ended without this member.
+            StatsdBNError: the round failed; the error is the master's.
+        """
+        message = self._read(frame, key)
+        if not isinstance(message, Aggregate | Pending):
+            self._is_registered(message)
+            return None
+        if message.key != key:
+            return None
+        if isinstance(message, Aggregate):
+            self._take(message)
+        return message
+
+    def overhear(self, frame: bytes) -> list[bytes]:
+        """Takes a frame that came while nothing was asked; returns what is to be sent because of it."""
+        try:
+            self._is_registered(self._read(frame, None))
+        except UnknownSession as error:
+            return self.introduction() if error.fields.get("digest") == self._digest.hex() else []
+        except StatsdBNError:
+            # Whatever ends it, its next contribution will be told.
+            pass
+        return []
+
+    def _is_registered(self, message: Message | None) -> TypeGuard[Registered]:
+        if not isinstance(message, Registered) or message.digest != self._digest:
+            return False
+        self._server = message.server
+        if not message.missing:
+            self.members = message.present
+            self._begin_at(message.first_step)
+        return True
+
+    def _begin_at(self, first_step: int) -> None:
+        if first_step <= self.first_step:
+            return
+        self.stand = Stand.TAKES_PART
+        self.first_step = self._step = first_step
+        self._calls.clear()
+        self._backward_seen = False
+
+    def _take(self, aggregate: Aggregate) -> None:
+        who = self.member
+        if who.member not in aggregate.members:
+            raise ReplicaLost(
+                f"{aggregate.key}: member {who.member} was taken for lost, and members {aggregate.members} have gone "
+                "on without it",
+                job=who.job,
+                group=who.group,
+                member=who.member,
+                step=aggregate.key.step,
+                cause="taken for lost",
+            )
+        self.members = aggregate.members
+        self._results.append(aggregate)
+
+    def _read(self, frame: bytes, key: RoundKey | None) -> Message | None:
+        message = decode(frame)
+        if not isinstance(message, Failure):
+            return message
+        if message.key is not None and message.key != key:
+            return None
+        raise from_wire(message.code, message.message, message.fields)

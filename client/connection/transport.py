@@ -1,0 +1,274 @@
+"""Transport: how frames travel between a member and its master.
+
+The interface is small: a transport lends out *channels*, and a channel sends a frame and waits for one. A channel
+belongs to one thread while it is lent, which is all that ZeroMQ asks for, so threads that exchange at the same
+time hold a channel each and never wait for one another. `ZmqTransport` goes over a socket, `MemoryTransport` calls a
+function; tests and demos use it to run several members in one process.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from client.connection.curve import secure
+from client.connection.heartbeat_socket import CONNECT_MILLISECONDS, Beacon
+from statsd_bn import limits
+from statsd_bn.errors import ConfigurationError, ConnectionClosed
+from statsd_bn.handshake import EVENTS, Handshakes
+from statsd_bn.keys import ClientKeys
+
+# How often a wait looks whether the connection broke and was made again: what was sent before is lost then.
+WATCH_SECONDS = 0.1
+
+# As a plain integer, which is quicker than pyzmq's flag.
+_AT_ONCE = int(zmq.NOBLOCK)
+
+# How long a goodbye may take to leave when the connection closes, and all of the closing.
+LINGER_MILLISECONDS = 1000
+CLOSE_SECONDS = 3.0
+
+
+class Channel(Protocol):
+    """A way to the master for one thread at a time."""
+
+    def send(self, frame: bytes) -> None:
+        """Sends a frame, and does not wait; it may be lost."""
+
+    def receive(self, seconds: float) -> bytes | None:
+        """Returns the next frame, or None if none came in time, or the master has come back meanwhile.
+
+        The time is kept to a tenth of a second.
+
+        Raises:
+            AuthenticationRefused: server and client do not accept each other's keys.
+        """
+
+    def close(self) -> None:
+        """Closes the channel; frames sent before still leave."""
+
+
+class Transport:
+    """A pool of channels to one master.
+
+    A channel that saw an error is closed rather than lent again: a late answer may still come through it.
+
+    Args:
+        endpoint: where the master is, for people.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        # Its ends are safe to use from any thread, without a lock.
+        self._idle: deque[Channel] = deque()
+
+    @contextmanager
+    def channel(self) -> Iterator[Channel]:
+        """Lends a channel to the calling thread."""
+        try:
+            channel = self._idle.pop()
+        except IndexError:
+            channel = self._open()
+        try:
+            yield channel
+        except BaseException:
+            channel.close()
+            raise
+        self._idle.append(channel)
+
+    def beacon(self) -> Beacon | None:
+        """Opens a way for signs of life; None where the master needs none, because it lives in this process."""
+        return None
+
+    def close_idle(self) -> None:
+        """Closes the channels that nobody has borrowed; whoever needs one opens another.
+
+        To a server that was started again they would connect too, and have nothing to say to it.
+        """
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
+    def close(self) -> None:
+        """Closes all idle channels."""
+        self.close_idle()
+
+    def _open(self) -> Channel:
+        raise NotImplementedError
+
+
+class ZmqTransport(Transport):
+    """Channels over ZeroMQ DEALER sockets.
+
+    Args:
+        endpoint: any ZeroMQ endpoint, `tcp://host:port` or `ipc://path`.
+        keys: this client's, and the server's public one; None for a server that asks for none.
+
+    Raises:
+        ConfigurationError: the endpoint is none.
+    """
+
+    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
+        super().__init__(endpoint)
+        self._keys = keys
+        self._handshakes = Handshakes(endpoint, has_key=keys is not None)
+        self._context = zmq.Context()
+        self._is_closed = False
+        try:
+            with self.channel():
+                pass
+        except ConfigurationError:
+            self._context.term()
+            raise
+
+    def beacon(self) -> Beacon:
+        """Opens a socket for signs of life; whoever asks for it closes it before the transport."""
+        return Beacon(self._context, self.endpoint, self._keys)
+
+    def close(self) -> None:
+        """Closes all sockets; the last frames have a moment to leave."""
+        self._is_closed = True
+        super().close()
+        # It waits for ZeroMQ's thread, which may be asking for a name that nobody answers for, 30 seconds long.
+        ending = threading.Thread(target=self._context.term, name="statsd_bn close", daemon=True)
+        ending.start()
+        ending.join(CLOSE_SECONDS)
+
+    def _open(self) -> Channel:
+        try:
+            return _ZmqChannel(self._context, self.endpoint, self._keys, self._handshakes)
+        except zmq.ZMQError as error:
+            if self._is_closed:
+                raise _closed() from error
+            raise
+
+
+class _ZmqChannel:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: ClientKeys | None,
+        handshakes: Handshakes,
+    ) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(WATCH_SECONDS * 1000))
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._monitor = self._socket.get_monitor_socket(EVENTS)
+        self._handshakes = handshakes.socket()
+        try:
+            secure(self._socket, keys)
+            self._socket.connect(endpoint)
+        except (ConfigurationError, zmq.ContextTerminated):
+            self.close(linger=0)
+            raise
+        except zmq.ZMQError as error:
+            self.close(linger=0)
+            raise ConfigurationError(
+                f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({zmq.strerror(error.errno or 0)})"
+            ) from error
+
+    def send(self, frame: bytes) -> None:
+        # The wait for room in a full queue has no end while the master is away. What is dropped is lost as on the
+        # network, and asked again.
+        try:
+            self._socket.send(frame, _AT_ONCE)
+        except zmq.Again:
+            pass
+        except zmq.ContextTerminated as error:
+            raise _closed() from error
+
+    def receive(self, seconds: float) -> bytes | None:
+        expiry = time.monotonic() + seconds
+        while True:
+            try:
+                if (frame := self._received()) is not None:
+                    return frame
+                if time.monotonic() >= expiry or self._is_connected_anew():
+                    return None
+            except zmq.ContextTerminated as error:
+                raise _closed() from error
+
+    def close(self, linger: int | None = None) -> None:
+        with suppress(zmq.ZMQError):  # of a terminated context
+            self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger)
+
+    def _received(self) -> bytes | None:
+        try:
+            return self._socket.recv()
+        except zmq.Again:
+            return None
+
+    def _is_connected_anew(self) -> bool:
+        before = self._handshakes.successes
+        while self._monitor.poll(0):
+            told = recv_monitor_message(self._monitor)
+            self._handshakes.take(time.monotonic(), int(told["event"]), int(told["value"]))
+        return 0 < before < self._handshakes.successes
+
+
+def _closed() -> ConnectionClosed:
+    """Another thread closed the connection: ZeroMQ wakes whoever waits on a socket of a terminated context."""
+    return ConnectionClosed("the connection was closed by another thread while this one waited")
+
+
+class MemoryTransport(Transport):
+    """Channels that call a master in the same process; many members may share one.
+
+    Args:
+        receive: takes a peer and a frame, returns the frames to send as (peer, frame) pairs; called under a lock.
+    """
+
+    def __init__(self, receive: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]]) -> None:
+        super().__init__("memory://")
+        self._receive = receive
+        self._master = threading.Lock()
+        self._inboxes: dict[bytes, queue.SimpleQueue[bytes]] = {}
+        # Threads open channels at the same time, and each needs a number of its own.
+        self._numbers = itertools.count()
+
+    def deliver(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
+        """Puts frames into their peers' inboxes."""
+        for peer, frame in replies:
+            if peer in self._inboxes:
+                self._inboxes[peer].put(frame)
+
+    def _open(self) -> Channel:
+        peer = next(self._numbers).to_bytes(4, "big")
+        self._inboxes[peer] = queue.SimpleQueue()
+        return _MemoryChannel(self, peer, self._inboxes[peer])
+
+    def _call(self, peer: bytes, frame: bytes) -> None:
+        with self._master:
+            self.deliver(self._receive(peer, frame))
+
+
+class _MemoryChannel:
+    def __init__(self, transport: MemoryTransport, peer: bytes, inbox: queue.SimpleQueue[bytes]) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._inbox = inbox
+
+    def send(self, frame: bytes) -> None:
+        self._transport._call(self._peer, frame)  # noqa: SLF001 - the two halves of one class
+
+    def receive(self, seconds: float) -> bytes | None:
+        try:
+            return self._inbox.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        pass

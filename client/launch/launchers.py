@@ -1,0 +1,128 @@
+"""Launchers: who a process is, and where it meets the others, as the variables say that its launcher has set.
+
+torchrun's names are the common ones, and Kubeflow's PyTorchJob sets them too: RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT. They win over SLURM's, see `client.launch.slurm`. Some set-ups count nodes in WORLD_SIZE, for a torchrun
+on each of them; a process that took itself for one of so few would train with the wrong ones, so this is an error.
+
+Everything here is a function of a mapping, so that a test needs no environment of its own.
+"""
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from ipaddress import IPv6Address
+from typing import NamedTuple
+
+from client.launch import slurm
+from statsd_bn.environment import integer, optional_integer
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.reach import is_loopback
+
+LAST_PORT = 65_535
+
+# A name, or an address of IPv4.
+_NAME = re.compile(r"[\w.-]+")
+
+
+class MeetingPlace(NamedTuple):
+    """Where the processes of a job find torch's rendezvous store."""
+
+    address: str
+    port: int
+
+
+def rank(environ: Mapping[str, str]) -> int | None:
+    """Returns this process's number; None where no launcher says it."""
+    given = optional_integer(environ, "RANK")
+    return slurm.rank(environ) if given is None else given
+
+
+def world_size(environ: Mapping[str, str]) -> int | None:
+    """Returns how many processes there are; None where no launcher says it.
+
+    Raises:
+        ConfigurationError: WORLD_SIZE counts nodes.
+    """
+    given = optional_integer(environ, "WORLD_SIZE")
+    if given is None:
+        return slurm.tasks(environ)
+    if evidence := _counts_nodes(environ, given):
+        raise ConfigurationError(
+            f"WORLD_SIZE: expected the number of processes, got {given}, which counts nodes: {evidence}. Start the "
+            "processes of each node by torchrun, which sets RANK and WORLD_SIZE for each, or set both yourself, or "
+            "give member and world_size"
+        )
+    return given
+
+
+def job(environ: Mapping[str, str]) -> str | None:
+    """Returns the run's name; None where no launcher has given it one."""
+    return environ.get("TORCHELASTIC_RUN_ID") or slurm.job(environ)
+
+
+def epoch(environ: Mapping[str, str]) -> int:
+    """Returns how often the launcher has started the processes anew."""
+    restarts = optional_integer(environ, "TORCHELASTIC_RESTART_COUNT")
+    return (slurm.restarts(environ) or 0) if restarts is None else restarts
+
+
+def meeting_place(environ: Mapping[str, str]) -> MeetingPlace | None:
+    """Returns where the processes meet; None where no launcher says it.
+
+    Raises:
+        ConfigurationError: a value is unusable.
+    """
+    address = environ.get("MASTER_ADDR") or slurm.address(environ)
+    given = optional_integer(environ, "MASTER_PORT")
+    port = slurm.port(environ) if given is None else given
+    if not address or port is None:
+        return None
+    if not 1 <= port <= LAST_PORT:
+        raise ConfigurationError(f"MASTER_PORT: expected a port from 1 to {LAST_PORT}, got {port}")
+    if not (_NAME.fullmatch(address) or _is_ipv6(address)):
+        raise ConfigurationError(
+            f"MASTER_ADDR: expected a host's name or address and nothing else, got {address!r:.80}"
+        )
+    return MeetingPlace(address, port)
+
+
+def is_one_node(environ: Mapping[str, str], place: MeetingPlace, processes: int) -> bool:
+    """Returns whether all processes are on this host, as far as their launcher says."""
+    if is_loopback(place.address):
+        # Whoever is elsewhere could not come.
+        return True
+    local = optional_integer(environ, "LOCAL_WORLD_SIZE")
+    if local is None:
+        return processes == 1 or slurm.nodes(environ) == 1
+    return local == processes
+
+
+def _is_ipv6(address: str) -> bool:
+    with suppress(ValueError):
+        return bool(IPv6Address(address))
+    return False
+
+
+def _counts_nodes(environ: Mapping[str, str], given: int) -> str:
+    """Returns what shows that WORLD_SIZE counts nodes; nothing if nothing does."""
+    local = optional_integer(environ, "LOCAL_WORLD_SIZE")
+    if local is not None:
+        return f"this node alone has LOCAL_WORLD_SIZE={local}" if local > given else ""
+    return _kubeflow_counts_nodes(environ, given) or _slurm_counts_nodes(environ, given)
+
+
+def _kubeflow_counts_nodes(environ: Mapping[str, str], given: int) -> str:
+    """A PyTorchJob with several processes per pod is made for torchrun, which would have set LOCAL_RANK."""
+    nodes, per_node = environ.get("PET_NNODES", ""), environ.get("PET_NPROC_PER_NODE", "")
+    if environ.get("LOCAL_RANK") or nodes != str(given) or not per_node.isdecimal() or int(per_node) == 1:
+        return ""
+    return f"PET_NNODES={nodes}, PET_NPROC_PER_NODE={per_node}"
+
+
+def _slurm_counts_nodes(environ: Mapping[str, str], given: int) -> str:
+    tasks, nodes = slurm.tasks(environ), optional_integer(environ, "SLURM_NNODES")
+    # Tasks that have been told that they train alone are no mistake.
+    is_alone = given == 1 and integer(environ, "RANK", -1) == 0
+    if tasks is None or nodes != given or tasks <= given or is_alone:
+        return ""
+    return f"SLURM_NNODES={nodes}, SLURM_STEP_NUM_TASKS={tasks}"

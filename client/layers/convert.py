@@ -1,0 +1,235 @@
+"""convert_model and its inverse: from torch's layers to ours, keeping everything else.
+
+A converted layer takes over the whole state of the old one (the same parameter and buffer objects, hooks, training
+mode), so optimizers and checkpoints made before the conversion go on working.
+"""
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import nn
+from torch.nn import SyncBatchNorm  # torch's own, also while `patch_sync_batchnorm` replaces it in `torch.nn`
+
+from client.connection import groups
+from client.connection.groups import Group
+from client.data_parallel.replicate import DataParallelWithCallback
+from client.layers import sharding
+from client.layers.micro_batches import check_chunks
+from client.layers.synchronized import OWN_ATTRIBUTES, TWINS, Synchronized
+from statsd_bn import limits
+from statsd_bn.checks import check_name
+from statsd_bn.errors import ConfigurationError, ProtocolError
+
+Kinds = dict[type[nn.Module], type[nn.Module]]
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+# On an instance these are bound to it: a twin that took them over would go on running the old module.
+BOUND = ("forward", "_compiled_call_impl")
+
+
+def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks: int | None = None) -> nn.Module:
+    """Replaces every batch norm of torch's in `module` by its synchronised twin, and names it by its place.
+
+    That is `nn.BatchNorm1d/2d/3d`, `nn.LazyBatchNorm1d/2d/3d` and `nn.SyncBatchNorm`, at any depth; `nn.DataParallel`
+    becomes `DataParallelWithCallback`. A lazy layer stays the same object. A layer used in two places stays one
+    layer, with the name of the first. Names do not count the levels of `DataParallel` and `DistributedDataParallel`.
+
+    What is not exactly one of these classes, or has a `forward` of its own, is left as it is, since its twin would lose
+    what it adds; and so is what FSDP has sharded, which would go on with the old layer's parameters. A `UserWarning`
+    names the layers so left.
+
+    Args:
+        module: any module; containers are changed in place. Layers that are synchronised already are only named.
+        group: with whom the layers synchronise: None for the whole job, "local" for the members of this host, or a
+            `client.Group`. A synchronised layer that has a group keeps it.
+        chunks: micro-batches per mini-batch, for pipelines and gradient accumulation: the running statistics move once
+            per mini-batch, see `SynchronizedBatchNorm`. None leaves layers as they are, which is 1 where they are new.
+
+    Returns:
+        The module, or its replacement if it is itself a batch norm or an `nn.DataParallel`.
+
+    Raises:
+        ValueError: `group` is none, or `chunks` is below 1; or an `nn.SyncBatchNorm` has a `process_group`, and no
+            `group` is given; nothing is changed.
+        TypeError: `chunks` is neither None nor an int.
+        ConfigurationError: a layer's place in the model is not printable, or too long; nothing is changed.
+    """
+    return convert(module, group, chunks, stacklevel=3)
+
+
+def convert(
+    module: nn.Module, group: Group | str | None = None, chunks: int | None = None, *, stacklevel: int
+) -> nn.Module:
+    """`convert_model`, for callers that have callers of their own: 2 makes the warning show their line, 3 those'."""
+    groups.check(group)
+    if chunks is not None:
+        check_chunks(chunks)
+    _check_names(module)
+    if group is None:
+        _refuse_process_groups(module)
+    converted = _replace(module, _synchronised(), {part: part for part in sharding.parts_of(module)})
+    for place, layer in _places(converted):
+        if isinstance(layer, Synchronized):
+            layer.layer_name = place or type(layer).__name__.removeprefix("Lazy")
+            layer.group = group if layer.group is None else layer.group
+            layer.chunks = chunks or layer.chunks
+    if left := [_described(place, layer) for place, layer in _places(converted) if _is_unsynchronised(layer)]:
+        warnings.warn(
+            f"convert_model left as they are, unsynchronised: {', '.join(left)}. Replace each by hand, or let its "
+            "class derive from client.SynchronizedBatchNorm1d/2d/3d or client.DataParallelWithCallback, or convert "
+            "the model before the layer is parametrized, compiled, sharded or given a forward of its own",
+            stacklevel=stacklevel,
+        )
+    return converted
+
+
+def revert_model(module: nn.Module) -> nn.Module:
+    """Replaces every synchronised layer in `module` by torch's own: the inverse of `convert_model`.
+
+    A `DataParallelWithCallback` becomes an `nn.DataParallel`, except where its replicas share a device, which torch's
+    cannot. Subclasses of ours and what FSDP has sharded are left as they are, and a `UserWarning` names them.
+    Micro-batches whose mini-batch has not ended are forgotten; `client.commit_running_statistics(module)` before it
+    counts them.
+
+    Args:
+        module: any module; containers are changed in place.
+
+    Returns:
+        The module, or its replacement if it is itself a synchronised layer or a `DataParallelWithCallback`.
+    """
+    return revert(module, stacklevel=3)
+
+
+def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:
+    """`revert_model`, but for the layers in `kept`; `stacklevel` is as `convert` takes it."""
+    ours = set(kept)
+    reverted = _replace(module, _plain(), {part: part for part in (*ours, *sharding.parts_of(module))})
+    left = [
+        _described(place, layer)
+        for place, layer in _places(reverted)
+        if isinstance(layer, Synchronized) and layer not in ours
+    ]
+    if left:
+        warnings.warn(
+            f"revert_model left as they are, synchronised: {', '.join(left)}. Replace each by hand",
+            stacklevel=stacklevel,
+        )
+    return reverted
+
+
+@contextmanager
+def patch_sync_batchnorm() -> Iterator[None]:
+    """While it lasts, torch's batch norms, taken from `torch.nn`, make synchronised layers.
+
+    That is `nn.BatchNorm1d/2d/3d`, `nn.LazyBatchNorm1d/2d/3d` and `nn.SyncBatchNorm`. Torch's own come back whatever
+    happens.
+    """
+    with ExitStack() as stack:
+        for torchs, ours in TWINS.items():
+            stack.enter_context(mock.patch.object(nn, torchs.__name__, ours))
+        yield
+
+
+def _synchronised() -> Kinds:
+    return {**TWINS, nn.DataParallel: DataParallelWithCallback}
+
+
+def _plain() -> Kinds:
+    return {ours: torchs for torchs, ours in _synchronised().items()}
+
+
+def _check_names(module: nn.Module) -> None:
+    """The place of a layer in the model is its name on the wire; a round would be too late to find that it is none."""
+    for place, layer in _places(module):
+        if place and (type(layer) in TWINS or isinstance(layer, Synchronized)):
+            try:
+                check_name("the name of a layer, its place in the model", place, limits.MAX_NAME_BYTES)
+            except ProtocolError as error:
+                raise ConfigurationError(str(error)) from None
+
+
+def _refuse_process_groups(module: nn.Module) -> None:
+    for place, layer in _places(module):
+        if type(layer) is SyncBatchNorm and layer.process_group is not None:
+            raise ValueError(
+                f"layer {place!r}: expected an nn.SyncBatchNorm without a process_group, got one with "
+                f"{layer.process_group!r}, which means nothing to the aggregation server; say with whom it "
+                "synchronises by convert_model(..., group=...)"
+            )
+
+
+def _replace(module: nn.Module, kinds: Kinds, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Replaces by exact type; a module that is used in two places stays one module."""
+    if module in replaced:
+        return replaced[module]
+    new = _as(kinds[type(module)], module) if _has_twin(module, kinds) else module
+    replaced[module] = new
+    for name, child in new._modules.items():
+        if child is not None:
+            new._modules[name] = _replace(child, kinds, replaced)
+    return new
+
+
+def _has_twin(module: nn.Module, kinds: Kinds) -> bool:
+    if type(module) not in kinds or any(name in vars(module) for name in BOUND):
+        return False
+    return not (isinstance(module, DataParallelWithCallback) and module.has_virtual_replicas)
+
+
+def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:
+    """Returns a `kind` that takes over the state of `old`."""
+    if isinstance(old, nn.modules.lazy.LazyModuleMixin):
+        new: nn.Module = old  # its hooks are bound to it
+        new.__class__ = kind
+    else:
+        new = kind.__new__(kind)
+        vars(new).update(vars(old))
+        _rebind_hooks(old, new)
+    for name in (*OWN_ATTRIBUTES, "has_virtual_replicas"):
+        vars(new).pop(name, None)
+    if isinstance(new, Synchronized):
+        new.eps_mode = "plus"
+    if isinstance(new, SyncBatchNorm):
+        vars(new).setdefault("process_group", None)  # a layer of ours that was made as such has none
+    return new
+
+
+def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Hooks before load_state_dict are the only ones that hold their module, weakly: it would be dead."""
+    hooks: dict[int, Any] = new._load_state_dict_pre_hooks
+    for hook in hooks.values():
+        if getattr(hook, "with_module", False) and hook.module() is old:
+            hook.module = weakref.ref(new)
+
+
+def _places(module: nn.Module, place: str = "", seen: set[nn.Module] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """As `named_modules`, but what a wrapper wraps has the wrapper's own place, so names are the same without it."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    yield place, module
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if isinstance(module, WRAPPERS) and name == "module":
+            yield from _places(child, place, seen)
+        else:
+            yield from _places(child, f"{place}.{name}" if place else name, seen)
+
+
+def _is_unsynchronised(module: nn.Module) -> bool:
+    if isinstance(module, nn.DataParallel):
+        # patch_replication_callback leaves its mark on the instance
+        return not isinstance(module, DataParallelWithCallback) and "replicate" not in vars(module)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, Synchronized)
+
+
+def _described(place: str, module: nn.Module) -> str:
+    bound = any(name in vars(module) for name in BOUND)
+    return f"{place!r} ({type(module).__qualname__}{' with its own forward' if bound else ''})"

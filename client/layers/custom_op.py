@@ -1,0 +1,200 @@
+"""The layer as operators that torch.compile keeps whole: it sees what goes in and comes out, not the exchange.
+
+An operator takes and returns tensors and plain values only. So what a forward round leaves for the backward one travels
+as two small tensors on the host: the statistics, and a ticket.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+from client.autograd.backward_passes import Walks, phase_of
+from client.autograd.checkpointing import exchanges, is_inside_backward
+from client.autograd.exchange import Exchange
+from client.connection.groups import LOCAL, Group
+from client.kernels import dispatch
+from client.kernels.dispatch import Statistics
+from client.lanes.lane import LocalPipe, Pipe, pipe_of
+from client.layers import running_stats
+from client.layers.micro_batches import numbered
+from statsd_bn.moments import Moments
+from statsd_bn.round_key import BACKWARD
+from statsd_bn.rows import Rows
+
+# Rows of the statistics: those of `kernels.Statistics`, and what the running statistics move towards.
+MEAN, INVSTD, SLOPE, NEWEST_MEAN, NEWEST_VARIANCE = range(5)
+
+# Entries of the ticket: the round's count, step and call; 1 if the running statistics move, and by how many values; the
+# exchange's number.
+COUNT, STEP, CALL, IS_DUE, NEWEST_COUNT, NUMBER = range(6)
+
+# In place of a `Deferred`'s number: each call moves the running statistics.
+NOT_DEFERRED = 0
+
+# The name and size of a group that sends nothing, for eval: of this process. No group that somebody names is called so.
+ALONE = (f"{LOCAL} process", 1)
+
+_walks = Walks()
+
+
+def named(group: Group | str | None) -> tuple[str, int]:
+    """Returns a layer's group as plain values, name and size: ("", 0) for None, the rule's name and 0 for a rule."""
+    if isinstance(group, Group):
+        return group.name, group.size
+    return group or "", 0
+
+
+def _pipe(layer: str, group: str, size: int) -> Pipe:
+    """Returns the lane of a layer whose group is written as `named` does it, or as `ALONE`."""
+    if (group, size) == ALONE:
+        return LocalPipe(layer)
+    return pipe_of(layer, Group(group, size) if size else group or None)
+
+
+@torch.library.custom_op("statsd_bn::batch_norm", mutates_args=())
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    layer: str,
+    group: str,
+    size: int,
+    eps: float,
+    eps_mode: str,
+    deferred: int = NOT_DEFERRED,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalises this process's slice with the statistics of the whole batch.
+
+    Args:
+        x: shape (N, C, *).
+        weight: shape (C,) or None.
+        bias: shape (C,) or None.
+        mask: shape (N, *), bool, or None.
+        layer: the layer's name.
+        group: with whom it synchronises, as `named` writes it; or `ALONE`.
+        size: of that group.
+        eps: the layer's.
+        eps_mode: the layer's.
+        deferred: the number of the layer's `Deferred`.
+
+    Returns:
+        The output; the statistics, shape (5, C), float64; the ticket, shape (6,), int64; their rows and entries are
+        named above.
+    """
+    fresh = Exchange(_pipe(layer, group, size), layer, eps, eps_mode)
+    exchange = _exchange(x, mask, fresh)
+    exchange.check_count(x)
+    assert exchange.key is not None  # noqa: S101 - the forward round has set it
+    found = exchange.statistics
+    due = _due(exchange.moments, deferred) if exchange is fresh else None
+    newest = due or Moments.empty(x.shape[1])
+    count, key = exchange.moments.count, exchange.key
+    ticket = count, key.step, key.call, due is not None, newest.count, exchange.number
+    return (
+        dispatch.normalise(x, found, weight, bias),
+        torch.from_numpy(np.stack((found.mean, found.invstd, found.slope, *running_stats.newest(newest)))),
+        torch.tensor(ticket),
+    )
+
+
+def _due(moments: Moments, deferred: int) -> Moments | None:
+    """Returns what the running statistics move by after a call with these moments, if they move."""
+    return moments if deferred == NOT_DEFERRED else numbered(deferred).add(moments)
+
+
+def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
+    """Returns an exchange that has had its forward round; an earlier one if a checkpoint computes again."""
+    local = dispatch.moments(x, mask)
+    if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.pipe, 0, local)):
+        return earlier
+    fresh.forward([local])
+    exchanges.remember(fresh, has_graph=False)  # the graph has the ticket instead
+    return fresh
+
+
+@batch_norm.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    layer: str,
+    group: str,
+    size: int,
+    eps: float,
+    eps_mode: str,
+    deferred: int = NOT_DEFERRED,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del weight, bias, mask, layer, group, size, eps, eps_mode, deferred
+    statistics = torch.empty(5, x.shape[1], dtype=torch.float64, device="cpu")
+    return dispatch.laid_out(torch.empty_like(x)), statistics, torch.empty(6, dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("statsd_bn::batch_norm_backward", mutates_args=())
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    statistics: Tensor,
+    ticket: Tensor,
+    layer: str,
+    group: str,
+    size: int,
+    needs_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are `batch_norm`'s."""
+    count, step, call, _, _, number = ticket.tolist()
+    found = Statistics(max(count, 1), *statistics.numpy()[:NEWEST_MEAN])
+    local = dispatch.backward_sums(grad, x, found, mask)
+    by_input = x.new_empty(0)
+    if needs_input:
+        pipe = _pipe(layer, group, size)
+        key = pipe.key(step, call, phase_of(BACKWARD, _walks.count(number)))
+        rows = Rows((dispatch.count(x, mask),), local[np.newaxis])
+        total = pipe.run_slave(rows, key).values
+        by_input = dispatch.input_gradient(grad, x, found, total, weight, mask)
+    return by_input, dispatch.vector(local[1] * found.invstd, x), dispatch.vector(local[0], x)
+
+
+@batch_norm_backward.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    statistics: Tensor,
+    ticket: Tensor,
+    layer: str,
+    group: str,
+    size: int,
+    needs_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del grad, weight, mask, statistics, ticket, layer, group, size
+    by_parameter = torch.empty(x.shape[1], dtype=dispatch.compute_type(x), device=x.device)
+    by_input = dispatch.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
+    return by_input, by_parameter, torch.empty_like(by_parameter)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, _, mask, *ctx.lane, _, _, _ = inputs
+    _, statistics, ticket = output
+    ctx.save_for_backward(x, weight, mask, statistics, ticket)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad[:3]
+    gradients = batch_norm_backward(grad, *ctx.saved_tensors, *ctx.lane, needs[0])
+    return *(found if need else None for found, need in zip(gradients, needs, strict=True)), *[None] * 7
+
+
+batch_norm.register_autograd(_backward, setup_context=_setup_context)
+
+# Rounds are an effect: the compiler must neither drop nor repeat nor reorder them, or members that were compiled
+# for other shapes would wait for each other in different layers.
+for _operator in (batch_norm, batch_norm_backward):
+    _register_effectful_op(_operator._opoverload, _EffectType.ORDERED)  # noqa: SLF001 - the operator behind custom_op

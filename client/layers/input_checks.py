@@ -1,0 +1,56 @@
+"""Inputs: what a layer takes, and the words for what it does not."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from client.layers.sharding import is_distributed
+
+
+def check(layer: Any, x: Tensor) -> None:
+    """Raises TypeError or ValueError where a layer cannot take an input of shape (N, C, *).
+
+    A layer that does not know its channels yet takes them from its tensors, or from the input.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}")
+    if layer.num_features == 0:
+        layer.num_features = _channels_of(layer, x)
+    channels = x.shape[1]
+    # torch.jit.trace makes a tensor of it, and warns of whoever asks for its value; torch's operator asks again.
+    if not isinstance(channels, Tensor) and channels != layer.num_features:
+        raise ValueError(
+            f"layer {layer.layer_name!r}: expected {layer.num_features} channels, got {channels} "
+            f"(input of shape {tuple(x.shape)})"
+        )
+
+
+def check_local(layer: Any, *tensors: Tensor | None) -> None:
+    """Raises TypeError where a tensor is distributed by torch: its parts belong to several processes already."""
+    if any(map(is_distributed, tensors)):
+        raise TypeError(
+            f"layer {layer.layer_name!r}: expected an input and parameters that are this process's own, got a DTensor; "
+            "pass the to_local() of an input that is sharded by samples, and keep the layer's parameters whole"
+        )
+
+
+def check_mask(layer: Any, x: Tensor, mask: Tensor) -> None:
+    """Raises TypeError or ValueError where a mask is not boolean, of shape (N, *), and where the input is."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"layer {layer.layer_name!r}: expected a boolean mask, got {mask.dtype}")
+    expected = (x.shape[0], *x.shape[2:])
+    if mask.shape != expected or mask.device != x.device:
+        raise ValueError(
+            f"layer {layer.layer_name!r}: expected a mask of shape {tuple(expected)} on {x.device}, as the input "
+            f"without its channels, got {tuple(mask.shape)} on {mask.device}"
+        )
+
+
+def _channels_of(layer: Any, x: Tensor) -> int:
+    """Torch's lazy layers leave `num_features` at 0 where they have no tensor, or loaded theirs."""
+    for tensor in (layer.weight, layer.running_mean):
+        if tensor is not None:
+            channels: int = tensor.shape[0]
+            return channels
+    return x.shape[1]

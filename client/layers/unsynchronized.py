@@ -1,0 +1,46 @@
+"""A layer without company: torch's own batch norm, to the last bit, but for two of its faults."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+
+from client.autograd.checkpointing import is_inside_backward
+from client.kernels import dispatch
+from client.layers import running_stats
+from client.layers.micro_batches import Deferred
+
+
+def forward(layer: nn.modules.batchnorm._BatchNorm, x: Tensor, deferred: Deferred | None = None) -> Tensor:
+    """Normalises `x`, shape (N, C, *), as torch's layer does; in training `deferred` says when its buffers move."""
+    if layer.training and torch.compiler.is_compiling():
+        if layer.momentum is None:
+            return _with_cumulative_average(layer, x)
+    elif layer.training and is_inside_backward():
+        return _without_moving(layer, x)
+    elif layer.training and deferred is not None:
+        return _deferred(layer, x, deferred)
+    return nn.modules.batchnorm._BatchNorm.forward(layer, x)  # noqa: SLF001 - as above
+
+
+def _without_moving(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    """Where a checkpoint computes again, the running statistics have moved already (pytorch#96136)."""
+    mean, variance = (None if kept is None else kept.clone() for kept in (layer.running_mean, layer.running_var))
+    return F.batch_norm(x, mean, variance, layer.weight, layer.bias, training=True, eps=layer.eps)
+
+
+def _deferred(layer: nn.modules.batchnorm._BatchNorm, x: Tensor, deferred: Deferred) -> Tensor:
+    output = _without_moving(layer, x)
+    if due := deferred.add(dispatch.moments(x.detach())):
+        running_stats.move_by(layer, due)
+    return output
+
+
+def _with_cumulative_average(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    """A cumulative average needs a number that the compiler does not know (pytorch#194504)."""
+    mean, variance = (
+        None if kept is None else torch.zeros_like(kept) for kept in (layer.running_mean, layer.running_var)
+    )
+    output = F.batch_norm(x, mean, variance, layer.weight, layer.bias, training=True, momentum=1.0, eps=layer.eps)
+    if mean is not None and variance is not None:
+        running_stats.move(layer, mean, variance, has_values=x.numel() > 0)
+    return output

@@ -1,0 +1,114 @@
+"""Sharing: every member's tensors, by name, to every member, in one gather.
+
+A member that cannot give what it was asked for says so in the same gather. It must not stay away: the others wait for
+it. Whatever does not fit is found in what all have gathered, so all raise, and all go on in step.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import chain, islice
+from typing import Any
+
+from torch import Tensor
+
+from client.connection.connection import Connection
+from client.connection.registration import cause_of
+from client.serialization.packing import pack, unpack
+from statsd_bn.checks import shown
+from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
+from statsd_bn.members import Members
+from statsd_bn.text import told
+
+Tensors = dict[str | int, Tensor]
+
+# The name of its rounds; no layer of a model is called so, since a place in a model has no brackets.
+LANE = "mp_sync()"
+
+# Keys in an error's text, of as many as a member likes to send.
+MAX_TOLD_KEYS = 8
+
+
+def share(connection: Connection | None, make: Callable[[], Mapping[Any, Tensor]]) -> dict[int, Tensors]:
+    """Returns every member's tensors, by member, in order; on the CPU.
+
+    Args:
+        connection: to the other members; None where there are none.
+        make: returns this member's tensors, by names that are the same on all members, in any order.
+
+    Raises:
+        TypeError: a name is neither str nor int, or a tensor cannot travel.
+        Exception: what `make` raises, when the other members have been told.
+        RoundFailed: another member raised.
+        RoundMismatch: the names differ.
+        StatsdBNError: the exchange failed, with the reason.
+    """
+    try:
+        message = _packed(make())
+    except Exception as error:
+        _gathered(connection, _message({}, cause_of(error)))
+        raise
+    shared, causes = {}, {}
+    for member, data in _gathered(connection, message).items():
+        shared[member], causes[member] = _unpacked(member, data)
+    _check_nobody_raised({member: cause for member, cause in causes.items() if cause})
+    _check_names(shared)
+    return shared
+
+
+def _gathered(connection: Connection | None, message: bytes) -> dict[int, bytes]:
+    return {0: message} if connection is None else connection.gather(LANE, message)
+
+
+def _packed(tensors: Mapping[Any, Tensor]) -> bytes:
+    for name in tensors:
+        if not isinstance(name, str | int):
+            raise TypeError(f"expected keys of type str or int, got {name!r}")
+    return _message(tensors, "")
+
+
+def _message(tensors: Mapping[str | int, Tensor], cause: str) -> bytes:
+    """What a member gives: its tensors, or why it has none to give."""
+    return pack([tensors, told(cause)])
+
+
+def _unpacked(member: int, data: bytes) -> tuple[Tensors, str]:
+    try:
+        return _read(data)
+    except ProtocolError as error:
+        raise ProtocolError(f"{LANE}: what member {member} gave: {error}") from error
+
+
+def _read(data: bytes) -> tuple[Tensors, str]:
+    match unpack(data):
+        case [dict(tensors), str(cause)] if _is_named(tensors):
+            return tensors, told(cause)
+        case other:
+            raise ProtocolError(f"expected tensors by name and a text, got {shown(other)}")
+
+
+def _is_named(tensors: dict[Any, Any]) -> bool:
+    return all(
+        isinstance(name, str | int) and isinstance(tensor, Tensor) and tensor.ndim for name, tensor in tensors.items()
+    )
+
+
+def _check_nobody_raised(causes: dict[int, str]) -> None:
+    if causes:
+        member, cause = next(iter(causes.items()))
+        raise RoundFailed(
+            f"{LANE}: expected values from all members, got none from {Members.of(causes)}; member {member}: {cause}",
+            member=member,
+            cause=cause,
+        )
+
+
+def _check_names(shared: dict[int, Tensors]) -> None:
+    partial = {
+        name: Members.of(member for member, tensors in shared.items() if name in tensors)
+        for name in chain.from_iterable(shared.values())
+        if not all(name in tensors for tensors in shared.values())
+    }
+    if partial:
+        some = islice(partial.items(), MAX_TOLD_KEYS)
+        got = "; ".join(f"{shown(name)} only from {members}" for name, members in some)
+        more = f" and {len(partial) - MAX_TOLD_KEYS} keys more" if len(partial) > MAX_TOLD_KEYS else ""
+        raise RoundMismatch(f"{LANE}: expected the same keys from members {Members.of(shared)}, got {got}{more}")

@@ -1,0 +1,165 @@
+"""DDPHandler: a training loop's loaders split among the members, and its measurements gathered from all of them.
+
+The name, the calls and their results are those of aitoolbox's handler, which needs a process group on GPUs. This one
+goes over the service: on any devices, and with values of another length on each member.
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from client.connection.connection import Connection
+from client.connection.current import current_connection
+from client.training import data_loaders
+from client.training.all_gather_tensors import LANE, share
+from client.training.data_loaders import Loader, Sampler
+from client.training.measurements import as_tensor, joined, like
+
+LOADERS = ("train_loader", "validation_loader", "test_loader")
+
+
+class DDPHandler:
+    """What a training loop needs among several members.
+
+    Args:
+        train_loop_obj: has `train_loader`, `validation_loader` and `test_loader`, each a DataLoader or None. If it has
+            a `callbacks_handler`, that tells the samplers each epoch, and `train_loop_obj.epoch` is its number.
+        connection: to the other members; default: this process's current one at the time of each call. Without any,
+            this process is the only member.
+    """
+
+    def __init__(self, train_loop_obj: Any, *, connection: Connection | None = None) -> None:
+        self.train_loop_obj = train_loop_obj
+        self._given = connection
+        self._samplers: dict[str, Sampler] = {}
+        self._is_registered = False
+
+    def add_distributed_samplers(self, world_size: int | None = None, rank: int | None = None) -> None:
+        """Replaces each loader by one that gives this member's samples.
+
+        They come in random order, another one each epoch, where those of the loader do. In an elastic job it can be
+        called again when the members have changed.
+
+        Args:
+            world_size: how many members there are; default: as `Connection.place` says.
+            rank: which of them this one is; default: the same.
+
+        Raises:
+            ConfigurationError: `rank` is outside [0, world_size), or a loader cannot be split. All loaders are then
+                as they were.
+
+        Warns:
+            UserWarning: a loader's own sampler, neither sequential nor random, is replaced by a sequential one.
+        """
+        connection = self._connection
+        place, size = connection.place if connection else (0, 1)
+        world_size = size if world_size is None else world_size
+        rank = place if rank is None else rank
+        loaders = {name: getattr(self.train_loop_obj, name) for name in LOADERS}
+        split = {
+            name: data_loaders.split(loader, data_loaders.is_shuffled(loader), world_size, rank)
+            for name, loader in loaders.items()
+            if loader is not None
+        }
+        for name, (loader, sampler) in split.items():
+            _warn_of_lost_sampler(name, loaders[name].sampler)
+            setattr(self.train_loop_obj, name, loader)
+            self._samplers[name] = sampler
+        self._register()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Gives the samplers the number of the epoch that begins; whoever has no `callbacks_handler` calls it."""
+        for sampler in self._samplers.values():
+            sampler.set_epoch(epoch)
+
+    @staticmethod
+    def build_loader_sampler(data_loader: Loader, shuffle: bool, world_size: int, rank: int) -> tuple[Loader, Sampler]:
+        """Returns a loader like `data_loader` that gives the samples of member `rank` of `world_size`, and its sampler.
+
+        Everything the loader was made with stays, its sampler apart.
+
+        Raises:
+            ConfigurationError: `rank` is outside [0, world_size); or the samples cannot be split: of an
+                IterableDataset, of a dataset without a length, of a loader with a batch_sampler of its own.
+        """
+        return data_loaders.split(data_loader, shuffle, world_size, rank)
+
+    def mp_sync(
+        self, data: Any, double_precision: bool = False, concat_mp_data: bool = True, return_tensor: bool = True
+    ) -> Any:
+        """Returns the values of all members. All of them call it, in the same order among their rounds.
+
+        Those that are through with a pass in `client.join` wait for the others to be through as well.
+
+        Args:
+            data: a tensor, array, number, or list of numbers. Its length, which is that of dimension 0, may differ from
+                member to member; a number is of length 1. Python's numbers become bool, int64 or torch's default dtype.
+            double_precision: whether anything but a tensor becomes float64.
+            concat_mp_data: whether the values are joined along dimension 0, in the order of the members; else the
+                result is a list with what each member gave.
+            return_tensor: whether the result is a tensor, on the device of `data`; else an array for an array, and a
+                list for anything else.
+
+        Raises:
+            TypeError: `data` is something else, such as a str, None or dict. The other members raise RoundFailed.
+            ValueError: a list's elements differ in shape. The other members raise RoundFailed.
+            RoundMismatch: on all members: their values differ in dtype, or in more than the length, and are to be
+                joined.
+            RoundFailed: another member raised; the error names it and its cause.
+            StatsdBNError: the exchange failed, with the reason.
+        """
+        shared = share(self._connection, lambda: {"data": as_tensor(data, double_precision)})
+        tensors = {member: given["data"] for member, given in shared.items()}
+        if concat_mp_data:
+            return like(joined(LANE, tensors), data, return_tensor)
+        return [like(tensor, data, return_tensor) for tensor in tensors.values()]
+
+    def mp_sync_dict(self, dict_data: Mapping[str | int, Any]) -> dict[str | int, Tensor]:
+        """Returns `mp_sync` of each value, by its key, in one exchange.
+
+        Raises:
+            RoundMismatch: on all members: their keys differ, or values do as in `mp_sync`.
+            TypeError, ValueError, RoundFailed, StatsdBNError: as in `mp_sync`.
+        """
+        shared = share(self._connection, lambda: _tensors(dict_data))
+        results = {}
+        for key, data in dict_data.items():
+            tensors = {member: given[key] for member, given in shared.items()}
+            results[key] = like(joined(f"{LANE}, {key!r}", tensors), data, return_tensor=True)
+        return results
+
+    @property
+    def _connection(self) -> Connection | None:
+        return current_connection() if self._given is None else self._given
+
+    def _register(self) -> None:
+        callbacks_handler: Any = getattr(self.train_loop_obj, "callbacks_handler", None)
+        if hasattr(callbacks_handler, "register_callbacks") and not self._is_registered:
+            callbacks_handler.register_callbacks([data_loaders.epoch_callback(callbacks_handler, self.set_epoch)])
+            self._is_registered = True
+
+
+def _tensors(dict_data: Any) -> dict[Any, Tensor]:
+    if not isinstance(dict_data, Mapping):
+        raise TypeError(f"expected a dict, got {type(dict_data).__name__}")
+    return {key: _named(key, data) for key, data in dict_data.items()}
+
+
+def _named(key: Any, data: Any) -> Tensor:
+    try:
+        return as_tensor(data, double_precision=False)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{key!r}: {error}") from error
+
+
+def _warn_of_lost_sampler(name: str, sampler: Any) -> None:
+    if not isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
+        warnings.warn(
+            f"{name}: expected a sequential or random sampler, got {type(sampler).__name__}; the members' samples come "
+            "in sequential order",
+            stacklevel=3,
+        )

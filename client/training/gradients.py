@@ -1,0 +1,114 @@
+"""average_gradients(): the gradients of the whole batch, without a process group.
+
+A process group has a fixed membership, so members that come and go cannot average through one. The aggregation server
+adds gradients as it adds statistics: in replica order, in float64, the same bits for everybody.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from client.connection.connection import Connection
+from client.connection.current import current_connection
+from statsd_bn import limits
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.messages import Aggregate
+from statsd_bn.reduction import FloatArray
+from statsd_bn.rows import Rows
+
+# The name of its rounds; no layer of a model is called so, since a place in a model has no brackets.
+LANE = "average_gradients()"
+
+
+def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) -> int:
+    """Replaces each gradient by its average over the members, weighted by how many samples each one's loss averages.
+
+    All members call it after `backward`, in each step. With `count=len(batch)` and a loss that is a mean, the result is
+    the gradient of the mean over the whole batch, however unequal the members' shares; a member without a batch calls
+    it with 0. It takes a round for each 65,536 elements; without a connection it leaves the gradients as they are.
+
+    Args:
+        parameters: the model, or what `model.parameters()` gives; the same shapes on every member. Where a member has
+            no gradient it counts as zero; where nobody has one it stays None, so that no optimizer moves the parameter.
+        count: the samples in this member's loss.
+
+    Returns:
+        The sum of the counts.
+
+    Raises:
+        ConfigurationError: `count` is negative, no parameter is trained, or a gradient is sparse.
+        StatsdBNError: a round failed, with the reason; RoundMismatch where the members' models differ in size.
+    """
+    if count < 0:
+        raise ConfigurationError(f"count: expected the number of samples in the loss, at least 0, got {count}")
+    connection = current_connection()
+    if connection is None:
+        return count
+    trained = _trained(parameters)
+    _check_dense(trained)
+    parts = _sum(connection, _flat(trained) * count if count else np.zeros(_size(trained)), count)
+    # Of several parts a later one may lack a member that is lost meanwhile, and is an average all the same.
+    averages = np.concatenate([part.values[0] / max(1, part.count) for part in parts])
+    if parts[0].count:
+        _write(trained, averages)
+    return parts[0].count
+
+
+def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    trained = [parameter for parameter in given if parameter.requires_grad]
+    if not any(parameter.numel() for parameter in trained):
+        raise ConfigurationError("parameters: expected at least one that requires a gradient, got none")
+    return trained
+
+
+def _check_dense(trained: list[Tensor]) -> None:
+    sparse = [parameter for parameter in trained if parameter.grad is not None and parameter.grad.is_sparse]
+    if sparse:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in sparse)
+        raise ConfigurationError(
+            f"parameters: expected dense gradients, got sparse ones of parameters of shape {shapes}; make the layers "
+            "with sparse=False"
+        )
+
+
+def _sizes(trained: list[Tensor]) -> list[int]:
+    """Returns how many numbers each gradient has; a complex one has two for each element."""
+    return [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in trained]
+
+
+def _size(trained: list[Tensor]) -> int:
+    """Returns how many numbers a member brings: all gradients, and for each parameter whether it has one."""
+    return sum(_sizes(trained)) + len(trained)
+
+
+def _flat(trained: list[Tensor]) -> FloatArray:
+    """Returns all gradients one behind the other, and then 1 for each parameter that has one, else 0."""
+    has_gradient = torch.tensor([parameter.grad is not None for parameter in trained]).double()
+    gradients = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in trained)
+    return torch.cat([*(_numbers(gradient.detach().cpu()) for gradient in gradients), has_gradient]).numpy()
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return real.double().flatten()
+
+
+def _sum(connection: Connection, values: FloatArray, count: int) -> list[Aggregate]:
+    parts = np.split(values, range(limits.MAX_CHANNELS, len(values), limits.MAX_CHANNELS))
+    return [connection.exchange(LANE, Rows((count,), part[np.newaxis, np.newaxis])) for part in parts]
+
+
+@torch.no_grad()
+def _write(trained: list[Tensor], averages: FloatArray) -> None:
+    *parts, had_gradient = torch.split(torch.from_numpy(averages), [*_sizes(trained), len(trained)])
+    for parameter, part, anybody in zip(trained, parts, had_gradient.tolist(), strict=True):
+        if not anybody:
+            parameter.grad = None
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        average = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
+        parameter.grad.copy_(average.view_as(parameter))

@@ -1,0 +1,1 @@
+"""What people call: `status` and `check`, and the lines that the server logs."""

@@ -1,0 +1,208 @@
+"""`python -m server status` and `check`: asks a running server what it is doing, or whether it is there."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from server.config import bound_to
+from server.secrets.keygen import check_curve
+from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
+from statsd_bn.handshake import EVENTS, Handshakes
+from statsd_bn.keys import ClientKeys
+from statsd_bn.members import Members
+from statsd_bn.messages import Failure, Status, StatusRequest, missing_members
+from statsd_bn.private_folder import find_server
+from statsd_bn.reach import check_is_open_to_us
+from statsd_bn.text import plain, readable_within
+from statsd_bn.wire import decode, encode
+
+ANSWER_SECONDS = 5.0
+
+# When an attempt to connect is given up for a new one, over another port.
+CONNECT_MILLISECONDS = 1000
+
+# Counts of the report that are told where they are not 0.
+COUNTS = {
+    "over_limits": "messages over a limit",
+    "strangers": "messages of unknown sessions",
+    "refused_connections": "connections refused",
+    "idle_connections": "idle connections closed",
+    "flooding_connections": "flooding connections closed",
+    "claimed_routing_ids": "connections that set their routing id closed",
+    "dropped_answers": "answers dropped",
+    "forged_results": "results that this server has not made",
+    "dropped_messages": "messages dropped",
+}
+
+# A server is asked from its own host, where it answers in milliseconds; a loaded one may take longer. Whoever probes
+# waits longer still, or it would not learn the reason.
+CHECK_SECONDS = 3.0
+
+# A server that was started just before, as in the background, listens within a second.
+FIND_SECONDS = 2.0
+FIND_PAUSE_SECONDS = 0.05
+
+# What stands for all addresses of a host when listening, and the one of them that is always there.
+ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - nothing is bound here
+
+
+def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> dict[str, Any]:
+    """Returns the report of the server at `endpoint`.
+
+    Args:
+        endpoint: where it listens.
+        seconds: how long it may take.
+        keys: this client's, and the server's public one; None for a server that asks for none.
+
+    Raises:
+        AuthenticationRefused: server and client do not accept each other's keys.
+        ServerUnreachable: no answer within `seconds`, the endpoint is none, or it is closed to this user.
+    """
+    check_is_open_to_us(endpoint)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        # A port of ours whose former connection the server has not done with yet leads nowhere; another one does.
+        dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
+        dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
+        if keys:
+            check_curve()
+            dealer.curve_serverkey = keys.server.encode()
+            dealer.curve_publickey = keys.pair.public.encode()
+            dealer.curve_secretkey = keys.pair.secret.encode()
+        with dealer.get_monitor_socket(EVENTS) as monitor:
+            try:
+                dealer.connect(endpoint)
+            except zmq.ZMQError as error:
+                problem = zmq.strerror(error.errno or 0)
+                text = f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({problem})"
+                raise ServerUnreachable(text, endpoint=endpoint) from error
+            dealer.send(encode(StatusRequest()))
+            try:
+                frame = _receive(dealer, monitor, Handshakes(endpoint, has_key=keys is not None), seconds)
+            finally:
+                dealer.disable_monitor()
+    if frame is None:
+        raise ServerUnreachable(
+            f"no answer from {endpoint} within {seconds:g} s; is `python -m server` running there?",
+            endpoint=endpoint,
+            seconds=seconds,
+        )
+    return _report(endpoint, frame)
+
+
+def _receive(
+    dealer: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", handshakes: Handshakes, seconds: float
+) -> bytes | None:
+    poller = zmq.Poller()
+    poller.register(dealer, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    of_this_socket = handshakes.socket()
+    expiry = time.monotonic() + seconds
+    while (left := expiry - time.monotonic()) > 0:
+        ready = dict(poller.poll(int(left * 1000) + 1))
+        if dealer in ready:
+            return dealer.recv()
+        if monitor in ready:
+            told = recv_monitor_message(monitor)
+            of_this_socket.take(time.monotonic(), int(told["event"]), int(told["value"]))
+    return None
+
+
+def _report(endpoint: str, frame: bytes) -> dict[str, Any]:
+    try:
+        answer = decode(frame)
+    except ProtocolError as error:
+        raise ServerUnreachable(f"{endpoint} gave no status: {error}", endpoint=endpoint) from error
+    if isinstance(answer, Failure) and answer.code == AuthenticationRefused.code:
+        raise from_wire(answer.code, answer.message, answer.fields)
+    if not isinstance(answer, Status):
+        text = answer.message if isinstance(answer, Failure) else type(answer).__name__
+        raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
+    report: dict[str, Any] = readable_within(answer.report)
+    return report
+
+
+def own_endpoint(environ: Mapping[str, str]) -> str:
+    """Returns where to reach the server that listens on this host as `environ` says; of several endpoints the first.
+
+    Raises:
+        ConfigurationError: it listens nowhere, or on a port that only it knows.
+        ServerUnreachable: `environ` says nothing, and this user has no server.
+    """
+    if "STATSD_BN_BIND" not in environ:
+        return _find_server(environ)
+    endpoint = next(iter(bound_to(environ)), "")
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc":
+        return endpoint
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigurationError(f"ENDPOINT: expected, since STATSD_BN_BIND names none with a port but {endpoint!r}")
+    return f"{scheme}://{ALL_ADDRESSES.get(host, host)}:{port}"
+
+
+def _find_server(environ: Mapping[str, str]) -> str:
+    expiry = time.monotonic() + FIND_SECONDS
+    while True:
+        try:
+            return find_server(environ)
+        except ServerUnreachable:
+            if time.monotonic() >= expiry:
+                raise
+        time.sleep(FIND_PAUSE_SECONDS)
+
+
+def describe(report: dict[str, Any]) -> str:
+    """Returns a report as text for people."""
+    head = (
+        f"server {report['server']}, up {report['seconds']:.0f} s, "
+        f"{report['received']} messages, {report['bad_frames']} bad frames"
+    )
+    lines = [head]
+    if counts := [f"{report[name]} {text}" for name, text in COUNTS.items() if report.get(name)]:
+        lines.append(f"  {', '.join(counts)}")
+    for group in report["groups"]:
+        lines += _describe_group(group)
+    if report.get("left_out"):
+        lines.append(f"and {report['left_out']} groups more than this report tells of")
+    elif not report["groups"]:
+        lines.append("no jobs")
+    return "\n".join(map(plain, lines))
+
+
+def _describe_group(group: dict[str, Any]) -> list[str]:
+    state = "open"
+    if group["lost"]:
+        state = f"broken: {group['lost']}"
+    elif group["missing"] and group.get("members_left_out"):
+        state = f"waiting for {group['missing']} members"
+    elif group["missing"]:
+        present = Members.of(slave["member"] for slave in group["members"])
+        state = f"waiting for {missing_members(group['group'], group['world_size'], present, group['missing'])}"
+    head = (
+        f"job {group['job']!r}, group {group['group']!r}, epoch {group['epoch']}: "
+        f"{len(group['members']) + group.get('members_left_out', 0)} of {group['world_size']} members, {state}; "
+        f"{group['rounds_done']} rounds done, {group['rounds_failed']} failed"
+    )
+    lines = [head]
+    lines += [
+        f"  member {slave['member']} ({slave['place']}), step {slave['step']}, {slave['replicas']} replicas"
+        for slave in group["members"]
+    ]
+    if left_out := group.get("members_left_out"):
+        lines.append(f"  and {left_out} members more than a report can hold")
+    lines += [
+        f"  waiting {round_['seconds']:.1f} s for members {_missing(round_)}: {round_['round']}"
+        for round_ in group["waiting"]
+    ]
+    if left_out := group.get("waiting_left_out"):
+        lines.append(f"  and {left_out} rounds more than a report can hold")
+    return lines
+
+
+def _missing(round_: dict[str, Any]) -> str:
+    left_out = round_.get("missing_left_out")
+    return f"{round_['missing']} and {left_out} more" if left_out else str(round_["missing"])

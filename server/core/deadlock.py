@@ -1,0 +1,213 @@
+"""Deadlock: members that wait for one another, each in a round that only another one could complete.
+
+All members run the same layers in the same order, or their rounds never complete: a layer skipped, two layers
+exchanged, one forward pass more on one member. Then nobody comes late, everybody waits, and no deadline need pass
+to know it. It is the network's twin of what `client.data_parallel.barrier` finds among the threads of a process, over
+all groups of a job at once: a member may wait in one group for a member that waits for it in another.
+
+A member is *blocked* where it waits in an open round, or for a group to open. It is *stuck* if nobody who could free
+it is running: beginning with whoever runs, everybody is freed who waits for one that is free; who remains is stuck.
+So one member that still runs keeps all from being stuck who wait for it, and for those who wait for it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from server.group.master import SyncMaster
+from statsd_bn import limits
+from statsd_bn.errors import RoundMismatch
+from statsd_bn.members import Members
+from statsd_bn.messages import WORLD
+from statsd_bn.round_key import RoundKey
+
+# How long nothing may have changed for the members that seem stuck. A member may have further threads, which the server
+# does not see before they contribute: models that overlap reach their rounds some milliseconds apart, and in any order.
+# With TICK_SECONDS of the service it makes less than a second.
+QUIET_SECONDS = 0.5
+
+# The same for a member that has had more rounds of a group under way at once than it has now: so it does have another
+# thread, which may be in the middle of a long step. It is when people begin to wonder, and far below any deadline.
+THREADED_QUIET_SECONDS = 10.0
+
+# Places listed in an error, the most crowded first: more would bury the odd one, and the text has its limit.
+MAX_TOLD_PLACES = 8
+
+# Numbers of members in the fields of an error.
+MAX_TOLD_MEMBERS = 64
+
+# Somebody who is not known here, and so not known to be blocked. Member numbers are not negative.
+ANYBODY = -1
+
+ADVICE = "Run the same layers in the same order on every member, equally often"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A place where members of one group wait.
+
+    Attributes:
+        master: of the group.
+        key: the round; None where they wait for the group to open.
+        since: who waits, and since when.
+        missing: whom they wait for.
+    """
+
+    master: SyncMaster
+    key: RoundKey | None
+    since: Mapping[int, float]
+    missing: Collection[int]
+
+
+def find(masters: Sequence[SyncMaster], now: float) -> list[Wait]:
+    """Returns the places where members of a job are stuck.
+
+    Args:
+        masters: all groups of the job.
+        now: the time, on the clock of the masters.
+    """
+    if not _may_be_stuck(masters):
+        return []
+    waits = list(_waits(masters))
+    running = _changed(masters, waits, now - QUIET_SECONDS)
+    running |= _changed(masters, waits, now - THREADED_QUIET_SECONDS) & _with_more_threads(waits)
+    members = stuck(((wait.since, wait.missing) for wait in waits), running)
+    return [wait for wait in waits if not members.isdisjoint(wait.since)]
+
+
+def _changed(masters: Iterable[SyncMaster], waits: Iterable[Wait], quiet: float) -> set[int]:
+    """Returns the members for which something has changed after the time `quiet`."""
+    # Whoever was answered runs, even if another thread of it waits elsewhere.
+    answered = (master for master in masters if master.open_rounds.answered > quiet)
+    changed = {member for master in answered for member in master.membership.slaves}
+    return changed | {member for wait in waits for member, since in wait.since.items() if since > quiet}
+
+
+def _with_more_threads(waits: Iterable[Wait]) -> set[int]:
+    """Returns the members that have had more rounds of a group under way at once than they have now."""
+    slaves = (wait.master.membership.slaves[member] for wait in waits if wait.key for member in wait.since)
+    now = Counter((slave.session, slave.member, slave.threads) for slave in slaves)
+    return {member for (_, member, threads), waiting in now.items() if threads > waiting}
+
+
+def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterable[int]) -> set[int]:
+    """Returns the members that can never go on, in time linear in what is given.
+
+    Args:
+        waits: for each place who waits there, and whom they wait for.
+        running: members that count as running although they wait somewhere.
+    """
+    waiting_for: dict[int, list[set[int]]] = defaultdict(list)
+    blocked: set[int] = set()
+    for members, missing in waits:
+        waiting = set(members)
+        blocked |= waiting
+        for member in missing:
+            waiting_for[member].append(waiting)
+    blocked.difference_update(running)
+    free = [member for member in waiting_for if member not in blocked]
+    while free:
+        for waiting in waiting_for[free.pop()]:
+            freed = blocked & waiting
+            blocked -= freed
+            free += freed
+            waiting.clear()  # whoever else this place waits for need not look again
+    return blocked
+
+
+def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
+    """Whether enough members wait for one place to have no runner left; all there is to do while training goes well."""
+    sizes = [(round_.nr_waiting, len(round_.futures)) for master in masters for round_ in master.open_rounds]
+    sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if _fills(master)]
+    return bool(sizes) and sum(waiting for waiting, _ in sizes) >= min(size for _, size in sizes)
+
+
+def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
+    for master in masters:
+        for round_ in master.open_rounds:
+            since = {member: future.since for member, future in round_.futures.items() if future.peer}
+            # Where nobody is missing the round waits for any newcomer, because its group has become too small.
+            yield Wait(master, round_.key, since, round_.missing or (ANYBODY,))
+        if _fills(master):
+            slaves = master.membership.slaves
+            yield Wait(master, None, {member: slaves[member].since for member in slaves}, _candidates(master, masters))
+
+
+def _fills(master: SyncMaster) -> bool:
+    """Whether members wait for the group to open; while they come back after a restart of the server they may run."""
+    return not master.membership.is_open and master.membership.recovery is None
+
+
+def _candidates(master: SyncMaster, masters: Iterable[SyncMaster]) -> Collection[int]:
+    """Returns who may yet join a group: any other member of the world, if that is known to suffice."""
+    for world in masters:
+        if world.membership.group == WORLD and world.membership.is_open:
+            others = world.membership.slaves.keys() - master.membership.slaves.keys()
+            return others if len(others) >= master.membership.missing else (ANYBODY,)
+    return (ANYBODY,)
+
+
+class Table:
+    """Who waits where, in words and for programs, in bounded size however many wait.
+
+    Args:
+        waits: the places.
+        now: the time, on the clock of the masters.
+    """
+
+    def __init__(self, waits: Sequence[Wait], now: float) -> None:
+        self._now = now
+        self._nr_places = len(waits)
+        self._told = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_TOLD_PLACES]
+        self._in_groups = len({wait.master.membership.group for wait in waits}) > 1
+        self._lines = [self._line(wait) for wait in self._told]
+        self._rows = [self._row(wait) for wait in self._told]
+
+    def error(self, wait: Wait) -> RoundMismatch:
+        """Returns what the members at one of the places are told."""
+        membership = wait.master.membership
+        name = {"job": membership.job, "group": membership.group}
+        head = str(wait.key or f"job {membership.job!r}, group {membership.group!r}")
+        head += ": the members wait for one another in different places, so nobody can go on: "
+        return RoundMismatch(
+            f"{head}{self._text(limits.MAX_TEXT_BYTES - len(head.encode()))}",
+            **(wait.key.fields if wait.key else name),
+            table=self._rows,
+            places=self._nr_places,
+        )
+
+    def _text(self, room: int) -> str:
+        """Returns as many lines as fit into `room` bytes, and how many are left out."""
+        for told in range(len(self._lines), -1, -1):
+            more = [f"and {self._nr_places - told} places more"] if told < self._nr_places else []
+            text = f"{'; '.join(self._lines[:told] + more)}. {ADVICE}"
+            if len(text.encode()) <= room:
+                break
+        return text
+
+    def _line(self, wait: Wait) -> str:
+        first, *others = sorted(wait.since)
+        who = f"members {Members.of(wait.since)}" if others else str(wait.master.membership.slaves[first])
+        return f"{who}: {self._where(wait)}, for {self._seconds(wait):.1f} s"
+
+    def _where(self, wait: Wait) -> str:
+        group, key = wait.master.membership.group, wait.key
+        if key is None:
+            return f"waiting for group {group!r} to open"
+        in_group = f", group {group!r}" if self._in_groups else ""
+        return f"layer {key.layer!r}, call {key.call}, {key.phase}, step {key.step}{in_group}"
+
+    def _row(self, wait: Wait) -> dict[str, Any]:
+        key = wait.key
+        place = {"step": key.step, "layer": key.layer, "call": key.call, "phase": key.phase} if key else {}
+        return {
+            "members": sorted(wait.since)[:MAX_TOLD_MEMBERS],
+            "nr_members": len(wait.since),
+            "seconds": self._seconds(wait),
+            "group": wait.master.membership.group,
+            **place,
+        }
+
+    def _seconds(self, wait: Wait) -> float:
+        return self._now - min(wait.since.values())

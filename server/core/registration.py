@@ -1,0 +1,164 @@
+"""Registration: from a Register message to a seat, in a group that is there or one that begins."""
+
+import logging
+
+from server.core.ended import Name
+from server.core.eviction import Eviction
+from server.core.registry import Registry, Seat, failed_member
+from server.group.admission import too_late
+from server.group.master import SyncMaster
+from server.group.rounds import Reply
+from server.group.seals import Seals
+from server.limits.access import ANYBODY, Tenant
+from server.limits.account import GROUP_BYTES, MEMBER_BYTES
+from server.limits.quota import Budget
+from statsd_bn.errors import ProtocolError, ReplicaLost, StaleEpoch, StatsdBNError
+from statsd_bn.messages import NO_SERVER, WORLD, Register
+from statsd_bn.tokens import digest
+
+logger = logging.getLogger("statsd_bn.server")
+
+
+class Registration:
+    """How sessions come to their seats.
+
+    Args:
+        server: the random id of this life of the server.
+        registry: where the seats are.
+        budget: how many groups and members there may be.
+        eviction: who gives way where there is no more room.
+        seals: how the server knows its own aggregates again.
+    """
+
+    def __init__(
+        self, server: bytes, registry: Registry, budget: Budget, eviction: Eviction, seals: Seals | None
+    ) -> None:
+        self._server = server
+        self._registry = registry
+        self._budget = budget
+        self._eviction = eviction
+        self._seals = seals
+
+    def register(self, now: float, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
+        """Gives a session its seat, if it may have one, and returns what its group is told.
+
+        Raises:
+            StatsdBNError: it may not, and why.
+        """
+        past = self._registry.past
+        name = (register.job, register.group)
+        self._budget.check_registration(register)
+        if fate := past.fate(register.session, register.epoch):
+            raise fate
+        self._check_session(register)
+        if self._is_late(register):
+            return []
+        self._check_end(register)
+        self._check_world(register)
+        owner = tenant.owner(register.job)
+        size = GROUP_BYTES + MEMBER_BYTES
+        has_key = tenant is not ANYBODY
+        made_room = self._eviction.for_bytes(owner, size, has_key=has_key) if self._budget.is_crowded else []
+        return made_room + self._take_in(now, name, register, peer, tenant)
+
+    def _take_in(self, now: float, name: Name, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
+        past = self._registry.past
+        master = self._registry.masters.get(name)
+        if master is None or self._is_replaced(master, register):
+            return self._begin(now, name, register, peer, tenant)
+        was_open = master.membership.is_open
+        try:
+            slave, told = master.register_slave(now, register, peer)
+        except ReplicaLost as loss:
+            past.end_session(register.session, register.epoch, loss)
+            raise
+        self._sit(now, Seat(master, slave, tenant.key), register, was_open=was_open)
+        return told
+
+    def _begin(self, now: float, name: Name, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
+        """Begins a life of a group; one that is refused its first member never was, and replaces none."""
+        masters = self._registry.masters
+        made_room = self._eviction.for_group(name, tenant) if name not in masters else []
+        master = SyncMaster(self._server, register, self._budget, self._seals, tenant.owner(register.job))
+        try:
+            slave, told = master.register_slave(now, register, peer)
+        except StatsdBNError:
+            master.retire()
+            raise
+        reason = f"a new run of the group was begun by member {register.member} ({register.place})"
+        replies = [reply for replaced in self._replaced(name) for reply in self._registry.close(replaced, reason)]
+        self._registry.begin(name, master, peer)
+        logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
+        self._sit(now, Seat(master, slave, tenant.key), register, was_open=False)
+        return made_room + replies + told
+
+    def _sit(self, now: float, seat: Seat, register: Register, *, was_open: bool) -> None:
+        name, master, slave = (register.job, register.group), seat.master, seat.slave
+        former = self._registry.seats.get(register.session)
+        if former is None or former.slave is not slave:
+            slave.since = now
+        self._registry.give_seat(register.session, seat)
+        if register.server not in {NO_SERVER, self._server}:
+            logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
+        if master.membership.is_open and not was_open:
+            logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
+
+    def _is_late(self, register: Register) -> bool:
+        """Whether it was sent before something that has come since; whoever still waits for an answer asks again."""
+        seat = self._registry.seats.get(register.session)
+        return seat is not None and register.epoch == seat.master.epoch and register.step < seat.slave.step
+
+    def _check_end(self, register: Register) -> None:
+        """A run that was over with this server may have left somebody behind who knows only an earlier life of it."""
+        past = self._registry.past
+        comes_from_before = register.server not in {NO_SERVER, self._server}
+        if comes_from_before and past.has_ended((register.job, register.group), register.epoch):
+            loss = too_late(register)
+            past.end_session(register.session, register.epoch, loss)
+            raise loss
+
+    def _check_session(self, register: Register) -> None:
+        """One session is one member of one group, or leaving could not end what registering began."""
+        seat = self._registry.seats.get(register.session)
+        if seat is None:
+            return
+        membership = seat.master.membership
+        now, before = (
+            (register.job, register.group, register.member),
+            (membership.job, membership.group, seat.slave.member),
+        )
+        if now != before:
+            name = digest(register.session).hex()
+            raise ProtocolError(f"the session with digest {name}: registered as {before}, cannot also be {now}")
+
+    def _check_world(self, register: Register) -> None:
+        """A group that is not open yet would wait in vain for a member that has failed."""
+        masters = self._registry.masters
+        world = masters.get((register.job, WORLD))
+        if register.group == WORLD or world is None or world.epoch != register.epoch:
+            return
+        group = masters.get((register.job, register.group))
+        stands = group is not None and group.membership.is_open and not group.membership.lost
+        if (lost := failed_member(world)) and not stands:
+            raise lost
+
+    def _replaced(self, name: Name) -> list[Name]:
+        """Returns the groups whose lives a new one ends: a new world is a new run, and ends all groups of the old."""
+        masters = self._registry.masters
+        if name not in masters:
+            return []
+        return [other for other in masters if other[0] == name[0]] if name[1] == WORLD else [name]
+
+    def _is_replaced(self, master: SyncMaster, register: Register) -> bool:
+        """A later epoch replaces a life; so does any newcomer once a life is broken."""
+        if register.epoch < master.epoch:
+            raise StaleEpoch(
+                f"job {register.job!r}, group {register.group!r}: expected epoch {master.epoch} or later, got "
+                f"{register.epoch} from member {register.member} ({register.place})",
+                job=register.job,
+                group=register.group,
+                expected=master.epoch,
+                got=register.epoch,
+            )
+        newcomer = register.session not in self._registry.seats
+        return register.epoch > master.epoch or (newcomer and master.membership.lost is not None)

@@ -1,0 +1,160 @@
+"""Report: what the server says of its groups, built within what a message holds, and kept for a moment if it was long.
+
+Of large groups members and rounds are left out, so that one of them hides no other.
+"""
+
+from collections.abc import Callable, Collection
+from itertools import islice
+from typing import Any
+
+from server.group.master import SyncMaster
+from server.group.rounds import Round
+from server.limits.access import Tenant
+from statsd_bn import limits
+from statsd_bn.messages import Status
+from statsd_bn.wire import encode
+
+# What entries take at most in msgpack, beside their texts: the server's own counts, a group, a member, a round, and a
+# number in a list.
+HEAD_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES, NUMBER_BYTES = 1024, 320, 96, 96, 3
+
+# Rounds told of a group, the oldest, and of each the first so many that it waits for.
+TOLD_ROUNDS, TOLD_MISSING = 16, 64
+
+# A report is kept for some twenty times as long as it took to build, so that whoever asks often takes little time:
+# a member or a contribution that was looked at takes about a microsecond.
+KEPT_SECONDS_EACH, KEPT_SECONDS = 20e-6, 1.0
+
+# Reports that are kept, each for another tenant and a megabyte at most.
+KEPT_REPORTS = 16
+
+# Bytes of reports that one tenant is sent at once, and then each second: everybody's answers wait while ZeroMQ encrypts
+# them, some 3 ms for a megabyte. Whoever asks for more is told the counts alone. A report of eight groups of 16 takes
+# 8 kB, so 500 of them fit into a second.
+SENT_AT_ONCE, SENT_EACH_SECOND = 2**23, 2**22
+
+
+def groups(masters: Collection[SyncMaster], now: float) -> dict[str, Any]:
+    """Returns the entries of a report that tell of groups: these, and how many are left out."""
+    room = limits.MAX_HEADER_BYTES - HEAD_BYTES
+    told: list[tuple[SyncMaster, dict[str, Any]]] = []
+    for master in masters:
+        head = _head(master)
+        room -= GROUP_BYTES + sum(_size(head[name]) for name in ("job", "group", "lost"))
+        if room < 0:
+            break
+        told.append((master, head))
+    # Small groups first, so that what they do not need is left for the large ones.
+    for number, (master, head) in enumerate(sorted(told, key=lambda entry: _entries(entry[0]))):
+        room -= _fill(head, master, now, room // (len(told) - number))
+    report: dict[str, Any] = {"groups": [head for _, head in told]}
+    if left_out := len(masters) - len(told):
+        report["left_out"] = left_out
+    return report
+
+
+def group(master: SyncMaster, now: float) -> dict[str, Any]:
+    """Returns what a report says of a group that is alone."""
+    head = _head(master)
+    _fill(head, master, now, limits.MAX_HEADER_BYTES)
+    return head
+
+
+def _head(master: SyncMaster) -> dict[str, Any]:
+    membership = master.membership
+    return {
+        "job": membership.job,
+        "group": membership.group,
+        "epoch": master.epoch,
+        "world_size": membership.world_size,
+        "min_members": membership.min_members,
+        "members": [],
+        "missing": membership.missing,
+        "lost": str(membership.lost or "")[: limits.MAX_NAME_BYTES],
+        "rounds_done": master.open_rounds.done,
+        "rounds_failed": master.open_rounds.failed,
+        "kept_bytes": master.kept,
+        "waiting": [],
+    }
+
+
+def _entries(master: SyncMaster) -> int:
+    return master.nr_slaves + min(len(master.open_rounds), TOLD_ROUNDS)
+
+
+def _fill(head: dict[str, Any], master: SyncMaster, now: float, room: int) -> int:
+    """Adds rounds and members to what is said of a group, as many as fit; returns how many bytes they take."""
+    used = 0
+    for round_ in islice(master.open_rounds, TOLD_ROUNDS):
+        told = _round(round_, now)
+        size = ROUND_BYTES + _size(told["round"]) + NUMBER_BYTES * len(told["missing"])
+        if used + size > room // 2:
+            break
+        used += size
+        head["waiting"].append(told)
+    if left_out := len(master.open_rounds) - len(head["waiting"]):
+        head["waiting_left_out"] = left_out
+    slaves = master.membership.slaves
+    for member in sorted(slaves):
+        used += MEMBER_BYTES + _size(slaves[member].place)
+        if used > room:
+            used -= MEMBER_BYTES + _size(slaves[member].place)
+            break
+        head["members"].append(slaves[member].report())
+    if left_out := len(slaves) - len(head["members"]):
+        head["members_left_out"] = left_out
+    return used
+
+
+def _round(round_: Round, now: float) -> dict[str, Any]:
+    nr_missing = len(round_.futures) - round_.nr_waiting
+    missing = (member for member, future in round_.futures.items() if not future.done)
+    told = {"round": str(round_.key), "seconds": now - round_.opened, "missing": list(islice(missing, TOLD_MISSING))}
+    return told if nr_missing <= TOLD_MISSING else {**told, "missing_left_out": nr_missing - TOLD_MISSING}
+
+
+def _size(text: str) -> int:
+    return len(text.encode(errors="replace"))
+
+
+class Reports:
+    """The frames that carry reports, kept for a moment if they were long; their groups are left out for who asks often.
+
+    Args:
+        counts: returns what a report says beside its groups, at a time.
+    """
+
+    def __init__(self, counts: Callable[[float], dict[str, Any]]) -> None:
+        self._counts = counts
+        self._kept: dict[str, tuple[float, bytes]] = {}
+        # For each owner what it has been sent, less what it may be sent since; and when that was.
+        self._sent: dict[str, tuple[float, float]] = {}
+
+    def frame(self, now: float, tenant: Tenant, masters: Collection[SyncMaster]) -> bytes:
+        """Returns the report for a tenant.
+
+        Args:
+            now: the time.
+            tenant: who asks.
+            masters: of the groups that it is about.
+        """
+        owner = tenant.owner("")
+        sent, since = self._sent.get(owner, (0.0, now))
+        sent = max(0.0, sent - SENT_EACH_SECOND * (now - since))
+        if sent > SENT_AT_ONCE:
+            return encode(Status({**self._counts(now), "groups": [], "left_out": len(masters)}))
+        frame = self._whole(now, tenant, masters)
+        self._sent[owner] = (sent + len(frame), now)
+        return frame
+
+    def _whole(self, now: float, tenant: Tenant, masters: Collection[SyncMaster]) -> bytes:
+        until, frame = self._kept.get(tenant.key, (now, b""))
+        if now < until:
+            return frame
+        frame = encode(Status({**self._counts(now), **groups(masters, now)}))
+        looked_at = sum(master.nr_slaves * (1 + min(len(master.open_rounds), TOLD_ROUNDS)) for master in masters)
+        self._kept.pop(tenant.key, None)
+        self._kept[tenant.key] = now + min(KEPT_SECONDS, looked_at * KEPT_SECONDS_EACH), frame
+        if len(self._kept) > KEPT_REPORTS:
+            del self._kept[next(iter(self._kept))]
+        return frame

@@ -1,0 +1,167 @@
+"""Claims: what members that come back to a restarted server say that its earlier life had given them.
+
+A member may wait still for the answer to a round that another one was given, and all must get the same bytes. So a
+claim ends its round, but only where it must be believed:
+
+- Where the server can tell its own aggregates by their seals, only these count. One is enough: whatever member brings
+  it, the server has made it. A round for which it has all the rows again is summed all the same.
+- Where it cannot, because its key is new, a claim counts as much as its author's rows would. All rows that it covers
+  are there: they are summed, and a claim that says anything else is dropped. Some are missing: all members that the
+  round still waits for must have claimed the same. If they contradict one another, or leave out a member that has
+  contributed, nobody can say who is right, and the group breaks.
+"""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from server.group.results import Room
+from server.group.rounds import Round
+from server.group.slave import Slave
+from server.limits.account import CONTRIBUTION_BYTES
+from statsd_bn import limits
+from statsd_bn.errors import ContributionConflict
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate
+from statsd_bn.round_key import RoundKey
+
+logger = logging.getLogger("statsd_bn.server")
+
+
+@dataclass(slots=True)
+class Claim:
+    """An aggregate, who was the first to say that it was given it, and the numbers of all who do."""
+
+    aggregate: Aggregate
+    first: Slave
+    authors: set[int] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        """How many bytes it takes while it is kept."""
+        return self.aggregate.values.nbytes + CONTRIBUTION_BYTES
+
+
+class Claims:
+    """The claims of a group's members, by round.
+
+    Args:
+        room: what they take is taken from.
+        are_genuine: whether only aggregates come here that bear the server's own seal.
+
+    Attributes:
+        count: whether they may end rounds by now.
+        of: the claims, by round.
+    """
+
+    def __init__(self, room: Room, *, are_genuine: bool) -> None:
+        self.count = False
+        self._room = room
+        self._are_genuine = are_genuine
+        self.of: dict[RoundKey, list[Claim]] = {}
+        self._rounds_left = limits.KEPT_ROUNDS
+
+    def add(self, slave: Slave, aggregate: Aggregate) -> None:
+        """Takes note of what a slave says that it was given.
+
+        Raises:
+            LimitExceeded: the job would keep too many bytes.
+        """
+        claims = self.of.get(aggregate.key, [])
+        claim = next((one for one in claims if is_same(one.aggregate, aggregate)), None)
+        if claim is None:
+            claim = Claim(aggregate, slave)
+            self._room.take(claim.size)
+            self.of.setdefault(aggregate.key, []).append(claim)
+        claim.authors.add(slave.member)
+
+    def are_due(self, round_: Round) -> bool:
+        """Returns whether a round waits for nobody who has not claimed to have its answer."""
+        claims = self.of.get(round_.key) if self.count else None
+        if not claims:
+            return False
+        return self._are_genuine or set().union(*(claim.authors for claim in claims)).issuperset(round_.missing)
+
+    def take(self, round_: Round) -> Aggregate | None:
+        """Returns what a round ends with that lacks nothing any more, and forgets its claims; None: with its rows' sum.
+
+        Raises:
+            ContributionConflict: the claims contradict one another, or leave out a member that has contributed.
+        """
+        claims = self.of.get(round_.key)
+        if not claims or self._are_there(round_, claims):
+            return None
+        self._forget(round_.key)
+        if len(claims) > 1:
+            raise conflict(claims[1])
+        if not self._are_genuine and (left_out := set(round_.waiting).difference(claims[0].aggregate.members)):
+            raise contradiction(claims[0], left_out)
+        return claims[0].aggregate
+
+    def check(self, total: Aggregate) -> None:
+        """Drops the claims of a round that was summed, with a word about those that say anything else."""
+        for claim in self._forget(total.key):
+            if not is_same(claim.aggregate, total):
+                logger.warning(
+                    "%s: members %s came back with another aggregate than the sum of all rows; it is ignored",
+                    total.key,
+                    sorted(claim.authors),
+                )
+
+    def contradictions(self, open_rounds: Collection[Round]) -> list[ContributionConflict]:
+        """Returns what is wrong where members claim different things, and the rows cannot tell."""
+        waiting = {round_.key: set(round_.waiting) for round_ in open_rounds}
+        return [
+            conflict(claims[1])
+            for key, claims in self.of.items()
+            if len(claims) > 1 and not all(claim.authors <= waiting.get(key, set()) for claim in claims)
+        ]
+
+    def round_ended(self) -> list[RoundKey]:
+        """Returns the rounds whose claims are forgotten now: so many have ended since that nobody can wait for them."""
+        self._rounds_left -= 1
+        if self._rounds_left > 0:
+            return []
+        forgotten = list(self.of)
+        for key in forgotten:
+            self._forget(key)
+        return forgotten
+
+    def _are_there(self, round_: Round, claims: list[Claim]) -> bool:
+        """Whether the rows have come of all whom the claims cover."""
+        if not round_.is_complete:
+            return False
+        there = set(round_.futures)
+        if self._are_genuine:
+            # A member that the server had gone on without may have contributed; the others' answer stays what it was.
+            return all(there == set(claim.aggregate.members) for claim in claims)
+        return all(there.issuperset(claim.aggregate.members) for claim in claims)
+
+    def _forget(self, key: RoundKey) -> list[Claim]:
+        claims = self.of.pop(key, [])
+        self._room.keep(-sum(claim.size for claim in claims))
+        return claims
+
+
+def is_same(one: Aggregate, other: Aggregate) -> bool:
+    """Whether two aggregates are the same to the last bit; their seals may be of different keys."""
+    return (
+        (one.key, one.replicas, one.count, one.members) == (other.key, other.replicas, other.count, other.members)
+        and one.values.shape == other.values.shape
+        and one.values.tobytes() == other.values.tobytes()
+    )
+
+
+def conflict(claim: Claim) -> ContributionConflict:
+    """Returns the error of members that were given different answers to one round."""
+    return _error(claim, "was given another aggregate than others were, before the server was restarted")
+
+
+def contradiction(claim: Claim, left_out: Collection[int]) -> ContributionConflict:
+    """Returns the error of a claim that leaves out members that have contributed."""
+    return _error(claim, f"was given an aggregate without members {Members.of(left_out)}, and not all others were")
+
+
+def _error(claim: Claim, text: str) -> ContributionConflict:
+    key = claim.aggregate.key
+    return ContributionConflict(f"{key}: {claim.first} {text}", **key.fields, member=claim.first.member)

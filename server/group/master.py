@@ -1,0 +1,298 @@
+"""SyncMaster: collects the slaves' contributions of one group and reduces them.
+
+It is pure: messages, peers and times go in, replies come out. It opens no socket, starts no thread and reads no
+clock, so a test can put it through years of faults in seconds.
+"""
+
+import logging
+from collections.abc import Callable
+
+from server.group.claims import Claims
+from server.group.membership import Membership
+from server.group.open_rounds import OpenRounds, pending
+from server.group.parked_contributions import Deferral
+from server.group.results import Archive, Room
+from server.group.rounds import Reply, Round, failure
+from server.group.seals import Seals
+from server.group.slave import Slave
+from server.limits.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
+from server.limits.quota import Budget
+from statsd_bn.errors import (
+    ContributionConflict,
+    LimitExceeded,
+    MasterStopped,
+    ReplicaLost,
+    StatsdBNError,
+    UnknownSession,
+)
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Contribution, Register, Registered, Stand
+from statsd_bn.reduction import join_in_order, sum_in_order
+from statsd_bn.round_key import GATHER, RoundKey
+from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
+from statsd_bn.wire import encode
+
+logger = logging.getLogger("statsd_bn.server")
+
+
+class SyncMaster:
+    """One life (epoch) of one group: its slaves, its open rounds, its latest results.
+
+    Args:
+        server: the id of this master's life.
+        register: the registration that begins the group; it sets job, group, epoch and policy.
+        budget: what the server agrees to keep.
+        seals: how it knows its own aggregates again; default: it does not.
+        owner: in whose account that is; default: the job's own.
+
+    Raises:
+        LimitExceeded: there is no room for another group.
+
+    Attributes:
+        epoch: which life it is.
+        membership: who belongs to the group.
+        open_rounds: the rounds that have not ended.
+        owner: as given.
+        is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.
+    """
+
+    def __init__(
+        self,
+        server: bytes,
+        register: Register,
+        budget: Budget | None = None,
+        seals: Seals | None = None,
+        owner: str = "",
+    ) -> None:
+        self.epoch = register.epoch
+        self.is_mourned = False
+        self._server = server
+        self._budget = budget or Budget()
+        self._seals = seals or Seals(server)
+        are_genuine = self._seals.outlives
+        self.membership = Membership(register, self._budget.quota.silence_seconds, are_genuine=are_genuine)
+        self.owner = owner or f"job {register.job!r}"
+        self._room = Room(self._budget, self.owner)
+        self._room.take(GROUP_BYTES)
+        self._weighed = self._told_bytes = 0
+        self._archive = Archive(self._room)
+        self._claims = Claims(self._room, are_genuine=are_genuine)
+        self.open_rounds = OpenRounds(
+            self.epoch, self.membership, self._budget, self._archive, self._claims, self.run_master, self._seals
+        )
+        self._is_broken = False
+        self._is_departure_told = False
+        self._deferral = Deferral(self._room)
+
+    @property
+    def nr_slaves(self) -> int:
+        """How many slaves are registered."""
+        return len(self.membership.slaves)
+
+    def register_slave(self, now: float, register: Register, peer: bytes) -> tuple[Slave, list[Reply]]:
+        """Takes a slave in and tells it whom the group still waits for; tells everybody when nobody is missing.
+
+        Raises:
+            RegistrationRefused: with the reason.
+            ReplicaLost: the group is broken, or the slave was taken for lost.
+            LimitExceeded: there is no room for another member.
+        """
+        # One that is there already may ask again, however full the account is.
+        if more := self._more_for(register):
+            self._room.check(more)
+        slave = self.membership.admit(now, register, peer)
+        self._weigh()
+        replies = self.open_rounds.withdraw(slave) if slave.stand is not Stand.TAKES_PART else []
+        replies += self._settle(now) or [(peer, self._registered(slave))]
+        return slave, replies + self.open_rounds.complete()
+
+    def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
+        """Takes a slave's rows for one round.
+
+        Returns:
+            Nothing while others are missing; the aggregate for everyone once it is complete; the kept answer if
+            the round is over; an error for whom it concerns. Of two different contributions of one slave
+            the first counts, and whoever still waits for an answer is told.
+        """
+        if kept := self._archive.get(contribution.key):
+            return self._answer_again(kept, slave, contribution.rows, peer)
+        if self.membership.recovery and not self.membership.lost:
+            return self._defer(slave, contribution, peer)
+        replies = self.open_rounds.contribute(now, slave, contribution, peer)
+        return replies + self._break_if_lost() if self.membership.lost else replies
+
+    def recall(self, now: float, slave: Slave, aggregate: Aggregate, peer: bytes) -> list[Reply]:
+        """Takes the aggregate that an earlier life of the server gave a slave for one round, as it says.
+
+        See `server.group.claims` for what that is worth. The slave has told it, so that nobody waits for it any more.
+        """
+        key = aggregate.key
+        try:
+            self.open_rounds.check_key(slave, key)
+        except StatsdBNError as error:
+            return [(peer, failure(error, key))]
+        membership = self.membership
+        if not (membership.recovery and (slave.owes or key in slave.recalled)):
+            return []  # nobody waits for it, or it is more than the slave has announced
+        told_bytes = 0 if key in slave.recalled else RUN_BYTES * len(aggregate.members.runs)
+        self._room.check(told_bytes)
+        self._told_bytes += told_bytes
+        self._weigh()
+        slave.recalled.add(key)
+        if self._seals.outlives and not self._seals.is_genuine(aggregate):
+            self._budget.tally.forged_results += 1
+            logger.warning("%s: %s told of an aggregate that this server has not made; it is ignored", key, slave)
+        else:
+            membership.recall(slave, key, aggregate.members)
+            self._claims.add(slave, aggregate)
+        # With a thousand members there are thousands of results, and only the last of each can make a difference.
+        return [] if slave.owes else self._settle(now)
+
+    @staticmethod
+    def run_master(round_: Round) -> Aggregate:
+        """Reduces one complete round: adds all rows in replica order, or joins them in that order if it is a gather.
+
+        Raises:
+            LookupError: a contribution is missing.
+        """
+        contributions = [future.get() for future in round_.futures.values()]
+        rows = [row for contribution in contributions for row in contribution.values]
+        combine = join_in_order if round_.key.phase == GATHER else sum_in_order
+        total = combine(rows) if len(rows) > 1 else rows[0]
+        return Aggregate(round_.key, len(rows), round_.count, Members.of(round_.futures), total)
+
+    def remove_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
+        """Takes a slave out that says goodbye.
+
+        Returns:
+            What it is told if it comes back, and what the others are told: the rounds of a strict group fail, with the
+            cause, and those of an elastic one go on.
+        """
+        return self._without(now, slave, self.membership.remove(slave, cause))
+
+    def banish_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
+        """Takes a slave out that is lost without a goodbye; else as `remove_slave`."""
+        return self._without(now, slave, self.membership.banish(slave, cause))
+
+    def expire(self, now: float) -> list[Reply]:
+        """Ends what is over its time: the wait for members after a restart of the server, and rounds."""
+        self.membership.give_up_waiting(now)
+        self._weigh()
+        return self._break_if_lost() + self._settle(now) + self.open_rounds.expire(now)
+
+    def stop(self) -> list[Reply]:
+        """Ends all open rounds, and the wait of a group that is not open, because the master stops."""
+        replies = self.break_all(lambda key: MasterStopped(f"the master stopped during {key}"))
+        if self.membership.is_open:
+            return replies
+        stopped = failure(MasterStopped(f"the master stopped before {self.membership.name} was open"))
+        return replies + [(slave.peer, stopped) for slave in self.membership.slaves.values()]
+
+    def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
+        """Ends all open rounds and all deferred contributions, each for its own reason."""
+        replies = self.open_rounds.break_all(reason)
+        keys = ((peer, contribution.key) for _, contribution, peer in self._deferral.take())
+        return replies + [(peer, failure(reason(key), key)) for peer, key in keys]
+
+    def retire(self) -> None:
+        """Gives back all room that it has; to be called when the group has ended."""
+        self._room.empty()
+
+    def _more_for(self, register: Register) -> int:
+        """Returns how many bytes a registration adds at most."""
+        member = 0 if register.member in self.membership.slaves else MEMBER_BYTES
+        return member + (NAMED_BYTES * len(register.known) if register.has_past and not self.membership.is_open else 0)
+
+    def _weigh(self) -> None:
+        """Takes note of what the members take, and what they have told of the past until all are back."""
+        size = MEMBER_BYTES * self.nr_slaves
+        if (recovery := self.membership.recovery) is not None:
+            size += NAMED_BYTES * recovery.nr_named + self._told_bytes
+        self._room.keep(size - self._weighed)
+        self._weighed = size
+
+    @property
+    def kept(self) -> int:
+        """How many bytes the group keeps."""
+        return self._room.held
+
+    def _settle(self, now: float) -> list[Reply]:
+        """Lets the members go on if nobody is missing any more, and tells them."""
+        if not self.membership.settle(now):
+            return []
+        self.open_rounds.answered = now
+        replies = [(slave.peer, self._registered(slave)) for slave in self.membership.slaves.values()]
+        # All rows that have come go before any claim: where they suffice, nobody has to be believed.
+        for slave, contribution, peer in self._deferral.take():
+            replies += self.contribute(now, slave, contribution, peer)
+        return replies + (self._weigh_claims() if self._claims.of else [])
+
+    def _weigh_claims(self) -> list[Reply]:
+        """Ends the rounds whose answers members have brought along; breaks the group where these differ."""
+        self._claims.count = True
+        replies = self.open_rounds.complete()
+        for contradiction in self._claims.contradictions(list(self.open_rounds)):
+            self.membership.lost = self.membership.lost or contradiction
+        return replies + self._break_if_lost()
+
+    def _without(self, now: float, slave: Slave, loss: ReplicaLost | None) -> tuple[ReplicaLost | None, list[Reply]]:
+        self._deferral.forget(slave)
+        self._weigh()
+        if self.membership.lost:
+            return loss, self._break_if_lost()
+        return loss, self._tell_departure() + self.open_rounds.withdraw(slave) + self._settle(now)
+
+    def _tell_departure(self) -> list[Reply]:
+        """Those who are back for another pass wait in vain for one that has left; whoever comes later is refused."""
+        departed = self.membership.departed
+        if departed is None or self._is_departure_told:
+            return []
+        self._is_departure_told = True
+        slaves = self.membership.slaves.values()
+        return [(slave.peer, failure(departed)) for slave in slaves if slave.stand is Stand.BACK]
+
+    def _break_if_lost(self) -> list[Reply]:
+        lost = self.membership.lost
+        if lost is None or self._is_broken:
+            return []
+        self._is_broken = True
+        with_a_round = self._deferral.members
+        waiting = [
+            slave
+            for slave in self.membership.slaves.values()
+            if slave.stand is Stand.BACK or not (self.membership.is_open or slave.member in with_a_round)
+        ]
+        return self.break_all(lambda _: lost) + [(slave.peer, failure(lost)) for slave in waiting]
+
+    def _registered(self, slave: Slave) -> bytes:
+        missing, present = self.membership.missing_for(slave)
+        return encode(Registered(digest(slave.session), self._server, self.epoch, slave.first_step, missing, present))
+
+    def _defer(self, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
+        """Keeps a contribution until the members are back after a restart of the server."""
+        key = contribution.key
+        if slave.owes:
+            return [(peer, failure(unknown(slave.session), key))]
+        if self._deferral.would_exceed(self._budget.quota.max_open_rounds, slave, key):
+            return [(peer, failure(self.open_rounds.too_many(key), key))]
+        try:
+            self._deferral.add(slave, contribution, peer)
+        except (LimitExceeded, ContributionConflict) as error:
+            return [(peer, failure(error, key))]
+        absent = self.membership.absent
+        whom = f"members {absent}" if absent else "all members"
+        text = f"waiting for {whom} to come back to a restarted server"
+        return [(peer, pending(key, 0, text))] if contribution.attempt else []
+
+    def _answer_again(self, round_: Round, slave: Slave, rows: Rows, peer: bytes) -> list[Reply]:
+        future = round_.futures.get(slave.member)
+        if future and future.done and not future.put(rows, peer):
+            return [(peer, failure(round_.conflict(slave.member), round_.key))]
+        return [(peer, round_.answer)]
+
+
+def unknown(session: bytes) -> UnknownSession:
+    """Returns the error that asks a member to say who it is, and what it was given."""
+    name = digest(session).hex()
+    return UnknownSession(f"the session with digest {name} is not registered here", digest=name)

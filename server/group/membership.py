@@ -1,0 +1,282 @@
+"""Who belongs to a group, since which step, until when.
+
+A group opens when `world_size` members have registered. A strict group is broken as soon as one leaves it after that:
+it answers everything with the reason, and the first member of a new run replaces it. In an elastic group the others go
+on, and newcomers take part from a step on that nobody has begun.
+
+A member may be away for a while, because its data has ended, and takes part again when all others are back as well.
+"""
+
+from server.group import admission
+from server.group.recovery import Recovery
+from server.group.slave import Slave
+from statsd_bn import limits
+from statsd_bn.errors import ReplicaLost, StatsdBNError
+from statsd_bn.members import Members
+from statsd_bn.messages import Register, Stand
+from statsd_bn.round_key import RoundKey
+
+
+class Membership:
+    """The slaves of one life of a group.
+
+    Args:
+        register: the registration that begins it.
+        silence: how long members may take to come back after a restart of the server, in seconds.
+        are_genuine: whether the results that it is told of are known to be the server's own.
+
+    Attributes:
+        slaves: by member number.
+        latest_step: the highest step that any member has begun.
+        is_open: whether rounds can take place.
+        recovery: who is still to come back after a restart of the server; None if that is over, or never was.
+        lost: why the group is broken; None while it is not.
+        departed: what those are told who come back for another pass that can never have all its members.
+    """
+
+    def __init__(
+        self, register: Register, silence: float = limits.SILENCE_SECONDS, *, are_genuine: bool = True
+    ) -> None:
+        self._silence = silence
+        self._are_genuine = are_genuine
+        self.job = register.job
+        self.group = register.group
+        self.world_size = register.world_size
+        self.min_members = register.min_members
+        self.slaves: dict[int, Slave] = {}
+        self.latest_step = 0
+        self.is_open = False
+        self.recovery: Recovery | None = None
+        self.lost: StatsdBNError | None = None
+        self.departed: ReplicaLost | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the group goes on when a member is lost."""
+        return self.min_members > 0
+
+    @property
+    def suffices(self) -> bool:
+        """Whether enough members are there for a round to be completed."""
+        return len(self.slaves) >= self.min_members
+
+    @property
+    def present(self) -> Members:
+        """The members that are registered."""
+        return Members.of(self.slaves)
+
+    @property
+    def missing(self) -> int:
+        """How many members the group still waits for before it opens."""
+        if self.is_open:
+            return 0
+        # Nobody may begin before a recovery is over, though all who are known to be missing may be there before.
+        return max(1, len(self.absent)) if self.recovery else self.world_size - len(self.slaves)
+
+    @property
+    def absent(self) -> list[int]:
+        """The members that have not come back after a restart of the server, with all that they know."""
+        return self.recovery.missing(self._returned) if self.recovery else []
+
+    @property
+    def _returned(self) -> list[int]:
+        return [slave.member for slave in self.slaves.values() if not slave.owes]
+
+    def missing_for(self, slave: Slave) -> tuple[int, Members]:
+        """Returns how many members must come before a slave can go on, and who is there."""
+        if not self.is_open or slave.stand is not Stand.BACK:
+            return self.missing, self.present
+        back = Members.of(other.member for other in self.slaves.values() if other.stand is Stand.BACK)
+        # One that is back waits until it is called back, though all may be back the moment before.
+        return max(1, self._size - len(back)), back
+
+    def participants(self, step: int) -> list[int]:
+        """Returns the members that take part in the rounds of a step that begin now."""
+        return [
+            slave.member
+            for slave in self.slaves.values()
+            if slave.stand is Stand.TAKES_PART and slave.first_step <= step
+        ]
+
+    def reach(self, step: int) -> None:
+        """Takes note that a member has begun a step."""
+        self.latest_step = max(self.latest_step, step)
+
+    def recall(self, slave: Slave, key: RoundKey, covered: Members) -> None:
+        """Takes note of whom a result covers that an earlier life of the server gave a slave."""
+        self.reach(key.step)
+        if self.recovery:
+            self.recovery.tell(slave.member, key, covered)
+
+    def admit(self, now: float, register: Register, peer: bytes) -> Slave:
+        """Takes a member in, or finds it again.
+
+        Raises:
+            ReplicaLost: the group is broken, or the member was taken for lost.
+            WorldSizeMismatch: the member expects another number of members, or is one too many.
+            RegistrationRefused: the member's policy is another; some members are far into a run that others have not
+                begun.
+            DuplicateMember: another process is this member already.
+        """
+        slave = admission.check(self, register)
+        # Not before: one that is refused begins nothing.
+        if register.has_past and not self.is_open:
+            self.recovery = self.recovery or Recovery(now, self._silence, are_genuine=self._are_genuine)
+        slave = slave or self._take_in(register, peer)
+        slave.peer = peer
+        self._change_stand(slave, register)
+        if self.recovery:
+            self.recovery.name(register.known)
+            self.recovery.name(Members.of([register.member]))
+        return slave
+
+    def settle(self, now: float) -> bool:
+        """Opens the group, or lets its members begin another pass, if nobody is missing; returns whether it did."""
+        if self.lost:
+            return False
+        return self._call_back() if self.is_open else self._open(now)
+
+    def incomplete(self, now: float) -> list[Slave]:
+        """Returns who has come back without all it has announced, when the time for that is over."""
+        if self.recovery is None or not self.recovery.is_late(now):
+            return []
+        return [slave for slave in self.slaves.values() if slave.owes]
+
+    @property
+    def overtaken(self) -> list[Slave]:
+        """Who has come back to an elastic group that had lost it: the others were given a result without it."""
+        if self.recovery is None or not self.is_elastic:
+            return []
+        back = [slave for slave in self.slaves.values() if slave.has_past and slave.stand is Stand.TAKES_PART]
+        return [slave for slave in back if self.recovery.is_left_out(slave, back)]
+
+    def give_up_waiting(self, now: float) -> bool:
+        """Takes members for lost that have not come back after a restart of the server; returns whether there are."""
+        # A group that is broken keeps the reason that came first.
+        late = self.recovery.late(now, self._returned) if self.recovery and not self.lost else []
+        if not late:
+            return False
+        if not self.is_elastic:
+            cause = "did not come back after the server was restarted"
+            self.lost = self._loss(late[0], self.latest_step, f"members {late} {cause}", cause)
+            self.recovery = None
+        return True
+
+    def remove(self, slave: Slave, cause: str) -> ReplicaLost | None:
+        """Takes a member out that said goodbye; returns what it is told if it comes back."""
+        orderly = "left while others went on; for data of different lengths see client.join"
+        return self._take_out(slave, f"failed with {cause}" if cause else orderly, cause)
+
+    def banish(self, slave: Slave, cause: str) -> ReplicaLost | None:
+        """Takes a member out that is lost without a goodbye; returns what it is told if it comes back."""
+        return self._take_out(slave, f"was lost: {cause}", cause)
+
+    def _take_in(self, register: Register, peer: bytes) -> Slave:
+        self.reach(register.step)
+        joins = self.is_open
+        slave = Slave(
+            register.session,
+            register.member,
+            register.deadline,
+            register.place,
+            peer,
+            register.step,
+            # Whoever is away begins when it is called back, and would take a later step for that.
+            self._next_step if joins and register.stand == Stand.TAKES_PART else register.first_step,
+            Stand(register.stand),
+            register.has_past,
+            register.results if self.recovery else 0,
+        )
+        self.slaves[register.member] = slave
+        return slave
+
+    def _change_stand(self, slave: Slave, register: Register) -> None:
+        # One that was sent before the latest pass began says nothing any more.
+        if register.stand == Stand.TAKES_PART or register.step < slave.first_step:
+            return
+        if register.stand == Stand.BACK and self.departed:
+            raise self.departed
+        self.reach(register.step)
+        slave.stand = Stand(register.stand)
+
+    def _open(self, now: float) -> bool:
+        if self.recovery:
+            self.is_open = not self.overtaken and self.recovery.is_over(now, self._returned, is_elastic=self.is_elastic)
+        else:
+            self.is_open = len(self.slaves) == self.world_size
+        if self.is_open and self.recovery:
+            self._let_in_after_recovery()
+            self.recovery = None
+        return self.is_open
+
+    def _let_in_after_recovery(self) -> None:
+        """Whoever is new begins after the others; whoever was about to be called back begins with those who were."""
+        begun = self._latest_call
+        for slave in self.slaves.values():
+            if self.is_elastic and not slave.has_past and self._has_begun:
+                slave.first_step = self._next_step
+            elif slave.stand is Stand.BACK and slave.first_step < begun:
+                slave.first_step, slave.stand = begun, Stand.TAKES_PART
+
+    @property
+    def _latest_call(self) -> int:
+        """The step at which the latest pass that is known of began."""
+        if not self.is_elastic:
+            return max((slave.first_step for slave in self.slaves.values()), default=0)
+        # Those who wait may be newcomers, and so may those who take part: whoever was called begins before these.
+        takes_part = (slave.first_step for slave in self.slaves.values() if slave.stand is Stand.TAKES_PART)
+        return min(takes_part, default=0)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a round has ended; before that whoever is new was there from the beginning, and was never told."""
+        return self.latest_step > 0 or (self.recovery is not None and self.recovery.has_results)
+
+    def _call_back(self) -> bool:
+        slaves = self.slaves.values()
+        # Whoever takes part is mostly the first to be asked: this is looked at for each message that changes anything.
+        if not slaves or len(slaves) < self._size or not all(slave.stand is Stand.BACK for slave in slaves):
+            return False
+        for slave in slaves:
+            slave.first_step, slave.stand = self._next_step, Stand.TAKES_PART
+        return True
+
+    def _take_out(self, slave: Slave, reason: str, cause: str) -> ReplicaLost | None:
+        del self.slaves[slave.member]
+        if not (self.is_open or self.recovery):
+            return None
+        loss = self._loss(slave.member, slave.step, f"{slave} {reason}", cause)
+        if self.is_elastic:
+            if self.recovery:
+                self.recovery.forget(slave.member)
+        elif slave.stand is Stand.AWAY and not cause:
+            self.departed = self.departed or loss
+        else:
+            self.lost = self.lost or loss
+        return loss
+
+    def _loss(self, member: int, step: int, text: str, cause: str) -> ReplicaLost:
+        return ReplicaLost(
+            f"job {self.job!r}, group {self.group!r}, step {step}: {text}",
+            job=self.job,
+            group=self.group,
+            member=member,
+            step=step,
+            cause=cause,
+        )
+
+    @property
+    def _next_step(self) -> int:
+        """The first step that nobody has begun."""
+        # A stranger may claim to be in the last step there is.
+        return min(self.latest_step + 1, limits.MAX_COUNTER)
+
+    @property
+    def _size(self) -> int:
+        """How many members make the group complete."""
+        return len(self.slaves) if self.is_elastic else self.world_size
+
+    @property
+    def name(self) -> str:
+        """Which group it is, for people."""
+        return f"job {self.job!r}, group {self.group!r}"

@@ -1,0 +1,253 @@
+"""The open rounds of one group: how they begin, what they take, and how they end."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from server.group.claims import Claims
+from server.group.membership import Membership
+from server.group.results import Archive
+from server.group.rounds import FutureResult, Reply, Round, failed, failure
+from server.group.seals import Seals
+from server.group.slave import Slave
+from server.limits.account import FUTURE_BYTES, ROUND_BYTES
+from server.limits.quota import Budget, size_of
+from statsd_bn import limits
+from statsd_bn.errors import (
+    ContributionConflict,
+    LimitExceeded,
+    ProtocolError,
+    RoundFailed,
+    RoundTimeout,
+    StatsdBNError,
+)
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Contribution, Pending, missing_members
+from statsd_bn.round_key import RoundKey
+from statsd_bn.wire import encode
+
+# How many late members a message names.
+TOLD_OF = 8
+
+
+class OpenRounds:
+    """The rounds of one life of a group that have not ended; those that end go into its archive.
+
+    Args:
+        epoch: of this life.
+        membership: who takes part.
+        budget: what the server agrees to keep.
+        archive: of this life.
+        claims: what members were given before a restart of the server.
+        reduce: returns the aggregate of a complete round.
+        seals: makes the answers that an aggregate ends a round with.
+
+    Attributes:
+        done: how many have ended with an aggregate.
+        failed: how many have ended with an error.
+        answered: when members were last told that one has ended, or that the group is open.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        membership: Membership,
+        budget: Budget,
+        archive: Archive,
+        claims: Claims,
+        reduce: Callable[[Round], Aggregate],
+        seals: Seals,
+    ) -> None:
+        self.done = 0
+        self.failed = 0
+        self.answered = -math.inf
+        # What all keys of this life begin with.
+        self._run = (membership.job, membership.group, epoch)
+        self._membership = membership
+        self._budget = budget
+        self._archive = archive
+        self._claims = claims
+        self._reduce = reduce
+        self._seals = seals
+        self._open: dict[RoundKey, Round] = {}
+        # No open round ends before; the one that was first may have ended since.
+        self._next_deadline = math.inf
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Round]:
+        return iter(self._open.values())
+
+    def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
+        """Takes a slave's rows for one round, and begins that if they are its first."""
+        key, rows = contribution.key, contribution.rows
+        try:
+            if round_ := self._open.get(key):
+                future = self._future(round_, slave)
+                if not future.done:
+                    self._reserve(round_, size_of(rows))
+            else:
+                round_ = self._begin(now, slave, contribution)
+                future = round_.futures[slave.member]
+        except StatsdBNError as error:
+            return [(peer, failure(error, key))]
+        slave.step, slave.replicas = key.step, len(rows.counts)
+        if not future.done:
+            future.since = now
+            self._count_threads(slave, contribution)
+        return self._put(now, round_, slave, contribution, peer)
+
+    def withdraw(self, slave: Slave) -> list[Reply]:
+        """Expects no more of a slave; ends the rounds that lacked nothing but it."""
+        for round_ in self:
+            round_.withdraw(slave.member)
+        return self.complete()
+
+    def complete(self) -> list[Reply]:
+        """Ends the rounds that lack nothing any more."""
+        ready = [round_ for round_ in self if self._is_ready(round_)]
+        return [reply for round_ in ready for reply in self._finish(round_)]
+
+    def expire(self, now: float) -> list[Reply]:
+        """Ends the rounds that are over their time."""
+        if now < self._next_deadline:
+            return []
+        late = [round_ for round_ in self if now >= round_.opened + round_.seconds]
+        self.answered = now if late else self.answered
+        replies = [reply for round_ in late for reply in self._break(round_, self._timeout(round_))]
+        self._next_deadline = min((round_.opened + round_.seconds for round_ in self), default=math.inf)
+        return replies
+
+    def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
+        """Ends a round with an error."""
+        return self._break(self._open[key], error)
+
+    def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
+        """Ends all rounds, each for its own reason."""
+        return [reply for round_ in list(self) for reply in self._break(round_, reason(round_.key))]
+
+    def check_key(self, slave: Slave, key: RoundKey) -> None:
+        """Raises ProtocolError where a slave names a round of another life or group."""
+        if key[:3] != self._run:
+            job, group, epoch = self._run
+            raise ProtocolError(
+                f"round key: expected job {job!r}, group {group!r}, epoch {epoch}, as {slave} registered, got {key}"
+            )
+
+    def too_many(self, key: RoundKey) -> LimitExceeded:
+        """Returns the error of a round too many."""
+        most = self._budget.quota.max_open_rounds
+        return self._budget.exceeded(
+            f"group {key.group!r} of job {key.job!r} has {most} open rounds already", most, "open rounds"
+        )
+
+    def _begin(self, now: float, slave: Slave, contribution: Contribution) -> Round:
+        membership, key = self._membership, contribution.key
+        if membership.lost:
+            raise membership.lost
+        self.check_key(slave, key)
+        if not membership.is_open:
+            missing, present = membership.missing_for(slave)
+            awaited = missing_members(membership.group, membership.world_size, present, missing)
+            raise failed(key, f"the group is not open, it waits for {awaited}")
+        if self._archive.remembers(key):
+            raise failed(key, "it ended long ago, and its answer is no longer kept")
+        if len(self._open) >= self._budget.quota.max_open_rounds:
+            raise self.too_many(key)
+        members = membership.participants(key.step)
+        if slave.member not in members:
+            raise failed(key, f"{slave} is not one of the members that take part, {Members.of(members)}")
+        round_ = Round(key, members, now, slave.deadline)
+        self._reserve(round_, ROUND_BYTES + FUTURE_BYTES * len(members) + size_of(contribution.rows))
+        membership.reach(key.step)
+        self._next_deadline = min(self._next_deadline, now + slave.deadline)
+        self._open[key] = round_
+        return round_
+
+    def _future(self, round_: Round, slave: Slave) -> FutureResult:
+        if slave.member not in round_.futures:
+            raise failed(round_.key, f"{slave} is not one of the members that take part, {Members.of(round_.futures)}")
+        return round_.futures[slave.member]
+
+    def _reserve(self, round_: Round, size: int) -> None:
+        self._archive.room.take(size)
+        round_.held += size
+
+    def _count_threads(self, slave: Slave, contribution: Contribution) -> None:
+        # What is sent again may come in a bunch, from one thread.
+        if len(self._open) > slave.threads and not contribution.attempt:
+            futures = (round_.futures.get(slave.member) for round_ in self)
+            slave.threads = max(slave.threads, 1 + sum(future is not None and future.done for future in futures))
+
+    def _put(self, now: float, round_: Round, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
+        earlier = round_.futures[slave.member].peer
+        try:
+            round_.put(slave.member, contribution.rows, peer)
+        except ContributionConflict as conflict:
+            return [(told, failure(conflict, round_.key)) for told in dict.fromkeys((earlier, peer)) if told]
+        except RoundFailed as error:
+            self.answered = now
+            return self._break(round_, error, also=[peer])
+        if self._is_ready(round_):
+            self.answered = now
+            return self._finish(round_)
+        return [(peer, self._pending(now, round_))] if contribution.attempt else []
+
+    def _is_ready(self, round_: Round) -> bool:
+        if round_.is_complete and self._membership.suffices:
+            return True
+        return bool(self._claims.of) and self._claims.are_due(round_)
+
+    def _finish(self, round_: Round) -> list[Reply]:
+        try:
+            told = self._claims.take(round_) if self._claims.of else None
+        except ContributionConflict as conflict:
+            self._membership.lost = self._membership.lost or conflict
+            return self._break(round_, conflict)
+        self.done += 1
+        # What a member was given is given to the others as it is, seal and all.
+        round_.end(encode(told) if told else self._sum(round_))
+        return self._close(round_)
+
+    def _sum(self, round_: Round) -> bytes:
+        """Returns the answer that the rows make."""
+        total = self._reduce(round_)
+        if self._claims.of:
+            self._claims.check(total)
+        return self._seals.sealed(total)
+
+    def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
+        self.failed += 1
+        round_.fail(error)
+        return self._close(round_, also)
+
+    def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:
+        self._open.pop(round_.key, None)
+        self._archive.add(round_, limits.KEPT_ROUNDS)
+        for key in self._claims.round_ended() if self._claims.of else ():
+            self._archive.remember(key)
+        return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
+
+    def _timeout(self, round_: Round) -> RoundTimeout:
+        # Where too few are left, whoever has not come waits for newcomers as well.
+        missing = round_.missing if self._membership.suffices else []
+        return round_.timeout(self._awaited(round_), missing)
+
+    def _pending(self, now: float, round_: Round) -> bytes:
+        """Returns what tells a member that asks again whom its round waits for."""
+        seconds = int(now - round_.opened)
+        return pending(round_.key, seconds, f"waiting since {seconds} s for {self._awaited(round_)}")
+
+    def _awaited(self, round_: Round) -> str:
+        """Returns in words whom a round waits for."""
+        membership = self._membership
+        if not membership.suffices:
+            return f"enough members ({len(membership.slaves)} of min_members {membership.min_members} are there)"
+        late = ", ".join(str(membership.slaves[member]) for member in round_.missing[:TOLD_OF])
+        return f"{late} and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else late
+
+
+def pending(key: RoundKey, seconds: int, text: str) -> bytes:
+    """Returns the frame that tells a member why it waits, and since when."""
+    told = f"{key}: {text}".encode()[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
+    return encode(Pending(key, seconds, told))

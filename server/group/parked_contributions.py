@@ -1,0 +1,70 @@
+"""Deferral: contributions that came to a restarted server before all members had come back to it."""
+
+from collections import Counter
+
+from server.group.results import Room
+from server.group.rounds import conflict, same
+from server.group.slave import Slave
+from server.limits.quota import size_of
+from statsd_bn.messages import Contribution
+from statsd_bn.round_key import RoundKey
+
+Deferred = tuple[Slave, Contribution, bytes]
+"""A contribution, whose it is, and the peer that sent it."""
+
+
+class Deferral:
+    """The contributions that wait, one of each member for each round, in the order in which they came.
+
+    Args:
+        room: what they take is taken from.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._waiting: dict[tuple[int, RoundKey], Deferred] = {}
+        self._counts: Counter[int] = Counter()
+
+    @property
+    def members(self) -> set[int]:
+        """Whose contributions wait."""
+        return set(self._counts)
+
+    def would_exceed(self, most: int, slave: Slave, key: RoundKey) -> bool:
+        """Whether a contribution to this round would be more than so many of a slave."""
+        return self._counts[slave.member] >= most and (slave.member, key) not in self._waiting
+
+    def add(self, slave: Slave, contribution: Contribution, peer: bytes) -> None:
+        """Lets a contribution wait, or takes note of the peer that has sent it again.
+
+        Raises:
+            LimitExceeded: the job would keep too many bytes.
+            ContributionConflict: the slave has sent other rows before; these count.
+        """
+        key = contribution.key
+        if earlier := self._waiting.get((slave.member, key)):
+            if not same(earlier[1].rows, contribution.rows):
+                raise conflict(key, slave.member)
+        else:
+            size = size_of(contribution.rows)
+            self._room.check(size)
+            self._room.keep(size)
+            self._counts[slave.member] += 1
+        self._waiting[slave.member, key] = slave, contribution, peer
+
+    def take(self) -> list[Deferred]:
+        """Returns all of them; none waits any more."""
+        taken = list(self._waiting.values())
+        self._waiting.clear()
+        self._counts.clear()
+        self._room.keep(-sum(size_of(contribution.rows) for _, contribution, _ in taken))
+        return taken
+
+    def forget(self, gone: Slave) -> None:
+        """Forgets those of a slave."""
+        for place in [place for place, (slave, _, _) in self._waiting.items() if slave is gone]:
+            _, contribution, _ = self._waiting.pop(place)
+            self._counts[gone.member] -= 1
+            self._room.keep(-size_of(contribution.rows))
+        if not self._counts[gone.member]:
+            del self._counts[gone.member]

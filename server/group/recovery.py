@@ -1,0 +1,94 @@
+"""Recovery: after a restart of the server its members come back, and name each other.
+
+The server has written nothing down. A member that comes back says who belonged to the group, as it last heard, and the
+group waits until all who were named are there, as long as it would wait for any sign of life.
+"""
+
+from collections.abc import Collection, Iterable
+
+from server.group.slave import Slave
+from statsd_bn.members import Members
+from statsd_bn.round_key import RoundKey
+
+# How long a member that nothing reaches may take to be heard again: ZeroMQ connects anew after a tenth of a second,
+# and the client then speaks at once. Longer would delay the news of a killed process, which is to take under a second.
+RECONNECT_SECONDS = 0.3
+
+
+class Recovery:
+    """Who is still to come back to a group.
+
+    Args:
+        now: when the first member came back.
+        silence: how long to wait for the others, in seconds.
+        are_genuine: whether the results that it is told of are known to be the server's own.
+    """
+
+    def __init__(self, now: float, silence: float, *, are_genuine: bool = True) -> None:
+        self._since = now
+        self._silence = silence
+        self._are_genuine = are_genuine
+        self._named: set[int] = set()
+        # Who has told of a result, by its round and whom it covers.
+        self._told: dict[tuple[RoundKey, Members], set[int]] = {}
+
+    def name(self, known: Members) -> None:
+        """Takes note of the members that one that has come back knows of."""
+        self._named.update(known)
+
+    @property
+    def nr_named(self) -> int:
+        """How many members are named."""
+        return len(self._named)
+
+    def forget(self, member: int) -> None:
+        """Waits no longer for a member."""
+        self._named.discard(member)
+
+    def tell(self, member: int, key: RoundKey, covered: Members) -> None:
+        """Takes note that a member was given a result, and whom it covers."""
+        self._told.setdefault((key, covered), set()).add(member)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether anybody was given a result."""
+        return bool(self._told)
+
+    def is_left_out(self, slave: Slave, back: Iterable[Slave]) -> bool:
+        """Returns whether the others had gone on without a slave, in a step in which it takes part.
+
+        One result is enough that is known to be the server's own. Otherwise all others who could know must have told of
+        one, that is all who are back and took part in that step: one member alone may make it up.
+        """
+        without = [
+            (key.step, authors)
+            for (key, covered), authors in self._told.items()
+            if slave.first_step <= key.step and slave.member not in covered
+        ]
+        if self._are_genuine or not without:
+            return bool(without)
+        first = min(step for step, _ in without)
+        could_know = {other.member for other in back if other is not slave and other.first_step <= first}
+        return could_know <= set().union(*(authors for _, authors in without))
+
+    def missing(self, present: Collection[int]) -> list[int]:
+        """Returns who is still to come."""
+        return sorted(self._named.difference(present))
+
+    def is_late(self, now: float) -> bool:
+        """Returns whether the time to come back is over."""
+        return now - self._since >= self._silence
+
+    def late(self, now: float, present: Collection[int]) -> list[int]:
+        """Returns who has not come in time, and waits no longer for them."""
+        if not self.is_late(now):
+            return []
+        late = self.missing(present)
+        self._named.difference_update(late)
+        return late
+
+    def is_over(self, now: float, present: Collection[int], *, is_elastic: bool) -> bool:
+        """Returns whether nobody is missing."""
+        # The members of an elastic group may not know of one that joined last; it comes back within the same moment.
+        settled = not is_elastic or now - self._since >= RECONNECT_SECONDS
+        return settled and not self.missing(present)

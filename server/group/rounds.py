@@ -1,0 +1,278 @@
+"""The life of one round.
+
+A round is opened by the first contribution that names its key, with one `FutureResult` for every slave of the
+group. It ends once, in one of two ways, and the frame that ended it answers everybody, late or repeated:
+
+- no contribution is missing any more: REDUCED, and the answer is the aggregate;
+- something makes that impossible: FAILED, and the answer is the failure, with its cause.
+
+Whatever the table below does not name cannot happen, and raises if it does.
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from statsd_bn import limits
+from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout, StatsdBNError
+from statsd_bn.messages import Failure
+from statsd_bn.round_key import GATHER, RoundKey
+from statsd_bn.rows import Rows
+from statsd_bn.text import told
+from statsd_bn.wire import encode
+
+Reply = tuple[bytes, bytes]
+"""(peer, frame): what to send to whom."""
+
+
+class State(StrEnum):
+    """Where a round is in its life."""
+
+    __hash__ = str.__hash__  # an enum's own is a function of Python, and each frame needs some
+
+    WAITING = "waiting"
+    REDUCED = "reduced"
+    FAILED = "failed"
+
+
+class Event(StrEnum):
+    """What happens to a round."""
+
+    __hash__ = str.__hash__
+
+    CONTRIBUTED = "contributed"
+    WITHDRAWN = "withdrawn"
+    COMPLETED = "completed"
+    BROKEN = "broken"
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.WAITING, Event.CONTRIBUTED): State.WAITING,
+    (State.WAITING, Event.WITHDRAWN): State.WAITING,
+    (State.WAITING, Event.COMPLETED): State.REDUCED,
+    (State.WAITING, Event.BROKEN): State.FAILED,
+}
+
+
+class FutureResult:
+    """The master's placeholder for one slave's contribution to one round. The first write wins.
+
+    Attributes:
+        peer: whom to answer.
+        since: when the slave first waited for the answer; a repetition does not change it.
+    """
+
+    __slots__ = ("_rows", "peer", "since")
+
+    def __init__(self) -> None:
+        self._rows: Rows | None = None
+        self.peer = b""
+        self.since = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether the contribution has come."""
+        return self._rows is not None
+
+    def put(self, rows: Rows, peer: bytes) -> bool:
+        """Takes a contribution; `peer` is whom to answer from now on.
+
+        Returns:
+            True if these are the rows kept: the first, or the same bytes again. False if they differ.
+        """
+        if self._rows is not None and not same(self._rows, rows):
+            return False
+        self._rows = self._rows or rows
+        self.peer = peer
+        return True
+
+    def get(self) -> Rows:
+        """Returns the contribution.
+
+        Raises:
+            LookupError: it has not come yet.
+        """
+        if self._rows is None:
+            raise LookupError("this slave has not contributed yet")
+        return self._rows
+
+
+def conflict(key: RoundKey, member: int) -> ContributionConflict:
+    """Returns the error of a member that speaks twice of one round in different words."""
+    return ContributionConflict(
+        f"member {member} sent two different contributions for {key}; the first one counts",
+        **key.fields,
+        member=member,
+    )
+
+
+def same(one: Rows, other: Rows) -> bool:
+    """Whether two contributions are the same, to the last bit."""
+    return (
+        one.counts == other.counts
+        and one.values.shape == other.values.shape
+        and one.values.tobytes() == other.values.tobytes()
+    )
+
+
+class Round:
+    """One exchange: a future per slave, in replica order.
+
+    Args:
+        key: what identifies it.
+        members: the slaves that take part.
+        opened: when its first contribution came, in seconds.
+        seconds: how long it may stay open.
+
+    Attributes:
+        held: how many bytes it keeps, see `server.limits.quota`.
+    """
+
+    __slots__ = ("_pending", "answer", "count", "futures", "held", "key", "opened", "seconds", "shape", "state")
+
+    def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
+        self.key = key
+        self.state = State.WAITING
+        self.futures = {member: FutureResult() for member in sorted(members)}
+        self.opened = opened
+        self.seconds = seconds
+        self.shape: tuple[int, ...] = ()
+        self.count = 0
+        self._pending = len(self.futures)
+        self.answer = b""
+        self.held = 0
+
+    def advance(self, event: Event) -> None:
+        """Moves along the table."""
+        self.state = TRANSITIONS[self.state, event]
+
+    def put(self, member: int, rows: Rows, peer: bytes) -> None:
+        """Takes a member's rows.
+
+        Raises:
+            RoundMismatch: their shape is not that of the rows that came first.
+            RoundFailed: the counts add up to more than can be exact, or the rows are too many for a gather.
+            ContributionConflict: this member has contributed other bytes already.
+        """
+        future = self.futures[member]
+        if future.done:
+            if not future.put(rows, peer):
+                raise self.conflict(member)
+            return
+        self._check_shape(member, rows)
+        self._check_count(member, rows)
+        future.put(rows, peer)
+        self._pending -= 1
+        self.advance(Event.CONTRIBUTED)
+
+    def withdraw(self, member: int) -> None:
+        """Expects no more of a member: what it has contributed stays, and nobody waits for what it has not."""
+        future = self.futures.get(member)
+        if future is None:
+            return
+        future.peer = b""
+        if not future.done:
+            del self.futures[member]
+            self._pending -= 1
+        self.advance(Event.WITHDRAWN)
+
+    def end(self, answer: bytes) -> None:
+        """Ends with the frame of an aggregate as the answer."""
+        self.advance(Event.COMPLETED)
+        self.answer = answer
+
+    def fail(self, error: StatsdBNError) -> None:
+        """Ends with an error as the answer."""
+        self.advance(Event.BROKEN)
+        self.answer = failure(error, self.key)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no contribution is missing."""
+        return not self._pending
+
+    @property
+    def missing(self) -> list[int]:
+        """The members that have not contributed."""
+        return [member for member, future in self.futures.items() if not future.done]
+
+    @property
+    def waiting(self) -> list[int]:
+        """The members that have contributed."""
+        return [member for member, future in self.futures.items() if future.done]
+
+    @property
+    def nr_waiting(self) -> int:
+        """How many members have contributed."""
+        return len(self.futures) - self._pending
+
+    @property
+    def peers(self) -> list[bytes]:
+        """Whom to answer."""
+        return [future.peer for future in self.futures.values() if future.peer]
+
+    def conflict(self, member: int) -> ContributionConflict:
+        """Returns the error of a member that speaks twice in different words."""
+        return conflict(self.key, member)
+
+    def timeout(self, whom: str, missing: list[int]) -> RoundTimeout:
+        """Returns the error of a round that waited too long, and says for whom."""
+        return RoundTimeout(
+            f"{self.key}: {whom} did not arrive within {self.seconds:g} s; "
+            f"members {self.waiting} are waiting. Look at the missing members' logs, or raise "
+            "connect(deadline=...) if a step may take longer",
+            **self.key.fields,
+            missing=missing,
+            waiting=self.waiting,
+            seconds=self.seconds,
+        )
+
+    def _check_shape(self, member: int, rows: Rows) -> None:
+        if self.key.phase == GATHER:
+            self._check_part(member, rows)
+            return
+        shape = rows.values.shape[1:]
+        self.shape = self.shape or shape
+        if shape == self.shape:
+            return
+        (vectors, channels), (got_vectors, got_channels) = self.shape, shape
+        what = (
+            f"expected {channels} channels, got {got_channels}"
+            if channels != got_channels
+            else f"expected {vectors} vectors, got {got_vectors}"
+        )
+        raise RoundMismatch(
+            f"{self.key}: {what} from member {member}; members {self.waiting} came first",
+            **self.key.fields,
+            expected=list(self.shape),
+            got=list(shape),
+            member=member,
+        )
+
+    def _check_part(self, member: int, rows: Rows) -> None:
+        replicas, vectors, channels = rows.values.shape
+        if (replicas, vectors) != (1, 1):
+            what = f"expected 1 row of 1 vector from each member, got {replicas} of {vectors} from member {member}"
+            raise failed(self.key, what)
+        self.shape = (1, channels + (self.shape[1] if self.shape else 0))
+        if (together := self.shape[1]) > limits.MAX_CHANNELS:
+            what = (
+                f"expected at most {limits.MAX_CHANNELS} values of all members, got {together} with member {member}'s"
+            )
+            raise failed(self.key, what)
+
+    def _check_count(self, member: int, rows: Rows) -> None:
+        self.count += sum(rows.counts)
+        if self.count > limits.MAX_COUNT:
+            raise failed(self.key, f"counts: expected a sum of at most 2^53, got {self.count} with member {member}'s")
+
+
+def failed(key: RoundKey, reason: str) -> RoundFailed:
+    """Returns the error of a round that no finer error describes."""
+    return RoundFailed(f"{key}: {reason}", **key.fields)
+
+
+def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
+    """Returns the frame that carries an error to a member."""
+    # Some errors are kept and raised again, and each time would add its stack, with the frames that were being read.
+    error.__traceback__ = None
+    return encode(Failure(error.code, told(str(error)), error.fields, key))

@@ -1,0 +1,87 @@
+"""Access: who may speak to the server, and about which jobs.
+
+A table of keys, free of I/O like the dispatcher that it is for.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from statsd_bn.errors import AuthenticationRefused, ConfigurationError
+from statsd_bn.keys import PublicKey
+
+# Why a member is lost whose key is no longer let in, or no longer for its job.
+REVOKED = "its key was revoked"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who speaks: whoever has a key; its sessions and its jobs are its own.
+
+    Attributes:
+        name: of the client, for people.
+        key: its public key; empty where the server asks for none.
+        jobs: patterns of the names of jobs that it may join and see.
+        account: the name under which it is counted what is kept and done for it; several keys may share one.
+    """
+
+    name: str
+    key: str
+    jobs: tuple[str, ...]
+    account: str = ""
+
+    def may(self, job: str) -> bool:
+        """Returns whether it may join a job, and see it."""
+        return any(fnmatchcase(job, pattern) for pattern in self.jobs)
+
+    def owner(self, job: str) -> str:
+        """Returns in whose account a job is, see `server.limits.account`."""
+        return f"tenant {self.account or self.name!r}" if self.key else f"job {job!r}"
+
+
+ANYBODY = Tenant("anybody", "", ("*",))
+"""Whoever speaks to a server that asks for no keys."""
+
+
+class Access:
+    """The keys that are let in.
+
+    Args:
+        clients: one for each key.
+
+    Raises:
+        ConfigurationError: two clients have one key.
+    """
+
+    def __init__(self, clients: Iterable[PublicKey]) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        for client in clients:
+            if other := self._tenants.get(client.key):
+                raise ConfigurationError(
+                    f"curve: expected a key of its own for each client, got one for {other.name!r} and {client.name!r}"
+                )
+            self._tenants[client.key] = Tenant(client.name, client.key, client.jobs, client.tenant)
+
+    @property
+    def names(self) -> set[str]:
+        """Who is let in."""
+        return {tenant.name for tenant in self._tenants.values()}
+
+    @property
+    def keys(self) -> set[str]:
+        """Their public keys."""
+        return set(self._tenants)
+
+    def tenant(self, key: str) -> Tenant | None:
+        """Returns whose key it is; None if it is not let in."""
+        return self._tenants.get(key)
+
+    def allows(self, key: str, job: str) -> bool:
+        """Returns whether a key may take part in a job."""
+        tenant = self._tenants.get(key)
+        return tenant is not None and tenant.may(job)
+
+
+def revoked() -> AuthenticationRefused:
+    """Returns what somebody is told whose key was let in once, and is no longer."""
+    return AuthenticationRefused("authentication refused: the server no longer lets this key in", reason="revoked")

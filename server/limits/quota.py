@@ -1,0 +1,264 @@
+"""Quota: how much the server takes, keeps and waits for; each limit an option with a default and a reason.
+
+The protocol's own limits (docs/protocol.md) are the highest values: both sides rely on them. An option lowers them for
+one server. What is beyond one is answered with a `limit` Failure, and counted.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from server.limits.account import CONTRIBUTION_BYTES, Account
+from statsd_bn import limits
+from statsd_bn.errors import ConfigurationError, LimitExceeded
+from statsd_bn.messages import Contribution, Register
+from statsd_bn.rows import Rows
+
+# Frames of one connection that wait to be read, by the peer or by the server: a member has one or two in flight.
+SEND_HIGH_WATER_MARK = 64
+
+
+def _option(default: float, most: float, reason: str, least: float = 1) -> Any:
+    return field(default=default, metadata={"least": least, "most": most, "reason": reason})
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """The limits of one server; every field is a flag of `python -m server` and a variable STATSD_BN_*.
+
+    Raises:
+        ConfigurationError: a value is outside of what the protocol allows.
+    """
+
+    max_frame_bytes: int = _option(
+        limits.MAX_FRAME_BYTES,
+        limits.MAX_FRAME_BYTES,
+        "size of a message; the default takes 64 replicas at 16,384 channels",
+        least=1024,
+    )
+    max_name_bytes: int = _option(
+        limits.MAX_NAME_BYTES, limits.MAX_NAME_BYTES, "length of the name of a job, group or layer; they fill logs"
+    )
+    max_channels: int = _option(limits.MAX_CHANNELS, limits.MAX_CHANNELS, "channels of a layer; the widest have 8,192")
+    max_replicas: int = _option(limits.MAX_REPLICAS, limits.MAX_REPLICAS, "replicas of one member; a host has 16 GPUs")
+    max_members: int = _option(
+        limits.MAX_MEMBERS, limits.MAX_MEMBERS, "members of a group; each is answered in every round"
+    )
+    max_jobs: int = _option(limits.MAX_GROUPS, limits.MAX_GROUPS, "jobs at a time; each has a group at least")
+    max_groups: int = _option(limits.MAX_GROUPS, limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
+    max_tenant_groups: int = _option(
+        256, limits.MAX_GROUPS, "groups that members of one tenant may be in, and no more than are free for others"
+    )
+    max_open_rounds: int = _option(
+        limits.MAX_OPEN_ROUNDS, limits.MAX_OPEN_ROUNDS, "open rounds of a group; each thread of a member opens one"
+    )
+    max_server_bytes: int = _option(
+        2**29, 2**44, "bytes kept in all; the process takes some 120 MB more, and a container is best given twice this"
+    )
+    max_tenant_bytes: int = _option(
+        3 * 2**27,
+        2**44,
+        "bytes kept for a tenant, or without keys for a job: 1,024 members at 2,048 channels keep 320 MB",
+    )
+    max_unread: int = _option(
+        SEND_HIGH_WATER_MARK,
+        SEND_HIGH_WATER_MARK,
+        "messages that wait on a connection whose peer, or the server, does not read; a member has one or two",
+        least=2,
+    )
+    max_refusals: int = _option(
+        limits.MAX_GROUPS,
+        2**20,
+        "messages refused on one connection in a quarter of a second, before it is closed; after a restart a member in "
+        "every group there may be needs as many",
+    )
+    max_bad_frames: int = _option(
+        16,
+        2**20,
+        "messages on one connection in ten seconds that make no sense, before it is closed; no member sends any",
+    )
+    max_refused_seconds: float = _option(
+        0.1,
+        86_400.0,
+        "processor time in a quarter of a second for what is refused on one connection, before it is closed; a message "
+        "of the largest size takes a hundredth of a second",
+        least=0.001,
+    )
+    handshake_seconds: float = _option(
+        10.0, 30.0, "time for a connection's handshake; it takes milliseconds, over a bad network a second", least=0.1
+    )
+    idle_seconds: float = _option(60.0, 86_400.0, "time that a connection may be silent that is no member's", least=0.1)
+    silent_seconds: float = _option(
+        10.0, 86_400.0, "time that a connection may take until it says something; clients speak at once", least=0.1
+    )
+    max_silent: int = _option(
+        256,
+        2**20,
+        "connections that have said nothing for a second; the oldest beyond are closed, and clients connect again",
+    )
+    max_new_connections: int = _option(
+        4096,
+        2**20,
+        "connections that may come at once to a server without keys: 1,365 members that come back after a restart, "
+        "with 3 each; a stranger who takes them all ends the server once in a thousand times. 256 are back at the rate "
+        "below, the others at a twentieth of it",
+    )
+    connections_per_second: float = _option(
+        15.0,
+        2**20,
+        "connections that may come each second from then on, in turn; with keys for each key. Without keys a stranger "
+        "who takes them all ends the server once in a month",
+        least=0.01,
+    )
+    max_key_connections: int = _option(
+        3 * limits.MAX_MEMBERS,
+        2**20,
+        "connections that one key may have, and never more than half of the files that the server may open; a member "
+        "needs 3",
+    )
+
+    silence_seconds: float = _option(
+        limits.SILENCE_SECONDS,
+        limits.MAX_DEADLINE,
+        "time that a member may be silent before it is taken for lost; 20 on a network that loses every fifth packet",
+        least=2 * limits.HEARTBEAT_SECONDS,
+    )
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value, least, most = getattr(self, option.name), option.metadata["least"], option.metadata["most"]
+            if not least <= value <= most:
+                name = option.name.replace("_", "-")
+                raise ConfigurationError(f"{name}: expected {least:g} to {most:.15g}, got {value:.15g}")
+
+    @property
+    def narrows_contributions(self) -> bool:
+        """Whether a contribution that the protocol allows may be too large."""
+        return (
+            self.max_name_bytes < limits.MAX_NAME_BYTES
+            or self.max_channels < limits.MAX_CHANNELS
+            or self.max_replicas < limits.MAX_REPLICAS
+        )
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was refused since the server began, for the status report.
+
+    Attributes:
+        over_limits: messages answered with a `limit` Failure.
+        strangers: messages of sessions that are unknown, or have ended.
+        refused_connections: handshakes that failed, for want of a known key or of any sense.
+        idle_connections: connections closed because no member spoke over them.
+        flooding_connections: connections closed because too much had to be refused.
+        claimed_routing_ids: connections closed because they had set their routing id.
+        dropped_answers: answers to peers that did not read, or had gone.
+        forged_results: aggregates that members told of after a restart and that this server had not made.
+        dropped_messages: messages for which there was no time, because others had a right to it.
+    """
+
+    over_limits: int = 0
+    strangers: int = 0
+    refused_connections: int = 0
+    idle_connections: int = 0
+    flooding_connections: int = 0
+    claimed_routing_ids: int = 0
+    dropped_answers: int = 0
+    forged_results: int = 0
+    dropped_messages: int = 0
+
+
+class Budget:
+    """The quota, and what is used of it; one for all groups of a server.
+
+    Args:
+        quota: the limits.
+
+    Attributes:
+        quota: the limits.
+        tally: what was refused.
+        account: the bytes that are kept.
+        narrows_contributions: whether a contribution that the protocol allows may be too large.
+    """
+
+    def __init__(self, quota: Quota | None = None) -> None:
+        self.quota = quota or Quota()
+        self.tally = Tally()
+        self.account = Account(self.quota.max_server_bytes, self.quota.max_tenant_bytes)
+        # Asked for each frame.
+        self._max_frame_bytes = self.quota.max_frame_bytes
+        self._crowded = self.quota.max_server_bytes - 2 * limits.MAX_FRAME_BYTES
+        self.narrows_contributions = self.quota.narrows_contributions
+
+    def exceeded(self, text: str, limit: int, what: str) -> LimitExceeded:
+        """Counts a refusal, and returns its error."""
+        self.tally.over_limits += 1
+        return LimitExceeded(text, limit=limit, what=what)
+
+    def check_frame(self, frame: bytes) -> None:
+        """Raises LimitExceeded for a frame that is too large."""
+        if len(frame) > self._max_frame_bytes:
+            self._check("frame", len(frame), self._max_frame_bytes, "bytes")
+
+    def check_registration(self, register: Register) -> None:
+        """Raises LimitExceeded for a name that is too long, or a group that is too big."""
+        self._check("job", len(register.job.encode()), self.quota.max_name_bytes, "bytes in its name")
+        self._check("group", len(register.group.encode()), self.quota.max_name_bytes, "bytes in its name")
+        self._check("group", register.world_size, self.quota.max_members, "members")
+        # Members of an elastic group may have any number, and so make it larger than it began.
+        self._check("member number", register.member + 1, self.quota.max_members, "members")
+
+    def check_contribution(self, contribution: Contribution) -> None:
+        """Raises LimitExceeded for a contribution that is too large."""
+        shape = contribution.rows.values.shape
+        self._check("layer", len(contribution.key.layer.encode()), self.quota.max_name_bytes, "bytes in its name")
+        self._check("contribution", shape[2], self.quota.max_channels, "channels")
+        self._check("contribution", shape[0], self.quota.max_replicas, "replicas")
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a contribution may be more than there is room for in all."""
+        return self.account.held > self._crowded
+
+    def check_room(self, owner: str, size: int) -> None:
+        """Raises LimitExceeded where too many bytes would be kept, for an owner or in all."""
+        account = self.account
+        if account.is_full_for(owner, size):
+            raise self.exceeded(
+                f"{owner} keeps {account.of(owner)} bytes here, and {size} more are above the limit of "
+                f"{account.most_of_one}; raise --max-tenant-bytes if this is legitimate",
+                account.most_of_one,
+                "bytes kept for a tenant",
+            )
+        if account.is_full(size):
+            raise self.exceeded(
+                f"the server keeps {account.held} bytes, and {size} more for {owner} are above the limit of "
+                f"{account.most}; raise --max-server-bytes if there is memory for it",
+                account.most,
+                "bytes kept in all",
+            )
+
+    def kept(self, owner: str) -> int:
+        """Returns how many bytes are kept for an owner."""
+        return self.account.of(owner)
+
+    def check_tenant_groups(self, owner: str, its_groups: int, groups: int) -> None:
+        """Raises LimitExceeded where a tenant may not begin another group: it has its number, or as many as are free.
+
+        Args:
+            owner: the tenant.
+            its_groups: how many of the groups it began.
+            groups: how many there are.
+        """
+        most = min(self.quota.max_tenant_groups, self.quota.max_groups - groups)
+        if its_groups >= most:
+            what = "groups of a tenant"
+            raise self.exceeded(f"{owner} has {its_groups} groups already, the limit is {most}", most, what)
+
+    def _check(self, what: str, got: int, most: int, unit: str) -> None:
+        if got > most:
+            raise self.exceeded(f"{what}: expected at most {most} {unit}, got {got}", most, f"{what}: {unit}")
+
+
+def size_of(rows: Rows) -> int:
+    """Returns how many bytes a contribution takes while it is kept."""
+    return rows.values.nbytes + CONTRIBUTION_BYTES

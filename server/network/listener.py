@@ -1,0 +1,175 @@
+"""Listener: the server's ROUTER socket, how it is set up, and what it leaves on disk."""
+
+import resource
+from collections.abc import Callable
+from contextlib import suppress
+
+import zmq
+
+from server.limits.quota import Quota
+from server.network import ipc_path, unpredictable
+from server.network.gate import LINE, SOON_BACK, Gate
+from server.network.routing_ids import Counted
+from server.network.zap import DOMAIN, Gatekeeper
+from server.secrets.keygen import check_curve
+from statsd_bn import keys, limits
+from statsd_bn.errors import BindError
+from statsd_bn.reach import Reach, reach
+
+# How long the server sleeps at most: a request to stop, or the end of a connection, is noticed this much late.
+LOOK_SECONDS = 0.05
+
+# How long answers may take to leave when the server stops.
+LINGER_MILLISECONDS = 1000
+
+# Messages of one connection that wait for the server to read them: a member has one or two in flight. What is beyond
+# waits with the sender, and nothing is lost. With fewer, ZeroMQ's thread is woken for each other message: a tenth of a
+# round.
+RECEIVE_HIGH_WATER_MARK = 16
+
+# How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
+KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
+
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+# Where ZeroMQ's count is asked for; nobody outside this process reaches it.
+_OWN_ENDPOINT = "inproc://statsd_bn.count"
+
+# What the server is told of.
+EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
+
+
+class Listener:
+    """The socket that all clients connect to.
+
+    Args:
+        quota: what bounds it.
+        pair: the server's keys, if clients need keys.
+        is_let_in: says whether a client may come in, by its public key, or the empty one; asked in another thread.
+
+    Attributes:
+        socket: the ROUTER.
+        monitor: tells what happens to its connections.
+        most_of_key: how many connections one key may have.
+        is_for_user: whether nobody but this user can connect to where it is bound.
+
+    Raises:
+        ConfigurationError: there are to be keys, and this ZeroMQ was built without them.
+    """
+
+    def __init__(self, quota: Quota, pair: keys.Pair | None, is_let_in: Callable[[str], bool]) -> None:
+        if pair:
+            check_curve()
+        unpredictable.seed()
+        self._context = zmq.Context()
+        self._files: list[ipc_path.SocketFile] = []
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.most_of_key = _most_of_key(quota)
+        # Before anything is bound, so that nobody comes in unasked.
+        self._gate = self._new_gate(quota, has_keys=pair is not None)
+        self._gatekeeper = Gatekeeper(self._context, is_let_in, self._gate)
+        self.is_for_user = True
+        self._counted = Counted(self._first_counted())
+        self.monitor = self.socket.get_monitor_socket(EVENTS)
+        self._configure(quota)
+        if pair:
+            self._require_keys(pair)
+
+    def bind(self, endpoint: str) -> str:
+        """Listens, and returns where, with the port that was picked.
+
+        Raises:
+            BindError: the endpoint is taken or does not exist.
+            ConfigurationError: the private folder that it is in is not private.
+        """
+        self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        try:
+            with ipc_path.listening(endpoint) as descriptor:
+                self.socket.setsockopt(zmq.USE_FD, descriptor)
+                self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise BindError(
+                f"cannot listen on {endpoint}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint
+            ) from error
+        bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if file := ipc_path.SocketFile.at(bound):  # ZeroMQ leaves it behind
+            self._files.append(file)
+        self.is_for_user = self.is_for_user and reach(bound) is Reach.USER
+        return bound
+
+    def open(self) -> None:
+        """Lets connections in; to be called when everything is bound."""
+        if self.is_for_user:
+            self._gate.lift()
+        self._gatekeeper.open()
+
+    def has_given(self, routing_id: bytes, frame: zmq.Frame) -> bool:
+        """Returns whether the peer that has sent a frame has its routing id from here, and has not set it itself."""
+        return routing_id == _given(frame) or self._counted.holds(routing_id, self._gatekeeper.admitted)
+
+    def close(self) -> None:
+        """Closes everything; answers under way have a moment to leave."""
+        while self._files:
+            self._files.pop().remove()
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=LINGER_MILLISECONDS)
+        # It may hold an answer back that was asked for before all was bound, and the context waits for it.
+        self._gatekeeper.open()
+        self._context.term()
+        self._gatekeeper.join()
+
+    def _new_gate(self, quota: Quota, *, has_keys: bool) -> Gate:
+        # With keys no routing id can be held that ZeroMQ would give.
+        at_once, soon_back = (self.most_of_key,) * 2 if has_keys else (quota.max_new_connections, SOON_BACK)
+        patience = LINE * quota.handshake_seconds
+        return Gate(at_once, quota.connections_per_second, soon_back=soon_back, patience=patience)
+
+    def _configure(self, quota: Quota) -> None:
+        # Without MANDATORY a ROUTER drops answers to unknown peers silently; with HANDOVER a peer takes another's
+        # routing id over, and its answers.
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        # ZeroMQ then asks the gatekeeper without keys too, and refuses peers of ZMTP 1 and 2, of whom it cannot ask.
+        self.socket.zap_domain = DOMAIN
+        # Without it ZeroMQ lets everybody in when the gatekeeper is not there.
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(LOOK_SECONDS * 1000))
+        self.socket.setsockopt(zmq.SNDHWM, quota.max_unread)
+        self.socket.setsockopt(zmq.RCVHWM, min(quota.max_unread, RECEIVE_HIGH_WATER_MARK))
+        self.socket.setsockopt(zmq.BACKLOG, ipc_path.BACKLOG)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(quota.handshake_seconds * 1000))
+        for option, value in KEEPALIVE.items():
+            self.socket.setsockopt(option, value)
+
+    def _require_keys(self, pair: keys.Pair) -> None:
+        self.socket.curve_server = True
+        self.socket.curve_publickey = pair.public.encode()
+        self.socket.curve_secretkey = pair.secret.encode()
+
+    def _first_counted(self) -> bytes:
+        """Returns a routing id of ZeroMQ's count, before anybody else has one."""
+        self.socket.bind(_OWN_ENDPOINT)
+        with self._context.socket(zmq.DEALER) as own:
+            own.connect(_OWN_ENDPOINT)
+            own.send(b"")
+            routing_id, _ = self.socket.recv_multipart()
+        self.socket.unbind(_OWN_ENDPOINT)
+        return routing_id
+
+
+def _given(frame: zmq.Frame) -> bytes:
+    """Returns the routing id that the gatekeeper has given a frame's connection."""
+    with suppress(zmq.ZMQError):
+        return str(frame.get("Identity")).encode()
+    return b""
+
+
+def _most_of_key(quota: Quota) -> int:
+    """Returns how many connections a key may have: no more than half of what this process may open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return quota.max_key_connections if most < 0 else min(quota.max_key_connections, max(1, most // 2))

@@ -1,0 +1,407 @@
+"""What goes wrong in the chaos tests, one function for each: it makes the trouble, and requires what is promised.
+
+A scenario takes a source of chance, an empty folder and how often to make the trouble, returns a `Result`, and raises
+a `Finding` where a promise was not kept. `test_chaos.py` runs each once or twice, `scripts/chaos` for as long as one
+likes.
+"""
+
+import functools
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.chaos_proxy import DIRECTIONS, DOWN, ENDS, UP, Proxy
+from chaos.chaos_world import WORLD, Members, Server, require
+from programs.chaos_programs import Told
+from statsd_bn.errors import GroupIncomplete, ReplicaLost, RoundTimeout
+
+# Of a run that goes through its troubles, which are 20 at most: so it has four for each.
+STEPS = 80
+
+# Of these, allowed only after the trouble, so that nobody who goes on has nothing left to do.
+STEPS_AFTER = 2
+
+# How often the next trouble comes before all have recovered from the last one, and how soon at most.
+TROUBLED_AGAIN = 0.25
+COMING_BACK_SECONDS = 0.3
+
+# Nobody comes this far before a member is lost.
+ENDLESS = 10**6
+
+# A deadline that a test can wait for.
+SHORT_DEADLINE = 5.0
+
+# How long nothing may come of a trouble that waits for the next frame.
+STILL_SECONDS = 2.0
+
+# Longer than a member may be silent, which is 3.5 s.
+LONG_STALL_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured.
+
+    Attributes:
+        seconds: from each trouble until all who live knew of it, or until all had trained one more step.
+        identical: whether all weights are those of an undisturbed run; None where the run ends with an error.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    identical: bool | None = None
+
+
+def undisturbed() -> list[str]:
+    """The members' digests where nothing goes wrong."""
+    return list(_undisturbed())
+
+
+@functools.cache
+def _undisturbed() -> tuple[str, ...]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Server(Path(folder)) as server,
+        Members([server.endpoint] * WORLD, "undisturbed", STEPS) as members,
+    ):
+        members.allow(STEPS)
+        return tuple(_digests(members))
+
+
+def killed_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
+    """A member is killed outright; all others are told which one."""
+    return _lose(chance, folder, times, signal.SIGKILL)
+
+
+def frozen_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
+    """A member is stopped by a signal; all others are told which one, and so is it when it is continued."""
+    return _lose(chance, folder, times, signal.SIGSTOP)
+
+
+def _lose(chance: random.Random, folder: Path, times: int, number: signal.Signals) -> Result:
+    seconds = []
+    with Server(folder) as server:
+        for turn in range(times):
+            victim = chance.randrange(WORLD)
+            with Members([server.endpoint] * WORLD, f"lost {turn}", ENDLESS) as members:
+                _train_a_while(members, chance)
+                seconds.append(_known(members, victim, functools.partial(members.send_signal, victim, number)))
+                if number == signal.SIGSTOP:
+                    members.send_signal(victim, signal.SIGCONT)
+                    _require_lost(members.told(victim), victim)
+                    members.let_go(victim)
+                members.let_go(*members.others(victim))
+    return Result(seconds)
+
+
+def briefly_frozen_member(chance: random.Random, folder: Path, times: int = 2) -> Result:
+    """A member is stopped for a second, which nobody is to notice."""
+    with Server(folder) as server, Members([server.endpoint] * WORLD, "brief", STEPS) as members:
+
+        def freeze() -> float:
+            victim = chance.randrange(WORLD)
+            members.send_signal(victim, signal.SIGSTOP)
+            time.sleep(1.0)
+            members.send_signal(victim, signal.SIGCONT)
+            return time.monotonic()
+
+        return _go_through(members, chance, times, freeze)
+
+
+def looping_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
+    """A member is stuck in a loop in Python: it lives, so the others wait until their deadline, which names it."""
+    seconds = []
+    with Server(folder) as server:
+        for turn in range(times):
+            victim, step = chance.randrange(WORLD), chance.randrange(1, 20)
+            trouble = (victim, "loop", step)
+            with Members([server.endpoint] * WORLD, f"loop {turn}", ENDLESS, SHORT_DEADLINE, trouble) as members:
+                stuck = _train_up_to(members, step)
+                for member in members.others(victim):
+                    told = members.told(member)
+                    _require_error(told, RoundTimeout)
+                    require(told.what.fields["missing"] == [victim], f"{told.what} does not name member {victim}")
+                    seconds.append(told.at - stuck - SHORT_DEADLINE)
+                members.let_go(*members.others(victim))
+    return Result(seconds)
+
+
+def member_that_holds_the_lock(chance: random.Random, folder: Path, times: int = 1) -> Result:
+    """A member is stuck in C and keeps Python's global lock, so its heartbeats end; all others are told which one."""
+    seconds = []
+    with Server(folder) as server:
+        for turn in range(times):
+            victim, step = chance.randrange(WORLD), chance.randrange(1, 20)
+            trouble = (victim, "hold_the_lock", step)
+            with Members([server.endpoint] * WORLD, f"lock {turn}", ENDLESS, trouble=trouble) as members:
+                stuck = _train_up_to(members, step)
+                seconds.append(_known(members, victim, lambda stuck=stuck: stuck))
+                members.let_go(*members.others(victim))
+    return Result(seconds)
+
+
+def failing_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
+    """A member raises an error of its own and leaves; all others are told which one, with its error."""
+    seconds = []
+    with Server(folder) as server:
+        for turn in range(times):
+            victim, step = chance.randrange(WORLD), chance.randrange(1, 20)
+            with Members([server.endpoint] * WORLD, f"fail {turn}", ENDLESS, trouble=(victim, "fail", step)) as members:
+                members.allow(ENDLESS)
+                failed = members.told(victim)
+                _require_error(failed, ValueError)
+                began = time.monotonic()
+                members.let_go(victim)
+                seconds.append(_known(members, victim, lambda began=began: began))
+                members.let_go(*members.others(victim))
+    return Result(seconds)
+
+
+def killed_master(chance: random.Random, folder: Path, times: int = 20) -> Result:
+    """The server is killed and started again; some kills come while the members are still coming back."""
+    endpoint = f"ipc://{folder}/server"
+    with Server(folder, endpoint) as server, Members([endpoint] * WORLD, "master", STEPS) as members:
+
+        def kill() -> float:
+            server.restart()
+            return server.listening
+
+        return _go_through(members, chance, times, kill)
+
+
+def cut_connections(chance: random.Random, folder: Path, times: int = 20) -> Result:
+    """The connections of some members end, orderly or by reset."""
+
+    def cut(proxies: list[Proxy], _: Server) -> float:
+        end = chance.choice(ENDS)
+        for proxy in proxies:
+            proxy.cut(end)
+        return time.monotonic()
+
+    return _through_proxies(chance, folder, times, cut)
+
+
+def halved_streams(chance: random.Random, folder: Path, times: int = 10) -> Result:
+    """A frame arrives in part, up or down, and its connection ends."""
+    troubled = set()
+
+    def halve(proxies: list[Proxy], _: Server) -> float:
+        direction, end = chance.choice(DIRECTIONS), chance.choice(ENDS)
+        before = [proxy.halved for proxy in proxies]
+        for proxy in proxies:
+            proxy.halve(direction, end)
+        troubled.update(proxies)
+        # Members that have done all the steps they may get no answers: what is halved is then that of their next step.
+        expiry = time.monotonic() + STILL_SECONDS
+        while any(proxy.halved == count for proxy, count in zip(proxies, before, strict=True)):
+            if time.monotonic() > expiry:
+                break
+            time.sleep(0.001)
+        return time.monotonic()
+
+    result = _through_proxies(chance, folder, times, halve)
+    halved = sum(proxy.halved for proxy in troubled)
+    require(halved >= times // 2, f"expected at least {times // 2} frames to be halved, got {halved}")
+    return result
+
+
+def stalled_streams(chance: random.Random, folder: Path, times: int = 3) -> Result:
+    """The connections of some members are kept, and nothing comes through for half a second to two seconds."""
+
+    def stall(proxies: list[Proxy], _: Server) -> float:
+        seconds = chance.uniform(0.5, 2.0)
+        directions = chance.choice([(UP,), (DOWN,), DIRECTIONS])
+        for proxy in proxies:
+            proxy.stall(seconds, *directions)
+        time.sleep(seconds)
+        return time.monotonic()
+
+    return _through_proxies(chance, folder, times, stall)
+
+
+def everything(chance: random.Random, folder: Path, times: int = 20) -> Result:
+    """Cuts, halves and stalls, and a server that is killed, in one run."""
+
+    def anything(proxies: list[Proxy], server: Server) -> float:
+        kind = chance.choice(["cut", "halve", "stall", "kill"])
+        for proxy in proxies:
+            if kind == "cut":
+                proxy.cut(chance.choice(ENDS))
+            elif kind == "halve":
+                proxy.halve(chance.choice(DIRECTIONS), chance.choice(ENDS))
+            elif kind == "stall":
+                proxy.stall(chance.uniform(0.1, 1.0))
+        if kind == "kill":
+            server.restart()
+        return time.monotonic()
+
+    # A port could be taken by somebody else between two lives of the server.
+    return _through_proxies(chance, folder, times, anything, endpoint=f"ipc://{folder}/server")
+
+
+def member_that_is_cut_off(chance: random.Random, folder: Path, times: int = 1) -> Result:
+    """Nothing comes through from one member for too long, and its connections are kept; all are told which one."""
+    seconds = []
+    with ExitStack() as stack:
+        server = stack.enter_context(Server(folder))
+        for turn in range(times):
+            victim = chance.randrange(WORLD)
+            with Proxy(server.endpoint, chance) as proxy:
+                endpoints = [proxy.endpoint if member == victim else server.endpoint for member in range(WORLD)]
+                with Members(endpoints, f"cut off {turn}", ENDLESS) as members:
+                    _train_a_while(members, chance)
+                    stall = functools.partial(proxy.stall, LONG_STALL_SECONDS)
+                    seconds.append(_known(members, victim, stall))
+                    _require_lost(members.told(victim), victim)
+                    members.let_go(*members.all)
+    return Result(seconds)
+
+
+def killed_member_and_master(chance: random.Random, folder: Path, times: int = 1) -> Result:
+    """A member and the server are killed at nearly the same time; the others are told which member is missing."""
+    seconds = []
+    with Server(folder, f"ipc://{folder}/server") as server:
+        for turn in range(times):
+            victim = chance.randrange(WORLD)
+            with Members([server.endpoint] * WORLD, f"both {turn}", ENDLESS, SHORT_DEADLINE) as members:
+                _train_a_while(members, chance)
+                orders = [server.restart, functools.partial(members.send_signal, victim, signal.SIGKILL)]
+                chance.shuffle(orders)
+                began = time.monotonic()
+                orders[0]()
+                time.sleep(chance.uniform(0, 0.05))
+                orders[1]()
+                for member in members.others(victim):
+                    told = members.told(member)
+                    _require_error(told, ReplicaLost, RoundTimeout, GroupIncomplete)
+                    fields = told.what.fields
+                    names = [fields["member"]] if isinstance(told.what, ReplicaLost) else fields["missing"]
+                    require(names == [victim], f"{told.what!r} does not name member {victim}")
+                    seconds.append(told.at - began)
+                members.let_go(*members.others(victim))
+    return Result(seconds)
+
+
+SCENARIOS: list[Callable[..., Result]] = [
+    killed_member,
+    frozen_member,
+    briefly_frozen_member,
+    looping_member,
+    member_that_holds_the_lock,
+    failing_member,
+    killed_master,
+    cut_connections,
+    halved_streams,
+    stalled_streams,
+    everything,
+    member_that_is_cut_off,
+    killed_member_and_master,
+]
+
+
+def _through_proxies(
+    chance: random.Random,
+    folder: Path,
+    times: int,
+    trouble: Callable[..., float],
+    endpoint: str = "tcp://127.0.0.1:*",
+) -> Result:
+    """Runs members behind a proxy each, and troubles some of these."""
+    with ExitStack() as stack:
+        server = stack.enter_context(Server(folder, endpoint))
+        proxies = [stack.enter_context(Proxy(server.endpoint, chance)) for _ in range(WORLD)]
+        members = stack.enter_context(Members([proxy.endpoint for proxy in proxies], "proxied", STEPS))
+
+        def trouble_some() -> float:
+            return trouble(chance.sample(proxies, chance.randint(1, WORLD)), server)
+
+        return _go_through(members, chance, times, trouble_some)
+
+
+def _go_through(members: Members, chance: random.Random, times: int, trouble: Callable[[], float]) -> Result:
+    """Troubles a run again and again at random moments, and requires that its weights stay what they are undisturbed.
+
+    Args:
+        members: of the run, of STEPS steps.
+        chance: decides when.
+        times: how often.
+        trouble: makes it, and returns when it was over.
+    """
+    at_once = STEPS // times - STEPS_AFTER
+    seconds = []
+    is_coming_back = False
+    for turn in range(times):
+        members.allow(at_once)
+        if is_coming_back:
+            time.sleep(chance.uniform(0, COMING_BACK_SECONDS))
+        else:
+            goal = turn * (at_once + STEPS_AFTER) + chance.randrange(at_once)
+            members.wait_until(lambda steps, goal=goal: min(steps) >= goal, f"trouble {turn} of {times}")
+            time.sleep(chance.uniform(0, 0.01))
+        over = trouble()
+        before = members.steps
+        members.allow(STEPS_AFTER)
+        is_coming_back = turn < times - 1 and chance.random() < TROUBLED_AGAIN
+        if not is_coming_back:
+            members.wait_until(functools.partial(_all_went_on, before), f"after trouble {turn} of {times}")
+            seconds.append(time.monotonic() - over)
+    members.allow(STEPS)
+    digests = _digests(members)
+    require(digests == undisturbed(), "the weights are not those of an undisturbed run")
+    return Result(seconds, identical=True)
+
+
+def _all_went_on(before: list[int], now: list[int]) -> bool:
+    return all(step > former for step, former in zip(now, before, strict=True))
+
+
+def _digests(members: Members) -> list[str]:
+    """Waits until all have trained, and lets them go."""
+    told = [members.told(member).what for member in members.all]
+    require(all(isinstance(digest, str) for digest in told), f"the run ended with {told}")
+    members.let_go(*members.all)
+    return told
+
+
+def _train_a_while(members: Members, chance: random.Random) -> None:
+    members.allow(ENDLESS)
+    members.wait_until(lambda steps: min(steps) > 0, "the first step")
+    time.sleep(chance.uniform(0.05, 0.8))
+
+
+def _train_up_to(members: Members, step: int) -> float:
+    """Returns when everybody had done so many steps."""
+    members.allow(ENDLESS)
+    members.wait_until(lambda steps: min(steps) >= step, f"the way to step {step}")
+    return time.monotonic()
+
+
+def _known(members: Members, victim: int, trouble: Callable[[], float | None]) -> float:
+    """Makes trouble for a member; returns the seconds until all others were told that it is lost.
+
+    Args:
+        members: that train.
+        victim: the member that will be lost.
+        trouble: makes it, and may say when.
+    """
+    began = time.monotonic()
+    began = trouble() or began
+    told = [members.told(member) for member in members.others(victim)]
+    for each in told:
+        _require_lost(each, victim)
+    return max(each.at for each in told) - began
+
+
+def _require_lost(told: Told, victim: int) -> None:
+    _require_error(told, ReplicaLost)
+    require(told.what.fields["member"] == victim, f"{told.what!r} is not about member {victim}")
+    require(f"member {victim} (" in str(told.what), f"{told.what!r} does not name member {victim}")
+
+
+def _require_error(told: Told, *kinds: type[Exception]) -> None:
+    names = " or ".join(kind.__name__ for kind in kinds)
+    require(isinstance(told.what, kinds), f"expected {names}, got {told.what!r}")

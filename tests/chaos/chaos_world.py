@@ -1,0 +1,257 @@
+"""The processes of the chaos tests: a server that can be killed, and members that train; nothing survives its block."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from programs import chaos_programs
+from programs.chaos_programs import READY, Part, Told
+
+# Far above what is promised; whatever takes longer hangs.
+WAIT_SECONDS = 60.0
+
+# How often to look at how far the members are.
+LOOK_SECONDS = 0.001
+
+WORLD = 3
+
+# New processes from one that has loaded everything: it takes milliseconds, and nothing is inherited from here.
+STARTER = multiprocessing.get_context("forkserver")
+
+# Whoever starts or joins a process looks at all others too, and two threads may not read one exit code.
+_LIFE = threading.Lock()
+
+
+class Finding(AssertionError):
+    """Something that the project promises did not happen."""
+
+
+def require(condition: object, text: str) -> None:
+    """Raises a `Finding` unless the condition is true."""
+    if not condition:
+        raise Finding(text)
+
+
+def warm_up() -> None:
+    """Starts what starts the members, with all that is slow to load; it lives as long as this process."""
+    # Otherwise the first optimizer of each member would load torch._dynamo, which takes seconds.
+    STARTER.set_forkserver_preload(["client", "torch._dynamo"])
+    process = STARTER.Process(target=int)
+    process.start()
+    process.join(WAIT_SECONDS)
+
+
+class Server:
+    """`python -m server` on one endpoint, which may be killed and started again; a context manager.
+
+    Args:
+        folder: for its log.
+        endpoint: where it listens; default: a free port.
+
+    Attributes:
+        endpoint: where it listens.
+        listening: when it last began to, by the common clock.
+    """
+
+    def __init__(self, folder: Path, endpoint: str = "tcp://127.0.0.1:*") -> None:
+        self.endpoint = endpoint
+        self._log = folder / "server.log"
+        self._process = self._start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._stop()
+        finally:
+            self._process.kill()
+            self._end()
+
+    def restart(self) -> None:
+        """Kills it and starts another one on the same endpoint."""
+        self._process.kill()
+        self._end()
+        self._process = self._start()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        with self._log.open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "server", "--bind", self.endpoint, "--log-level", "error"],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        line = process.stdout.readline()
+        self.listening = time.monotonic()
+        if not line.startswith("listening on "):
+            process.kill()
+            process.communicate()
+            raise Finding(f"the server did not start: {self._log.read_text()}")
+        self.endpoint = line.split()[-1]
+        return process
+
+    def _stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(WAIT_SECONDS)
+        require(self._process.poll() == 0, f"the server was told to stop and ended with {self._process.poll()}")
+        require(not self._log.read_text(), f"the server complained: {self._log.read_text()}")
+
+    def _end(self) -> None:
+        self._process.wait(WAIT_SECONDS)
+        self._process.stdout.close()
+
+
+@dataclass(frozen=True)
+class _Process:
+    process: BaseProcess
+    pipe: Any
+    progress: Any
+
+
+class Members:
+    """Processes that train together; a context manager that lets none of them survive.
+
+    Args:
+        endpoints: where each member connects.
+        job: their job's name.
+        steps: how many they train.
+        deadline: of their rounds, in seconds.
+        trouble: a member, what happens to it, and in which step.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        job: str,
+        steps: int,
+        deadline: float = WAIT_SECONDS,
+        trouble: tuple[int, str, int] = (-1, "", 0),
+    ) -> None:
+        self._members: list[_Process] = []
+        for member, endpoint in enumerate(endpoints):
+            troubles = trouble[1:] if member == trouble[0] else ("", 0)
+            part = Part(endpoint, job, member, len(endpoints), deadline, steps, *troubles)
+            ours, theirs = STARTER.Pipe()
+            progress = STARTER.RawValue("q", 0)
+            process = STARTER.Process(target=chaos_programs.take_part, args=(part, theirs, progress), daemon=True)
+            with _LIFE:
+                process.start()
+            theirs.close()
+            self._members.append(_Process(process, ours, progress))
+
+    def __enter__(self) -> Self:
+        try:
+            for member in self.all:
+                said = self._receive(member)
+                require(said == READY, f"member {member} could not connect: {said}")
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kill()
+
+    @property
+    def all(self) -> range:
+        """Their numbers."""
+        return range(len(self._members))
+
+    def others(self, *members: int) -> list[int]:
+        """All numbers but these."""
+        return [member for member in self.all if member not in members]
+
+    @property
+    def steps(self) -> list[int]:
+        """How many steps each has done."""
+        return [member.progress.value for member in self._members]
+
+    def allow(self, steps: int) -> None:
+        """Lets them train so many steps more."""
+        for member in self._members:
+            with suppress(BrokenPipeError):
+                member.pipe.send(steps)
+
+    def wait_until(self, condition: Callable[[list[int]], bool], text: str) -> None:
+        """Waits for a condition on the steps that they have done."""
+        expiry = time.monotonic() + WAIT_SECONDS
+        while not condition(self.steps):
+            ended = [self._receive(member) for member in self.all if self._members[member].pipe.poll()]
+            failed = [told.what for told in ended if isinstance(told.what, Exception)]
+            require(not failed, f"{text}: got {failed} in step {self.steps}")
+            require(time.monotonic() < expiry, f"{text}: still in steps {self.steps} after {WAIT_SECONDS:g} s")
+            time.sleep(LOOK_SECONDS)
+
+    def send_signal(self, member: int, number: signal.Signals) -> None:
+        """Sends a signal to one of them."""
+        os.kill(self._members[member].process.pid, number)
+
+    def told(self, member: int) -> Told:
+        """How its run ended; waits for that."""
+        said = self._receive(member)
+        require(isinstance(said, Told), f"member {member} said {said}")
+        return said
+
+    def let_go(self, *members: int) -> None:
+        """Lets these leave, and requires that they end by themselves."""
+        for member in members:
+            self._members[member].pipe.send(0)
+        for member in members:
+            process = self._members[member].process
+            _join(process)
+            require(process.exitcode == 0, f"member {member} was let go and ended with {process.exitcode}")
+
+    def _receive(self, member: int) -> Any:
+        pipe = self._members[member].pipe
+        require(pipe.poll(WAIT_SECONDS), f"member {member} said nothing for {WAIT_SECONDS:g} s; steps {self.steps}")
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise Finding(f"member {member} ended without a word") from error
+
+    def _kill(self) -> None:
+        for member in self._members:
+            member.pipe.close()
+            member.process.kill()
+        for member in self._members:
+            _join(member.process)
+
+
+def _join(process: BaseProcess) -> None:
+    wait([process.sentinel], WAIT_SECONDS)
+    with _LIFE:
+        process.join(0)
+
+
+def descendants() -> set[int]:
+    """The processes that have come from this one, directly or not, and still run; only where there is /proc."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The name before the fields may hold anything, a bracket too.
+            state, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            if state != "Z":
+                parents[int(stat.parent.name)] = int(parent)
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}

@@ -1,0 +1,192 @@
+"""The proxy of the chaos tests does what they take it for; it stands before an echo here."""
+
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from chaos.chaos_proxy import DIRECTIONS, DOWN, ENDS, FIN, RST, UP, Proxy
+
+SECONDS = 20.0
+MANY_BYTES = bytes(range(256)) * 4096
+
+
+class Echo:
+    """A TCP server that says what it is told, and keeps what it heard and how each connection ended."""
+
+    def __init__(self):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.heard = b""
+        self.ends = []
+        self.ended = threading.Semaphore(0)
+        self.connections = []
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            self.connections.append(connection)
+            threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
+
+    def answer(self, connection):
+        with connection:
+            try:
+                while chunk := connection.recv(65536):
+                    self.heard += chunk
+                    connection.sendall(chunk)
+                self.ends.append(FIN)
+            except OSError:
+                self.ends.append(RST)
+        self.ended.release()
+
+    def close(self):
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+
+@pytest.fixture
+def echo():
+    found = Echo()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def proxy(echo):
+    with Proxy(echo.endpoint, random.Random(0)) as found:
+        yield found
+
+
+@pytest.fixture
+def connect(proxy):
+    opened = []
+
+    def open_one():
+        host, _, port = proxy.endpoint.removeprefix("tcp://").rpartition(":")
+        opened.append(socket.create_connection((host, int(port)), SECONDS))
+        return opened[-1]
+
+    yield open_one
+    for connection in opened:
+        connection.close()
+
+
+def receive(connection, n):
+    """Returns n bytes, or what came before the end."""
+    found = b""
+    while len(found) < n and (chunk := connection.recv(n - len(found))):
+        found += chunk
+    return found
+
+
+def end_of(connection):
+    try:
+        assert connection.recv(1) == b""
+    except ConnectionResetError:
+        return RST
+    return FIN
+
+
+def test_everything_is_forwarded_both_ways(connect):
+    connection = connect()
+    sender = threading.Thread(target=connection.sendall, args=(MANY_BYTES,))
+    sender.start()
+    assert receive(connection, len(MANY_BYTES)) == MANY_BYTES
+    sender.join(SECONDS)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_cut_ends_all_connections_on_both_sides_and_new_ones_are_accepted(proxy, connect, echo, end):
+    connections = [connect(), connect()]
+    for connection in connections:
+        connection.sendall(b"hello")
+        assert receive(connection, 5) == b"hello"
+    proxy.cut(end)
+    assert [end_of(connection) for connection in connections] == [end, end]
+    assert all(echo.ended.acquire(timeout=SECONDS) for _ in connections)
+    assert echo.ends == [end, end]
+    again = connect()
+    again.sendall(b"again")
+    assert receive(again, 5) == b"again"
+    assert proxy.connections == 3
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_stall_holds_back_one_direction_and_loses_nothing(proxy, connect, echo, direction):
+    connection = connect()
+    connection.sendall(b"before")
+    assert receive(connection, 6) == b"before"
+    started = time.monotonic()
+    proxy.stall(0.5, direction)
+    connection.sendall(b"after")
+    connection.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        connection.recv(1)
+    assert echo.heard == (b"before" if direction == UP else b"beforeafter")
+    connection.settimeout(SECONDS)
+    assert receive(connection, 5) == b"after"
+    assert time.monotonic() - started >= 0.5
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_halved_chunk_arrives_in_part_and_its_connection_ends(proxy, connect, echo, end):
+    connection = connect()
+    proxy.halve(UP, end)
+    connection.sendall(b"0123456789")
+    assert end_of(connection) == end
+    assert echo.ended.acquire(timeout=SECONDS)
+    assert b"0123456789".startswith(echo.heard)
+    assert 0 < len(echo.heard) < 10
+    assert proxy.halved == 1
+    again = connect()
+    again.sendall(b"whole")
+    assert receive(again, 5) == b"whole"
+
+
+def test_an_answer_is_halved_too(proxy, connect, echo):
+    connection = connect()
+    proxy.halve(DOWN, FIN)
+    connection.sendall(b"0123456789")
+    came = receive(connection, 10)
+    assert echo.heard == b"0123456789"
+    assert 0 < len(came) < 10
+    assert echo.heard.startswith(came)
+
+
+def test_the_end_of_one_side_ends_the_other(connect, echo):
+    connection = connect()
+    connection.sendall(b"hello")
+    assert receive(connection, 5) == b"hello"
+    echo.connections[0].shutdown(socket.SHUT_RDWR)
+    assert end_of(connection) == FIN
+
+
+def test_a_server_that_is_not_there_costs_the_connection_alone(proxy, connect, echo):
+    echo.close()
+    connection = connect()
+    assert end_of(connection) == FIN
+    assert proxy.connections == 0
+    echo.listener = socket.create_server(("127.0.0.1", int(echo.endpoint.rpartition(":")[2])))
+    threading.Thread(target=echo.accept, daemon=True).start()
+    connection = connect()
+    connection.sendall(b"hello")
+    assert receive(connection, 5) == b"hello"
+
+
+def test_leaving_the_block_ends_everything(echo):
+    with Proxy(echo.endpoint, random.Random(0)) as proxy:
+        host, _, port = proxy.endpoint.removeprefix("tcp://").rpartition(":")
+        connection = socket.create_connection((host, int(port)), SECONDS)
+        connection.sendall(b"hello")
+        assert receive(connection, 5) == b"hello"
+    with connection, pytest.raises(ConnectionResetError):
+        connection.recv(1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), SECONDS)
+    assert not proxy._thread.is_alive()

@@ -1,0 +1,71 @@
+"""The fenced code blocks of README.md and docs/, as `test_docs.py` runs them."""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.paths import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        page: its page, from the root of the repository.
+        line: of the page, where its text begins, from 1.
+        language: what stands behind the fence.
+        text: what is in it.
+        before: the line of the page above it that is not empty.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    before: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Returns a page's blocks in their order."""
+    text = page.read_text()
+    found = [_block(page, text, match) for match in FENCE.finditer(text)]
+    # A fence that the expression does not understand would hide its block from the tests.
+    fences = len(re.findall(r"^ *(?:```|~~~)", text, re.MULTILINE))
+    assert fences == 2 * len(found), (
+        f"{page}: expected fences of ``` in pairs, with at most a language behind the first"
+    )
+    return found
+
+
+def _block(page: Path, text: str, match: re.Match[str]) -> Block:
+    line = text.count("\n", 0, match.start("text")) + 1
+    name = page.relative_to(ROOT).as_posix()
+    before = text[: match.start()].rstrip().rpartition("\n")[2]
+    return Block(name, line, match["language"], textwrap.dedent(match["text"]), before)
+
+
+def all_blocks() -> Iterator[Block]:
+    for page in PAGES:
+        yield from blocks_of(page)
+
+
+def script_before(block: Block, name: str) -> Block:
+    """Returns what a script is that a block runs: the Python block before it that the page calls so, else the latest.
+
+    Raises:
+        AssertionError: there is none.
+    """
+    before = [one for one in all_blocks() if one.page == block.page and one.line < block.line]
+    scripts = [one for one in before if one.language == "python"]
+    assert scripts, f"{block} runs a script: expected a Python block before it on the page, found none"
+    return next((one for one in scripts if f"`{name}`" in one.before), scripts[-1])

@@ -1,0 +1,127 @@
+"""Runs Python blocks of the documentation: a process that has loaded torch, and forks for each block.
+
+`test_docs.py` starts it, writes a `Run` as a line of JSON for each block, and reads one with what came of it. So a
+block has processes of its own, without the seconds that each of them would need for `import torch`.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from torch import distributed
+
+import client
+
+FORK = multiprocessing.get_context("fork")
+SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A block that is run in a process for each environment.
+
+    Attributes:
+        page: where it is from, for tracebacks.
+        line: where on the page it begins, as well.
+        text: the block.
+        folder: the processes' working directory.
+        environs: what their environments have beside this process's.
+    """
+
+    page: str
+    line: int
+    text: str
+    folder: str
+    environs: Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run; `codes` are the processes' exit codes, None for one that did not end in time."""
+
+    codes: Sequence[int | None]
+    output: str
+
+
+def main() -> None:
+    """Serves until its input ends."""
+    import torch._dynamo  # noqa: F401, PLC0415 - the first optimizer would load it, in each process again
+
+    for line in sys.stdin:
+        told = Run(**json.loads(line))
+        if "lightning" in told.text:
+            import client.integrations.lightning  # noqa: F401, PLC0415 - takes seconds, so once for all that need it
+        print(json.dumps(asdict(run(told))), flush=True)
+
+
+def run(told: Run) -> Outcome:
+    """Runs a block in all its processes, and ends those that do not end by themselves."""
+    log = Path(told.folder) / "output"
+    processes = [FORK.Process(target=_play, args=(told, environ, log)) for environ in told.environs]
+    for process in processes:
+        process.start()
+    _wait_for(processes)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return Outcome(codes, log.read_text())
+
+
+def _wait_for(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
+    """Until all have ended, or one in vain, or the time is over."""
+    deadline = time.monotonic() + SECONDS
+    running = list(processes)
+    while running and time.monotonic() < deadline:
+        wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
+        running = [process for process in running if process.exitcode is None]
+        if any(process.exitcode for process in processes):
+            # The others learn of it; what they say to that is worth a moment.
+            deadline = min(deadline, time.monotonic() + 2.0)
+
+
+def _play(told: Run, environ: Mapping[str, str], log: Path) -> None:
+    """Runs the block in this process, which ends without being torn down (pytorch#190489)."""
+    os.environ.update(environ)
+    os.chdir(told.folder)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    try:
+        _execute(told)
+        code = 0
+    except BaseException:  # noqa: BLE001 - whatever it is, it is shown
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _execute(told: Run) -> None:
+    from documentation import docs_stand_ins  # noqa: PLC0415 - it is another one in each process, by its environment
+
+    given = docs_stand_ins.names(told.text)
+    if "DistributedDataParallel(" in told.text and "init_process_group" not in told.text:
+        distributed.init_process_group("gloo")
+    # Empty lines, so that a traceback names the page's own.
+    code = compile("\n" * (told.line - 1) + told.text, told.page, "exec")
+    try:
+        exec(code, {"__name__": "__main__", **given})  # noqa: S102 - that is what it is for
+    except docs_stand_ins.ReplicaLost as error:
+        if error is not docs_stand_ins.lost:
+            raise
+    client.disconnect()
+    if distributed.is_initialized():
+        distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()

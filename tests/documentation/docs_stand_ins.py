@@ -1,0 +1,63 @@
+"""What a Python block of the documentation may use without making it: what its reader has already.
+
+| name | what it is |
+|---|---|
+| `torch`, `nn`, `client` | the modules |
+| `rank`, `epochs` | this process's number; 2 |
+| `model` | an image classifier with two batch norms, synchronised where the block does not do that itself |
+| `optimizer`, `criterion` | SGD, and a loss |
+| `images`, `labels`, `loader` | a batch of 8 images, and 3 such batches |
+| `micro_batches` | the batch in 4 pieces |
+| `train_loop`, `accuracy` | an object with a `train_loader` and no others, and a number |
+| `train` | a function that ends with the `ReplicaLost` in `lost`, for pages about errors |
+| `Module`, `module` | a LightningModule of all that, in a block with a `Trainer` |
+"""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import client
+from statsd_bn.errors import ReplicaLost
+
+rank = int(os.environ["RANK"])
+epochs = 2
+
+torch.set_num_threads(1)
+torch.manual_seed(rank)
+images = torch.randn(8, 3, 6, 6)
+labels = torch.randint(10, (8,))
+loader = DataLoader(TensorDataset(images.repeat(3, 1, 1, 1), labels.repeat(3)), batch_size=8)
+micro_batches = list(zip(images.chunk(4), labels.chunk(4), strict=True))
+train_loop = SimpleNamespace(train_loader=loader, validation_loader=None, test_loader=None)
+accuracy = 0.5
+
+model = nn.Sequential(
+    nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)
+)
+if not torch.cuda.is_available():
+    model.cuda = lambda: model  # the page speaks to readers who have one
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+lost = ReplicaLost("member 1 was lost", member=1, step=4, cause="the connection was lost")
+
+
+def train(_: nn.Module) -> None:
+    raise lost
+
+
+def names(text: str) -> dict[str, Any]:
+    """Returns the names for a block."""
+    given = {name: value for name, value in globals().items() if not name.startswith("_")}
+    if "Trainer(" in text:
+        from documentation.docs_lightning import Module  # noqa: PLC0415 - it loads Lightning, which takes seconds
+
+        given |= {"Module": Module, "module": Module()}
+    elif "convert_model" not in text:
+        client.convert_model(model)
+    return given

@@ -1,0 +1,176 @@
+"""Every code block of README.md and docs/ runs, and every link leads somewhere.
+
+A Python block runs as it stands, in as many processes as it speaks of, with what `docs_stand_ins.py` lists; what it is
+to connect to is the tests' own server. A shell block runs command by command, see `docs_shell.py`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from documentation.docs_blocks import PAGES, ROOT, Block, all_blocks
+from documentation.docs_engine import want_of_engine
+from documentation.docs_runner import Outcome, Run
+from documentation.docs_shell import RUN_ELSEWHERE, Shell
+from support.newer_torch import skip_if_one_is_missing
+from support.ports import free_port
+
+BLOCKS = list(all_blocks())
+
+# Blocks of no language, of which nothing is run, by page: why they are there.
+NOTHING_TO_RUN = {
+    "docs/protocol.md": "drawings, and bytes that tests/documentation/test_protocol_doc.py compares with the code's",
+}
+
+ENDPOINT = re.compile(r"tcp://[\w.-]+:\d+")
+
+
+def of(language: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == language], ids=str)
+
+
+def test_every_block_is_tested():
+    tested = {"python", "sh", "toml"}
+    for block in BLOCKS:
+        assert block.language in tested or (not block.language and block.page in NOTHING_TO_RUN), (
+            f"{block} is in the language {block.language!r}, of which nothing is tested. Use one of {sorted(tested)}, "
+            "or say in this file how to test it or, in NOTHING_TO_RUN, why there is nothing to test"
+        )
+
+
+@of("python")
+def test_a_python_block_runs(block, python, environs, tmp_path, endpoint_of):
+    skip_if_one_is_missing(block.text)
+    text = ENDPOINT.sub(endpoint_of(block), block.text)
+    python(Run(block.page, block.line, text, str(tmp_path), environs(processes_of(block))))
+
+
+@of("sh")
+@pytest.mark.timeout(120 if want_of_engine() else 2400)  # images take their time
+def test_a_shell_block_runs(shell, block):
+    shell(block).run()
+
+
+def test_a_python_block_that_fails_is_shown_with_its_line_on_the_page(python, environs, tmp_path):
+    broken = Run("docs/page.md", 7, "import client\n\nclient.no_such_name()\n", str(tmp_path), environs(1))
+    with pytest.raises(AssertionError, match=r'File "docs/page.md", line 9(.|\n)*no_such_name'):
+        python(broken)
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("rm -r /", "Nobody knows how to run 'rm -r /' in a test"),
+        ("python -m server check --no-such-flag", "unrecognized arguments: --no-such-flag"),
+        ("python -m server --log-level loud", "invalid choice: 'loud'"),
+        ("docker compose -f no-such.yml up", "expected a file no-such.yml"),
+        ("scripts/test-all", "expected a script at scripts/test-all"),
+        ("torchrun --nproc=4 train.py", "torchrun does not understand"),
+        (
+            "torchrun examples/train_nothing.py",
+            "Nobody knows how to run 'torchrun examples/train_nothing.py' in a test",
+        ),
+        ("kubectl apply -f no-such.yml", "expected a file no-such.yml"),
+        ("kubectl delete -f docker/kubernetes/server.yml", "Nobody knows how to run 'kubectl delete"),
+        ("kubectl create secret generic a --from-file=no-such.key", "expected the block to make a file no-such.key"),
+        ("torchrun train.py", "expected a Python block before it"),
+        ("torchrun --nnodes=2 train.py", "expected a Python block before it"),
+    ],
+)
+def test_a_command_that_cannot_be_right_fails(shell, command, complaint):
+    with pytest.raises(AssertionError, match=complaint):
+        shell(Block("docs/page.md", 7, "sh", command)).run()
+
+
+def test_what_other_tests_are_said_to_run_they_run():
+    for test, program, _ in RUN_ELSEWHERE.values():
+        assert program in (ROOT / test).read_text(), f"expected {test} to run {program}"
+
+
+@of("toml")
+def test_a_toml_block_is_toml(block):
+    assert tomllib.loads(block.text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_to_tests_that_are_there(page):
+    for target, test in re.findall(r'\]\((?!https?:)([^)#\s]+)(?:#[^)\s]*)?(?: "(test_\w+)")?\)', page.read_text()):
+        file = page.parent / target
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        assert not test or f"def {test}(" in file.read_text(), f"{page.name} names {test}, which is not in {target}"
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Callable[[Run], None]]:
+    """Runs Python blocks; raises AssertionError for one that fails."""
+    command = [sys.executable, str(Path(__file__).with_name("docs_runner.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def run(told: Run) -> None:
+            print(json.dumps(asdict(told)), file=process.stdin, flush=True)
+            outcome = Outcome(**json.loads(process.stdout.readline()))
+            assert set(outcome.codes) == {0}, (
+                f"{told.page}:{told.line} ended with {outcome.codes}. It runs as it stands, with the names that "
+                f"tests/documentation/docs_stand_ins.py lists; whatever else it uses it must make.\n{outcome.output}"
+            )
+
+        yield run
+        process.kill()
+
+
+@pytest.fixture
+def shell(python, environs, server, tmp_path) -> Callable[[Block], Shell]:
+    """Runs a shell block."""
+    return lambda block: Shell(block, tmp_path, server.endpoint, environs, python)
+
+
+@pytest.fixture
+def environs(job) -> Callable[[int], list[dict[str, str]]]:
+    """The environments of so many processes, as torchrun would set them, on a machine without devices."""
+
+    def of_size(size: int) -> list[dict[str, str]]:
+        common = {
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "TORCHELASTIC_RUN_ID": job,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+    return of_size
+
+
+def processes_of(block: Block) -> int:
+    """As many as it says; two if it connects and says nothing."""
+    if said := re.search(r"world_size=(\d+)", block.text):
+        return int(said[1])
+    return 2 if re.search(r"client\.connect\(|Trainer\(", block.text) else 1
+
+
+@pytest.fixture
+def endpoint_of(server, request) -> Callable[[Block], str]:
+    """Where a block is to connect to: a server with keys if it names one."""
+    return lambda block: request.getfixturevalue("closed_server") if "curve=" in block.text else server.endpoint
+
+
+@pytest.fixture
+def closed_server(tmp_path) -> Iterator[str]:
+    """The endpoint of a server with keys; alice's lies in the working directory."""
+    keys = tmp_path / "keys"
+    keygen = [sys.executable, "-m", "server", "keygen", str(keys), "--client", "alice"]
+    subprocess.run(keygen, check=True, timeout=30, stdout=subprocess.DEVNULL)
+    (tmp_path / "alice.key_secret").write_bytes((keys / "secrets" / "alice.key_secret").read_bytes())
+    command = [sys.executable, "-m", "server", "--bind", "tcp://127.0.0.1:*", "--curve", str(keys)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        yield process.stdout.readline().split()[-1]
+        process.terminate()

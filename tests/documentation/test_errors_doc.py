@@ -1,0 +1,80 @@
+"""docs/errors.md describes every error as the code has it."""
+
+import re
+
+import pytest
+
+from statsd_bn import errors
+from statsd_bn.errors import BY_CODE, StatsdBNError
+from support.paths import ROOT
+
+DOCS = ROOT / "docs"
+SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", (DOCS / "errors.md").read_text(), re.MULTILINE | re.DOTALL))
+NAMES = {error.__name__: error for error in BY_CODE.values()}
+
+every_error = pytest.mark.parametrize("name", NAMES)
+
+
+def documented(name: str) -> set[str]:
+    """The fields that the page names; the first ones where there are several sorts."""
+    (line,) = re.findall(r"^- Fields: (.*)$", SECTIONS[name], re.MULTILINE)
+    return set() if line == "none" else set(line.split(", "))
+
+
+def test_every_error_has_its_section_in_the_order_of_the_tree():
+    assert list(SECTIONS) == list(NAMES)
+
+
+@every_error
+def test_a_section_names_the_code(name):
+    assert f"- Code: `{NAMES[name].code}`\n" in SECTIONS[name]
+
+
+# The docstring of a mismatch tells of two sorts of it, see below.
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"StatsdBNError", "RoundMismatch"}])
+def test_a_section_names_the_fields_that_the_docstring_names(name):
+    found = re.search(r"Fields: (.*?)\.( |$)", " ".join(NAMES[name].__doc__.split()))
+    text = re.sub("and in the world (missing), by number", r"\1", found[1] if found else "")
+    assert documented(name) == set(text.replace("the parts of its key", "the key's").split(", ")) - {""}
+
+
+def test_both_sorts_of_a_mismatch_are_described_with_their_fields():
+    docstring = " ".join(errors.RoundMismatch.__doc__.split())
+    for field in ("expected", "got", "member", "table", "places"):
+        assert field in docstring
+        assert field in SECTIONS["RoundMismatch"]
+
+
+def test_what_travels_has_the_same_fields_in_the_protocol():
+    rows = re.findall(
+        r"^\| (\w+) \| (?:yes|no|both) \| (?:.*?) \| (.*?) \| .*? \|$", (DOCS / "protocol.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 12
+    for code, fields in rows:
+        if code == "mismatch":
+            continue  # it has three sorts, in the text
+        name = BY_CODE[code].__name__
+        stated = set(fields.split(", ")) if fields.strip() else set()
+        expected = documented(name)
+        assert stated == expected, name
+
+
+def test_causes_in_the_page_are_those_of_the_code():
+    sources = "\n".join(
+        path.read_text() for folder in ("server", "client") for path in (DOCS.parent / folder).glob("*.py")
+    )
+    for cause in (
+        "the connection was lost",
+        "no sign of life for",
+        "did not come back after the server was restarted",
+        "came back too late",
+        "taken for lost",
+        "its key was revoked",
+    ):
+        assert cause in SECTIONS["ReplicaLost"]
+        assert f'"{cause}' in sources
+
+
+def test_the_page_is_about_the_tree_that_is_imported():
+    assert NAMES["StatsdBNError"] is StatsdBNError
+    assert set(NAMES) <= set(vars(errors))

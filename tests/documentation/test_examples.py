@@ -1,0 +1,140 @@
+"""The demo runs, measures what it shows, and would notice if synchronised training were not the whole batch's."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from support.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+STEPS = 20
+LAYERS = 3
+PHASES = 2
+
+
+def test_the_demo_shows_that_synchronised_training_is_training_on_the_whole_batch():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "demo.py", "--steps", str(STEPS), "--json"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TERM": "dumb"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stderr
+    _, _, table = done.stderr.partition(f"Accuracy after {STEPS} steps")
+    for title in ("1 process", "4 processes, synchronised", "4 processes, unsynchronised", "DataParallelWithCallback"):
+        assert title in table
+    ways = json.loads(done.stdout)["ways"]
+    for way in ("synchronised", "data parallel"):
+        assert max(ways[way]["weights"], ways[way]["running_statistics"]) < 1e-5
+        assert ways[way]["accuracy"] == pytest.approx(ways["whole batch"]["accuracy"], abs=0.01)
+    assert ways["unsynchronised"]["weights"] > 0.01
+    assert ways["unsynchronised"]["running_statistics"] > 0.01
+    assert ways["synchronised"]["rounds"] == STEPS * LAYERS * PHASES
+    assert 0 < ways["synchronised"]["median_round_trip"] < 1
+
+
+@pytest.mark.parametrize("way", ["synchronised", "data parallel"])
+@pytest.mark.parametrize("kind", ["weights", "running_statistics"])
+@pytest.mark.parametrize("difference", [0.01, float("nan")])
+def test_the_demo_says_so_if_it_is_not(monkeypatch, way, kind, difference):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import report  # noqa: PLC0415 - the examples are no package, and on the path only here
+    import ways  # noqa: PLC0415 - as above
+
+    same = report.Result(0.98, 1e-7, 1e-7, rounds=None, median_round_trip=None)
+    rows = dict.fromkeys(report.WAYS, same)
+    length = ways.Length(900, 100)
+    assert report.verdict(rows, length)[0]
+    good, sentence = report.verdict(rows | {way: dataclasses.replace(same, **{kind: difference})}, length)
+    assert not good
+    assert report.TITLES[way] in sentence
+
+
+DIES_IN_GLOO = """
+import os, signal, sys, time
+import torch, train_digits
+
+class Dying(train_digits.DistributedDataParallel):
+    def __init__(self, network):
+        super().__init__(network)
+        self.register_comm_hook(None, die)
+
+def die(state, bucket):
+    time.sleep(1)  # until the others are in gloo
+    os.kill(os.getpid(), signal.SIGKILL)
+
+train_digits.DistributedDataParallel = Dying
+train_digits.main()
+"""
+
+
+def test_a_member_that_dies_while_the_others_are_in_gloo_is_named(server, job, tmp_path):
+    together = ["--steps", "5", "--init-method", f"file://{tmp_path / 'meeting'}"]
+    environ = {**os.environ, "WORLD_SIZE": "3", "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": job}
+    path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    programs = [[EXAMPLES / "train_digits.py"], [EXAMPLES / "train_digits.py"], ["-c", DIES_IN_GLOO]]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *program, *together],
+            env={**environ, "RANK": str(rank), "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, program in enumerate(programs)
+    ]
+    try:
+        said = [process.communicate(timeout=90)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [1, 1, -9]
+    for text in said[:2]:
+        assert "gloo" in text, text
+        assert "member 2 (" in text.splitlines()[-1]
+        assert "ReplicaLost" in text.splitlines()[-1]
+
+
+def test_elastic_members_end_with_the_same_weights_and_have_learnt(server, job, tmp_path, monkeypatch):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, EXAMPLES / "train_elastic.py", "--epochs", "2", "--save", tmp_path / f"{rank}.pt"],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "STATSD_BN_ENDPOINT": server.endpoint,
+                "STATSD_BN_JOB": job,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            said, _ = process.communicate(timeout=90)
+            assert process.returncode == 0, said
+            assert "epoch 1, batch 45 of 45" in said
+    finally:
+        for process in processes:
+            process.kill()
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import digits  # noqa: PLC0415 - the examples are no package, and on the path only here
+
+    assert digits.accuracy(first, digits.load()[1]) > 0.85

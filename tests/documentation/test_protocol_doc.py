@@ -1,0 +1,498 @@
+"""docs/protocol.md is the authority on the wire; the code is held against it."""
+
+import dataclasses
+import functools
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import msgpack
+import numpy as np
+import pytest
+
+from client.connection import heartbeat_socket, registration, round_trip, transport
+from client.launch import connect
+from server.core import deadlock, ended, liveness
+from server.core.dispatcher import Dispatcher
+from server.group import results
+from server.group.rounds import TRANSITIONS
+from server.limits import quota
+from server.limits.access import Tenant
+from server.network import disconnect_probe, listener, service
+from statsd_bn import PROTOCOL_VERSION, errors, limits
+from statsd_bn.errors import ProtocolError
+from statsd_bn.members import Members
+from statsd_bn.messages import (
+    BY_TYPE,
+    Aggregate,
+    Contribution,
+    Failure,
+    Heartbeat,
+    Leave,
+    Message,
+    Pending,
+    Registered,
+    Request,
+    Result,
+    Status,
+    StatusRequest,
+)
+from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.rows import Rows
+from statsd_bn.wire import decode, decode_request, encode
+from support.paths import ROOT
+from support.strategies import contribution, key, register, rows, session_of
+
+DOCUMENT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+
+# Errors that one side raises by itself; they never travel.
+LOCAL = {"error", "configuration", "bind", "connection_closed", "unreachable", "group_incomplete"}
+
+AGGREGATE = Aggregate(key(), 1, 1, Members.of([0]), np.ones((2, 3)))
+
+# One sound message of each type.
+SAMPLES: dict[type[Message], Message] = {
+    type(message): message
+    for message in (
+        register(),
+        Registered(b"session0", b"server00", 0, 0, 1, Members.of([0])),
+        Contribution(b"session0", key(), 0, Rows((1,), np.ones((1, 2, 3)))),
+        AGGREGATE,
+        Leave(b"session0", ""),
+        Failure("mismatch", "", {}, key()),
+        StatusRequest(),
+        Status({}),
+        Heartbeat(b"session0"),
+        Pending(key(), 0, "waiting"),
+        Result(b"session0", AGGREGATE),
+    )
+}
+
+
+# Reading the document.
+
+
+def section(title: str) -> str:
+    """The text under a heading, up to the next heading."""
+    found = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", DOCUMENT, re.DOTALL | re.MULTILINE)
+    assert found, f"no section {title!r}"
+    return found[1]
+
+
+def table(title: str) -> list[list[str]]:
+    """The rows of a section's one table, without its head."""
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field as documented; its place in the header is its number, since the type is number 0."""
+
+    number: int
+    name: str
+    type: str
+    limits: str
+
+
+def title_of(message: type[Message]) -> str:
+    return f"{message.type}. {message.__name__}"
+
+
+def documented(title: str) -> list[Field]:
+    """The fields in wire order; a number that is out of order fails."""
+    found: list[Field] = []
+    for number, name, kind, limited, _ in table(title):
+        assert number == str(len(found) + 1), f"{title}, {name}: numbered {number}"
+        found.append(Field(len(found) + 1, name, kind, limited))
+    return found
+
+
+def number(text: str) -> int:
+    """The value of a name in capitals, of an integer, or of a difference or product of two."""
+    for sign, apply in ((" - ", int.__sub__), (" · ", int.__mul__)):
+        if sign in text:
+            left, right = text.split(sign)
+            return apply(number(left), number(right))
+    named = {**vars(limits), "world_size": register().world_size}
+    return int(named[text]) if text in named else int(text)
+
+
+# Making frames, sound and unsound ones, without the code under test.
+
+
+def header_of(frame: bytes) -> list[Any]:
+    return msgpack.unpackb(frame[8 : 8 + int.from_bytes(frame[4:8], "little")])
+
+
+def frame_of(header: list[Any]) -> bytes:
+    packed = msgpack.packb(header)
+    frame = b"SBN" + bytes([PROTOCOL_VERSION]) + len(packed).to_bytes(4, "little") + packed
+    if header[0] not in {Contribution.type, Aggregate.type, Result.type}:
+        return frame
+    *_, counts, vectors, channels = header
+    replicas = len(counts) if header[0] == Contribution.type and isinstance(counts, list) else 1
+    seal = b"" if header[0] == Contribution.type else bytes(limits.SEAL_BYTES)
+    return frame + bytes(-len(packed) % 8) + bytes(8 * max(0, replicas * vectors * channels)) + seal
+
+
+def changed(message: type[Message], field: Field, value: Any) -> bytes:
+    """A sound frame but for one field."""
+    header = header_of(encode(SAMPLES[message]))
+    header[field.number] = value
+    return frame_of(header)
+
+
+def changed_key(field: Field, value: Any) -> bytes:
+    """A sound frame but for one field of its round key."""
+    header = header_of(encode(SAMPLES[Pending]))
+    fields = msgpack.unpackb(header[1])
+    fields[field.number - 1] = value
+    return frame_of([header[0], msgpack.packb(fields), *header[2:]])
+
+
+def is_refused(frame: bytes) -> bool:
+    """Whether a member refuses a frame; a server refuses the same, and what is no request."""
+    refused = _is_refused(frame, decode)
+    is_request = isinstance(header_of(frame)[0], int) and BY_TYPE[header_of(frame)[0]] in get_args(Request)
+    assert _is_refused(frame, decode_request) == (refused or not is_request)
+    return refused
+
+
+def _is_refused(frame: bytes, read: Callable[[bytes], Message]) -> bool:
+    try:
+        read(frame)
+    except ProtocolError:
+        return True
+    return False
+
+
+# The version, the messages and their fields.
+
+EVERY_MESSAGE = pytest.mark.parametrize("message", BY_TYPE.values(), ids=lambda message: message.__name__)
+
+
+def test_the_version_is_the_codes():
+    assert re.findall(r"^Protocol version: (.*)$", DOCUMENT, re.MULTILINE) == [str(PROTOCOL_VERSION)]
+
+
+def test_every_message_is_documented_and_no_other():
+    titles = re.findall(r"^### (\d+\. .*)$", DOCUMENT, re.MULTILINE)
+    assert titles == [title_of(message) for message in BY_TYPE.values()]
+
+
+def test_the_round_key_has_its_fields_in_order():
+    assert [field.name for field in documented("Round key")] == list(RoundKey._fields)
+
+
+@EVERY_MESSAGE
+def test_every_message_has_its_fields_in_order(message):
+    expected = {
+        Contribution: ["session", "key", "attempt", "counts", "vectors", "channels"],
+        Aggregate: ["key", "replicas", "count", "members", "vectors", "channels"],
+        Result: ["session", "key", "replicas", "count", "members", "vectors", "channels"],
+    }.get(message, [field.name for field in dataclasses.fields(message)])
+    assert [field.name for field in documented(title_of(message))] == expected
+
+
+@EVERY_MESSAGE
+def test_a_real_frame_has_the_fields_that_are_documented(message):
+    header = header_of(encode(SAMPLES[message]))
+    assert header[0] == message.type
+    assert len(header) - 1 == len(documented(title_of(message)))
+
+
+@EVERY_MESSAGE
+def test_the_master_takes_what_is_directed_to_it_and_nothing_else(message):
+    direction = re.search(r"^Direction: (.*?) to (.*?)\.", section(title_of(message)), re.MULTILINE)
+    (*_, answer) = play(SAMPLES[message]) or [None]
+    refused = isinstance(answer, Failure) and "expected a request" in answer.message
+    assert refused == (direction[2] != "master")
+
+
+# What a field may hold.
+
+TYPES = {
+    "name": str,
+    "text": str,
+    "token": bytes,
+    "integer": int,
+    "float": float,
+    "integers": list,
+    "members": bytes,
+    "map": dict,
+    "key": bytes,
+}
+FOREIGN = {
+    "name": b"x",
+    "text": b"x",
+    "token": "session0",
+    "integer": True,
+    "float": 5,
+    "integers": 5,
+    "members": 5,
+    "map": [],
+    "key": "job",
+}
+
+
+def test_every_type_is_explained():
+    assert [name for name, _ in table("Field types")] == list(TYPES)
+
+
+@EVERY_MESSAGE
+def test_every_field_is_of_its_type_and_no_other_is_taken(message):
+    header = header_of(encode(SAMPLES[message]))
+    for field in documented(title_of(message)):
+        assert type(header[field.number]) is TYPES[field.type], field
+        assert is_refused(changed(message, field, FOREIGN[field.type])), field
+
+
+def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
+    """What lies just inside and just outside of the documented limits."""
+    if field.type == "token":
+        size = limits.TOKEN_BYTES
+        yield from ((True, bytes(size)), (False, bytes(size - 1)), (False, bytes(size + 1)))
+    elif field.type == "float":
+        low, high = map(number, re.fullmatch(r"above (.+), at most (.+)", field.limits).groups())
+        yield from ((True, math.nextafter(low, high)), (True, float(high)), (False, math.nan))
+        yield from ((False, float(low)), (False, math.nextafter(high, math.inf)))
+    elif field.type in {"name", "text"}:
+        low, high = map(number, re.fullmatch(r"(.+) to (.+) bytes", field.limits).groups())
+        yield from ((True, "x" * low), (True, "é" * (high // 2)), (False, "x" * (high + 1)), (False, "é" * high))
+        yield from ((field.type == "text", f"a{letter}b") for letter in "\n\t")
+        yield from ((False, f"a{letter}b") for letter in "\x1b\r\0\x7f\x9b\u202e\u2028\u200d\u00a0")
+        if low:
+            yield False, "x" * (low - 1)
+    elif field.type == "integer":
+        low, high = map(number, re.fullmatch(r"(.+) to (.+)", field.limits).groups())
+        yield from ((True, low), (True, high), (False, low - 1), (False, high + 1))
+    elif field.type == "integers":
+        most, low, high = map(number, re.fullmatch(r"1 to (.+) of them, each (.+) to (.+)", field.limits).groups())
+        yield from ((True, [low]), (True, [high]), (False, [low - 1]), (False, [high + 1]))
+        yield from ((True, [low] * most), (False, [low] * (most + 1)), (False, []))
+    elif field.type == "members":
+        assert not field.limits
+        most = limits.MAX_MEMBERS
+        legal = [[], [0, most], [most - 1, 1], [0, 4, 7, 1]]
+        illegal = [[0], [0, most + 1], [most, 1], [65_535, 1], [0, 0], [0, 2, 2, 1], [7, 1, 0, 4]]
+        yield from ((flat in legal, struct.pack(f"<{len(flat)}H", *flat)) for flat in legal + illegal)
+        yield from ((False, bytes(size)) for size in (1, 3, 5, 2 * most + 4))
+    else:
+        assert not field.limits
+
+
+def test_every_field_of_a_round_key_is_of_its_type_and_within_its_limits():
+    for field in documented("Round key"):
+        assert is_refused(changed_key(field, FOREIGN[field.type])), field
+        for legal, value in legal_and_illegal(field):
+            assert is_refused(changed_key(field, value)) != legal, (field, legal, value)
+
+
+@EVERY_MESSAGE
+def test_every_field_is_taken_up_to_its_limits_and_not_beyond(message):
+    for field in documented(title_of(message)):
+        for legal, value in legal_and_illegal(field):
+            assert is_refused(changed(message, field, value)) != legal, (field, legal, value)
+
+
+def test_every_limit_has_its_value():
+    found = {name: float(value) for name, value, _ in table("Limits")}
+    assert found == {name: value for name, value in vars(limits).items() if name.isupper()}
+
+
+# Errors: each is provoked, and the failure that comes is the documented one.
+
+OPEN = (register(0), register(1))
+FRESH = b"a fresh1"
+PAST: dict[str, Any] = {"server": b"server-9", "known": Members.of([0, 1]), "results": 1}
+
+
+def play(*said: Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: None) -> list[Message]:
+    """Says all this to a new server, and returns what the last of it, or what comes then, is answered with."""
+    dispatcher = Dispatcher(b"server-0", 0.0)
+    replies: Any = []
+    for message in said:
+        replies = dispatcher.receive(0.0, b"peer", message if isinstance(message, bytes) else encode(message))
+    replies = then(dispatcher) or replies
+    return [decode(frame) for _, frame in replies]
+
+
+def after_a_while(dispatcher: Dispatcher) -> Any:
+    return dispatcher.tick(5.0)
+
+
+TWO_RESULTS = (
+    *(register(member, **PAST) for member in (0, 1)),
+    Result(session_of(0), AGGREGATE),
+    Result(session_of(1), dataclasses.replace(AGGREGATE, count=2)),
+)
+LEFT = Leave(session_of(1), "boom")
+EVE = Tenant("eve", "key of eve", ("eve-*",))
+MOST = rows(1.0, count=limits.MAX_COUNT)
+
+# The ways to a failure that the document names.
+WAYS: dict[str, Callable[[], list[Message]]] = {
+    "a foreign session": lambda: play(
+        *OPEN, then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(Heartbeat(session_of(0))), EVE)
+    ),
+    "a foreign job": lambda: play(
+        register(0), then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(register(1)), EVE)
+    ),
+    "an unsound frame": lambda: play(b"garbage"),
+    "a session that registers as somebody else": lambda: play(register(0), register(1, session=session_of(0))),
+    "a foreign key": lambda: play(*OPEN, contribution(0, key=key(job="other"), session=session_of(0))),
+    "another version": lambda: play(b"SBN" + bytes([PROTOCOL_VERSION + 1]) + bytes(4)),
+    "other results": lambda: play(*TWO_RESULTS, contribution(0, key=key(step=1))),
+    "other results, and registering": lambda: play(*TWO_RESULTS, register(0)),
+    "results that have not come": lambda: play(register(0, **PAST), Heartbeat(session_of(0))),
+    "another policy": lambda: play(register(0), register(1, min_members=1)),
+    "a session that has left": lambda: play(*OPEN, Leave(session_of(0), ""), contribution(0)),
+    "the end before the beginning": lambda: play(register(0), then=Dispatcher.stop),
+    "a round that is over for long": lambda: play(
+        register(0, 1), *(contribution(0, key=key(step=step)) for step in (*range(limits.KEPT_ROUNDS + 1), 0))
+    ),
+    "a member that does not come back": lambda: play(
+        register(0, **PAST, deadline=5.0),
+        Result(session_of(0), AGGREGATE),
+        contribution(0, key=key(step=1)),
+        then=after_a_while,
+    ),
+    "a new run": lambda: play(*OPEN, contribution(0), register(0, epoch=1, session=FRESH)),
+    "a member twice": lambda: play(register(0), register(0, session=FRESH)),
+    "another world size": lambda: play(register(0), register(1, 3)),
+    "a number outside of the world": lambda: play(register(2, 2)),
+    "one member more": lambda: play(*(register(member, 2, group="pair") for member in (3, 5, 4))),
+    "an earlier epoch": lambda: play(register(0, epoch=1), register(1)),
+    "an unknown session": lambda: play(contribution(0)),
+    "an unknown session's heartbeat": lambda: play(Heartbeat(FRESH)),
+    "the end": lambda: play(*OPEN, contribution(0), then=Dispatcher.stop),
+    "too many groups": lambda: play(*(register(job=str(number)) for number in range(limits.MAX_GROUPS + 1))),
+    "too many rounds": lambda: play(
+        *OPEN, *(contribution(0, key=key(step=step)) for step in range(limits.MAX_OPEN_ROUNDS + 1))
+    ),
+    "too early": lambda: play(register(0), contribution(0)),
+    "too many values": lambda: play(*OPEN, contribution(0, MOST), contribution(1, MOST)),
+    "another shape": lambda: play(*OPEN, contribution(0), contribution(1, rows(1.0, channels=2))),
+    "another layer": lambda: play(*OPEN, contribution(0), contribution(1, key=key("bn2")), then=after_a_while),
+    "another group": lambda: play(
+        *OPEN,
+        register(0, group="pair", session=FRESH),
+        contribution(1),
+        then=lambda dispatcher: after_a_while(dispatcher)[1:],
+    ),
+    "other bytes": lambda: play(*OPEN, contribution(0), contribution(0, 2.0)),
+    "too late": lambda: play(*OPEN, contribution(0), then=lambda dispatcher: dispatcher.tick(600.0)),
+    "a member lost": lambda: play(*OPEN, LEFT, contribution(0)),
+    "a member lost, and registering": lambda: play(*OPEN, LEFT, register(0)),
+}
+
+
+@functools.cache
+def failure(way: str) -> Failure:
+    """The failure at the end of a way."""
+    return next(answer for answer in WAYS[way]() if isinstance(answer, Failure))
+
+
+def test_every_error_that_can_travel_is_documented():
+    assert {code for code, *_ in table("Errors")} == set(errors.BY_CODE) - LOCAL
+
+
+def test_every_documented_error_does_travel():
+    assert {failure(way).code for way in WAYS} == {code for code, *_ in table("Errors")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_has_the_documented_fields(way):
+    spread = ", ".join(field.name for field in documented("Round key"))
+    documented_ = [
+        [name for name in names.replace("the key's", spread).split(", ") if name]
+        for code, has_key, _, names, _ in table("Errors")
+        if code == failure(way).code and has_key in {"both", "no" if failure(way).key is None else "yes"}
+    ]
+    assert list(failure(way).fields) in documented_
+
+
+def test_an_error_has_a_key_where_the_document_says_so():
+    found: dict[str, set[bool]] = {}
+    for way in WAYS:
+        found.setdefault(failure(way).code, set()).add(failure(way).key is not None)
+    words = {"yes": {True}, "no": {False}, "both": {True, False}}
+    documented_: dict[str, set[bool]] = {}
+    for code, has_key, *_ in table("Errors"):
+        documented_.setdefault(code, set()).update(words[has_key])
+    assert found == documented_
+
+
+def test_the_table_of_stuck_members_has_the_documented_entries():
+    spread = {"step, layer, call, phase": ["step", "layer", "call", "phase"]}
+    names = [part for name, *_ in table("Stuck members") for part in spread.get(name, [name])]
+    for way in ("another layer", "another group"):
+        rows_ = failure(way).fields["table"]
+        assert len(rows_) == 2
+        assert [list(row) in (names, names[:4]) for row in rows_] == [True, True]
+    assert [list(row) for row in failure("another layer").fields["table"]] == [names, names]
+
+
+# Rounds, deadlines, the report, the example.
+
+
+def test_the_life_of_a_round_is_the_codes_table():
+    found = {tuple(row) for row in table("The life of a round")}
+    assert found == {(state.value, event.value, after.value) for (state, event), after in TRANSITIONS.items()}
+
+
+def test_the_picture_of_a_round_shows_the_same_states_and_events():
+    (picture,) = re.findall(r"```\n(.*?)```", section("The life of a round"), re.DOTALL)
+    explained = re.sub(r"first|contribution\b|the answer is the \w+", "", picture)
+    real = {part.value for (state, event), after in TRANSITIONS.items() for part in (state, event, after)}
+    assert set(re.findall(r"[a-z]+", explained)) == real
+
+
+def test_deadlines_and_queues_have_the_codes_values():
+    whose = {
+        "server": [service, results, deadlock, liveness, ended, disconnect_probe, quota],
+        "client": [heartbeat_socket, connect, registration, round_trip, transport],
+        "both": [listener, transport],
+    }
+    for name, value, side in table("Deadlines"):
+        found = [getattr(module, name) for module in whose[side] if hasattr(module, name)]
+        assert set(found) == {float(value)}, name
+        assert len(found) > 1 or side != "both", name
+
+
+def test_the_status_report_has_the_documented_entries(monkeypatch):
+    said = (*OPEN, contribution(0), StatusRequest())
+    (whole,) = play(*said)
+    (group,) = whole.report["groups"]
+    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 300)
+    (cut,) = play(*said)
+    kinds = {"text": str, "integer": int, "float": float, "array": list}
+    for title, real in (
+        ("Report", cut.report),
+        ("Group", group),
+        ("Group member", group["members"][0]),
+        ("Open round", group["waiting"][0]),
+    ):
+        documented = {name: kinds[kind] for name, kind, _ in table(title)}
+        where_cut = {name for name in documented if name.endswith("_left_out")}
+        assert {name: type(value) for name, value in real.items()} == {
+            name: kind for name, kind in documented.items() if name not in where_cut
+        }
+    assert set(cut.report) - set(whole.report) == {"left_out"}
+
+
+def test_the_example_is_the_frame_it_says():
+    (block,) = re.findall(r"```\n(.*?)```", section("Example"), re.DOTALL)
+    frame = bytes.fromhex("".join(re.match(r"((?:[0-9a-f]{2} ?)+)", line)[1] for line in block.splitlines()))
+    message = decode(frame)
+    assert isinstance(message, Contribution)
+    assert message.session == bytes(range(1, 9))
+    assert message.key == RoundKey("digits", "world", 0, 7, "bn1", 0, FORWARD)
+    assert (message.attempt, message.rows.counts) == (0, (18,))
+    assert message.rows.values.tolist() == [[[9.0, -4.5], [12.25, 3.0]]]
+    assert encode(message) == frame
+    assert f"The frame has {len(frame)} bytes." in section("Example")
+    assert f"a header of {int.from_bytes(frame[4:8], 'little')} bytes" in block

@@ -1,0 +1,75 @@
+"""docs/security.md says of everybody what they can do, and of everything that holds it which test shows it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+PAGE = ROOT / "docs" / "security.md"
+POLICY = ROOT / "SECURITY.md"
+
+# As the page calls them, in bold.
+EVERYBODY = (
+    "stranger on the host",
+    "stranger on the network",
+    "tenant",
+    "member",
+    "former member",
+    "former or hostile server",
+    "anybody, without keys",
+)
+
+LINK = re.compile(r'\]\((?!https?:)([^)#\s]+)(?:#[^)\s]*)?(?: "(\w+)")?\)')
+
+
+def table(heading: str) -> list[dict[str, str]]:
+    """The rows of the first table under a heading, by the names of its columns."""
+    text = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    names, _, *rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    names = [name.strip() for name in names]
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+HELD = table("What holds it")
+
+
+def test_of_each_attacker_it_is_said_what_they_can_see_slow_stop_and_falsify():
+    rows = {re.match(r"\*\*(.+?)\*\*", row["who"])[1]: row for row in table("Threat model")}
+    assert tuple(rows) == EVERYBODY
+    for row in rows.values():
+        assert list(row) == ["who", "can see", "can slow", "can stop", "can falsify"]
+        assert all(row.values())
+
+
+@pytest.mark.parametrize("row", HELD, ids=[row["tried"] for row in HELD])
+def test_what_is_held_is_shown_by_tests_that_are_there(row):
+    assert row["by"]
+    assert row["what holds it"]
+    shown = LINK.findall(row["shown by"])
+    assert shown
+    for target, test in shown:
+        file = PAGE.parent / target
+        assert file.is_file(), f"{target} is not there"
+        assert re.search(rf"^(?:async )?def {test or 'test_'}", file.read_text(), re.MULTILINE), (
+            f"{target} has no {test or 'test'}"
+        )
+
+
+def test_every_file_of_attacks_is_on_the_page():
+    named = {Path(target).name for row in HELD for target, _ in LINK.findall(row["shown by"])}
+    assert {path.name for path in (ROOT / "tests" / "attacks").glob("test_*.py")} <= named
+
+
+def test_the_policy_leads_to_the_page_and_is_led_to():
+    links = {target for target, _ in LINK.findall(POLICY.read_text())}
+    assert "docs/security.md" in links
+    assert all((ROOT / target).exists() for target in links)
+    for page in (ROOT / "README.md", PAGE):
+        assert "SECURITY.md)" in page.read_text()
+
+
+def test_the_policy_names_no_address_that_somebody_would_have_to_read():
+    assert not re.search(r"[\w.]+@[\w.]+", POLICY.read_text())

@@ -1,0 +1,130 @@
+"""Plays fuzzed frames to the decoder and the pure server; `scripts/fuzz` runs it.
+
+First a real server gets them through its socket, see `attacks.socket_fuzz`. Then one without a socket gets random
+frames without an end, and its memory must stay flat. Then coverage leads the way (atheris, where it is installed): each
+play has a server of its own, and what has found new code is kept and changed.
+"""
+
+import argparse
+import logging
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+from attacks import socket_fuzz
+from fuzzing.fuzz_target import SOUND, Play
+
+# Within a play: frames with no, one, two and three bytes changed have the turns from 8 on.
+SOUND_TURN = 8 << 3
+
+# The server's memory is compared at this part of a flood and at its end.
+SETTLED = 0.2
+GROWTH_KIB = 2048
+
+
+class Grown(AssertionError):
+    """The server's memory has grown with the frames it was given."""
+
+
+def seeds() -> Iterator[bytes]:
+    """Plays of sound frames: each alone, and all of them."""
+    for number in range(len(SOUND)):
+        yield bytes([SOUND_TURN, number])
+    yield b"".join(bytes([SOUND_TURN | number % 8, number]) for number in range(len(SOUND)))
+
+
+def random_play(chance: random.Random) -> bytes:
+    """Returns a play that is mostly sound frames, some of them changed."""
+    turns = []
+    for _ in range(chance.randrange(1, 40)):
+        what = chance.choice((0, 2, 4, 5, 6, *[8] * 8, 9, 9, 10, 11))
+        rest = bytes(chance.randrange(256) for _ in range(10)) if what > 5 else b""
+        turns.append(bytes([what << 3 | chance.randrange(8)]) + rest)
+    return b"".join(turns)
+
+
+def flood(frames: int, seed: int) -> int:
+    """Plays random frames to one server; returns how many.
+
+    Raises:
+        Grown: its memory has not stayed flat.
+    """
+    chance = random.Random(seed)
+    play = Play()
+    settled = 0
+    while play.frames < frames:
+        play.run(random_play(chance))
+        play.begin_again()
+        if not settled and play.frames >= SETTLED * frames:
+            settled = _resident_kib()
+    grown = _resident_kib() - settled
+    if grown > GROWTH_KIB:
+        raise Grown(f"{grown} KiB between {SETTLED:.0%} of {frames} frames and their end")
+    return play.frames
+
+
+def functions_of(module: ModuleType) -> Iterator[FunctionType]:
+    """Yields the functions that a module defines, and the methods and properties of its classes."""
+    own = [found for found in vars(module).values() if getattr(found, "__module__", "") == module.__name__]
+    members = [member for kind in own if isinstance(kind, type) for member in vars(kind).values()]
+    for found in own + members:
+        function = getattr(found, "fget", None) or getattr(found, "__func__", found)
+        if isinstance(function, FunctionType):
+            yield function
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Floods a server, then lets coverage lead; whatever is found raises."""
+    parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="led by coverage (default 10; 0: not at all)")
+    parser.add_argument("--frames", type=int, default=10_000_000, help="of the flood (default 10,000,000; 0: none)")
+    parser.add_argument(
+        "--socket", type=int, default=10_000_000, help="frames through a real socket (default 10,000,000; 0: none)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--corpus", type=Path, help="a folder of plays, which grows (default: the seeds)")
+    options = parser.parse_args(arguments)
+    if options.socket:
+        socket_fuzz.main(options.socket, options.seed)
+    logging.disable(logging.CRITICAL)
+    if options.frames:
+        began = time.monotonic()
+        frames = flood(options.frames, options.seed)
+        print(f"{frames} frames to one server in {time.monotonic() - began:.0f} s, memory flat")
+    return _led_by_coverage(options.minutes, options.seed, options.corpus)
+
+
+def _led_by_coverage(minutes: float, seed: int, corpus: Path | None) -> int:
+    if not minutes:
+        return 0
+    try:
+        import atheris  # noqa: PLC0415 - there are systems without it
+    except ImportError:
+        print("skipped what coverage would lead: atheris is not installed (the extra `fuzz` has it)")
+        return 0
+    # Its counters come into functions that are there already: what is imported again would be another server.
+    for name in [name for name in sys.modules if name.split(".")[0] in {"server", "statsd_bn"}]:
+        for function in functions_of(sys.modules[name]):
+            atheris.instrument_func(function)
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = corpus or Path(folder)
+        corpus.mkdir(parents=True, exist_ok=True)
+        for number, data in enumerate(seeds()):
+            (corpus / f"seed-{number}").write_bytes(data)
+        limits = [f"-max_total_time={int(60 * minutes)}", f"-seed={seed + 1}", "-max_len=1024", "-print_final_stats=1"]
+        atheris.Setup([sys.argv[0], *limits, str(corpus)], lambda data: Play().run(data))
+        atheris.Fuzz()
+    return 0
+
+
+def _resident_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What fuzzed bytes are played to: a server without its socket, in which two small jobs are under way.
+
+Any bytes are a play: they say, one after the other, which frame comes from which peer, how much time passes, and who
+cannot be reached any more. Frames are sound ones with some bytes changed, so that most of them get far, or raw bytes.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from client.connection.member import Member
+from client.connection.session import Session
+from server.core.dispatcher import Dispatcher
+from server.group.rounds import Reply
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Registered, Result, StatusRequest
+from statsd_bn.round_key import BACKWARD, GATHER
+from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode, encode
+
+# Longer plays find nothing that shorter ones do not.
+MOST_TURNS = 64
+
+# A job that needs all of its members, and one that goes on with one.
+JOBS = {"strict": 0, "elastic": 1}
+WORLD = 2
+
+PEERS = [bytes([number]) for number in range(8)]
+
+SERVER, EARLIER = b"server-1", b"server-0"
+
+SECONDS = (0.25, 1.0, 3.6, 40.0)
+
+
+class Play:
+    """A server, and what has been played to it.
+
+    Attributes:
+        dispatcher: the server.
+        frames: how many frames it was given.
+    """
+
+    def __init__(self) -> None:
+        self.dispatcher = Dispatcher(SERVER, 0.0)
+        self.frames = 0
+        self._now = 0.0
+        self._life = 0
+        self._register()
+
+    def begin_again(self) -> None:
+        """After a while, in which all members fall silent, others begin other jobs."""
+        self._life += 1
+        for _ in range(20):
+            self._now += SECONDS[0]
+            self._check(self.dispatcher.tick(self._now))
+        self._register()
+
+    def run(self, data: bytes) -> None:
+        """Plays what the bytes say; raises whatever a server must not."""
+        source = iter(data)
+        for _ in range(MOST_TURNS):
+            turn = next(source, None)
+            if turn is None:
+                return
+            self._turn(turn, source)
+
+    def _turn(self, turn: int, source: Iterator[int]) -> None:
+        what, who = turn >> 3, PEERS[turn & 7]
+        if what < 4:
+            self._now += SECONDS[what]
+            self._check(self.dispatcher.tick(self._now))
+        elif what == 4:
+            self._check(self.dispatcher.unreachable(self._now, who))
+        elif what == 5:
+            self._check(self.dispatcher.probes(self._now))
+        elif what == 6:
+            self._hear(who, bytes(_take(source, next(source, 0))))
+        else:
+            frame = self._of_this_life(SOUND[next(source, 0) % len(SOUND)])
+            self._hear(who, _changed(frame, source, changes=what & 3))
+
+    def _register(self) -> None:
+        for number, frame in enumerate(REGISTRATIONS):
+            self._hear(PEERS[number], self._of_this_life(frame))
+
+    def _of_this_life(self, frame: bytes) -> bytes:
+        if self._life == 0:
+            return frame
+        for token in TOKENS:
+            frame = frame.replace(token, token[:1] + self._life.to_bytes(7, "big"))
+        for job in JOBS:
+            frame = frame.replace(job.encode(), f"{self._life:0{len(job)}d}".encode())
+        return frame
+
+    def _hear(self, peer: bytes, frame: bytes) -> None:
+        self.frames += 1
+        self._check(self.dispatcher.receive(self._now, peer, frame))
+
+    def _check(self, replies: list[Reply]) -> None:
+        for peer, frame in replies:
+            if type(peer) is not bytes or not peer:
+                raise AssertionError(f"expected a peer to answer, got {peer!r}")
+            decode(frame)
+
+
+def _changed(frame: bytes, source: Iterator[int], changes: int) -> bytes:
+    found = bytearray(frame)
+    for _ in range(changes):
+        place = next(source, 0) << 8 | next(source, 0)
+        found[place % len(found)] = next(source, 0)
+    return bytes(found)
+
+
+def _take(source: Iterator[int], size: int) -> Iterator[int]:
+    for _ in range(size):
+        each = next(source, None)
+        if each is None:
+            return
+        yield each
+
+
+def _sessions() -> list[Session]:
+    members = [
+        Member(job, "world", 0, member, WORLD, 30.0, "here", min_members)
+        for job, min_members in JOBS.items()
+        for member in range(WORLD)
+    ]
+    return [Session(bytes([number]) * 8, member) for number, member in enumerate(members, start=1)]
+
+
+def _sound_frames() -> Iterator[bytes]:
+    """What the members would say, in this life of the server and after an earlier one."""
+    rows = Rows((2,), np.arange(6.0).reshape(1, 2, 3))
+    yield encode(StatusRequest())
+    for session in _sessions():
+        yield session.register()
+        key = session.forward_key("bn")
+        aggregate = Aggregate(key, 2, 4, Members.of(range(WORLD)), rows.values[0])
+        for attempt in (0, 1):
+            yield session.contribution(key, rows, attempt)
+        yield session.contribution(key.of_phase(BACKWARD), rows)
+        yield session.contribution(session.forward_key("bn"), rows)
+        yield from _gather(session)
+        yield session.heartbeat()
+        yield session.leave("")
+        yield session.leave("it failed")
+        yield encode(Result(session.token, aggregate))
+        session.overhear(_registered(session))
+        yield from session.introduction()
+
+
+def _gather(session: Session) -> Iterator[bytes]:
+    """What a member brings to a gather, whose rows may differ in length, and what it was given."""
+    key = session.forward_key("bytes", GATHER)
+    channels = 2 + session.member.member
+    yield session.contribution(key, Rows((0,), np.arange(float(channels)).reshape(1, 1, channels)))
+    joined = Aggregate(key, WORLD, 0, Members.of(range(WORLD)), np.arange(5.0).reshape(1, 5))
+    yield encode(Result(session.token, joined))
+
+
+def _registered(session: Session) -> bytes:
+    """What an earlier life of the server has told a member."""
+    return encode(Registered(digest(session.token), EARLIER, 0, 0, 0, Members.of(range(WORLD))))
+
+
+TOKENS = [session.token for session in _sessions()]
+REGISTRATIONS = [session.register() for session in _sessions()]
+SOUND = list(_sound_frames())

@@ -1,0 +1,132 @@
+"""A server takes any bytes in any order and goes on; `scripts/fuzz` plays far more of them."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import server.core.dispatcher
+import server.core.registry
+from fuzzing import fuzz, fuzz_target
+from fuzzing.fuzz_target import MOST_TURNS, SOUND, Play
+from server.core.dispatcher import Dispatcher
+from server.group.master import SyncMaster
+from statsd_bn.messages import BY_TYPE, Contribution, Heartbeat, Leave, Register, Result, StatusRequest
+from statsd_bn.round_key import GATHER
+from statsd_bn.wire import decode
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=600))
+def test_no_play_raises_out_of_the_server(data):
+    Play().run(data)
+
+
+def test_the_sound_frames_are_all_that_a_member_may_say():
+    assert {type(decode(frame)) for frame in SOUND} == {Register, Contribution, Leave, StatusRequest, Heartbeat, Result}
+    assert len(BY_TYPE) == 11
+
+
+def test_random_plays_get_far():
+    """Rounds end and fail, members are lost and frames refused: it is no use to fuzz what refuses everything."""
+    done = failed = bad = 0
+    chance = random.Random(0)
+    for _ in range(300):
+        play = Play()
+        play.run(fuzz.random_play(chance))
+        report = play.dispatcher.report(0.0)
+        done += sum(group["rounds_done"] for group in report["groups"])
+        failed += sum(group["rounds_failed"] for group in report["groups"])
+        bad += report["bad_frames"]
+    assert min(done, failed, bad) >= 20, (done, failed, bad)
+
+
+def test_random_plays_end_gathers(monkeypatch):
+    phases = Counter()
+    reduce = SyncMaster.run_master
+
+    def count(round_):
+        phases[round_.key.phase] += 1
+        return reduce(round_)
+
+    monkeypatch.setattr(SyncMaster, "run_master", staticmethod(count))
+    chance = random.Random(0)
+    for _ in range(300):
+        Play().run(fuzz.random_play(chance))
+    assert phases[GATHER] >= 10, phases
+
+
+def test_a_play_has_an_end():
+    play = Play()
+    play.run(bytes(10 * MOST_TURNS))
+    assert play._now == MOST_TURNS * fuzz_target.SECONDS[0]
+
+
+def test_a_server_that_raises_is_found(monkeypatch):
+    def heartbeat(*_):
+        raise KeyError("out of the loop")
+
+    monkeypatch.setattr(Dispatcher, "_beat", heartbeat)
+    with pytest.raises(KeyError):
+        _play_all(fuzz.seeds())
+
+
+def _play_all(plays):
+    for data in plays:
+        Play().run(data)
+
+
+def test_the_seeds_say_every_sound_frame():
+    said = set()
+    for data in fuzz.seeds():
+        play = Play()
+        receive = play.dispatcher.receive
+
+        def listen(now, peer, frame, receive=receive):
+            said.add(frame)
+            return receive(now, peer, frame)
+
+        play.dispatcher.receive = listen
+        play.run(data)
+    assert set(SOUND) <= said
+
+
+def test_coverage_sees_the_methods_as_well():
+    functions = {*fuzz.functions_of(server.core.dispatcher), *fuzz.functions_of(server.core.registry)}
+    assert {Dispatcher.receive, Dispatcher._contribute, server.core.registry.failed_member} <= functions
+    assert Dispatcher.has_members.fget in functions
+    assert server.core.dispatcher.decode_request not in functions, "what another module defines"
+
+
+def test_a_flood_gets_far_to_its_end(monkeypatch):
+    plays = []
+    monkeypatch.setattr(fuzz, "Play", lambda: plays.append(Play()) or plays[-1])
+    done = []
+    run = Play.run
+
+    def count(self, data):
+        before = len(ended)
+        run(self, data)
+        done.append(len(ended) - before)
+
+    ended = []
+    reduce = SyncMaster.run_master
+    monkeypatch.setattr(SyncMaster, "run_master", staticmethod(lambda round_: ended.append(round_) or reduce(round_)))
+    monkeypatch.setattr(Play, "run", count)
+    monkeypatch.setattr(fuzz, "GROWTH_KIB", 10**6)  # what is kept of ended sessions fills up in a longer one only
+    assert fuzz.flood(frames=7000, seed=0) >= 7000
+    (play,) = plays
+    assert play.dispatcher.received == play.frames
+    assert sum(done) >= 100, "rounds, also long after the beginning"
+    assert sum(done[len(done) // 2 :]) >= 30
+
+
+def test_a_flood_finds_what_grows(monkeypatch):
+    kept = []
+    receive = Dispatcher.receive
+    monkeypatch.setattr(Dispatcher, "receive", lambda *given: kept.append(None) or receive(*given))
+    monkeypatch.setattr(fuzz, "_resident_kib", lambda: len(kept) * 2**10)  # tests before may have left memory free
+    with pytest.raises(fuzz.Grown):
+        fuzz.flood(frames=3000, seed=0)

@@ -1,0 +1,384 @@
+"""connect(): who this process is, and clear words when it cannot join."""
+
+import os
+import signal
+import tempfile
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import zmq
+
+import client
+from client.connection import registration, round_trip
+from client.connection.connection import Connection
+from client.connection.member import Member
+from client.connection.transport import ZmqTransport
+from client.launch import connect as launch
+from client.launch.environment import member_from
+from programs import member_programs
+from statsd_bn import Rows, limits, private_folder
+from statsd_bn.errors import (
+    ConfigurationError,
+    ConnectionClosed,
+    DuplicateMember,
+    GroupIncomplete,
+    MasterStopped,
+    RegistrationRefused,
+    ReplicaLost,
+    RoundTimeout,
+    ServerUnreachable,
+    StaleEpoch,
+    VersionMismatch,
+    WorldSizeMismatch,
+)
+from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
+
+ROW = Rows((1,), np.ones((1, 2, 3)))
+
+# A forked child that refuses to use the connection does so in milliseconds.
+CHILD_SECONDS = 5
+
+
+def test_arguments_win_over_the_environment():
+    environ = {"STATSD_BN_JOB": "env", "RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}
+    given = member_from(environ, job="mine", member=2, world_size=3, deadline=5)
+    assert (given.job, given.member, given.world_size, given.deadline, given.epoch) == ("mine", 2, 3, 5.0, 2)
+    found = member_from(environ)
+    assert (found.job, found.member, found.world_size, found.deadline) == ("env", 1, 4, 600.0)
+
+
+def test_the_job_falls_back_to_torchruns_id_and_then_to_default():
+    assert member_from({"TORCHELASTIC_RUN_ID": "run-7"}).job == "run-7"
+    assert member_from({"STATSD_BN_JOB": "mine", "TORCHELASTIC_RUN_ID": "run-7"}).job == "mine"
+    assert member_from({}).job == "default"
+
+
+def test_alone_it_is_member_0_of_1():
+    assert (member_from({}).member, member_from({}).world_size) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "message"),
+    [
+        ({"RANK": "four"}, {}, "RANK: expected an integer, got 'four'"),
+        ({}, {"member": 3, "world_size": 3}, r"member: expected a number in \[0, world_size\), here \[0, 3\), got 3"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, {}, "got -1"),
+        ({}, {"world_size": 0}, "world_size: expected 1 to"),
+        ({}, {"deadline": 0.0}, "deadline: expected seconds in"),
+        ({}, {"deadline": float("nan")}, "deadline: expected seconds in"),
+        ({}, {"fill_deadline": 0.0}, "fill_deadline: expected seconds in"),
+        ({}, {"policy": "loose"}, "policy: expected 'strict' or 'elastic', got 'loose'"),
+        ({}, {"min_members": 1}, "min_members: expected none under the policy 'strict', got 1"),
+        ({}, {"policy": "elastic", "min_members": 0}, "min_members: expected 1 to world_size, here 1, got 0"),
+        ({}, {"policy": "elastic", "world_size": 2, "min_members": 3}, "here 2, got 3"),
+        ({}, {"policy": "elastic", "min_members": True}, "got True"),
+        ({}, {"policy": "elastic", "member": limits.MAX_MEMBERS}, r"member: expected a number in \[0, MAX_MEMBERS\)"),
+        ({}, {"job": ""}, "job: expected printable text"),
+        ({}, {"job": "x" * 300}, "job: expected printable text"),
+    ],
+)
+def test_a_wrong_value_is_named(environ, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        member_from(environ, **arguments)
+
+
+def test_a_job_is_strict_unless_it_is_told_to_be_elastic():
+    assert member_from({}, world_size=4).min_members == 0
+    assert member_from({}, world_size=4, policy="elastic").min_members == 1
+    assert member_from({}, world_size=4, policy="elastic", min_members=3).min_members == 3
+
+
+def test_a_newcomer_to_an_elastic_job_may_have_a_number_beyond_those_it_began_with():
+    assert member_from({}, world_size=4, member=7, policy="elastic").member == 7
+
+
+def test_without_an_endpoint_and_a_server_of_this_user_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(launch, "FIND_SECONDS", 0.0)
+    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(
+        ServerUnreachable, match=rf"no server of this user .* ipc://{tmp_path}/.*start `python -m server`.*torchrun"
+    ):
+        client.connect()
+
+
+def test_the_endpoint_comes_from_the_environment(monkeypatch, server, job):
+    monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
+    with client.connect(job=job) as connection:
+        assert client.current_connection() is connection
+        assert server.endpoint in repr(connection)
+    assert client.current_connection() is None
+
+
+def test_a_process_connects_once(server, job):
+    with client.connect(server.endpoint, job=job), pytest.raises(ConfigurationError, match="already connected"):
+        client.connect(server.endpoint, job=job)
+
+
+def test_disconnecting_twice_or_without_a_connection_is_harmless(server, job):
+    client.connect(server.endpoint, job=job)
+    client.disconnect()
+    client.disconnect()
+
+
+def test_no_server_at_the_endpoint_is_an_error_that_names_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.2)
+    endpoint = f"ipc://{tmp_path}/nobody"
+    with pytest.raises(ServerUnreachable, match=f"no answer from {endpoint} within 0.2 s"):
+        client.connect(endpoint)
+
+
+def test_it_does_not_wait_longer_than_seconds_for_a_server():
+    assert registration.ANSWER_SECONDS <= 10
+
+
+def test_a_second_process_with_the_same_number_is_refused_and_the_first_goes_on():
+    master = MemoryMaster()
+    with master.connect(0, 1) as first:
+        with pytest.raises(DuplicateMember, match="already has a member 0: thread 0 is registered") as caught:
+            master.connect(0, 1)
+        assert caught.value.fields["member"] == 0
+        assert first.exchange("bn", ROW).count == 1
+
+
+def test_a_killed_run_does_not_hold_its_places(members, server, job):
+    """kill -9 says no goodbye: the same job must be able to start again, and without waiting for any deadline."""
+    program = member_programs.kill_a_run_and_start_again
+    assert members(1, program, server.endpoint, f"{job}-again", job=f"{job}-other") == [2]
+
+
+def test_a_member_that_expects_another_world_is_refused_and_the_others_go_on():
+    master = MemoryMaster()
+
+    def member_0():
+        with master.connect(0, 2) as connection:
+            return connection.exchange("bn", ROW).count
+
+    def member_1():
+        wait_until(lambda: bool(master.dispatcher.report(0.0)["groups"]))
+        refused = outcome(lambda: master.connect(1, 3))
+        with master.connect(1, 2) as connection:
+            return refused, connection.exchange("bn", ROW).count
+
+    count, (refused, same_count) = in_threads([member_0, member_1])
+    assert count == same_count == 2
+    assert isinstance(refused, WorldSizeMismatch)
+    assert "expected world_size 2" in str(refused)
+    assert "got 3 from member 1" in str(refused)
+
+
+def test_connect_waits_until_all_members_are_there_and_names_who_is_missing():
+    master = MemoryMaster()
+    with pytest.raises(GroupIncomplete, match=r"of 3: members \[1, 2\] did not connect within 0.1 s") as caught:
+        master.connect(0, 3, deadline=0.1)
+    assert caught.value.fields == {"job": "job", "group": "world", "size": 3, "present": [0], "missing": [1, 2]}
+    assert master.dispatcher.report(0.0)["groups"] == []
+
+
+def test_the_group_has_its_own_time_to_fill(server, job):
+    with pytest.raises(GroupIncomplete, match=r"members \[1\] did not connect within 0.2 s"):
+        client.connect(server.endpoint, job=job, world_size=2, deadline=50.0, fill_deadline=0.2)
+
+
+def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monkeypatch):
+    """However little time the member has left for the group to fill, the server has its time to answer."""
+    master = MemoryMaster()
+    answer = master.transport._receive
+
+    def answer_later(peer, frame):
+        told = answer(peer, frame)
+        threading.Timer(0.1, master.transport.deliver, [told]).start()
+        return []
+
+    monkeypatch.setattr(master.transport, "_receive", answer_later)
+    with pytest.raises(GroupIncomplete, match=r"members \[1\] did not connect within 0.15 s"):
+        master.connect(0, 2, deadline=0.15)
+
+
+def test_a_long_wait_for_the_group_to_fill_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(registration, "WARN_SECONDS", 0.1)
+    monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
+    with pytest.raises(GroupIncomplete), caplog.at_level("WARNING", "statsd_bn.client"):
+        MemoryMaster().connect(0, 2, deadline=0.6)
+    told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
+    assert told[0] == "job 'job', group 'world': waiting since 0 s for members [1] to connect"
+    assert 2 <= len(told) <= 4, "in growing intervals"
+
+
+def test_a_server_of_another_version_is_named(tmp_path):
+    """The prelude keeps its form in all versions, so that this can always be said."""
+    endpoint = f"ipc://{tmp_path}/old"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(endpoint)
+        router.setsockopt(zmq.RCVTIMEO, 20_000)
+        who = Member("job", "world", 0, 0, 1, 5.0, "here")
+        results = []
+        thread = threading.Thread(
+            target=lambda: results.append(outcome(lambda: Connection(ZmqTransport(endpoint), who)))
+        )
+        thread.start()
+        peer, frame = router.recv_multipart()
+        router.send_multipart([peer, frame[:3] + b"\x63" + frame[4:]])
+        thread.join(timeout=20)
+    assert isinstance(results[0], VersionMismatch)
+    assert results[0].fields == {"expected": 2, "got": 99}
+
+
+def test_an_exception_in_one_member_reaches_the_others_with_its_cause(members):
+    results = members(3, member_programs.fail_on_member_1)
+    assert results[1] == "ValueError: out of memory, say"
+    for survivor in (results[0], results[2]):
+        assert isinstance(survivor, ReplicaLost)
+        assert "failed with ValueError: out of memory, say" in str(survivor)
+        assert survivor.fields["member"] == 1
+
+
+def test_a_member_that_leaves_early_is_named_to_those_who_wait():
+    master = MemoryMaster()
+
+    def leave(connection):
+        return None if connection.member.member else outcome(lambda: connection.exchange("bn", ROW))
+
+    lost, _ = run_members(2, leave, master)
+    assert isinstance(lost, ReplicaLost)
+    assert "member 1 (thread 1) left while others went on" in str(lost)
+
+
+def test_a_member_that_does_not_arrive_is_named_at_the_deadline():
+    master = MemoryMaster()
+    arrived = threading.Event()
+
+    def first(connection):
+        if connection.member.member == 1:
+            arrived.wait(20)
+            return None
+        result = outcome(lambda: connection.exchange("layer1.0.bn2", ROW))
+        arrived.set()
+        return result
+
+    def clock():
+        wait_until(lambda: any(group["waiting"] for group in master.dispatcher.report(0.0)["groups"]))
+        master.pass_time(21.0)
+
+    (late, _), _ = in_threads([lambda: run_members(2, first, master), clock])
+    assert isinstance(late, RoundTimeout)
+    assert "member 1 (thread 1) did not arrive within 20 s; members [0] are waiting" in str(late)
+    assert (late.fields["layer"], late.fields["missing"], late.fields["waiting"]) == ("layer1.0.bn2", [1], [0])
+
+
+def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
+    monkeypatch.setattr(round_trip, "GRACE_SECONDS", 0.1)
+    master = MemoryMaster()
+    connection = master.connect(0, 1, deadline=0.1)
+    monkeypatch.setattr(master.dispatcher, "receive", lambda *_: [])
+    with pytest.raises(RoundTimeout, match=r"no aggregate from the master at memory:// within 0.2 s"):
+        connection.exchange("bn", ROW)
+    connection.close()
+
+
+def test_a_stopping_master_tells_those_who_wait():
+    master = MemoryMaster()
+
+    def stop():
+        wait_until(lambda: any(group["waiting"] for group in master.dispatcher.report(0.0)["groups"]))
+        master.transport.deliver(master.dispatcher.stop())
+
+    stopped = threading.Event()
+
+    def wait(connection):
+        if connection.member.member == 1:
+            stopped.wait(20)
+            return None
+        result = outcome(lambda: connection.exchange("bn", ROW))
+        stopped.set()
+        return result
+
+    (error, _), _ = in_threads([lambda: run_members(2, wait, master), stop])
+    assert isinstance(error, MasterStopped)
+
+
+def test_a_closed_connection_says_so():
+    connection = MemoryMaster().connect(0, 1)
+    connection.close()
+    with pytest.raises(ConnectionClosed, match="expected an open connection"):
+        connection.exchange("bn", ROW)
+
+
+def test_a_forked_child_must_not_use_its_parents_connection(server, job):
+    """DataLoader workers inherit sockets; a child that used them would corrupt the parent's."""
+    with client.connect(server.endpoint, job=job, deadline=5.0) as connection:
+        told = _told_by_forked_child(lambda: connection.exchange("bn", ROW), connection.close)
+        assert "cannot be used by its forked child" in told
+        assert connection.exchange("bn", ROW).count == 1
+
+
+def test_a_forked_child_connects_by_itself_while_its_parent_is_connected(server, job):
+    def connect():
+        return client.connect(server.endpoint, job=f"{job} child", deadline=5.0).exchange("bn", ROW).count
+
+    with client.connect(server.endpoint, job=job, deadline=5.0) as connection:
+        assert _told_by_forked_child(connect, client.disconnect) == "1"
+        assert connection.exchange("bn", ROW).count == 1
+
+
+def _told_by_forked_child(program, end):
+    """The outcome of `program`, in words; empty if the child did not come to an end in time."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn of a fork beside threads, which is what this is about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        # The default action ends even a process that waits inside ZeroMQ.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(CHILD_SECONDS)
+        try:
+            words = str(outcome(program)).encode()
+            end()
+            os.write(writer, words)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return told
+
+
+def test_it_counts_rounds_and_times_them():
+    def exchange(connection):
+        assert connection.median_round_trip == 0.0
+        for _ in range(5):
+            connection.exchange("bn", ROW)
+        return connection.rounds, connection.median_round_trip
+
+    for rounds, median in run_members(2, exchange):
+        assert rounds == 5
+        assert 0.0 < median < 20.0
+
+
+def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_refused(server, job):
+    """A server that outlives a worker group of `torchrun --max-restarts`."""
+
+    def connect(restarts):
+        environ = {"STATSD_BN_JOB": job, "TORCHELASTIC_RESTART_COUNT": restarts}
+        return Connection(ZmqTransport(server.endpoint), member_from(environ, deadline=20.0))
+
+    with connect("0") as before, connect("1") as after:
+        with pytest.raises(RegistrationRefused, match="a new run of the group was begun by member 0"):
+            before.exchange("bn", ROW)
+        with pytest.raises(StaleEpoch, match="expected epoch 1 or later, got 0 from member 0") as caught:
+            connect("0")
+        assert caught.value.fields["got"] == 0
+        assert after.exchange("bn", ROW).count == 1
+
+
+def test_an_uncaught_exception_at_the_end_of_a_script_is_the_cause_the_others_see(members, server, job):
+    """Without `with`: the interpreter's end says goodbye."""
+    (told,) = members(1, member_programs.wait_for_a_crashing_script, server.endpoint, f"{job}-crash", job=f"{job}-a")
+    assert isinstance(told, ReplicaLost)
+    assert "failed with RuntimeError: the script crashed" in str(told)

@@ -1,0 +1,392 @@
+"""CURVE over real sockets: who is let in, who is told what, and what happens when a key is revoked."""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+import client
+from client.connection.connection import Connection
+from client.connection.curve import secure
+from client.connection.member import Member
+from client.connection.transport import ZmqTransport
+from server import Service
+from server import __main__ as command
+from server.cli.status import ask
+from server.secrets.keygen import generate
+from statsd_bn.errors import AuthenticationRefused, RegistrationRefused, ReplicaLost, ServerUnreachable
+from statsd_bn.keys import ClientKeys, load_client
+from statsd_bn.messages import Failure, Heartbeat, Registered, StatusRequest
+from statsd_bn.wire import decode, encode
+from support.memory_members import outcome, wait_until
+from support.strategies import register, rows
+
+pytestmark = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
+
+ANY_PORT = "tcp://127.0.0.1:*"
+WAIT_SECONDS = 30.0
+
+# What a refused client is promised.
+REFUSED_SECONDS = 5.0
+
+
+def secret(folder: Path, name: str) -> Path:
+    return folder / "secrets" / f"{name}.key_secret"
+
+
+@pytest.fixture
+def keys(tmp_path) -> Path:
+    """A server's folder with the keys of alice and bob."""
+    generate(tmp_path / "keys", ["alice", "bob"])
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def service(serve, keys) -> Service:
+    return serve(curve=keys)
+
+
+def join(
+    endpoint: str, keys: ClientKeys | None, member: int = 0, n: int = 1, job: str = "job", **given: Any
+) -> Connection:
+    who = Member(job, "world", 0, member, n, 20.0, f"place {member}", **given)
+    return Connection(ZmqTransport(endpoint, keys), who)
+
+
+def names(service: Service, keys: ClientKeys) -> list[str]:
+    return [group["job"] for group in ask(service.endpoints[0], keys=keys)["groups"]]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_members_with_keys_of_their_own_meet(serve, keys, tmp_path, scheme):
+    service = serve("tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/s", curve=keys)
+
+    def member(number: int, name: str) -> float:
+        with join(service.endpoints[0], load_client(secret(keys, name)), number, 2) as connection:
+            return connection.exchange("bn", rows(number + 1.0)).values.item()
+
+    with ThreadPoolExecutor(2) as executor:
+        assert [*executor.map(member, (0, 1), ("alice", "bob"))] == [3.0, 3.0]
+
+
+def strangers(keys: Path, tmp_path: Path) -> dict[str, ClientKeys | None]:
+    generate(tmp_path / "other", ["eve"])
+    alice, eve = load_client(secret(keys, "alice")), load_client(secret(tmp_path / "other", "eve"))
+    return {
+        "no key": None,
+        "unknown key": ClientKeys(eve.pair, alice.server),
+        "wrong server key": ClientKeys(alice.pair, eve.server),
+    }
+
+
+@pytest.mark.parametrize("reason", ["no key", "unknown key", "wrong server key"])
+def test_a_client_that_is_not_let_in_is_told_why_in_time(service, keys, tmp_path, reason):
+    endpoint = service.endpoints[0]
+    for attempt in (
+        lambda: join(endpoint, strangers(keys, tmp_path / str(time.monotonic()))[reason]),
+        lambda: ask(endpoint, keys=strangers(keys, tmp_path / str(time.monotonic()))[reason]),
+    ):
+        started = time.monotonic()
+        error = outcome(attempt)
+        assert time.monotonic() - started < REFUSED_SECONDS
+        assert isinstance(error, AuthenticationRefused), error
+        assert error.fields == {"reason": reason}
+        assert endpoint in str(error)
+    assert ask(endpoint, keys=load_client(secret(keys, "bob")))["received"] == 1
+
+
+def test_a_client_with_a_key_is_told_of_a_server_without_one(serve, keys):
+    service = serve()
+    with pytest.raises(AuthenticationRefused, match="started without --curve") as caught:
+        join(service.endpoints[0], load_client(secret(keys, "alice")))
+    # The server hangs up at once, and the client does not always see its greeting before that.
+    assert caught.value.fields["reason"] in {"no server key", "wrong server key"}
+
+
+def test_where_nobody_listens_a_client_with_a_key_says_so(keys, tmp_path, monkeypatch):
+    monkeypatch.setattr("client.connection.registration.ANSWER_SECONDS", 1.0)
+    with pytest.raises(ServerUnreachable):
+        join(f"ipc://{tmp_path}/nobody", load_client(secret(keys, "alice")))
+
+
+def test_connect_takes_the_key_from_its_argument_or_the_environment(service, keys, monkeypatch):
+    monkeypatch.setenv("STATSD_BN_CURVE", str(secret(keys, "alice")))
+    with client.connect(service.endpoints[0], member=0, world_size=1):
+        pass
+    monkeypatch.setenv("STATSD_BN_CURVE", "/nowhere")
+    with client.connect(service.endpoints[0], member=0, world_size=1, curve=secret(keys, "bob")):
+        pass
+
+
+def test_an_idle_members_heartbeats_go_over_a_socket_with_keys(service, keys):
+    alice = load_client(secret(keys, "alice"))
+    with join(service.endpoints[0], alice):
+        before = ask(service.endpoints[0], keys=alice)["received"]
+        # Each look counts one frame; only the beacon's make it more.
+        looks = itertools.count(1)
+        wait_until(lambda: ask(service.endpoints[0], keys=alice)["received"] - before > next(looks), 10.0)
+
+
+def test_a_key_tied_to_jobs_joins_no_other_and_sees_no_other(serve, keys):
+    generate(keys, ["carol"], ["carol-*"])
+    service = serve(curve=keys)
+    alice, carol = (load_client(secret(keys, name)) for name in ("alice", "carol"))
+    with join(service.endpoints[0], alice, job="alice-1"):
+        with pytest.raises(RegistrationRefused, match=r"'alice-1': expected a job that the key of 'carol' is for"):
+            join(service.endpoints[0], carol, job="alice-1")
+        with join(service.endpoints[0], carol, job="carol-1"):
+            assert names(service, carol) == ["carol-1"]
+            assert names(service, alice) == ["alice-1", "carol-1"]
+
+
+def test_a_revoked_key_ends_its_members_at_once_and_the_others_hear_why(service, keys):
+    endpoint = service.endpoints[0]
+    alice, bob = (load_client(secret(keys, name)) for name in ("alice", "bob"))
+    with ThreadPoolExecutor(2) as executor:
+        joined = [executor.submit(join, endpoint, key, number, 2) for number, key in enumerate((alice, bob))]
+        kept, cut = (future.result(WAIT_SECONDS) for future in joined)
+        waiting = executor.submit(outcome, lambda: kept.exchange("bn", rows(1.0)))
+        wait_until(lambda: bool(ask(endpoint, keys=alice)["groups"][0]["waiting"]))
+        (keys / "clients" / "bob.key").unlink()
+        service.reload()
+        error = waiting.result(REFUSED_SECONDS)
+    assert isinstance(error, ReplicaLost)
+    assert (error.fields["member"], error.fields["cause"]) == (1, "its key was revoked")
+    # What it has open says nothing more to it than that, and it gets no new connection.
+    assert isinstance(outcome(lambda: cut.exchange("bn", rows(1.0))), AuthenticationRefused)
+    assert isinstance(outcome(lambda: join(endpoint, bob)), AuthenticationRefused)
+    for connection in (kept, cut):
+        connection.close()
+    with join(endpoint, alice, job="the next"):
+        pass
+
+
+def test_a_key_that_is_exchanged_under_its_name_is_revoked(service, keys, tmp_path):
+    bob = load_client(secret(keys, "bob"))
+    with join(service.endpoints[0], bob) as connection:
+        generate(tmp_path / "new", ["bob"])
+        shutil.copy(tmp_path / "new" / "clients" / "bob.key", keys / "clients" / "bob.key")
+        service.reload()
+        alice = load_client(secret(keys, "alice"))
+        wait_until(lambda: not ask(service.endpoints[0], keys=alice)["groups"])
+        assert isinstance(outcome(lambda: connection.exchange("bn", rows(1.0))), AuthenticationRefused)
+
+
+def test_without_any_key_left_nobody_is_let_in(service, keys):
+    """An empty list of keys is not the same as none."""
+    bob = load_client(secret(keys, "bob"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        secure(dealer, bob)
+        dealer.connect(service.endpoints[0])
+        dealer.send(encode(register(0, 2)))
+        assert dealer.poll(WAIT_SECONDS * 1000)
+        assert isinstance(decode(dealer.recv()), Registered)
+        for path in (keys / "clients").iterdir():
+            path.unlink()
+        # It takes the frame before it would cut the connection.
+        service._let_in([])
+        dealer.send(encode(StatusRequest()))
+        assert dealer.poll(WAIT_SECONDS * 1000)
+        answer = decode(dealer.recv())
+    assert isinstance(answer, Failure)
+    assert (answer.code, answer.fields) == ("authentication", {"reason": "revoked"})
+    assert isinstance(outcome(lambda: ask(service.endpoints[0], keys=bob)), AuthenticationRefused)
+
+
+def test_a_connection_with_a_revoked_key_is_ended_though_it_says_nothing(service, keys):
+    bob = load_client(secret(keys, "bob"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        secure(dealer, bob)
+        with dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH) as monitor:
+            dealer.connect(service.endpoints[0])
+            dealer.send(encode(StatusRequest()))
+            assert dealer.poll(WAIT_SECONDS * 1000)
+            (keys / "clients" / "bob.key").unlink()
+            service.reload()
+            events = []
+            while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in events:
+                assert monitor.poll(WAIT_SECONDS * 1000)
+                events.append(recv_monitor_message(monitor)["event"])
+            dealer.disable_monitor()
+    # It was cut off, and turned away when it came again.
+    assert events == [zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_AUTH]
+
+
+def test_refused_connections_are_counted(service, keys, tmp_path):
+    for who in strangers(keys, tmp_path).values():
+        assert isinstance(outcome(lambda who=who: ask(service.endpoints[0], keys=who)), AuthenticationRefused)
+    assert ask(service.endpoints[0], keys=load_client(secret(keys, "alice")))["refused_connections"] >= 3
+
+
+def test_a_revocation_beside_a_file_that_is_not_sound_takes_effect(service, keys, caplog):
+    caplog.set_level("INFO", "statsd_bn.server")
+    generate(keys, ["carol"])
+    service.reload()
+    wait_until(lambda: "lets in 3 keys" in caplog.text)
+    alice, bob, carol = (load_client(secret(keys, name)) for name in ("alice", "bob", "carol"))
+    endpoint = service.endpoints[0]
+    with join(endpoint, alice):
+        (keys / "clients" / "bob.key").unlink()
+        (keys / "clients" / "carol.key").write_text("nonsense")
+        (keys / "clients" / "copy.key").write_bytes((keys / "clients" / "alice.key").read_bytes())
+        os.mkfifo(keys / "clients" / "pipe.key")
+        service.reload()
+        wait_until(lambda: "lets in 1 keys from now on: alice" in caplog.text)
+        for revoked in (bob, carol):
+            assert isinstance(outcome(lambda who=revoked: ask(endpoint, keys=who)), AuthenticationRefused)
+        assert len(names(service, alice)) == 1
+    problems = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [re.search(r"a key is not let in: curve: .*?(\w+\.key)", problem)[1] for problem in problems] == [
+        "carol.key",
+        "copy.key",
+        "pipe.key",
+    ]
+
+
+def test_keys_that_cannot_be_listed_stay_as_they_were(service, keys, caplog):
+    alice = load_client(secret(keys, "alice"))
+    (keys / "clients").rename(keys / "former")
+    (keys / "clients").write_text("")
+    service.reload()
+    wait_until(lambda: "the keys stay as they were: curve: cannot list" in caplog.text)
+    assert names(service, alice) == []
+
+
+def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
+    """Each has a routing id from the server and its own answers, or is told that it must not set one."""
+    with zmq.Context() as context, ExitStack() as stack:
+        dealers = []
+        for name in ("alice", "bob"):
+            dealer = stack.enter_context(context.socket(zmq.DEALER))
+            dealer.linger = 0
+            dealer.routing_id = b"the same"
+            secure(dealer, load_client(secret(keys, name)))
+            dealer.connect(service.endpoints[0])
+            dealer.send(encode(register(0, 2, job=name)))
+            dealers.append(dealer)
+        for dealer in dealers:
+            dealer.send(encode(Heartbeat(b"nobody's")))
+            answer: Any = None
+            # Each is told of its registration, and the server may look whether it is there.
+            while answer is None or isinstance(answer, Registered):
+                assert dealer.poll(WAIT_SECONDS * 1000)
+                answer = decode(dealer.recv())
+            # ZeroMQ may have taken the peer's word; then its connection ends.
+            assert answer.code in {"unknown_session", "protocol"}
+
+
+def test_the_doors_stay_shut_when_the_gatekeeper_is_away(keys, monkeypatch, serve):
+    """ZeroMQ's own default would let everybody in who knows the server's public key."""
+    monkeypatch.setattr("client.connection.registration.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("server.network.zap.ENDPOINT", "inproc://elsewhere")
+    service = serve(curve=keys)
+    error = outcome(lambda: join(service.endpoints[0], load_client(secret(keys, "alice"))))
+    # How it notices is up to libzmq: the handshake fails, or does not end.
+    assert isinstance(error, AuthenticationRefused | ServerUnreachable)
+    assert service._dispatcher.received == 0
+
+
+# The process.
+
+
+class Command:
+    """A `python -m server --curve` process."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "server", "--log-level", "debug", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "STATSD_BN_BIND": ANY_PORT},
+            )
+        self.endpoint = self.process.stdout.readline().split()[-1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            assert self.process.wait(WAIT_SECONDS) == 0
+        finally:
+            self.process.kill()
+            self.process.stdout.close()
+
+
+def test_a_hangup_lets_a_new_key_in_and_nothing_secret_is_logged(keys, tmp_path):
+    with Command(tmp_path, "--curve", str(keys)) as command:
+        generate(keys, ["carol"])
+        carol = load_client(secret(keys, "carol"))
+        with pytest.raises(AuthenticationRefused):
+            ask(command.endpoint, keys=carol)
+        command.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "lets in 3 keys from now on: alice, bob, carol" in command.log.read_text())
+        with join(command.endpoint, carol):
+            pass
+        (keys / "clients" / "carol.key").unlink()
+        command.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "lets in 2 keys" in command.log.read_text())
+    secrets = [
+        key for path in keys.rglob("*.key_secret") for key in re.findall(r'secret-key = "(.{40})"', path.read_text())
+    ]
+    assert len(secrets) == 4
+    assert "unknown key" in command.log.read_text()
+    assert not [key for key in secrets if key in command.log.read_text()]
+
+
+def test_other_machines_may_reach_a_server_with_keys_without_a_warning(keys, tmp_path):
+    with Command(tmp_path, "--curve", str(keys), "--bind", "tcp://0.0.0.0:*") as command:
+        port = command.endpoint.removeprefix("tcp://0.0.0.0:")
+        alice = load_client(secret(keys, "alice"))
+        assert ask(f"tcp://127.0.0.1:{port}", keys=alice)["groups"] == []
+    assert "WARNING" not in command.log.read_text()
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_an_open_server_warns_at_every_start(tmp_path, attempt):
+    with Command(tmp_path, "--insecure", "--bind", "tcp://0.0.0.0:*") as command:
+        assert attempt
+    assert "whoever reaches it over the network can join any job" in command.log.read_text()
+
+
+def test_a_folder_without_keys_is_a_usage_error(tmp_path):
+    command = [sys.executable, "-m", "server", "--curve", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert "cannot read" in ended.stderr
+
+
+def test_the_status_command_takes_a_key_and_says_when_it_is_refused(service, keys):
+    def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "server", "status", service.endpoints[0], *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+
+    told = status("--curve", str(secret(keys, "alice")))
+    assert (told.returncode, told.stdout.splitlines()[1:]) == (0, ["no jobs"])
+    refused = status()
+    assert refused.returncode == 5
+    assert refused.stderr.count("\n") == 1
+    assert "authentication refused" in refused.stderr
+
+
+def test_a_server_that_wants_a_key_is_there_for_a_health_check(service, tmp_path):
+    assert command.main(["check", service.endpoints[0]]) == 0
+    assert command.main(["check", f"ipc://{tmp_path}/nobody"]) == 4

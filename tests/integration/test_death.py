@@ -1,0 +1,143 @@
+"""Processes that are killed, frozen or busy, among others that live on; through a real server."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from programs import death_programs
+from statsd_bn.errors import ReplicaLost, StatsdBNError
+
+# Far above what is promised, far below the rounds' deadline of 100 s.
+WAIT_SECONDS = 40.0
+
+STARTER = multiprocessing.get_context("forkserver")
+STARTER.set_forkserver_preload(["client", "programs.death_programs"])
+
+
+class Company:
+    """Three members, a process each, that do as they are told."""
+
+    def __init__(self, endpoint: str, job: str) -> None:
+        pairs = [STARTER.Pipe() for _ in range(3)]
+        self.pipes = [ours for ours, _ in pairs]
+        self.processes = [
+            STARTER.Process(target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3))
+            for member, (_, theirs) in enumerate(pairs)
+        ]
+        for process, (_, theirs) in zip(self.processes, pairs, strict=True):
+            process.start()
+            theirs.close()
+        assert [self.answer(member) for member in range(3)] == ["ready"] * 3
+
+    def tell(self, command: Callable[..., object], *members: int) -> None:
+        for member in members:
+            self.pipes[member].send(command.__name__)
+
+    def answer(self, member: int) -> object:
+        assert self.pipes[member].poll(WAIT_SECONDS), f"no answer from member {member} in time"
+        return self.pipes[member].recv()
+
+    def ask(self, command: Callable[..., object], *members: int) -> list[object]:
+        self.tell(command, *members)
+        return [self.answer(member) for member in members]
+
+    def send_signal(self, member: int, number: signal.Signals) -> None:
+        os.kill(self.processes[member].pid, number)
+
+    def end(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join(WAIT_SECONDS)
+
+
+@pytest.fixture
+def company(server, job) -> Iterator[Company]:
+    found = Company(server.endpoint, job)
+    try:
+        assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
+        yield found
+    finally:
+        found.end()
+
+
+DEATHS = pytest.mark.parametrize(
+    ("number", "cause"),
+    [(signal.SIGKILL, "the connection was lost"), (signal.SIGSTOP, "no sign of life for ")],
+    ids=["killed", "frozen"],
+)
+
+
+def assert_lost(told: list[object], member: int, cause: str) -> None:
+    for error in told:
+        assert isinstance(error, ReplicaLost), error
+        assert f"member {member} (" in str(error)
+        assert f" was lost: {cause}" in str(error)
+        assert (error.fields["member"], error.fields["step"]) == (member, 0)
+        assert error.fields["cause"].startswith(cause)
+
+
+@DEATHS
+def test_those_who_wait_in_a_round_are_told_of_a_death(company, number, cause):
+    company.tell(death_programs.exchange, 0, 1)
+    company.send_signal(2, number)
+    assert_lost([company.answer(0), company.answer(1)], 2, cause)
+
+
+@DEATHS
+def test_those_who_are_between_rounds_are_told_of_a_death_with_their_next(company, number, cause):
+    company.send_signal(2, number)
+    company.tell(death_programs.exchange, 0)
+    first = company.answer(0)
+    # Member 1 has heard nothing until now, and does not wait.
+    assert_lost([first, *company.ask(death_programs.exchange, 1)], 2, cause)
+
+
+def test_one_that_was_frozen_is_told_that_it_is_lost_when_it_goes_on(company):
+    company.send_signal(2, signal.SIGSTOP)
+    company.tell(death_programs.exchange, 0, 1)
+    cause = "no sign of life for "
+    assert_lost([company.answer(0), company.answer(1)], 2, cause)
+    company.send_signal(2, signal.SIGCONT)
+    assert_lost(company.ask(death_programs.exchange, 2), 2, cause)
+
+
+def test_one_that_was_frozen_in_a_round_is_told_too(company):
+    company.tell(death_programs.exchange, 2)
+    company.tell(death_programs.exchange, 0)
+    company.send_signal(2, signal.SIGSTOP)
+    assert_lost([company.answer(0)], 2, "no sign of life for ")
+    company.send_signal(2, signal.SIGCONT)
+    assert_lost([company.answer(2)], 2, "no sign of life for ")
+
+
+def test_one_that_computes_in_python_between_rounds_is_not_taken_for_dead(company):
+    company.tell(death_programs.exchange, 0, 1)
+    assert company.ask(death_programs.compute, 2) == [None]
+    assert company.ask(death_programs.exchange, 2) == [3]
+    assert [company.answer(member) for member in (0, 1)] == [3, 3]
+
+
+def test_one_that_holds_pythons_global_lock_for_too_long_is_taken_for_dead(company):
+    """It cannot be told from one that is frozen."""
+    company.tell(death_programs.hold_the_lock, 2)
+    company.tell(death_programs.exchange, 0, 1)
+    assert_lost([company.answer(0), company.answer(1)], 2, "no sign of life for ")
+    assert company.answer(2) is None
+    assert_lost(company.ask(death_programs.exchange, 2), 2, "no sign of life for ")
+
+
+def test_one_that_closes_a_channel_after_an_error_is_not_taken_for_dead(company):
+    """The round fails for its own reason, and nobody is lost for it, though the channels of all are closed."""
+    company.tell(death_programs.exchange, 0, 1)
+    company.ask(death_programs.exchange_and_fail, 2)
+    failed = [company.answer(member) for member in (0, 1)]
+    assert all(isinstance(error, StatsdBNError) and not isinstance(error, ReplicaLost) for error in failed)
+    company.tell(death_programs.exchange, 0, 1)
+    assert company.ask(death_programs.compute, 2) == [None]
+    assert company.ask(death_programs.exchange, 2) == [3]
+    assert [company.answer(member) for member in (0, 1)] == [3, 3]

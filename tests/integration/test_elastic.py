@@ -1,0 +1,472 @@
+"""An elastic job goes on when members are lost, takes in newcomers, and says what each aggregate covers."""
+
+import multiprocessing
+import threading
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+import client
+from client.autograd.exchange import Exchange
+from client.autograd.functional import Slice, batch_norm
+from client.lanes.lane import SlavePipe
+from programs import elastic_programs
+from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch
+from statsd_bn.members import NOBODY
+from statsd_bn.messages import NO_SERVER
+from support.memory_members import MemoryMaster, in_threads
+from support.pure_members import PureWorld
+
+
+@pytest.fixture
+def world() -> PureWorld:
+    """Four members, of which two must remain."""
+    return PureWorld(4, 2)
+
+
+def step(members, value=1.0):
+    """A whole step of one layer; member n brings (n + 1) * value."""
+    for member in members:
+        member.forward((member.number + 1) * value)
+    totals = [member.total for member in members]
+    for member in members:
+        member.backward(value)
+    assert all(total == totals[0] for total in totals)
+    return totals[0]
+
+
+def test_it_opens_when_all_that_it_begins_with_are_there(world):
+    assert step(world.members) == ([0, 1, 2, 3], 10.0)
+    alone = PureWorld(0, 1)
+    alone.world_size = 2
+    first = alone.come(0)
+    assert first.registered.missing == 1
+
+
+def test_the_others_go_on_without_a_lost_member(world):
+    step(world.members)
+    survivors = [world.members[n] for n in (0, 1, 3)]
+    world.kill(world.members[2])
+    assert step(survivors) == ([0, 1, 3], 7.0)
+
+
+def test_a_round_that_waits_for_a_lost_member_is_completed_at_once(world):
+    survivors = world.members[:3]
+    for member in survivors:
+        member.forward(1.0)
+    assert not any(member.is_told for member in survivors)
+    world.kill(world.members[3])
+    assert [member.total for member in survivors] == [([0, 1, 2], 3.0)] * 3
+
+
+def test_what_a_lost_member_has_contributed_stays(world):
+    world.members[3].forward(8.0)
+    world.kill(world.members[3])
+    survivors = world.members[:3]
+    for member in survivors:
+        member.forward(1.0)
+    assert [member.total for member in survivors] == [([0, 1, 2, 3], 11.0)] * 3
+    for member in survivors:
+        member.backward(1.0)
+    assert [member.total for member in survivors] == [([0, 1, 2], 3.0)] * 3
+
+
+def test_a_member_that_leaves_is_missed_no_more_than_a_lost_one(world):
+    gone = world.members.pop(0)
+    world.send(gone, gone.session.leave("MemoryError: full"))
+    assert step(world.members) == ([1, 2, 3], 9.0)
+
+
+def test_a_newcomer_takes_part_from_a_step_that_nobody_has_begun(world):
+    step(world.members)
+    world.kill(world.members[2])
+    old = [world.members[n] for n in (0, 1, 3)]
+    for member in old:
+        member.forward(1.0)
+    newcomer = world.come(2)
+    assert newcomer.registered.first_step == 2
+    assert (newcomer.session.first_step, list(newcomer.registered.present)) == (2, [0, 1, 2, 3])
+    for member in old:
+        member.backward(1.0)
+    assert [member.total for member in old] == [([0, 1, 3], 3.0)] * 3
+    assert step([*old, newcomer]) == ([0, 1, 2, 3], 10.0)
+    assert newcomer.key.step == 2
+
+
+def test_a_newcomer_may_have_a_number_beyond_those_it_began_with(world):
+    step(world.members)
+    newcomer = world.come(7)
+    assert newcomer.registered.first_step == 1
+    assert step([*world.members[:4], newcomer]) == ([0, 1, 2, 3, 7], 18.0)
+
+
+def test_two_newcomers_at_the_same_step(world):
+    step(world.members)
+    newcomers = [world.come(4), world.come(5)]
+    assert [newcomer.session.first_step for newcomer in newcomers] == [1, 1]
+    assert step(world.members) == ([0, 1, 2, 3, 4, 5], 21.0)
+
+
+def test_with_too_few_members_the_rest_wait_for_newcomers(world):
+    survivor = world.members[0]
+    world.kill(*world.members[1:])
+    survivor.forward(5.0)
+    assert not survivor.is_told
+    survivor.ask_again()
+    assert survivor.pending.message.endswith("for enough members (1 of min_members 2 are there)")
+    newcomer = world.come(1)
+    assert survivor.total == ([0], 5.0)
+    survivor.backward(1.0)
+    assert newcomer.session.first_step == 1
+    assert step([survivor, newcomer]) == ([0, 1], 3.0)
+
+
+def test_with_too_few_members_the_rest_wait_until_the_deadline_and_are_no_mismatch(world):
+    survivor = world.members[0]
+    world.kill(*world.members[1:])
+    survivor.forward(5.0)
+    world.pass_time(59.0)
+    assert not survivor.answers or not isinstance(survivor.answers[-1], Exception)
+    world.pass_time(2.0)
+    error = survivor.latest(RoundTimeout)
+    assert "enough members (1 of min_members 2 are there) did not arrive within 60 s" in str(error)
+    assert error.fields["missing"] == []
+
+
+def test_a_member_that_was_taken_for_lost_is_told_so_and_may_join_as_a_new_one(world):
+    step(world.members)
+    frozen, others = world.members[3], world.members[:3]
+    world.silent.add(frozen)
+    world.pass_time(4.0)
+    assert step(others) == ([0, 1, 2], 6.0)
+    world.silent.remove(frozen)
+    frozen.forward(1.0)
+    error = frozen.latest(ReplicaLost)
+    assert (error.fields["member"], error.fields["cause"][:18]) == (3, "no sign of life fo")
+    frozen.register()
+    assert frozen.latest(ReplicaLost).fields["member"] == 3
+    again = world.come(3)
+    assert step([*others, again]) == ([0, 1, 2, 3], 10.0)
+
+
+def test_a_round_that_ended_without_a_member_is_no_answer_to_it(world):
+    """Whatever the master thinks: nobody normalises with statistics that leave its own slice out."""
+    for member in world.members[:3]:
+        member.forward(1.0)
+    world.kill(world.members[3])
+    late = world.members[3]
+    frame = world.dispatcher.receive(
+        world.now, b"", world.members[0].session.contribution(world.members[0].key, world.members[0].rows, 1)
+    )[0][1]
+    late.key = world.members[0].key
+    late.hear(frame)
+    assert "members 0-2 have gone on without it" in str(late.latest(ReplicaLost))
+
+
+@pytest.mark.parametrize("min_members", [0, 1])
+def test_members_of_another_policy_are_refused(min_members):
+    world = PureWorld(2, 2)
+    stranger = world.come(1, min_members=min_members)
+    text = '"elastic" with min_members 1' if min_members else '"strict"'
+    error = stranger.latest(RegistrationRefused)
+    assert f'expected policy "elastic" with min_members 2, as members [0, 1] have it, got {text}' in str(error)
+
+
+def test_the_sizes_must_agree_in_an_elastic_group_too():
+    world = PureWorld(2, 1)
+    assert world.come(3, world_size=5).latest(WorldSizeMismatch).fields["expected"] == 2
+
+
+def test_newcomers_join_the_world_only():
+    world = PureWorld(2, 1, group="pair")
+    world.kill(world.members[1])
+    error = world.come(1, group="pair").latest(RegistrationRefused)
+    assert "newcomers join the group 'world' only" in str(error)
+
+
+# The death of the master.
+
+
+def test_the_survivors_go_on_with_a_restarted_master(world):
+    step(world.members)
+    world.kill(world.members[2])
+    old = [world.members[n] for n in (0, 1, 3)]
+    step(old)
+    world.restart()
+    for member in old:
+        member.forward(1.0)
+    world.pass_time(1.0)
+    assert [member.total for member in old] == [([0, 1, 3], 3.0)] * 3
+    assert world.come(2).registered.first_step == 3
+
+
+def test_a_member_that_died_with_the_master_is_missed_for_a_moment_only(world):
+    step(world.members)
+    dead, old = world.members[3], world.members[:3]
+    world.silent.add(dead)
+    world.restart()
+    for member in old:
+        member.forward(1.0)
+    world.pass_time(3.0)
+    assert not any(member.is_told for member in old)
+    old[0].ask_again()
+    assert old[0].pending.message.endswith("waiting for members [3] to come back to a restarted server")
+    world.pass_time(1.0)
+    assert [member.total for member in old] == [([0, 1, 2], 3.0)] * 3
+    world.silent.remove(dead)
+    dead.forward(1.0)
+    assert "came back too late" in str(dead.latest(ReplicaLost))
+
+
+def test_a_round_whose_answer_only_one_member_got_has_the_same_answer_again(world):
+    """It covers a member that has died since: added up anew it would give other bits."""
+    for member in world.members:
+        member.forward(float(member.number))
+    ahead, behind = world.members[0], world.members[1:3]
+    for member in behind:
+        member.answers.clear()
+    world.silent.add(world.members[3])
+    world.restart()
+    ahead.backward(1.0)
+    for member in behind:
+        member.ask_again()
+    world.pass_time(4.0)
+    assert [member.total for member in behind] == [([0, 1, 2, 3], 6.0)] * 2
+    for member in behind:
+        member.backward(1.0)
+    assert [member.total for member in (ahead, *behind)] == [([0, 1, 2], 3.0)] * 3
+
+
+def test_a_newcomer_that_has_not_begun_keeps_its_first_step(world):
+    step(world.members)
+    old, newcomer = world.members[:4], world.come(4)
+    assert newcomer.session.first_step == 1
+    world.restart()
+    for member in old:
+        member.forward(1.0)
+    world.pass_time(1.0)
+    assert not any(member.is_told for member in old)
+    newcomer.forward(1.0)
+    assert [member.total for member in (*old, newcomer)] == [([0, 1, 2, 3, 4], 5.0)] * 5
+
+
+def test_one_that_dies_while_the_others_come_back_is_not_waited_for(world):
+    world.restart()
+    dying, *others = world.members
+    for member in world.members:
+        member.forward(1.0)
+    world.send(dying, dying.session.leave("MemoryError: full"))
+    world.silent.add(dying)
+    world.pass_time(1.0)
+    assert [member.total for member in others] == [([1, 2, 3], 3.0)] * 3
+
+
+def test_an_initial_member_that_never_heard_of_the_opening_begins_with_the_others():
+    """The master died as it told of it: one member knows that the group is open, and the other comes as a new one."""
+    world = PureWorld(2, 1)
+    told = world.members[0]
+    world.silent.update(world.members)
+    world.restart()
+    world.silent.clear()
+    unheard = world.members[1]
+    unheard.session._server, unheard.session.members = NO_SERVER, NOBODY
+    told.forward(1.0)
+    unheard.register()
+    world.pass_time(1.0)
+    assert unheard.session.first_step == 0
+    unheard.forward(1.0)
+    assert told.total == unheard.total == ([0, 1], 2.0)
+
+
+def test_one_that_comes_back_when_all_others_have_finished_does_not_train_on_alone(world):
+    frozen, others = world.members[3], world.members[:3]
+    world.silent.add(frozen)
+    world.restart()
+    for member in others:
+        member.forward(1.0)
+    world.pass_time(4.0)
+    assert [member.total for member in others] == [([0, 1, 2], 3.0)] * 3
+    for member in others:
+        world.send(member, member.session.leave(""))
+    world.silent.update(others)
+    world.silent.remove(frozen)
+    frozen.forward(1.0)
+    assert "came back too late" in str(frozen.latest(ReplicaLost))
+    newcomer = world.come(0)
+    assert newcomer.registered.missing == 3, "a new run of the job begins as ever"
+    world.kill(newcomer)
+    world.silent.remove(newcomer)
+    newcomer.register()
+    assert (newcomer.answers, newcomer.registered.missing) == ([], 3)
+
+
+def test_one_whose_results_get_lost_again_and_again_is_lost_too(world):
+    step(world.members)
+    mute, others = world.members[3], world.members[:3]
+    world.restart()
+    world.silent.add(mute)
+    for member in others:
+        member.forward(1.0)
+    for _ in range(8):
+        for frame in (mute.session.register(), mute.session.heartbeat()):
+            world.dispatcher.receive(world.now, mute.session.token, frame)
+        world.pass_time(0.5)
+    assert [member.total for member in others] == [([0, 1, 2], 3.0)] * 3
+    world.silent.remove(mute)
+    mute.forward(1.0)
+    assert "what it was given did not come back" in mute.latest(ReplicaLost).fields["cause"]
+
+
+def test_one_that_was_lost_before_the_restart_does_not_come_back_by_it():
+    """It thaws as the new server comes, which knows nothing of its loss; the others' results tell."""
+    world = PureWorld(2, 1)
+    step(world.members)
+    ahead, frozen = world.members
+    frozen.forward(1.0)
+    world.silent.add(frozen)
+    world.pass_time(4.0)
+    step([ahead])
+    step([ahead])
+    world.restart()
+    world.silent.remove(frozen)
+    frozen.ask_again()
+    world.pass_time(1.0)
+    frozen.ask_again()
+    assert "had gone on without it" in frozen.latest(ReplicaLost).fields["cause"]
+    assert step([ahead]) == ([0], 1.0)
+
+
+def test_whoever_waits_with_too_few_is_not_blamed():
+    """A newcomer waits for a member that waits for a third: nobody is late, one is missing."""
+    world = PureWorld(3, 3)
+    step(world.members)
+    world.kill(*world.members[1:])
+    rest, newcomer = world.members[0], world.come(1)
+    newcomer.forward(1.0)
+    world.pass_time(30.0)
+    rest.forward(1.0)
+    world.pass_time(31.0)
+    error = newcomer.latest(RoundTimeout)
+    assert "enough members (2 of min_members 3 are there)" in str(error)
+    assert error.fields["missing"] == []
+
+
+def test_one_that_finds_its_master_empty_again_waits_for_nobody_who_has_failed_there():
+    """Nothing has ended that was not open: what a member leaves behind that gives up at once is no end of a run."""
+    world = PureWorld(2, 1)
+    first, second = world.members
+    world.restart()
+    first.forward(1.0)
+    world.send(first, first.session.leave("MemoryError: full"))
+    world.silent.add(first)
+    second.forward(1.0)
+    world.pass_time(4.0)
+    assert second.total == ([1], 1.0)
+
+
+def test_the_only_member_of_an_elastic_job_may_get_company(server, job):
+    layer = client.convert_model(torch.nn.BatchNorm1d(2))
+    given = {"job": job, "policy": "elastic", "deadline": 20.0}
+    with client.connect(server.endpoint, member=0, world_size=1, **given) as connection:
+        layer(torch.randn(3, 2))
+        assert (connection.rounds, connection.members) == (1, [0])
+
+
+# The gradient.
+
+
+def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors_loss():
+    """The statistics cover the lost member's slice; its loss is gone, so its dy is 0."""
+    generator = torch.Generator().manual_seed(3)
+    xs = [torch.randn(size, 3, 4, generator=generator, dtype=torch.float64) for size in (2, 5, 3)]
+    factors = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in xs]
+    master = MemoryMaster()
+    forward_done = threading.Barrier(3)
+
+    def member(number: int) -> torch.Tensor:
+        connection = master.connect(number, 3, min_members=1)
+        x = xs[number].clone().requires_grad_()
+        exchange = Exchange(SlavePipe(connection, "bn"), "bn", 1e-5, "plus")
+        (y,) = batch_norm([Slice(x, None, None)], exchange)
+        forward_done.wait(timeout=20)
+        if number == 1:
+            connection.close(cause="MemoryError: full")
+            return torch.zeros(0)
+        (y * factors[number]).sum().backward()
+        assert list(connection.members) == [0, 2]
+        connection.close()
+        return x.grad
+
+    gradients = in_threads([lambda number=number: member(number) for number in range(3)])
+    whole = torch.cat(xs).requires_grad_()
+    slices = torch.nn.functional.batch_norm(whole, None, None, training=True).split([len(x) for x in xs])
+    sum((slices[number] * factors[number]).sum() for number in (0, 2)).backward()
+    expected = whole.grad.split([len(x) for x in xs])
+    for number in (0, 2):
+        torch.testing.assert_close(gradients[number], expected[number], rtol=0, atol=1e-13)
+    assert expected[1].abs().max() > 0.01, "the lost member's slice had a gradient too, which nobody needs any more"
+
+
+# Real processes.
+
+
+def test_survivors_of_a_killed_process_train_on_and_a_new_one_joins(server, job):
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        pipes = [stack.enter_context(elastic_programs.started(context, server.endpoint, job, n, 3)) for n in range(3)]
+        elastic_programs.connected(*pipes)
+        for _ in range(2):
+            assert elastic_programs.step(pipes) == [([0, 1, 2], 0)] * 3
+        elastic_programs.kill(pipes[1])
+        survivors = [pipes[0], pipes[2]]
+        assert elastic_programs.step(survivors) == [([0, 2], 0)] * 2
+        newcomer = stack.enter_context(elastic_programs.started(context, server.endpoint, job, 1, 3))
+        elastic_programs.connected(newcomer)
+        pipes = [pipes[0], newcomer, pipes[2]]
+        assert elastic_programs.step(pipes) == [([0, 1, 2], 0), ([0, 1, 2], 3), ([0, 1, 2], 0)]
+        weights = elastic_programs.weights(pipes)
+        assert weights[0] == weights[2]
+
+
+def test_a_newcomer_that_has_waited_for_two_masters_begins_after_the_others():
+    """It knows the master before this one, and was in no group of it."""
+    world = PureWorld(2, 1)
+    for member in world.members:
+        member.forward(1.0)
+    world.restart()
+    newcomer = world.come(2)
+    assert newcomer.registered.missing == 1
+    world.restart()
+    world.pass_time(1.5)
+    newcomer.register()
+    assert newcomer.session.first_step == 1
+
+
+def test_one_whose_place_was_taken_before_the_group_opened_comes_in_as_a_newcomer():
+    """It knows the master before this one, and so can be nobody that others have gone on without."""
+    world = PureWorld(0, 1)
+    world.world_size = 2
+    late = world.come(0)
+    world.silent.add(late)
+    world.restart()
+    for number in (1, 2):
+        world.come(number)
+    world.silent.remove(late)
+    late.register()
+    assert (late.registered.missing, late.session.first_step) == (0, 1)
+
+
+def test_a_newcomer_begins_after_a_result_that_was_told_by_one_that_has_left_since():
+    """Else it would be given that result, which has the rows of an earlier process of its number."""
+    world = PureWorld(2, 1)
+    for member in world.members:
+        member.forward(1.0)
+    world.kill(world.members[1])
+    world.restart()
+    newcomer = world.come(1)
+    world.members[0].introduce()
+    world.send(world.members[0], world.members[0].session.leave(""))
+    world.silent.add(world.members[0])
+    world.pass_time(1.0)
+    assert (newcomer.registered.missing, newcomer.session.first_step) == (0, 1)

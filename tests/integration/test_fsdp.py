@@ -1,0 +1,55 @@
+"""With sharded parameters, on the CPU: members train as `nn.BatchNorm` does on the whole batch."""
+
+import pytest
+import torch
+from torch import nn
+
+from programs import fsdp_programs
+from programs.ddp_programs import train_on_the_whole_batch
+from support.newer_torch import needs
+from support.whole_batch import assert_equal
+
+# As in test_ddp.py.
+TOLERANCE = 1e-8
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[needs("fully_shard")] if "fully_shard" in way else []) for way in fsdp_programs.WAYS],
+)
+def test_after_20_steps_weights_and_buffers_are_those_of_the_whole_batch(members, tmp_path, way):
+    found = members(2, fsdp_programs.train, str(tmp_path / "store"), way)
+    expected = train_on_the_whole_batch(fsdp_programs.TRAINING)
+    for state in found:
+        assert_equal(state, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("way", fsdp_programs.WAYS)
+def test_what_is_sharded_is_left_as_it_is_and_named(members, tmp_path, way):
+    for (converting, told), (reverting, told_then) in members(
+        2, fsdp_programs.convert_what_is_sharded, str(tmp_path / "store"), way
+    ):
+        assert converting
+        assert reverting
+        assert [len(told), len(told_then)] == [1, 1]
+        for place in ("stem.1", "body.1", "head.2"):
+            assert f"{place}'" in told[0]
+            assert f"{place}'" in told_then[0]
+        assert "unsynchronised" in told[0]
+        assert "before the layer is parametrized, compiled, sharded" in told[0]
+
+
+def test_a_distributed_input_is_refused_and_its_part_is_taken(members, tmp_path):
+    found = members(2, fsdp_programs.give_a_dtensor, str(tmp_path / "store"))
+    expected = nn.BatchNorm1d(2)(torch.arange(8.0).view(4, 2)).detach()
+    for told, _ in found:
+        assert "expected an input and parameters that are this process's own, got a DTensor" in told
+    torch.testing.assert_close(torch.cat([part for _, part in found]), expected)
+
+
+def test_a_part_of_a_sharded_model_is_left_as_well(members, tmp_path):
+    for is_left, told in members(2, fsdp_programs.convert_a_part, str(tmp_path / "store")):
+        assert is_left
+        assert [text.partition(". ")[0] for text in told] == [
+            "convert_model left as they are, unsynchronised: '1' (BatchNorm2d)"
+        ]

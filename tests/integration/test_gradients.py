@@ -1,0 +1,55 @@
+"""Every way to use a layer's gradients gives what nn.BatchNorm gives on the whole batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from programs import gradient_programs
+from programs.gradient_programs import PROGRAMS
+from support.whole_batch import joined
+
+# Forward and backward rounds of each program, and one for the forward that gives the output.
+ROUNDS = {
+    "two_forwards_then_one_backward": 2 + 2 + 1,
+    "called_twice_in_one_forward": 2 + 2 + 1,
+    "backward_twice_through_a_kept_graph": 1 + 2 + 1,
+    "two_steps_accumulated": 2 + 2 + 1,
+    "input_that_needs_no_gradient": 1 + 0 + 1,
+    "without_gradients": 2 + 1 + 1,
+    "gradient_penalty": 1 + 3 + 1,
+}
+NAMES = [program.__name__ for program in PROGRAMS]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return dict(zip(NAMES, gradient_programs.on_the_whole_batch(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def virtual():
+    return dict(zip(NAMES, gradient_programs.as_virtual_replicas(), strict=True))
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        size = np.abs(value).max(initial=1e-300)
+        np.testing.assert_allclose(found[name], value, rtol=1e-10, atol=1e-10 * size, err_msg=name)
+
+
+def test_members_equal_the_whole_batch_and_take_no_round_too_many(members, expected):
+    programs = zip(*members(3, gradient_programs.as_member), strict=True)
+    for name, results in zip(NAMES, programs, strict=True):
+        assert_equal(joined([result for result, _ in results]), expected[name])
+        assert [rounds for _, rounds in results] == [ROUNDS[name]] * 3, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_virtual_replicas_equal_the_whole_batch(name, expected, virtual):
+    assert_equal(virtual[name], expected[name])
+
+
+def test_torch_func_gives_the_gradients_of_backward(members):
+    for found, expected in members(3, gradient_programs.with_torch_func):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -1,0 +1,133 @@
+"""The life of a module: copied, pickled, saved, shared, moved, averaged, forked; it stays the whole batch's."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import client
+from programs import life_programs
+from programs.life_programs import STEPS
+from support.whole_batch import assert_equal
+
+TOLERANCE = 1e-9
+
+RENEWALS = [
+    life_programs.deepcopied,
+    life_programs.pickled,
+    life_programs.saved_whole,
+    life_programs.saved_as_state_through_torchs_layers,
+    life_programs.shared,
+    life_programs.moved,
+    life_programs.reverted_and_converted_again,
+]
+
+
+@pytest.mark.parametrize("renew", RENEWALS, ids=lambda renew: renew.__name__)
+def test_a_renewed_model_goes_on_training_as_on_the_whole_batch(members, renew):
+    """While connected, after every step, on every member."""
+    expected = life_programs.train(None, renew)
+    for found in members(2, life_programs.train, renew):
+        assert_equal(found, expected, TOLERANCE)
+
+
+def test_only_one_member_need_have_renewed_its_model(members):
+    """A copy goes by the name of its original, so its rounds are the others' rounds."""
+    expected = life_programs.train(None, life_programs.deepcopied)
+    for found in members(2, life_programs.train_where_member_0_copies):
+        assert_equal(found, expected, TOLERANCE)
+
+
+def test_an_average_of_the_model_in_eval_never_sends(members):
+    """`deepcopy` and `AveragedModel`, evaluated on member 0 alone, while its training goes on."""
+    expected, expected_words, _ = life_programs.train_with_averages(None)
+    found = members(2, life_programs.train_with_averages)
+    for state, _, rounds in found:
+        assert rounds == STEPS * 2 * 2, "steps, layers, phases"
+        assert_equal(state, expected, TOLERANCE)
+    words = found[0][1]
+    assert len(words) == len(expected_words) == STEPS * 2 * 2, "steps, times, averages"
+    for said, whole in zip(words, expected_words, strict=True):
+        torch.testing.assert_close(said, whole)
+
+
+def test_functional_call_uses_the_tensors_it_is_given(members):
+    output, gradients, buffers = life_programs.call_with_other_tensors(None)
+    found = members(2, life_programs.call_with_other_tensors)
+    torch.testing.assert_close(torch.cat([mine for mine, _, _ in found]), output)
+    sums = {name: np.sum([mine[name] for _, mine, _ in found], axis=0) for name in gradients}
+    # A bias before a batch norm has gradient zero, of which nothing but rounding remains.
+    without_zeros = [name for name, value in gradients.items() if np.abs(value).max() > 1e-6]
+    assert len(without_zeros) == len(gradients) - 2
+    assert_equal({name: sums[name] for name in without_zeros}, {n: gradients[n] for n in without_zeros}, TOLERANCE)
+    for _, _, mine in found:
+        assert_equal(mine, buffers, TOLERANCE)
+
+
+def test_workers_forked_while_connected_load_evaluate_and_leave_the_connection_alone(members):
+    """And where they would synchronise they are told at once that they cannot."""
+    expected, expected_output = life_programs.train_with_a_plain_loader()
+    found = members(2, life_programs.train_with_forked_workers)
+    for state, _, told, process in found:
+        assert_equal(state, expected, TOLERANCE)
+        assert len(told) == STEPS
+        for words in told:
+            assert words.startswith("ConnectionClosed: ")
+            assert f"was opened by process {process} and cannot be used by its forked child" in words
+    for step, whole in enumerate(expected_output):
+        torch.testing.assert_close(torch.cat([evaluated[step] for _, evaluated, _, _ in found]), whole)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [torch.float64, torch.bfloat16, torch.device("meta"), torch.device("cpu")],
+    ids=str,
+)
+def test_after_conversion_it_moves_as_torchs_layer_does(target):
+    plain = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    ours = client.convert_model(copy.deepcopy(plain))
+    expected, found = plain.to(target).state_dict(), ours.to(target).state_dict()
+    assert {name: (value.dtype, value.device) for name, value in found.items()} == {
+        name: (value.dtype, value.device) for name, value in expected.items()
+    }
+
+
+def test_a_pickle_holds_what_the_layer_is_and_not_the_connection(server, job):
+    layer = client.SynchronizedBatchNorm2d(3, eps=1e-3, momentum=None, affine=False, eps_mode="clamp").eval()
+    layer.layer_name = "stem.bn"
+    without = pickle.dumps(layer)
+    with client.connect(server.endpoint, job=job):
+        assert pickle.dumps(layer) == without
+        for twin in (pickle.loads(without), copy.deepcopy(layer)):  # noqa: S301 - our own bytes
+            assert repr(twin) == repr(layer)
+            assert (twin.layer_name, twin.eps_mode, twin.training) == ("stem.bn", "clamp", False)
+
+
+@pytest.mark.parametrize("renew", RENEWALS[:3], ids=lambda renew: renew.__name__)
+def test_a_model_under_data_parallel_can_be_copied_and_saved_after_it_has_trained(renew):
+    expected = life_programs.network()
+    model = client.DataParallelWithCallback(client.convert_model(life_programs.network()), ["cpu"] * 3)
+    for step in range(STEPS):
+        for each in (expected, model):
+            life_programs.take_step(None, each, life_programs.shard(None, step))
+        model = renew(model)
+    assert_equal(life_programs.state(model.module), life_programs.state(expected), TOLERANCE)
+
+
+@pytest.mark.parametrize("renew", RENEWALS[:3], ids=lambda renew: renew.__name__)
+def test_a_patched_data_parallel_can_be_copied_and_saved(renew):
+    """What patching has put into it follows the copy: nothing of the original stays in use."""
+    original = nn.DataParallel(nn.Sequential(client.SynchronizedBatchNorm1d(3)))
+    client.patch_replication_callback(original)
+    twin = renew(original)
+    assert twin.replicate.args[0].__self__ is twin
+    original.device_ids = None  # whoever still asked it for its devices would fail
+    twin.device_ids = ["cpu"]
+    x = torch.randn(4, 3)
+    # Torch's own replicate needs an accelerator; for one replica the module itself will do.
+    client.execute_replication_callbacks([twin.module])
+    (output,) = twin.parallel_apply([twin.module], [(x,)], [{}])
+    torch.testing.assert_close(output, nn.BatchNorm1d(3)(x))

@@ -1,0 +1,188 @@
+"""A real Lightning `Trainer` in two processes trains as one process does on the whole batch; the plugin by itself."""
+
+import os
+import subprocess
+import sys
+import warnings
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+import client
+from client.connection.registration import Sessions
+from programs import lightning_training as training
+from support.groups_of_processes import run_to_its_end
+from support.paths import TESTS
+
+PROGRAM = TESTS / "programs" / "lightning_program.py"
+LAUNCHERS = {
+    "Lightning's own launcher": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+}
+
+PLAIN = ["BatchNorm2d", "InstanceNorm2d", "BatchNorm1d"]
+SYNCHRONISED = ["SynchronizedBatchNorm2d", "InstanceNorm2d", "SynchronizedBatchNorm1d"]
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS.values(), ids=LAUNCHERS)
+def found(request, server, tmp_path_factory):
+    """What the processes have found, by rank."""
+    folder = tmp_path_factory.mktemp("lightning")
+    environ = {**os.environ, "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": folder.name}
+    run_to_its_end([*request.param, PROGRAM, folder], environ)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(training.MEMBERS)]
+
+
+def test_weights_and_running_statistics_are_those_of_the_whole_batch(found):
+    model = training.network()
+    for fits in ("after one fit", "after two fits"):
+        expected = training.train(model)
+        for of_rank in found:
+            assert of_rank[fits].keys() == expected.keys()
+            torch.testing.assert_close(of_rank[fits], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_training_changes_every_weight_that_learns():
+    """Else equal would be easy. What the last batch norm makes of it does not depend on the instance norm's bias."""
+    model = training.network()
+    before = training.state(model)
+    for name, value in training.train(model).items():
+        assert name in {"3.bias", "6.bias"} or (value - before[name]).abs().max() > 1e-3, name
+
+
+def test_the_model_is_synchronised_while_fit_runs_and_torchs_before_and_after(found):
+    for of_rank in found:
+        assert of_rank["during"] == SYNCHRONISED
+        assert of_rank["tested"] == of_rank["after"] == PLAIN
+        assert of_rank["warnings"] == []
+
+
+def test_the_connection_lasts_as_long_as_fit(found):
+    for rank, of_rank in enumerate(found):
+        assert f"member {rank} of {training.MEMBERS}, open" in of_rank["connection during"]
+        assert of_rank["connection after"] == "None"
+
+
+def test_a_connection_that_is_there_is_used_and_kept(found):
+    layers, phases = 2, 2
+    for of_rank in found:
+        rounds, closed = of_rank["own connection"]
+        assert rounds == layers * phases * training.STEPS * training.EPOCHS
+        assert not closed
+
+
+def test_a_rank_that_fails_is_named_to_the_others_and_all_models_are_torchs_again(found):
+    lost, failed = (of_rank["failure"] for of_rank in found)
+    assert failed == ("MemoryError", "rank 1 has no more", PLAIN)
+    kind, text, layers = lost
+    assert (kind, layers) == ("ReplicaLost", PLAIN)
+    assert "member 1" in text
+    assert "MemoryError: rank 1 has no more" in text
+
+
+@pytest.fixture
+def plugin():
+    from client.integrations.lightning import StatsdBNLayerSync  # noqa: PLC0415 - takes seconds
+
+    return StatsdBNLayerSync()
+
+
+class Activated(nn.BatchNorm2d):
+    """A subclass with something of its own, as timm's `BatchNormAct2d`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"affine": False}, {"track_running_stats": False}, {"affine": False, "track_running_stats": False}, {}],
+    ids=str,
+)
+def test_revert_gives_back_the_layer_that_apply_took(plugin, options):
+    """Lightning's own plugin fails without weights (Lightning#21766), and gives a class that checks no dimensions."""
+    model = nn.Sequential(nn.BatchNorm2d(3, **options)).eval()
+    before = dict(model.state_dict())
+    during = plugin.apply(model)
+    assert isinstance(during[0], client.SynchronizedBatchNorm2d)
+    after = plugin.revert(during)
+    assert type(after[0]) is nn.BatchNorm2d
+    assert not after[0].training
+    assert after.state_dict().keys() == before.keys()
+    assert all(value is before[name] or torch.equal(value, before[name]) for name, value in after.state_dict().items())
+    assert repr(after) == repr(nn.Sequential(nn.BatchNorm2d(3, **options)))
+
+
+def test_what_a_subclass_adds_is_not_dropped_in_silence(plugin):
+    """As torch's conversion does (pytorch#187298)."""
+    model = nn.Sequential(Activated(3))
+    with pytest.warns(UserWarning, match=r"unsynchronised: '0' \(Activated\)"):
+        assert type(plugin.apply(model)[0]) is Activated
+    assert type(plugin.revert(model)[0]) is Activated
+
+
+def test_an_instance_norm_stays_one(plugin):
+    """As torch's conversion did not let it (pytorch#29187)."""
+    model = nn.Sequential(nn.InstanceNorm2d(3, affine=True, track_running_stats=True))
+    assert type(plugin.apply(model)[0]) is nn.InstanceNorm2d
+    assert type(plugin.revert(model)[0]) is nn.InstanceNorm2d
+
+
+def test_layers_that_the_user_has_synchronised_stay_so(plugin):
+    group = client.Group("mine", size=1)
+    mine = client.SynchronizedBatchNorm1d(3, group=group)
+    model = nn.Sequential(nn.BatchNorm1d(3), mine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = plugin.revert(plugin.apply(model))
+    assert type(model[0]) is nn.BatchNorm1d
+    assert model[1] is mine
+    assert mine.group == group
+
+
+def test_nothing_to_revert_is_no_error(plugin):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU())
+    layers = list(model)
+    assert list(plugin.revert(plugin.revert(model))) == layers
+
+
+def test_alone_it_connects_to_nobody(plugin, monkeypatch):
+    monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
+    model = plugin.apply(nn.Sequential(nn.BatchNorm1d(3)))
+    assert client.current_connection() is None
+    model(torch.randn(4, 3)).sum().backward()
+
+
+def test_only_an_exception_that_ends_the_training_is_told_to_the_others(plugin, server, job, monkeypatch):
+    """Not one that is being handled while it runs, as where an earlier training has failed."""
+    from client.integrations import lightning  # noqa: PLC0415 - as above
+
+    monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
+    monkeypatch.setenv("STATSD_BN_JOB", job)
+    monkeypatch.setattr(lightning, "_needs_a_connection", lambda: True)
+    monkeypatch.setattr(lightning, "distributed", Mock(get_rank=lambda: 0, get_world_size=lambda: 1))
+    leave = Mock(wraps=Sessions.leave)
+    monkeypatch.setattr(Sessions, "leave", lambda sessions, cause: leave(sessions, cause))  # noqa: PLW0108 - a Mock is not bound
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    try:
+        fail()
+    except MemoryError:
+        plugin.revert(plugin.apply(model))
+    plugin.apply(model)
+    try:
+        fail()
+    except MemoryError:
+        plugin.revert(model)
+    causes = [call.args[1] for call in leave.call_args_list]
+    assert causes == ["", "MemoryError: the batch is too large"]
+
+
+def fail() -> None:
+    raise MemoryError("the batch is too large")
+
+
+def test_importing_the_client_imports_no_framework():
+    program = "import sys, client; assert not {'lightning', 'pytorch_lightning', 'accelerate'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,370 @@
+"""A master of one's own: it listens where it is told to, lets in whom it should, and leaves nothing behind."""
+
+import os
+import re
+import signal
+import stat
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+
+from client.connection.connection import Connection
+from client.connection.transport import ZmqTransport
+from client.launch import job_secret, restarts, server_process
+from client.launch.environment import member_from
+from client.launch.server_process import OwnMaster
+from server.cli.status import ask
+from statsd_bn.errors import AuthenticationRefused, ServerUnreachable
+from support.launched import PROC, Launched
+from support.memory_members import wait_until
+
+LOOPBACK = "tcp://127.0.0.1:*"
+SECRET = "0123456789abcdef" * 2
+
+with_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
+with_proc = pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
+
+
+@pytest.fixture
+def start():
+    """Starts masters; none outlives the test."""
+    masters = []
+
+    def run(bind=None, **given):
+        masters.append(OwnMaster(bind, **{"patience": 20.0, **given}))
+        return masters[-1]
+
+    yield run
+    for master in masters:
+        master.stop()
+
+
+def member(endpoint, keys=None):
+    return Connection(ZmqTransport(endpoint, keys), member_from({}, deadline=20.0))
+
+
+def has_ended(master):
+    """Whether its owner knows that it has, and no zombie is left."""
+    return master._has_ended.is_set() and not (PROC / str(master._process.pid)).exists()
+
+
+def test_it_listens_on_a_port_that_it_picks_and_stops(start):
+    master = start(LOOPBACK)
+    assert master.endpoint.startswith("tcp://127.0.0.1:")
+    assert ask(master.endpoint)["groups"] == []
+    master.stop()
+    assert master._process.returncode == 0
+
+
+def test_it_listens_in_a_folder_of_its_own_that_nobody_else_can_enter_and_that_is_gone_with_it(start):
+    master = start()
+    path = Path(master.endpoint.removeprefix("ipc://"))
+    assert [stat.S_IMODE(found.stat().st_mode) for found in (path.parent, path)] == [0o700, 0o600]
+    assert ask(master.endpoint)["groups"] == []
+    master.stop()
+    assert not path.parent.exists()
+
+
+def test_a_folder_for_temporary_files_with_a_long_name_does_not_keep_it_from_listening(start, tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    assert ask(start().endpoint)["groups"] == []
+    assert list(deep.iterdir()) == []
+
+
+@with_proc
+@pytest.mark.parametrize("is_killed_too", [False, True])
+def test_its_folder_is_removed_when_the_process_that_started_it_is_killed(tmp_path, is_killed_too):
+    with Launched([sys.executable, "-c", PARENT], {"TMPDIR": str(tmp_path)}, tmp_path / "errors") as parent:
+        folder = Path(parent.line("ipc://").removeprefix("ipc://")).parent
+        assert folder.parent == tmp_path
+        if is_killed_too:
+            (server,) = set(parent.processes()) - {parent.process.pid}
+            os.kill(server, signal.SIGKILL)
+            wait_until(lambda: [one for one in parent.processes() if one not in {server, parent.process.pid}])
+            wait_until((folder / "server").exists)
+        os.kill(parent.process.pid, signal.SIGKILL)
+        parent.process.wait(20)
+        assert parent.leaves_nothing()
+    assert not folder.exists()
+
+
+def test_ctrl_c_at_the_terminal_does_not_reach_it(start):
+    number = start()._process.pid
+    assert os.getsid(number) == number
+
+
+@with_proc
+def test_it_ends_when_its_members_have_left(start):
+    master = start()
+    member(master.endpoint).close()
+    wait_until(lambda: has_ended(master))
+    assert master._process.returncode == 0
+    assert master not in server_process._started
+
+
+def test_it_stays_while_a_member_is_there_however_many_have_left(start):
+    master = start()
+    who = {"deadline": 20.0, "world_size": 1}
+    first = Connection(ZmqTransport(master.endpoint), member_from({}, job="a", **who))
+    with Connection(ZmqTransport(master.endpoint), member_from({}, job="b", **who)):
+        first.close()
+        wait_until(lambda: [group["job"] for group in ask(master.endpoint)["groups"]] == ["b"])
+        assert master._process.poll() is None
+
+
+@with_curve
+@with_proc
+def test_with_keys_it_lets_in_nobody_else_and_no_key_is_in_a_file_or_an_argument(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    written = []
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: written.append(path))
+    monkeypatch.setenv("STATSD_BN_SECRET", SECRET)
+    keys = job_secret.server_keys(SECRET, "job")
+    master = start("tcp://0.0.0.0:*", keys=keys)
+    assert (list(tmp_path.iterdir()), written) == ([], [])
+    for told in ("cmdline", "environ"):
+        held = (PROC / str(master._process.pid) / told).read_bytes().decode()
+        assert not [secret for secret in (SECRET, keys.pair.secret) if secret in held]
+    endpoint = master.endpoint.replace("//0.0.0.0", "//127.0.0.1")
+    assert keys.pair.secret not in repr(keys)
+    with pytest.raises(AuthenticationRefused):
+        ask(endpoint)
+    with pytest.raises(AuthenticationRefused):
+        ask(endpoint, keys=job_secret.member_keys(SECRET, "another job"))
+    with member(endpoint, job_secret.member_keys(SECRET, "job")) as connection:
+        assert connection.members == [0]
+
+
+def test_programs_and_variables_of_the_script_do_not_make_it_another(start, tmp_path, monkeypatch):
+    (tmp_path / "server.py").write_text("print('listening on tcp://nowhere:1', flush=True)")
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"BIND": "tcp://127.0.0.1:1", "CURVE": str(tmp_path), "INSECURE": "1"}.items():
+        monkeypatch.setenv(f"STATSD_BN_{name}", value)
+    assert ask(start().endpoint)["groups"] == []
+
+
+def test_a_server_that_does_not_start_is_told_with_its_exit_code(start, monkeypatch, capfd):
+    monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
+    with pytest.raises(ServerUnreachable, match=r"cannot start a server: .*it ended with exit code 2 after"):
+        start()
+    assert "log level: expected one of" in capfd.readouterr().err
+
+
+def kill(master):
+    """Kills its server, and waits until it has another one or none."""
+    before = master._process
+    os.kill(before.pid, signal.SIGKILL)
+    wait_until(lambda: master._process is not before or master._has_ended.is_set())
+
+
+@pytest.mark.parametrize("with_keys", [False, pytest.param(True, marks=with_curve)])
+def test_a_server_that_is_killed_is_started_again_where_it_was(start, caplog, tmp_path, monkeypatch, with_keys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    master = start(LOOPBACK, keys=job_secret.server_keys(SECRET, "job")) if with_keys else start()
+    keys = job_secret.member_keys(SECRET, "job") if with_keys else None
+    with member(master.endpoint, keys) as connection:
+        before = connection.gather("first", b"1")
+        kill(master)
+        assert (before, connection.gather("second", b"2")) == ({0: b"1"}, {0: b"2"})
+    wait_until(lambda: has_ended(master))
+    assert master._process.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+    assert (
+        caplog.messages.count("the server that this process had started was ended by SIGKILL; it is started again") == 1
+    )
+
+
+def test_one_that_is_killed_as_soon_as_it_listens_is_started_again(start, monkeypatch):
+    run = OwnMaster._run
+
+    def killed(self, arguments):
+        endpoint = run(self, arguments)
+        monkeypatch.undo()
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait(20)
+        return endpoint
+
+    monkeypatch.setattr(OwnMaster, "_run", killed)
+    assert ask(start().endpoint)["groups"] == []
+
+
+def test_one_that_is_killed_while_it_is_started_again_is_started_once_more(start):
+    master = start()
+    kill(master)
+    kill(master)
+    assert ask(master.endpoint, 20.0)["groups"] == []
+
+
+def test_it_is_started_again_where_no_thread_can_be_started(start, monkeypatch):
+    """Python 3.12 starts none any more at the interpreter's end, where member 0 waits for the others."""
+    master = start()
+    monkeypatch.setattr(threading.Thread, "start", _refuse)
+    kill(master)
+    assert ask(master.endpoint, 20.0)["groups"] == []
+
+
+def test_one_that_is_started_again_does_not_wait_for_members_who_have_left(start, monkeypatch):
+    """Their goodbyes went to the one that was killed, or to none."""
+    command = [sys.executable, "-c", QUICKLY_TIRED]
+    monkeypatch.setattr(server_process, "_command", lambda *arguments: [*command, *arguments])
+    monkeypatch.setenv("STATSD_BN_SILENCE_SECONDS", "2")
+    master = start()
+    kill(master)
+    master.wait_for_members()
+    assert master._process.returncode == 0
+
+
+def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(start, caplog, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 0.01)
+    master = start()
+    for _ in range(restarts.AT_MOST):
+        kill(master)
+        assert ask(master.endpoint, 20.0)["groups"] == []
+    kill(master)
+    wait_until(lambda: has_ended(master))
+    assert caplog.text.count("it is started again in 0.") == restarts.AT_MOST - restarts.AT_ONCE
+    assert "was ended by SIGKILL; its members wait for it in vain" in caplog.messages[-1]
+    assert not Path(master.endpoint.removeprefix("ipc://")).parent.exists()
+    assert master not in server_process._started
+
+
+def test_one_that_is_killed_now_and_then_for_hours_is_always_started_again(start, caplog, monkeypatch):
+    monkeypatch.setattr(restarts, "WINDOW_SECONDS", 0.0)
+    master = start()
+    for _ in range(restarts.AT_MOST + 2):
+        kill(master)
+        assert ask(master.endpoint, 20.0)["groups"] == []
+    assert "in vain" not in caplog.text
+    assert " s" not in caplog.messages[-1].partition("it is started again")[2], "at once"
+
+
+def test_one_that_is_stopped_in_the_pause_before_it_is_started_again_stays_stopped(start, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(restarts, "AT_ONCE", 0)
+    master = start()
+    os.kill(master._process.pid, signal.SIGKILL)
+    master._process.wait(20)
+    master.stop()
+    assert has_ended(master)
+
+
+def test_one_that_cannot_be_started_again_is_told(start, caplog, monkeypatch):
+    master = start()
+    monkeypatch.setattr(server_process, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
+    kill(master)
+    wait_until(lambda: has_ended(master))
+    assert re.search(r"cannot start a server: .* exit code 7 .*; its members wait for it in vain", caplog.text)
+
+
+def test_one_that_is_stopped_is_not_started_again_and_nothing_is_told(start, caplog):
+    master = start()
+    master.stop()
+    assert caplog.messages == []
+    assert has_ended(master)
+
+
+def test_one_that_is_stopped_while_it_is_started_again_ends(start, caplog, monkeypatch):
+    master = start()
+    is_about_to, may = threading.Event(), threading.Event()
+    command = server_process._command
+
+    def late(*arguments):
+        is_about_to.set()
+        assert may.wait(20.0)
+        return command(*arguments)
+
+    monkeypatch.setattr(server_process, "_command", late)
+    before = master._process
+    os.kill(before.pid, signal.SIGKILL)
+    assert is_about_to.wait(20.0)
+    stopping = threading.Thread(target=master.stop)
+    stopping.start()
+    assert master._stopping.wait(20.0)
+    may.set()
+    stopping.join(20.0)
+    wait_until(lambda: master._process is not before and has_ended(master))
+    assert master._process.returncode != -signal.SIGKILL
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_server_that_says_nothing_is_told_and_stopped(start, monkeypatch):
+    monkeypatch.setattr(server_process, "START_SECONDS", 0.2)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(server_process, "_command", lambda *_: command)
+    before = _children()
+    with pytest.raises(ServerUnreachable, match=r"within 0.2 s, and it said nothing after"):
+        start()
+    assert _children() == before
+
+
+def test_a_server_that_does_not_start_leaves_no_folder(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(server_process, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
+    for keys in (None, job_secret.server_keys(SECRET, "job")):
+        with pytest.raises(ServerUnreachable, match=r"cannot start a server: .*exit code 7"):
+            start(keys=keys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_wait_for_the_members_at_the_end_is_told(start, monkeypatch, caplog):
+    monkeypatch.setattr(server_process, "WARN_SECONDS", 0.05)
+    start(patience=0.2)
+    with caplog.at_level("WARNING", "statsd_bn.client"):
+        server_process.wait_for_members()
+    assert "its server waits for the members that are not, up to 0.2 s" in caplog.text
+
+
+def test_whoever_is_at_the_end_waits_for_the_members_as_long_as_it_said(start):
+    start(patience=0.1)
+    server_process.wait_for_members()
+    patient = start(patience=20.0)
+    member(patient.endpoint).close()
+    server_process._started[:] = [patient]
+    server_process.wait_for_members()
+    assert patient._process.returncode == 0
+
+
+PARENT = """
+import sys, threading
+from client.launch.server_process import OwnMaster
+print(OwnMaster(patience=20.0).endpoint, flush=True)
+sys.stdin.readline()
+"""
+
+
+@with_proc
+@pytest.mark.parametrize("has_member", [False, True])
+def test_it_ends_with_a_parent_that_is_killed(tmp_path, has_member):
+    with Launched([sys.executable, "-c", PARENT], {}, tmp_path / "errors") as parent:
+        endpoint = parent.line("ipc://")
+        connection = member(endpoint) if has_member else None
+        os.kill(parent.process.pid, signal.SIGKILL)
+        parent.process.wait(20)
+        if connection:
+            connection.close()
+        assert parent.leaves_nothing()
+
+
+QUICKLY_TIRED = """
+from server import __main__
+from server.network import service
+service.RETURN_SECONDS = 0.1
+raise SystemExit(__main__.main())
+"""
+
+
+def _refuse(_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def _children():
+    found = set()
+    for thread in (PROC / "self/task").glob("*/children"):
+        found |= set(thread.read_text().split())
+    return found

@@ -1,0 +1,198 @@
+"""Peers that say what no client says, each of which ended the whole server once, or took another's answers."""
+
+import itertools
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import zmq
+
+from client.connection.curve import secure
+from server.cli.status import ask
+from server.secrets.keygen import generate
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.keys import ClientKeys, load_client
+from statsd_bn.messages import NO_SERVER, Failure, Registered, StatusRequest
+from statsd_bn.wire import decode, encode
+from support.raw_zmtp import PING, RawPeer, greeting, is_closed, message
+from support.strategies import register
+
+WAIT_SECONDS = 30.0
+ANY_PORT = "tcp://127.0.0.1:*"
+
+# How many of the next routing ids are claimed, from how many places in libc's sequence: sockets that the server makes
+# before its own take some.
+CLAIMS, PLACES = 24, 4
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """Starts a server of its own, since it may be ended; says where it listens."""
+    servers: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-m", "server", "--bind", ANY_PORT, "--log-level", "error", *arguments]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        servers.append(server)
+        return server, server.stdout.readline().split()[-1]
+
+    yield run
+    for server in servers:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+def serves(server: subprocess.Popen[str], endpoint: str, keys: ClientKeys | None = None) -> bool:
+    """Whether a server still answers."""
+    try:
+        ask(endpoint, keys=keys)
+    except StatsdBNError:
+        return False
+    return server.poll() is None
+
+
+def next_ids() -> list[bytes]:
+    """What a server that seeds nothing gives its first peers."""
+    program = "import ctypes; c = ctypes.CDLL(None); print(*(c.rand() for _ in range(9)))"
+    numbers = [int(word) for word in subprocess.check_output([sys.executable, "-c", program]).split()]
+    starts = [(low | high << 31) % 2**32 for low, high in itertools.pairwise(numbers)][:PLACES]
+    return [b"\0" + ((start + n) % 2**32).to_bytes(4) for start in starts for n in range(CLAIMS)]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_whoever_claims_the_next_routing_ids_does_not_end_the_server(start, is_late):
+    server, endpoint = start()
+    with ExitStack() as held:
+        for claim in [*next_ids(), *[b""] * 2 * CLAIMS]:
+            try:
+                held.enter_context(RawPeer(endpoint, (b"Identity", claim), is_late=is_late))
+            except OSError:
+                server.wait(WAIT_SECONDS)
+            assert server.poll() is None
+    assert serves(server, endpoint)
+
+
+def test_a_tenant_that_claims_the_next_routing_ids_does_not_end_the_server(start, tmp_path):
+    generate(tmp_path, ["alice", "mallory"])
+    server, endpoint = start("--curve", str(tmp_path))
+    mallory = load_client(tmp_path / "secrets" / "mallory.key_secret")
+    with zmq.Context() as context, ExitStack() as held:
+        for claim in [*next_ids(), *[b""] * 2 * CLAIMS]:
+            dealer = held.enter_context(context.socket(zmq.DEALER))
+            dealer.linger = 0
+            if claim:
+                dealer.routing_id = claim
+            secure(dealer, mallory)
+            with dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED) as monitor:
+                dealer.connect(endpoint)
+                assert monitor.poll(WAIT_SECONDS * 1000)
+                dealer.disable_monitor()
+            if server.poll() is not None:
+                break
+        assert server.poll() is None
+        assert serves(server, endpoint, mallory)
+
+
+@pytest.mark.parametrize("delay_bytes", [0, 2**14, 2**18])
+def test_a_heartbeat_in_a_flood_that_breaks_off_does_not_end_the_server(start, delay_bytes):
+    """libzmq answers a heartbeat at once, and ends the process if the connection has broken meanwhile."""
+    server, endpoint = start("--max-refusals", str(2**20), "--max-bad-frames", str(2**20))
+    flood = (message(b"x") * 100 + PING * 3) * 12
+    for _ in range(30):
+        try:
+            peer = RawPeer(endpoint)
+            peer.socket.sendall(flood + bytes(message(b"x") * (delay_bytes // 10)))
+            peer.reset()
+        except OSError:
+            break
+    assert serves(server, endpoint)
+    assert server.poll() != -signal.SIGABRT
+
+
+def test_to_end_a_flood_with_heartbeats_does_not_end_the_server(start):
+    server, endpoint = start()
+    flood = (message(b"x") * 300 + PING * 3) * 40
+    for _ in range(5):
+        try:
+            with RawPeer(endpoint) as peer:
+                for _ in range(1000):
+                    peer.socket.sendall(flood)
+                raise AssertionError("the flood was not ended")
+        except OSError:
+            pass
+    assert serves(server, endpoint)
+
+
+def answer(peer: RawPeer) -> object:
+    """What the server says next, but for its looks whether the peer is there."""
+    while True:
+        said = decode(peer.receive())
+        if not (isinstance(said, Registered) and said.digest == NO_SERVER):
+            return said
+
+
+CLAIM = (b"Identity", b"\0\1\2\3\4")
+
+
+@pytest.mark.parametrize("pairs", [(CLAIM,), ((b"Identity", b""), CLAIM), ((b"Identity", b"somebody"),)])
+def test_a_peer_that_sets_its_routing_id_after_the_server_has_given_one_is_told_so_and_ended(serve, pairs):
+    service = serve()
+    with RawPeer(service.endpoints[0], *pairs, is_late=True) as peer:
+        peer.send(encode(StatusRequest()))
+        failure = answer(peer)
+        assert isinstance(failure, Failure)
+        assert failure.code == "protocol"
+        assert "routing id" in failure.message
+        assert is_closed(peer.socket)
+    report = ask(service.endpoints[0])
+    assert report["claimed_routing_ids"] == 1
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_peer_that_sets_none_is_served_however_it_shakes_hands(serve, is_late):
+    service = serve()
+    for identity in ((), ((b"Identity", b""),)):
+        with RawPeer(service.endpoints[0], *identity, is_late=is_late) as peer:
+            peer.send(encode(StatusRequest()))
+            assert answer(peer).report["claimed_routing_ids"] == 0
+
+
+def test_nobody_is_given_anothers_answers_by_its_routing_id(serve):
+    service = serve()
+    with RawPeer(service.endpoints[0], is_late=True) as member:
+        member.send(encode(register(0, 2)))
+        assert isinstance(answer(member), Registered)
+        (session,) = service._dispatcher._registry.seats.values()
+        with RawPeer(service.endpoints[0], (b"Identity", session.slave.peer), is_late=True) as thief:
+            thief.socket.settimeout(0.5)
+            thief.send(encode(register(1, 2)))
+            with pytest.raises(TimeoutError):
+                thief.receive()
+        member.send(encode(StatusRequest()))
+        assert answer(member).report["groups"]
+
+
+@pytest.mark.parametrize(
+    "hello", [greeting(major=0), greeting(major=1), b"\x01\x00" + message(b"x")], ids=["1.0", "2.0", "unversioned"]
+)
+def test_peers_of_old_zmtp_are_refused_since_nobody_can_be_asked_about_them(serve, hello):
+    service = serve()
+    host, _, port = service.endpoints[0].removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), WAIT_SECONDS) as old:
+        old.sendall(hello)
+        assert is_closed(old)
+    assert service._dispatcher.received == 0
+
+
+def test_libcs_random_numbers_begin_anew_with_each_server():
+    program = (
+        "import ctypes; from server import Config, Service; "
+        "Service(Config(('tcp://127.0.0.1:*',))).close(); print(ctypes.CDLL(None).rand())"
+    )
+    numbers = {subprocess.check_output([sys.executable, "-c", program]) for _ in range(2)}
+    assert len(numbers) == 2

@@ -1,0 +1,297 @@
+"""Connections that were reset are found out by what the system drops; a forged reset ends none."""
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+
+import pytest
+
+from integration.test_death import WAIT_SECONDS, Company
+from programs import death_programs
+from server import Config, Service
+from server.cli.status import ask
+from server.limits.quota import Quota
+from server.network.descriptors import Answers, answers, dropped, let_no_reset_through
+from server.network.resets import ANSWER_SECONDS, Resets
+from statsd_bn.errors import ReplicaLost
+from statsd_bn.messages import NO_SERVER, Registered, Status, StatusRequest
+from statsd_bn.wire import decode, encode
+from support.memory_members import wait_until
+from support.raw_zmtp import PING, RawPeer, message
+from support.strategies import register
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="resets reach ZeroMQ, so nothing counts them")
+
+# So long that no member is lost by its silence within a test.
+SILENCE_SECONDS = 60.0
+
+# The server ends no connection for what it has to refuse.
+MANY = ("--max-refusals", str(2**20), "--max-bad-frames", str(2**20), "--max-refused-seconds", "3600")
+
+# A peer, and how it answers: it has acknowledged all, a moment ago; something for some time; nothing since long ago.
+PEER = 7
+HAS_ANSWERED = Answers(is_awaited=False, silence=0.0, round_trip=0.0)
+ANSWERS_NOT = Answers(is_awaited=True, silence=99.0, round_trip=0.0)
+TAKES_NOTHING = Answers(is_awaited=False, silence=99.0, round_trip=0.0)
+
+
+@dataclass
+class System:
+    """What the system tells of a connection, and what the server makes of it."""
+
+    count: int = 0
+    answers: Answers | None = HAS_ANSWERED
+    resets: Resets = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.resets = Resets(lambda _: self.count, lambda _: self.answers)
+
+    def suspects(self, now: float) -> list[int]:
+        return self.resets.suspects(now, [PEER])
+
+
+@pytest.fixture
+def suspected() -> System:
+    """A connection that has been suspected at 10 s, and that has dropped a segment since."""
+    system = System(1, ANSWERS_NOT)
+    assert system.suspects(10.0) == [PEER]
+    system.count = 2
+    return system
+
+
+def test_a_connection_that_has_dropped_nothing_is_not_suspected():
+    system = System(0, ANSWERS_NOT)
+    assert system.suspects(10.0) == []
+    assert system.resets.gone(20.0) == []
+
+
+def test_one_that_answers_with_resets_only_is_gone_once(suspected):
+    assert suspected.resets.gone(10.0 + ANSWER_SECONDS / 2) == []
+    assert suspected.resets.gone(10.0 + ANSWER_SECONDS) == [PEER]
+    assert suspected.resets.gone(20.0) == []
+
+
+def test_one_that_is_far_away_has_longer(suspected):
+    suspected.answers = Answers(is_awaited=True, silence=99.0, round_trip=0.5)
+    assert suspected.resets.gone(10.5) == []
+    assert suspected.resets.gone(10.5 + ANSWER_SECONDS) == [PEER]
+
+
+def test_one_that_answers_is_kept_whatever_else_is_dropped(suspected):
+    suspected.answers = HAS_ANSWERED
+    assert suspected.resets.gone(10.1) == []
+    suspected.answers = ANSWERS_NOT
+    assert suspected.resets.gone(20.0) == []
+
+
+def test_one_that_has_answered_at_once_is_no_suspect_any_more(suspected):
+    """Nothing else has come since, and the system counts time in coarse steps."""
+    suspected.answers = Answers(is_awaited=False, silence=0.059, round_trip=0.0)
+    assert suspected.resets.gone(10.05) == []
+    assert suspected.suspects(10.05) == [PEER]
+
+
+def test_what_is_dropped_later_is_a_suspicion_of_its_own(suspected):
+    suspected.answers = HAS_ANSWERED
+    assert suspected.resets.gone(10.1) == []
+    assert suspected.suspects(11.0) == [PEER]
+    suspected.answers = HAS_ANSWERED
+    assert suspected.resets.gone(11.1) == []
+    assert suspected.suspects(12.0) == []
+
+
+def test_one_is_not_suspected_twice_at_a_time(suspected):
+    assert suspected.suspects(10.1) == []
+
+
+def test_one_that_drops_nothing_more_is_kept():
+    system = System(1, ANSWERS_NOT)
+    assert system.suspects(10.0) == [PEER]
+    assert system.resets.gone(20.0) == []
+
+
+def test_one_that_need_not_answer_is_kept(suspected):
+    suspected.answers = TAKES_NOTHING
+    assert suspected.resets.gone(20.0) == []
+
+
+def test_one_of_which_the_system_tells_nothing_is_kept(suspected):
+    suspected.answers = None
+    assert suspected.resets.gone(20.0) == []
+
+
+def test_a_descriptor_that_stands_for_another_connection_begins_anew(suspected):
+    suspected.resets.ended(PEER)
+    assert suspected.resets.gone(20.0) == []
+    assert suspected.suspects(20.0) == [PEER]
+    suspected.answers = HAS_ANSWERED
+    assert suspected.resets.gone(20.1) == []
+    suspected.resets.ended(PEER)
+    assert suspected.suspects(21.0) == [PEER]
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a TCP connection; no reset gets through to the first."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert let_no_reset_through(listener.fileno())
+        with socket.create_connection(listener.getsockname()) as far, closing(listener.accept()[0]) as near:
+            yield near, far
+
+
+@ON_LINUX
+def test_the_system_counts_the_resets_that_it_drops(connection):
+    near, far = connection
+    near.sendall(b"unread")
+    wait_until(lambda: not answers(near.fileno()).is_awaited)
+    assert dropped(near.fileno()) == 0
+    far.close()
+    wait_until(lambda: dropped(near.fileno()) == 1)
+    near.sendall(b"to nobody")
+    wait_until(lambda: dropped(near.fileno()) == 2)
+    assert answers(near.fileno()).is_awaited
+    silence = answers(near.fileno()).silence
+    wait_until(lambda: answers(near.fileno()).silence > silence + 0.1)
+
+
+def test_nothing_is_told_of_what_is_no_connection(tmp_path):
+    with (tmp_path / "file").open("w") as file:
+        assert (dropped(file.fileno()), answers(file.fileno())) == (0, None)
+    one, other = socket.socketpair()
+    with one, other:
+        assert (dropped(one.fileno()), answers(one.fileno())) == (0, None)
+    nobody = 2**20
+    assert (dropped(nobody), answers(nobody)) == (0, None)
+
+
+@pytest.fixture
+def patient() -> Iterator[str]:
+    """Where a server listens that waits long for a member that is silent."""
+    command = [sys.executable, "-m", "server", "--bind", "tcp://127.0.0.1:*", "--log-level", "error"]
+    command += ["--silence-seconds", str(SILENCE_SECONDS), *MANY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            yield server.stdout.readline().split()[-1]
+        finally:
+            server.terminate()
+            assert server.wait(WAIT_SECONDS) == 0
+
+
+@pytest.fixture
+def company(patient, job) -> Iterator[Company]:
+    found = Company(patient, job)
+    try:
+        assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
+        yield found
+    finally:
+        found.end()
+
+
+def waits_only_for(endpoint: str, member: int) -> bool:
+    return any(waiting["missing"] == [member] for group in ask(endpoint)["groups"] for waiting in group["waiting"])
+
+
+def test_one_that_is_killed_with_an_answer_unread_is_known_by_its_connection(company, patient):
+    company.tell(death_programs.exchange, 0, 2)
+    wait_until(lambda: waits_only_for(patient, 1))
+    company.send_signal(2, signal.SIGSTOP)
+    assert [*company.ask(death_programs.exchange, 1), company.answer(0)] == [3, 3]
+    company.tell(death_programs.exchange, 0, 1)
+    killed = time.monotonic()
+    company.send_signal(2, signal.SIGKILL)
+    for member in (0, 1):
+        error = company.answer(member)
+        assert isinstance(error, ReplicaLost), error
+        assert (error.fields["member"], error.fields["cause"]) == (2, "the connection was lost")
+    # Far above the second that it takes, far below the silence that is waited for.
+    assert time.monotonic() - killed < SILENCE_SECONDS / 6
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    quota = Quota(silence_seconds=SILENCE_SECONDS)
+    with ExitStack() as stack:
+        found = stack.enter_context(Service(Config(("tcp://127.0.0.1:*",), quota=quota)))
+        thread = threading.Thread(target=found.run, daemon=True)
+        thread.start()
+        stack.callback(thread.join, WAIT_SECONDS)
+        stack.callback(found.stop)
+        yield found
+
+
+def is_probe(said: object) -> bool:
+    """Whether the server only tries whether a member is there."""
+    return isinstance(said, Registered) and said.digest == NO_SERVER
+
+
+def probes_until(peer: RawPeer, wanted: Callable[[object], bool]) -> int:
+    """How many probes come before what is wanted."""
+    probes = 0
+    while not wanted(said := decode(peer.receive())):
+        probes += is_probe(said)
+    return probes
+
+
+@pytest.fixture
+def forge() -> Iterator[Callable[[socket.socket], None]]:
+    """Sends resets in the name of one end of a connection, whose sequence numbers are guessed."""
+    try:
+        raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_TCP)
+    except PermissionError:
+        pytest.skip("needs CAP_NET_RAW, to forge a segment")
+
+    def send(victim: socket.socket) -> None:
+        (here, port), (there, far_port) = victim.getsockname(), victim.getpeername()
+        guess = int.from_bytes(os.urandom(4))
+        header = struct.pack(">HHIIBBHHH", port, far_port, guess, 0, 5 << 4, 0x04, 0, 0, 0)
+        pseudo = socket.inet_aton(here) + socket.inet_aton(there) + struct.pack(">BBH", 0, 6, len(header))
+        total = sum(struct.unpack(f">{len(pseudo + header) // 2}H", pseudo + header))
+        total = (total & 0xFFFF) + (total >> 16)
+        checksum = ~((total & 0xFFFF) + (total >> 16)) & 0xFFFF
+        raw.sendto(header[:16] + struct.pack(">H", checksum) + header[18:], (there, 0))
+
+    with raw:
+        yield send
+
+
+@ON_LINUX
+@pytest.mark.parametrize("reads", [True, False], ids=["alive", "frozen"])
+def test_a_member_whose_resets_are_forged_all_the_time_is_kept(service, forge, reads):
+    with RawPeer(service.endpoints[0]) as member:
+        member.send(encode(register(0, 2)))
+        probes_until(member, lambda said: isinstance(said, Registered) and not is_probe(said))
+        over, probes = time.monotonic() + 8 * ANSWER_SECONDS, 0
+        while time.monotonic() < over:
+            for _ in range(100):
+                forge(member.socket)
+            if reads:
+                probes += 1 + probes_until(member, is_probe)
+        member.send(encode(StatusRequest()))
+        # It was suspected all the time, and its connection is there.
+        probes += probes_until(member, lambda said: isinstance(said, Status))
+        assert probes >= 4
+
+
+def has_members(endpoint: str) -> bool:
+    return any(group["members"] for group in ask(endpoint)["groups"])
+
+
+@ON_LINUX
+def test_to_end_members_that_have_reset_does_not_end_the_server(patient):
+    """Each breaks off in a flood with heartbeats, for which libzmq ends the process if it is told of it too early."""
+    flood = (message(b"x") * 100 + PING * 3) * 400
+    for number in range(8):
+        peer = RawPeer(patient)
+        peer.send(encode(register(0, 2, job=f"job {number}")))
+        probes_until(peer, lambda said: isinstance(said, Registered) and not is_probe(said))
+        peer.socket.sendall(flood)
+        peer.reset()
+    wait_until(lambda: not has_members(patient))

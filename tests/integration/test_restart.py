@@ -1,0 +1,395 @@
+"""A server that is killed and started again loses nothing: the run ends with the bits of an undisturbed one."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from client.connection.member import Member
+from client.connection.session import Session
+from programs import restart_programs
+from server.core.dispatcher import Dispatcher
+from server.group.seals import Seals
+from statsd_bn import limits
+from statsd_bn.errors import RegistrationRefused, ReplicaLost
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Failure, Pending, Registered, Result
+from statsd_bn.round_key import BACKWARD
+from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode, encode
+from support.memory_members import SERVER, MemoryMaster
+from support.memory_members import run_members as run_in_memory
+
+# A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.
+STEPS = 150
+PAUSE_SECONDS = 0.01
+KILLS = 8
+
+
+@pytest.fixture
+def endpoint(tmp_path):
+    return f"ipc://{tmp_path}/server"
+
+
+@pytest.fixture
+def servers(endpoint):
+    """Starts servers on one endpoint, one after the other."""
+    started = []
+
+    def start():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "server", "--bind", endpoint, "--log-level", "error"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout.readline().startswith("listening on ")
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(timeout=10)
+        process.stdout.close()
+
+
+def run_members(pool, endpoint, job, n):
+    return [pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS) for member in range(n)]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed):
+    server = servers()
+    undisturbed = [future.result(timeout=60) for future in run_members(pool, endpoint, "undisturbed", 3)]
+    chance = random.Random(seed)
+    futures = run_members(pool, endpoint, "killed", 3)
+    for _ in range(KILLS):
+        time.sleep(chance.uniform(0.05, 0.3))
+        server.send_signal(signal.SIGKILL)
+        server.wait(timeout=10)
+        server = servers()
+    assert [future.exception() for future in futures if future.done()] == [], "the kills came while it trained"
+    assert [future.result(timeout=60) for future in futures] == undisturbed
+
+
+# The same without processes: bytes go in, bytes come out.
+
+N = 3
+
+
+class World:
+    """Members that speak with a master, which may forget everything; each reads its answers when it likes."""
+
+    def __init__(self, group="world", n=N, *, min_members=0, keeps_key=False):
+        self.members = [
+            Session(bytes([number]) * 8, Member("job", group, 0, number, n, 60.0, f"place {number}", min_members))
+            for number in range(n)
+        ]
+        self.now = 0.0
+        self.lives = 0
+        self.keeps_key = keeps_key
+        self.restart(b"server-0")
+        for session in self.members:
+            self.say(session, session.register())
+        for session in self.members:
+            assert [answer.missing for answer in self.read(session)][-1] == 0
+
+    def restart(self, server):
+        self.lives += 1
+        seals = Seals(b"key", outlives=self.lives > 1) if self.keeps_key else Seals(server)
+        self.dispatcher = Dispatcher(server, self.now, seals=seals)
+        self.inboxes = defaultdict(list)
+
+    def say(self, session, *frames):
+        for frame in frames:
+            self.deliver(self.dispatcher.receive(self.now, session.token, frame))
+
+    def deliver(self, replies):
+        for to, frame in replies:
+            self.inboxes[to].append(frame)
+
+    def read(self, session):
+        """Returns what this session was answered since it last read."""
+        frames = self.inboxes.pop(session.token, [])
+        for frame in frames:
+            session.overhear(frame)
+        return [decode(frame) for frame in frames]
+
+    def take(self, session, key):
+        """Lets a session take the answer to a round as its program would; returns the frame."""
+        (frame,) = self.inboxes.pop(session.token)
+        assert isinstance(session.answer(key, frame), Aggregate)
+        return frame
+
+    def exchange(self, layer):
+        """A round of all members."""
+        for number, session in enumerate(self.members):
+            self.say(session, session.contribution(key := session.forward_key(layer), rows_of(number)))
+        return [self.take(session, key) for session in self.members]
+
+    def heartbeats(self, *sessions):
+        for session in sessions:
+            self.say(session, session.heartbeat())
+
+
+def rows_of(number, value=1.0):
+    return Rows((1,), np.full((1, 2, 1), value * (number + 1)))
+
+
+def codes(answers):
+    return [answer.code for answer in answers]
+
+
+@pytest.mark.parametrize("keeps_key", [True, False])
+def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_answered_with_the_same_bytes(keeps_key):
+    """The old master answered member 0 and died before it answered the others."""
+    world = World(keeps_key=keeps_key)
+    ahead, *others = world.members
+    for number, session in enumerate(world.members):
+        key = session.forward_key("bn")
+        world.say(session, session.contribution(key, rows_of(number)))
+    expected = world.take(ahead, key)
+    world.restart(b"server-1")
+    following = ahead.forward_key("bn2")
+    world.say(ahead, ahead.contribution(following, rows_of(0, 7.0)))
+    for number, session in enumerate(others, 1):
+        world.say(session, session.contribution(key, rows_of(number), attempt=1))
+    for session in world.members:
+        (failure,) = world.read(session)
+        assert (failure.code, failure.fields) == ("unknown_session", {"digest": digest(session.token).hex()})
+        world.say(session, *session.introduction())
+    world.say(ahead, ahead.contribution(following, rows_of(0, 7.0), attempt=1))
+    for session in world.members:
+        world.read(session)
+    for number, session in enumerate(others, 1):
+        world.say(session, session.contribution(key, rows_of(number), attempt=2))
+    for session in others:
+        assert world.inboxes[session.token][-1] == expected
+        del world.inboxes[session.token][:-1]
+        world.take(session, key)
+    for number, session in enumerate(others, 1):
+        world.say(session, session.contribution(session.forward_key("bn2"), rows_of(number, 7.0)))
+    assert len({world.take(session, following) for session in world.members}) == 1
+
+
+def test_what_comes_before_all_are_back_is_answered_when_they_are():
+    world = World()
+    world.exchange("bn")
+    world.restart(b"server-1")
+    key, *_ = [session.forward_key("bn2") for session in world.members]
+    first, second, third = world.members
+    for session in (first, second):
+        world.say(session, *session.introduction())
+        world.read(session)
+    world.say(first, first.contribution(key, rows_of(0)))
+    world.say(second, second.contribution(key, rows_of(1), attempt=1))
+    assert world.read(first) == []
+    (pending,) = world.read(second)
+    assert isinstance(pending, Pending)
+    assert "waiting for members [2] to come back to a restarted server" in pending.message
+    world.say(third, *third.introduction())
+    for session in world.members:
+        *_, registered = (answer for answer in world.read(session) if isinstance(answer, Registered))
+        assert (registered.missing, registered.server) == (0, b"server-1")
+    world.say(third, third.contribution(key, rows_of(2)))
+    assert len({world.take(session, key) for session in world.members}) == 1
+
+
+def test_a_contribution_that_was_deferred_is_forgotten_with_its_member():
+    world = World()
+    world.exchange("bn")
+    world.restart(b"server-1")
+    first, second, _ = world.members
+    world.say(first, *first.introduction())
+    world.say(second, *second.introduction())
+    for number, session in enumerate((first, second)):
+        world.say(session, session.contribution(session.forward_key("bn2"), rows_of(number)))
+        world.read(session)
+    world.say(first, first.leave("boom"))
+    assert world.read(first) == []
+    (lost,) = world.read(second)
+    assert (lost.code, lost.fields["member"], lost.fields["cause"]) == ("replica_lost", 0, "boom")
+
+
+def test_only_the_latest_results_are_told_and_in_order():
+    world = World(n=1)
+    (session,) = world.members
+    frames = [frame for number in range(20) for frame in world.exchange(f"bn{number}")]
+    register, *results = [decode(frame) for frame in session.introduction()]
+    assert (register.session, register.server, register.known) == (session.token, b"server-0", Members.of([0]))
+    assert register.results == len(results) == limits.KEPT_ROUNDS
+    assert [encode(result.aggregate) for result in results] == frames[-limits.KEPT_ROUNDS :]
+
+
+def test_results_that_were_lost_on_the_way_are_asked_for_again():
+    """They are frames of their own: a connection that breaks may swallow some of them."""
+    world = World()
+    for layer in ("bn", "bn2"):
+        world.exchange(layer)
+    world.restart(b"server-1")
+    session = world.members[0]
+    register, *results = session.introduction()
+    world.say(session, register, results[1])
+    world.read(session)
+    key = session.forward_key("bn3")
+    world.say(session, session.heartbeat(), session.contribution(key, rows_of(0)))
+    assert codes(world.read(session)) == ["unknown_session", "unknown_session"]
+    for other in world.members[1:]:
+        world.say(other, *other.introduction())
+        assert world.read(other)[0].missing > 0, "the group waits for what is missing"
+    world.say(session, *session.introduction())
+    assert world.read(session)[-1].missing == 0
+    world.heartbeats(session)
+    assert world.read(session) == []
+
+
+def test_a_group_to_which_one_member_has_no_more_to_say_is_taken_up_again():
+    """The master answers member 1 of the pair and dies; member 1 goes on elsewhere, and member 0 still waits."""
+    pair = World("pair", 2)
+    waiting, done = pair.members
+    for number, session in enumerate(pair.members):
+        key = session.forward_key("bn")
+        pair.say(session, session.contribution(key, rows_of(number)))
+    expected = pair.take(done, key)
+    pair.restart(b"server-1")
+    pair.say(waiting, *waiting.introduction(), waiting.contribution(key, rows_of(0), attempt=1))
+    pair.heartbeats(done)
+    (unknown,) = pair.inboxes.pop(done.token)
+    assert waiting.overhear(unknown) == [], "it is about another session"
+    pair.read(waiting)
+    pair.say(done, *done.overhear(unknown))
+    # It was told that all are back, and what it waits for.
+    *_, answer = pair.inboxes[waiting.token]
+    pair.say(waiting, waiting.contribution(key, rows_of(0), attempt=2))
+    assert pair.inboxes[waiting.token][-1] == expected
+    assert answer == expected
+
+
+def test_a_session_overhears_nothing_but_what_it_must_answer():
+    session = World(n=1).members[0]
+    for failure in (Failure("replica_lost", "gone", {}), Failure("unknown_session", "who?", {})):
+        assert session.overhear(encode(failure)) == []
+    assert session.overhear(b"garbage") == []
+    assert session.overhear(encode(Pending(session.forward_key("bn"), 0, "waiting"))) == []
+
+
+def test_a_member_that_does_not_come_back_is_named_when_it_would_be_lost():
+    world = World()
+    world.exchange("bn")
+    world.now = 10.0
+    world.restart(b"server-1")
+    first, second, _ = world.members
+    key, *_ = [session.forward_key("bn2") for session in world.members]
+    for number, session in enumerate((first, second)):
+        world.say(session, *session.introduction(), session.contribution(key, rows_of(number)))
+        world.read(session)
+    for world.now in np.arange(10.5, 13.5, 0.5):
+        world.heartbeats(first, second)
+        assert world.dispatcher.tick(world.now) == []
+    world.now = 10.0 + limits.SILENCE_SECONDS
+    world.deliver(world.dispatcher.tick(world.now))
+    for session in (first, second):
+        (lost,) = world.read(session)
+        assert (lost.code, lost.key, lost.fields["member"]) == ("replica_lost", key, 2)
+        assert "members [2] did not come back after the server was restarted" in lost.message
+    world.say(first, first.register())
+    assert codes(world.read(first)) == ["replica_lost"]
+
+
+def test_members_with_different_results_of_one_round_break_the_group():
+    world = World()
+    world.exchange("bn")
+    world.restart(b"server-1")
+    key, *_ = [session.forward_key("bn2") for session in world.members]
+    first, second, third = world.members
+    for number, session in enumerate((first, second)):
+        world.say(session, *session.introduction(), session.contribution(key, rows_of(number)))
+        world.read(session)
+    register, result = map(decode, third.introduction())
+    other = replace(result.aggregate, values=result.aggregate.values + 1.0)
+    world.say(third, encode(register), encode(replace(result, aggregate=other)))
+    world.say(third, third.contribution(key, rows_of(2)))
+    for session in world.members:
+        failure = world.read(session)[-1]
+        assert (failure.code, failure.key) == ("conflict", key)
+        assert "member 2 (place 2) was given another aggregate than others were" in failure.message
+        assert failure.fields["member"] == 2
+
+
+def test_results_of_another_group_are_refused():
+    world, other = World(), World("pair", 1)
+    other.exchange("bn")
+    (foreign,) = (decode(frame).aggregate for frame in other.members[0].introduction()[1:])
+    session = world.members[0]
+    world.say(session, encode(Result(session.token, foreign)))
+    assert codes(world.read(session)) == ["protocol"]
+
+
+def test_a_contribution_that_is_sent_again_is_told_whom_the_round_waits_for():
+    world = World()
+    session = world.members[1]
+    key = session.forward_key("bn")
+    world.say(session, session.contribution(key, rows_of(1)))
+    assert world.read(session) == []
+    world.say(session, session.contribution(key, rows_of(1), attempt=1))
+    (pending,) = world.read(session)
+    assert pending.key == key
+    assert pending.message.endswith("waiting since 0 s for member 0 (place 0), member 2 (place 2)")
+
+
+def test_a_newcomer_cannot_be_among_members_that_are_far_into_a_run():
+    """One member was killed with the server and came back without its weights: an error, not a guess."""
+    world = World()
+    old = world.members[0]
+    key = old.forward_key("bn")
+    old.contribution(key, rows_of(0))
+    old.contribution(key.of_phase(BACKWARD), rows_of(0))
+    old.forward_key("bn")
+    world.restart(b"server-1")
+    world.say(old, old.register())
+    newcomer = Session(b"newcomer", Member("job", "world", 0, 1, N, 60.0, "elsewhere"))
+    frames = [frame for _, frame in world.dispatcher.receive(0.0, b"peer", newcomer.register())]
+    with pytest.raises(RegistrationRefused, match=r"member 0 \(place 0\) is at step 1, and member 1 \(elsewhere\) has"):
+        newcomer.registered(frames[0])
+
+
+def test_a_member_that_its_own_server_took_for_lost_is_told_so():
+    """To register again and go on would be a guess."""
+    master = MemoryMaster()
+    connection = master.connect(0, 1)
+    for session in list(master.dispatcher._registry.seats):
+        master.dispatcher._registry.lose(0.0, session, "no sign of life")
+    with pytest.raises(ReplicaLost, match=r"member 0 \(thread 0\) was lost: no sign of life"):
+        connection.exchange("bn", rows_of(0))
+    connection.close()
+
+
+def test_members_in_rounds_return_by_themselves():
+    """The master answers member 1 and dies; both go on, and get what an undisturbed run gets."""
+    undisturbed, master = MemoryMaster(), MemoryMaster()
+    deliver = master.transport.deliver
+
+    def deliver_to_one(replies):
+        replies = list(replies)
+        answers = [isinstance(decode(frame), Aggregate) for _, frame in replies]
+        if any(answers) and master.dispatcher.report(0.0)["server"] == SERVER.hex():
+            replies = replies[1:]
+            master.dispatcher = Dispatcher(b"server-1", 0.0)
+        deliver(replies)
+
+    master.transport.deliver = deliver_to_one
+
+    def program(connection):
+        rounds = [connection.exchange(layer, rows_of(connection.member.member)) for layer in ("bn", "bn2")]
+        return [aggregate.values.tobytes() for aggregate in rounds]
+
+    expected = run_in_memory(2, program, undisturbed)
+    assert run_in_memory(2, program, master) == expected
+    assert master.dispatcher.report(0.0)["server"] == b"server-1".hex()

@@ -1,0 +1,109 @@
+"""smart_ddp: synchronised layers under DistributedDataParallel, with the arguments that the device asks for."""
+
+import pytest
+import torch
+from torch import nn
+
+import client
+from client.training.smart_ddp import arguments_for, check_version
+from integration.test_ddp import TOLERANCE
+from programs import ddp_programs, smart_ddp_programs
+from programs.ddp_programs import Training
+from statsd_bn.errors import ConfigurationError
+from support.whole_batch import assert_equal
+
+STORE = "store"
+
+
+def test_members_on_the_cpu_train_as_on_the_whole_batch(members, tmp_path):
+    """Models on the CPU, where yolov5's smart_DDP fails."""
+    training = Training(sizes=(1, 4))
+    expected = ddp_programs.train_on_the_whole_batch(training)
+    for state in members(2, smart_ddp_programs.train, str(tmp_path / STORE), training):
+        assert_equal(state, expected, TOLERANCE)
+
+
+def test_a_graph_that_changes_fails_unless_static_graph_is_turned_off(members, tmp_path):
+    """A branch that the first step does not use, as in yolov5#10410."""
+    training = Training(branch=True)
+    for told in members(2, smart_ddp_programs.train, str(tmp_path / "static"), training):
+        assert "not compatible with static_graph" in told
+    expected = ddp_programs.train_on_the_whole_batch(training)
+    for state in members(2, smart_ddp_programs.train, str(tmp_path / "changing"), training, False):  # noqa: FBT003
+        assert_equal(state, expected, TOLERANCE)
+
+
+def test_micro_batches_under_no_sync_move_the_statistics_once(members, tmp_path):
+    sizes = (1, 3)
+    whole = nn.BatchNorm1d(3).double()
+    whole(torch.cat(smart_ddp_programs.micro_batches(sizes)))
+    expected = {name: buffer.numpy() for name, buffer in whole.named_buffers()}
+    for found in members(2, smart_ddp_programs.train_in_micro_batches, str(tmp_path / STORE), sizes):
+        assert_equal(found, expected, 1e-12)
+
+
+def test_what_is_made_refused_and_warned_of_with_a_process_group(members, tmp_path):
+    for made, refused, warned in members(2, smart_ddp_programs.wrap, str(tmp_path / STORE)):
+        assert made == [
+            ("SynchronizedBatchNorm1d", True, False, None, None),
+            ("SynchronizedBatchNorm1d", False, True, None, None),
+            ("BatchNorm1d", True, False, None, None),
+        ]
+        frozen, empty, scattered = refused
+        assert "expected a parameter that learns, got 4 parameters and none with requires_grad" in frozen
+        assert "expected a parameter that learns, got 0 parameters" in empty
+        assert "expected all parameters on one device, got cpu, meta" in scattered
+        assert all(text.endswith(" []") for text in refused), "nothing was converted"
+        assert len(warned) == 1
+        assert warned[0].startswith("smart_ddp_programs.py: convert_model left as they are, unsynchronised: '1'")
+
+
+def test_without_a_process_group_it_says_what_to_call():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(RuntimeError, match=r"process group: .* call torch\.distributed\.init_process_group\(\) first"):
+        client.smart_ddp(model)
+    assert type(model[1]) is nn.BatchNorm1d
+
+
+@pytest.mark.parametrize("version", ["1.12.0", "1.12.0+cu113", "1.12.0+cpu"])
+def test_torch_1_12_0_is_refused_and_its_local_builds_too(version):
+    """yolov5's lets the local builds through."""
+    with pytest.raises(RuntimeError, match=f"expected any version but 1.12.0, .* got {version.replace('+', '.')}$"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["1.11.0", "1.12.1", "1.12.1+cu113", "1.120.0", "2.6.0+cpu", "2.13.0"])
+def test_other_versions_are_not(version):
+    check_version(version)
+
+
+def test_the_version_of_this_torch_is_checked(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "1.12.0+cu113")
+    with pytest.raises(RuntimeError, match=r"got 1\.12\.0\+cu113"):
+        client.smart_ddp(nn.Linear(2, 2))
+
+
+def test_on_cuda_the_device_is_that_of_the_local_rank():
+    assert arguments_for(torch.device("cuda", 1), {"LOCAL_RANK": "1"}, static_graph=True) == {
+        "static_graph": True,
+        "find_unused_parameters": False,
+        "device_ids": [1],
+        "output_device": 1,
+    }
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps", "xpu"])
+def test_elsewhere_no_device_is_named(kind):
+    found = arguments_for(torch.device(kind), {"LOCAL_RANK": "1"}, static_graph=False)
+    assert found == {"static_graph": False, "find_unused_parameters": True}
+
+
+def test_a_model_on_another_cuda_device_is_refused():
+    with pytest.raises(ValueError, match=r"expected its parameters on cuda:1, the device of LOCAL_RANK 1, got cuda:0"):
+        arguments_for(torch.device("cuda", 0), {"LOCAL_RANK": "1"}, static_graph=True)
+
+
+@pytest.mark.parametrize("environ", [{}, {"LOCAL_RANK": ""}, {"LOCAL_RANK": "-1"}, {"LOCAL_RANK": "first"}])
+def test_on_cuda_a_local_rank_is_asked_for(environ):
+    with pytest.raises(ConfigurationError, match="LOCAL_RANK: expected"):
+        arguments_for(torch.device("cuda", 0), environ, static_graph=True)

@@ -1,0 +1,79 @@
+"""`torchrun script.py` with nothing configured: rank 0 starts a master, the others find it, and nothing is left."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.launched import PROC, Launched
+from support.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+STEPS = 40
+COMPARE = 12
+
+pytestmark = pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
+
+
+@pytest.fixture(scope="module")
+def whole_batch():
+    """What one process learns from the whole batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        import digits  # noqa: PLC0415 - it lies with the examples
+        from training import snapshot, train  # noqa: PLC0415 - as above
+
+        network = digits.network()
+        for _ in train(network, COMPARE):
+            pass
+        return snapshot(network)
+
+
+def digits_in(processes: int, folder: Path, *options: str) -> Launched:
+    trained = ["--steps", str(STEPS), "--keep", str(COMPARE), "--save", folder / "saved.pt", "--deadline", "30"]
+    command = [*TORCHRUN, "--nproc-per-node", str(processes), *options, EXAMPLES / "train_digits.py", *trained]
+    return Launched(command, {}, folder / "errors")
+
+
+def is_whole_batch(saved: Path, whole_batch: dict[str, torch.Tensor]) -> bool:
+    found = torch.load(saved, weights_only=True)["states"][COMPARE]
+    return all(torch.allclose(found[name], whole_batch[name], rtol=0, atol=1e-5) for name in whole_batch)
+
+
+def test_the_digits_are_trained_as_on_the_whole_batch(tmp_path, whole_batch):
+    with digits_in(4, tmp_path) as run:
+        assert run.end() == 0, run.errors
+        assert run.leaves_nothing()
+    assert is_whole_batch(tmp_path / "saved.pt", whole_batch)
+
+
+def test_after_a_worker_was_killed_those_that_are_started_anew_train_as_on_the_whole_batch(tmp_path, whole_batch):
+    # One start anew has to do.
+    with digits_in(2, tmp_path, "--max-restarts", "1") as run:
+        run.line("step 10 of")
+        (worker,) = run.processes(RANK="1", TORCHELASTIC_RESTART_COUNT="0")
+        os.kill(worker, signal.SIGKILL)
+        run.line("step 10 of")
+        assert run.end() == 0, run.errors
+        assert run.leaves_nothing()
+    assert is_whole_batch(tmp_path / "saved.pt", whole_batch)
+
+
+def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, whole_batch):
+    with digits_in(2, tmp_path) as run:
+        run.line("step 10 of")
+        (server,) = (number for number in run.processes(RANK="0") if _is_server(number))
+        os.kill(server, signal.SIGKILL)
+        assert run.end() == 0, run.errors
+        assert "was ended by SIGKILL; it is started again" in run.errors
+        assert run.leaves_nothing()
+    assert is_whole_batch(tmp_path / "saved.pt", whole_batch)
+
+
+def _is_server(number: int) -> bool:
+    return b"-m\0server\0" in (PROC / str(number) / "cmdline").read_bytes()

@@ -1,0 +1,143 @@
+"""N shards through the service equal `torch.nn.BatchNorm` on the whole batch."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from programs import member_programs
+from support import whole_batch
+from support.whole_batch import KINDS, Case, assert_equal_to_whole_batch, joined
+
+EQUAL = {2: (3, 3), 3: (2, 2, 2), 4: (2, 2, 2, 2)}
+UNEQUAL = {2: (5, 2), 3: (1, 4, 2), 4: (3, 1, 2, 5)}
+
+CASES = [
+    pytest.param(Case(kind, sizes[n], dtype), id=f"{kind}, {n} {split} shards, {dtype}")
+    for kind in KINDS
+    for split, sizes in (("equal", EQUAL), ("unequal", UNEQUAL))
+    for n in (2, 3, 4)
+    for dtype in ("float64", "float32")
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_processes_through_a_server_equal_the_whole_batch(members, case):
+    results = members(len(case.sizes), whole_batch.as_member, case)
+    assert_equal_to_whole_batch(joined(results), case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_virtual_replicas_equal_the_whole_batch(case):
+    assert_equal_to_whole_batch(whole_batch.as_virtual_replicas(case), case)
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_the_running_variance_is_unbiased(members, n):
+    """At n values per channel, dividing by n in place of n - 1 is wrong by 1/n: 12 % even at n = 8."""
+    case = Case("1d of (N, C)", (1, n - 1), seed=n)
+    assert_equal_to_whole_batch(joined(members(2, whole_batch.as_member, case)), case)
+    assert_equal_to_whole_batch(whole_batch.as_virtual_replicas(case), case)
+
+
+@pytest.mark.parametrize(("ratio", "seed"), [(1_000.0, 1), (10_000.0, 2)])
+def test_a_large_mean_costs_no_digits_of_the_variance(members, ratio, seed):
+    """float32 input: the textbook formula in float32 is off by percents at the first, worthless at the second."""
+    case = Case("2d", (20, 30), "float32", offset=ratio, scale=1.0, seed=seed)
+    x = case.tensors()[0].double()
+    exact = x.var((0, 2, 3), correction=1).numpy()
+    before = case.tensors()[2]["running_var"].double().numpy()
+    for found in (
+        joined(members(2, whole_batch.as_member, case)),
+        whole_batch.as_virtual_replicas(case),
+    ):
+        variance = (found["running_var"].astype(np.float64) - 0.9 * before) / 0.1
+        np.testing.assert_allclose(variance, exact, rtol=1e-4)
+        whitened = (x - x.mean((0, 2, 3), keepdim=True)) / x.var((0, 2, 3), correction=0, keepdim=True).add(1e-5).sqrt()
+        state = {name: value.double().view(1, -1, 1, 1) for name, value in case.tensors()[2].items() if value.dim()}
+        np.testing.assert_allclose(
+            found["output"], (whitened * state["weight"] + state["bias"]).numpy(), rtol=1e-4, atol=1e-4
+        )
+    textbook = _textbook_variance(case.tensors()[0])
+    if ratio == 1_000.0:
+        assert np.abs(textbook / exact - 1).max() > 0.01
+    else:
+        assert textbook.min() <= 0
+
+
+def _textbook_variance(x: torch.Tensor) -> np.ndarray:
+    """E[x²] - E[x]² in float32, as the sums would give it if they travelled in float32."""
+    over = (0, 2, 3)
+    n = x.numel() // x.shape[1]
+    return ((x.square().sum(over) - x.sum(over).square() / n) / (n - 1)).double().numpy()
+
+
+def test_running_statistics_are_bit_identical_after_100_steps(members):
+    buffers = members(3, member_programs.train, 100)
+    for name in buffers[0]:
+        assert buffers[0][name].tobytes() == buffers[1][name].tobytes() == buffers[2][name].tobytes(), name
+    assert buffers[0]["bn.num_batches_tracked"] == 100
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_same_shards_give_the_same_bits_however_they_are_placed(members, dtype):
+    """Four processes, two processes of two replicas, and four replicas without a server add the same rows."""
+    case = Case("2d", (3, 1, 2, 5), dtype)
+    four = joined(members(4, whole_batch.as_member, case))
+    two = joined(members(2, whole_batch.as_member_with_virtual_replicas, case, [(3, 1), (2, 5)], job="two-by-two"))
+    one = whole_batch.as_virtual_replicas(case)
+    for name in ("output", "input gradient", "running_mean", "running_var"):
+        assert four[name].tobytes() == two[name].tobytes() == one[name].tobytes(), name
+
+
+def test_members_with_different_numbers_of_replicas_equal_the_whole_batch(members):
+    case = Case("2d", (2, 1, 4, 3))
+    sizes = [(2, 1, 4), (3,)]
+    results = members(2, whole_batch.as_member_with_virtual_replicas, case, sizes)
+    assert_equal_to_whole_batch(joined(results), case)
+
+
+def test_two_jobs_at_once_do_not_touch_each_other(server, pool):
+    """Both use the same layer name in the same steps; each must get its own whole batch."""
+    cases = {"first": Case("2d", (2, 3), seed=1), "second": Case("2d", (4, 1), seed=2)}
+    futures = {
+        name: [
+            pool.submit(member_programs.connected, server.endpoint, f"both-{name}", member, 2, case, 20)
+            for member in range(2)
+        ]
+        for name, case in cases.items()
+    }
+    for name, case in cases.items():
+        found = [future.result(timeout=60) for future in futures[name]]
+        assert_equal_to_whole_batch(joined(found), case)
+
+
+def test_a_world_of_one_is_exactly_torch(members):
+    """Without company there is nothing to synchronise: torch's own numbers, to the last bit."""
+    case = Case("2d", (7,), "float32")
+    (found,) = members(1, whole_batch.as_member, case)
+    for name, value in whole_batch.on_the_whole_batch(case).items():
+        assert value.tobytes() == found[name].tobytes(), name
+
+
+def test_eval_is_exactly_torch_and_needs_nobody(members):
+    for found, expected in members(2, member_programs.evaluate_on_one_member_only):
+        assert found.tobytes() == expected.tobytes()
+
+
+def test_a_model_with_several_layers_trains_as_on_the_whole_batch(members):
+    """Weights after 10 steps of SGD: gradients have gone through several synchronised layers."""
+    results = members(3, member_programs.train_small_model, 10)
+    expected = member_programs.train_small_model_on_whole_batch(3, 10)
+    for result in results:
+        for name, value in expected.items():
+            np.testing.assert_allclose(result[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+def test_data_parallel_trains_as_on_the_whole_batch():
+    model = member_programs.small_model()
+    wrapped = nn.Sequential(member_programs.data_parallel(model, 4))
+    expected = member_programs.run_sgd(member_programs.small_model(), 10, lambda model, x: model(x))
+    found = member_programs.run_sgd(model, 10, lambda _, x: wrapped(x))
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9, err_msg=name)

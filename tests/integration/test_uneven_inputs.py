@@ -1,0 +1,422 @@
+"""`client.join`: members whose data ends before that of others."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import client
+from programs import uneven_programs
+from statsd_bn.errors import GroupIncomplete, ReplicaLost, RoundFailed
+from statsd_bn.messages import Aggregate, Stand
+from support.memory_members import MemoryMaster, in_threads, outcome, wait_until
+from support.pure_members import PureWorld
+
+BATCHES = (2, 5, 3)
+
+
+# The rule, without a layer.
+
+
+def stand(member, stand):
+    member.session.stand = stand
+    member.register()
+
+
+@pytest.fixture
+def world() -> PureWorld:
+    return PureWorld(3)
+
+
+def test_rounds_go_on_without_a_member_that_is_away(world):
+    zero, one, two = world.members
+    for member in world.members:
+        member.forward(1.0)
+        member.backward(1.0)
+    stand(one, Stand.AWAY)
+    assert one.registered.missing == 0
+    for member in (zero, two):
+        member.forward(2.0)
+    assert zero.total == two.total == ([0, 2], 4.0)
+    stand(two, Stand.AWAY)
+    zero.backward(3.0)
+    assert zero.total == ([0], 3.0)
+
+
+def test_a_round_that_waits_for_whoever_leaves_is_completed_at_once(world):
+    zero, one, two = world.members
+    for member in (zero, two):
+        member.forward(2.0)
+    assert not zero.is_told
+    stand(one, Stand.AWAY)
+    assert zero.total == two.total == ([0, 2], 4.0)
+
+
+def test_all_come_back_together_to_a_step_that_nobody_has_begun(world):
+    zero, one, two = world.members
+    stand(one, Stand.AWAY)
+    stand(one, Stand.BACK)
+    assert (one.registered.missing, list(one.registered.present)) == (2, [1])
+    for _ in range(2):
+        for member in (zero, two):
+            member.forward(1.0)
+        for member in (zero, two):
+            member.backward(1.0)
+    assert zero.total == ([0, 2], 2.0)
+    for member in (zero, two):
+        stand(member, Stand.AWAY)
+        stand(member, Stand.BACK)
+    assert [member.session.first_step for member in world.members] == [2, 2, 2]
+    assert {member.session.stand for member in world.members} == {Stand.TAKES_PART}
+    for member in world.members:
+        member.forward(1.0)
+    assert one.total == ([0, 1, 2], 3.0)
+
+
+def test_a_pass_without_any_batch_is_one_too(world):
+    for first_step in (1, 2, 3):
+        for member in world.members:
+            stand(member, Stand.AWAY)
+            stand(member, Stand.BACK)
+        assert [member.session.first_step for member in world.members] == [first_step] * 3
+
+
+def test_a_repeated_return_does_not_begin_another_pass(world):
+    """Its answer was lost; meanwhile all others train."""
+    zero = world.members[0]
+    zero.session.stand = Stand.BACK
+    frame = zero.session.register()
+    for member in world.members:
+        stand(member, Stand.BACK)
+    for member in world.members[1:]:
+        member.forward(1.0)
+    world.send(zero, frame)
+    assert (zero.registered.missing, zero.registered.first_step) == (0, 1)
+    zero.forward(1.0)
+    assert world.members[1].total == ([0, 1, 2], 3.0)
+
+
+def test_one_that_is_away_cannot_contribute(world):
+    one = world.members[1]
+    stand(one, Stand.AWAY)
+    one.forward(1.0)
+    assert "member 1 (place 1) is not one of the members that take part, 0, 2" in str(one.latest(RoundFailed))
+
+
+def test_a_strict_group_outlives_the_orderly_end_of_one_that_is_away(world):
+    zero, one, two = world.members
+    stand(one, Stand.AWAY)
+    world.send(one, one.session.leave(""))
+    for member in (zero, two):
+        member.forward(1.0)
+    assert zero.total == ([0, 2], 2.0)
+    stand(two, Stand.BACK)
+    assert two.latest(ReplicaLost).fields["member"] == 1
+
+
+def test_whoever_waits_for_another_pass_is_told_of_one_that_leaves(world):
+    zero, one, _ = world.members
+    stand(one, Stand.AWAY)
+    stand(zero, Stand.BACK)
+    world.send(one, one.session.leave(""))
+    assert zero.latest(ReplicaLost).fields["member"] == 1
+
+
+def test_whoever_waits_for_another_pass_is_told_once(world):
+    """However many leave then; what comes later may reach a socket that waits for something else by then."""
+    zero, one, two = world.members
+    stand(one, Stand.AWAY)
+    stand(two, Stand.AWAY)
+    stand(zero, Stand.BACK)
+    first, second = (world.dispatcher.receive(world.now, b"", member.session.leave("")) for member in (one, two))
+    assert [to for to, _ in first] == [zero.session.token]
+    assert second == []
+
+
+@pytest.mark.parametrize("end", ["cause", "death"])
+def test_a_strict_group_is_broken_by_any_other_end_of_one_that_is_away(world, end):
+    zero, one, _ = world.members
+    stand(one, Stand.AWAY)
+    zero.forward(1.0)
+    if end == "death":
+        world.kill(one)
+    else:
+        world.send(one, one.session.leave("MemoryError: full"))
+    assert zero.latest(ReplicaLost).fields["member"] == 1
+
+
+def test_the_master_dies_while_one_is_away_and_another_is_back(world):
+    zero, one, two = world.members
+    for member in world.members:
+        member.forward(1.0)
+        member.backward(1.0)
+    stand(one, Stand.AWAY)
+    stand(two, Stand.AWAY)
+    stand(two, Stand.BACK)
+    world.restart()
+    world.pass_time(1.5)
+    zero.forward(4.0)
+    assert zero.total == ([0], 4.0)
+    stand(zero, Stand.AWAY)
+    stand(zero, Stand.BACK)
+    assert two.session.first_step == 0
+    stand(one, Stand.BACK)
+    assert [member.session.first_step for member in world.members] == [2, 2, 2]
+
+
+def test_one_that_is_away_and_comes_late_to_a_restarted_master_stays_away(world):
+    """The others do not wait for it, neither now nor after a further restart."""
+    zero, one, two = world.members
+    for member in (zero, one, two):
+        member.forward(1.0)
+    stand(two, Stand.AWAY)
+    for member in (zero, one):
+        member.forward(1.0)
+    world.restart()
+    for member in (zero, one):
+        member.introduce()
+    two.introduce()
+    assert (two.registered.missing, two.session.stand) == (0, Stand.AWAY)
+    world.restart()
+    for member in (two, zero, one):
+        member.introduce()
+    for member in (zero, one):
+        member.forward(2.0)
+    assert zero.total == ([0, 1], 4.0)
+
+
+def test_the_master_dies_after_it_called_only_some_back(world):
+    zero, one, two = world.members
+    for member in (one, two):
+        stand(member, Stand.BACK)
+    world.silent.add(two)  # the news does not reach it
+    stand(zero, Stand.BACK)
+    world.silent.remove(two)
+    assert [member.session.first_step for member in world.members] == [1, 1, 0]
+    world.restart()
+    world.pass_time(1.5)
+    for member in (zero, one):
+        member.forward(1.0)
+    two.register()
+    assert two.session.first_step == 1
+    two.forward(1.0)
+    assert two.total == ([0, 1, 2], 3.0)
+
+
+def test_the_master_dies_before_one_heard_of_a_pass_that_the_others_are_through_with(world):
+    """Who is back waits for the next pass; only the one that did not hear of this one begins it."""
+    zero, one, two = world.members
+    for member in (one, two):
+        stand(member, Stand.BACK)
+    world.silent.add(two)  # the news does not reach it
+    stand(zero, Stand.BACK)
+    world.silent.remove(two)
+    for member in (zero, one):
+        stand(member, Stand.AWAY)
+        stand(member, Stand.BACK)
+    world.restart()
+    world.pass_time(1.5)
+    two.register()
+    assert [member.session.first_step for member in world.members] == [1, 1, 1]
+    stand(two, Stand.AWAY)
+    stand(two, Stand.BACK)
+    assert [member.session.first_step for member in world.members] == [2, 2, 2]
+
+
+def test_a_late_answer_does_not_let_anyone_go_on_that_is_back(world):
+    """A Register was sent twice, and its second answer comes when the member has asked for something else."""
+    one = world.members[1]
+    stand(one, Stand.AWAY)
+    answers = world.dispatcher.receive(world.now, b"", one.session.register())
+    one.session.stand = Stand.BACK
+    assert [one.session.registered(frame) for _, frame in answers] == [None]
+    assert one.session.stand is Stand.BACK
+    one.register()
+    assert one.registered.missing == 2
+
+
+def test_elastic_members_come_back_when_all_that_are_left_do():
+    world = PureWorld(3, 1)
+    for member in world.members[:2]:
+        stand(member, Stand.BACK)
+    world.kill(world.members[2])
+    assert [member.session.first_step for member in world.members[:2]] == [1, 1]
+
+
+def test_a_newcomer_to_a_restarted_master_calls_nobody_back():
+    """One waits for the next pass, another is not through with this one, and the newcomer begins at a later step."""
+    world = PureWorld(2, 1)
+    waits, trains = world.members
+    for member in world.members:
+        member.forward(1.0)
+    newcomer = world.come(2)
+    stand(waits, Stand.BACK)
+    world.restart()
+    for member in world.members:
+        member.introduce()
+    world.pass_time(1.0)
+    assert waits.session.stand is Stand.BACK
+    assert trains.registered.missing == 0
+    for member in (newcomer, trains):
+        stand(member, Stand.BACK)
+    assert len({member.session.first_step for member in world.members}) == 1
+    assert {member.session.stand for member in world.members} == {Stand.TAKES_PART}
+
+
+def test_one_that_did_not_hear_of_an_elastic_pass_begins_it_as_the_others_did_and_not_as_a_newcomer():
+    world = PureWorld(3, 1)
+    *heard, unheard = world.members
+    for member in heard:
+        stand(member, Stand.BACK)
+    unheard.session.stand = Stand.BACK
+    world.silent.add(unheard)  # the news does not reach it
+    unheard.register()
+    heard[0].forward(1.0)
+    newcomer = world.come(3)
+    assert [member.session.first_step for member in (*heard, newcomer)] == [1, 1, 2]
+    world.restart()
+    world.silent.remove(unheard)
+    for member in world.members:
+        member.introduce()
+    world.pass_time(1.0)
+    assert [member.session.first_step for member in world.members] == [1, 1, 1, 2]
+
+
+# With layers.
+
+
+def test_members_of_different_data_equal_the_whole_batch_of_those_that_are_left(members):
+    """Each step of each pass, against torch's own layer on all slices that take part; running statistics too."""
+    results = members(3, uneven_programs.train_passes, BATCHES)
+    expected = uneven_programs.whole_batches(BATCHES)
+    for member, (outputs, gradients, state) in enumerate(results):
+        assert len(outputs) == uneven_programs.PASSES * BATCHES[member]
+        for got, want in zip(outputs + gradients, expected.outputs[member] + expected.gradients[member], strict=True):
+            torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=1e-12)
+        for got, want in zip(state, expected.states[member], strict=True):
+            torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=1e-12)
+
+
+def test_after_a_pass_all_recalibrate_together(members):
+    whole = torch.cat([uneven_programs.batch(member, 0) for member in range(2)]).mean((0, 2))
+    for nr_batches, mean in members(2, uneven_programs.recalibrate_after_a_pass):
+        assert nr_batches == 2
+        torch.testing.assert_close(torch.tensor(mean, dtype=torch.float64), whole, rtol=0, atol=1e-12)
+
+
+def test_a_pass_that_ends_within_a_mini_batch_ends_it(members):
+    assert members(2, uneven_programs.mini_batches_that_moved) == [[1, 2], [1, 2]]
+
+
+def test_with_torchs_join_gradients_are_averaged_as_well(members, tmp_path):
+    results = members(3, uneven_programs.train_under_ddp, BATCHES, str(tmp_path / "rendezvous"))
+    assert results[0] == results[1] == results[2]
+
+
+def test_without_a_connection_there_is_nobody_to_wait_for():
+    model = client.convert_model(nn.BatchNorm1d(3))
+    with client.join(model):
+        model(torch.randn(4, 3))
+
+
+def test_an_exception_inside_is_told_to_the_others_and_nobody_is_away():
+    master = MemoryMaster()
+
+    def member(number):
+        with master.connect(number, 2) as connection:
+            connection.come_back(None)
+            if number == 1:
+                raise MemoryError("full")
+            return connection.exchange("bn", uneven_programs.ROW)
+
+    lost, failed = in_threads([partial(outcome, partial(member, number)) for number in range(2)])
+    assert isinstance(failed, MemoryError)
+    assert isinstance(lost, ReplicaLost)
+    assert lost.fields["cause"] == "MemoryError: full"
+
+
+def test_join_does_not_go_away_after_an_exception(monkeypatch):
+    master = MemoryMaster()
+    connection = master.connect(0, 1, min_members=1)
+    monkeypatch.setattr("client.training.join.current_connection", lambda: connection)
+    with pytest.raises(MemoryError), client.join(client.convert_model(nn.BatchNorm1d(3))):
+        raise MemoryError
+    assert isinstance(connection.exchange("bn", uneven_programs.ROW), Aggregate)
+    connection.close()
+
+
+def test_join_goes_away_when_the_generator_around_it_is_read_no_further(monkeypatch):
+    master = MemoryMaster()
+    connection = master.connect(0, 1, min_members=1)
+    monkeypatch.setattr("client.training.join.current_connection", lambda: connection)
+
+    def batches():
+        with client.join(client.convert_model(nn.BatchNorm1d(3))):
+            yield from range(3)
+
+    reading = batches()
+    next(reading)
+    assert master.report("world")["members"][0]["stand"] == "takes_part"
+    reading.close()
+    assert master.report("world")["members"][0]["stand"] == "away"
+    connection.close()
+
+
+def test_a_late_answer_to_something_earlier_calls_nobody_back():
+    """Going away was said twice, because the first answer took long; the second answer comes while it waits."""
+    master = MemoryMaster()
+    returned = threading.Event()
+
+    def early():
+        with master.connect(0, 2) as connection:
+            connection.stay_away(None)
+            with master.transport.channel() as channel:
+                channel.send(connection._sessions.all()[0].register())
+            connection.come_back(None)
+            returned.set()
+            return connection.exchange("bn", uneven_programs.ROW).count
+
+    def late():
+        with master.connect(1, 2) as connection:
+            wait_until(lambda: master.report("world")["members"][0]["stand"] == "back")
+            assert not returned.wait(timeout=0.2)
+            connection.come_back(None)
+            return connection.exchange("bn", uneven_programs.ROW).count
+
+    assert in_threads([early, late]) == [2, 2]
+
+
+def test_all_are_back_when_the_master_dies_and_are_called_back_by_the_next(world):
+    for member in world.members:
+        stand(member, Stand.AWAY)
+    for member in world.members:
+        member.session.stand = Stand.BACK
+    world.restart()
+    for member in world.members:
+        member.registered = None
+        member.introduce()
+    assert {member.session.stand for member in world.members} == {Stand.BACK}
+    assert all(member.registered.missing for member in world.members)
+    world.pass_time(0.25)
+    assert {(member.session.stand, member.session.first_step) for member in world.members} == {(Stand.TAKES_PART, 1)}
+
+
+def test_members_that_do_not_come_back_are_named_at_the_deadline():
+    master = MemoryMaster()
+    done = threading.Event()
+
+    def waiting():
+        with master.connect(0, 2, deadline=0.3) as connection:
+            error = outcome(lambda: connection.come_back(None))
+            done.set()
+            return error
+
+    def elsewhere():
+        with master.connect(1, 2):
+            done.wait(timeout=20)
+
+    error, _ = in_threads([waiting, elsewhere])
+    assert isinstance(error, GroupIncomplete)
+    assert error.fields["missing"] == [1]

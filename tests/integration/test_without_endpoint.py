@@ -1,0 +1,420 @@
+"""Joining without an endpoint: where the master listens, who hears of it, and what happens where there is none."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+import zmq
+from torch import distributed
+
+from client.launch import own_server, server_process, store
+from client.launch.environment import member_from
+from client.launch.launchers import MeetingPlace
+from client.launch.own_server import binding, reached_by
+from client.launch.store import Meeting, News
+from programs.other_user import NOBODY, as_another_user, needs_another_user
+from server.__main__ import main
+from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
+from statsd_bn.private_folder import check_private
+from support.launched import PROC, Launched
+from support.memory_members import in_threads, outcome
+from support.paths import TESTS
+
+PROGRAMS = TESTS / "programs" / "launch_programs.py"
+
+with_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
+with_proc = pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
+
+
+def resolves(name):
+    try:
+        return bool(socket.gethostbyname(name))
+    except OSError:
+        return False
+
+
+SECRET = "0123456789abcdef" * 2
+
+# What says that there are several nodes, though all are this one.
+NODES = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": socket.gethostname()}
+SEVERAL_NODES = {**NODES, "STATSD_BN_SECRET": SECRET}
+
+by_name = pytest.mark.skipif(not resolves(socket.gethostname()), reason="this host does not know its own name")
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return str(found.getsockname()[1])
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts the processes of a job as a launcher does that keeps no store; nothing of them is left."""
+    with ExitStack() as stack:
+
+        def run(program, processes, **environ):
+            common = {
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": free_port(),
+                **environ,
+            }
+            command = [sys.executable, PROGRAMS, program]
+            return [
+                stack.enter_context(Launched(command, {**common, "RANK": str(rank)}, tmp_path / f"errors-{rank}"))
+                for rank in range(processes)
+            ]
+
+        yield run
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """That of one process on one node whose launcher keeps a store."""
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(store, "_stores", {})
+    # Threads that play processes would number their meetings together.
+    monkeypatch.setattr(store, "_meetings", _Zeros())
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    yield {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
+    for master in list(server_process._started):
+        master.stop()
+    store._stores.clear()
+
+
+class _Zeros:
+    def __next__(self):
+        return 0
+
+
+def join(environ, rank, join_at=lambda *found: found, **given):
+    environ = {**environ, "RANK": str(rank)}
+    who = member_from(environ, **{"deadline": 20.0, **given})
+    return own_server.join(who, environ, own_server.place(who, environ), join_at)
+
+
+@by_name
+@with_proc
+def test_processes_meet_as_often_as_they_like_and_share_the_store_with_a_process_group(launch):
+    """No torchrun: the store is member 0's. On several nodes, as far as the launcher says, so there are keys."""
+    run = launch("meet_twice", 2, **SEVERAL_NODES)
+    first, second = run[0].line("covers 2"), run[0].line("covers 2")
+    assert f" to tcp://{socket.gethostname()}:" in first
+    assert first != second, "another master"
+    for process in run:
+        process.line("through")
+        assert process.end() == 0, process.errors
+        assert process.leaves_nothing()
+
+
+@with_proc
+@pytest.mark.parametrize("program", ["go_on_after_member_0", "go_on_after_member_0_in_forked_children"])
+def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch, program):
+    first, second = launch(program, 2)
+    first.line("at the end")
+    with pytest.raises(subprocess.TimeoutExpired):
+        first.process.wait(1.0)
+    second.tell("go on")
+    second.line("covers 1")
+    assert (first.end(), second.end()) == (0, 0)
+    assert first.leaves_nothing()
+
+
+@with_proc
+def test_a_member_that_was_busy_when_its_master_ended_does_not_wait_for_another(launch):
+    first, second = launch("be_busy_when_member_0_ends", 2)
+    for process in (first, second):
+        process.line("covers 2")
+    first.process.send_signal(signal.SIGKILL)
+    assert first.leaves_nothing()
+    second.tell("go on")
+    assert "member 0" in second.line("ReplicaLost")
+    assert second.end() == 0
+
+
+def test_on_one_node_the_master_listens_in_a_private_folder_without_keys(environ):
+    endpoint, keys, who = join(environ, 0)
+    folder = Path(endpoint.removeprefix("ipc://")).parent
+    check_private(folder)
+    assert (keys, who.member) == (None, 0)
+    assert join(environ, 1)[:2] == (endpoint, None)
+
+
+STRANGER = """
+import client
+from client.launch.launchers import MeetingPlace
+from client.launch.store import Meeting
+from server.cli.status import ask
+from statsd_bn.errors import StatsdBNError
+be_another_user()
+place = MeetingPlace("127.0.0.1", int(os.environ["MASTER_PORT"]))
+endpoint = Meeting(place, 1, 2, "job default/latest life", 20.0).hear().endpoint
+meeting._meetings = iter([0])
+for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, member=1, world_size=2), client.connect):
+    try:
+        print("IN", look())
+    except StatsdBNError as error:
+        print(type(error).__name__, error)
+"""
+
+
+@needs_another_user
+@with_proc
+def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(launch):
+    """The path is no secret: whoever reaches the store learns it. The folder is closed."""
+    port = free_port()
+    first, second = launch("go_on_after_member_0", 2, MASTER_PORT=port)
+    first.line("at the end")
+    known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    told = as_another_user(STRANGER, known)
+    assert len(told) == 3
+    for line in told[:2]:
+        assert re.match(rf"ServerUnreachable ipc://.* is closed to this user \(uid {NOBODY}\): the folder", line)
+    assert re.match(rf"ConfigurationError expected the folder .* to belong to this user \(uid {NOBODY}\)", told[2])
+    second.tell("go on")
+    second.line("covers 1")
+    assert (first.end(), second.end()) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_a_server_in_a_folder_that_others_can_enter_is_not_joined(environ, tmp_path, mode):
+    """Whoever reaches the store can name a server there, of another user's."""
+    tmp_path.chmod(mode)
+    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News(f"ipc://{tmp_path}/server"))
+    with pytest.raises(ConfigurationError, match=rf"expected the folder {tmp_path} to be closed to other users"):
+        join(environ, 1)
+
+
+def test_a_server_that_is_not_on_this_node_is_not_joined_by_those_who_meet_on_one(environ):
+    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://192.0.2.1:1"))
+    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR: expected the same on all processes; .*//192.0.2.1:1"):
+        join(environ, 1)
+
+
+def test_a_folder_that_this_process_does_not_see_is_told_with_what_to_do(environ):
+    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("ipc:///nowhere/statsd_bn-job-a/server"))
+    with pytest.raises(ConfigurationError, match=r"no such folder\. They may be in different containers"):
+        join(environ, 1)
+
+
+@by_name
+@with_curve
+@pytest.mark.parametrize("way", ["file", "variable", "store"])
+def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ, tmp_path, way, caplog):
+    """torchrun counts restarts on each node by itself (pytorch#135712)."""
+    assert main(["secret", str(tmp_path / "job.secret")]) == 0
+    ways = {
+        "file": {"STATSD_BN_SECRET_FILE": str(tmp_path / "job.secret")},
+        "variable": {"STATSD_BN_SECRET": SECRET},
+        "store": {"STATSD_BN_SECRET_IN_STORE": "1"},
+    }
+    environ |= {**NODES, **ways[way]}
+    endpoint, keys, _ = join({**environ, "TORCHELASTIC_RESTART_COUNT": "3"}, 0)
+    other, same_keys, who = join({**environ, "TORCHELASTIC_RESTART_COUNT": "1"}, 1)
+    assert endpoint.startswith(f"tcp://{socket.gethostname()}:")
+    assert (other, same_keys, who.epoch) == (endpoint, keys, 3)
+    assert keys is not None
+    told = next(iter(store._stores.values())).get("statsd_bn/job default/latest life/0").decode()
+    assert not [key for key in (SECRET, keys.pair.secret, keys.server) if key in told]
+    assert ('"secret": ""' in told) == (way != "store")
+    assert ("whoever can reach MASTER_ADDR:MASTER_PORT can read it" in caplog.text) == (way == "store")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_on_several_nodes_without_a_secret_every_process_is_told_of_the_ways_at_once(environ, rank):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"may be on several nodes, .*=127.*LOCAL_WORLD_SIZE.*STATSD_BN_SECRET_FILE.*--curve.*IN_STORE=1",
+    ) as caught:
+        join({**environ, **NODES, "MASTER_PORT": "1"}, rank)
+    assert "python -m server secret FILE" in str(caught.value)
+
+
+@by_name
+@with_curve
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ({"STATSD_BN_SECRET": SECRET}, {"STATSD_BN_SECRET_IN_STORE": "1"}, "has no secret, and member 0 tells none"),
+        ({"STATSD_BN_SECRET_IN_STORE": "1"}, {"STATSD_BN_SECRET": SECRET}, "has a secret, and member 0 tells one"),
+    ],
+)
+def test_processes_that_do_not_agree_on_where_the_secret_is_are_told(environ, first, second, told):
+    join({**environ, **NODES, **first}, 0)
+    with pytest.raises(ConfigurationError, match=told):
+        join({**environ, **NODES, **second}, 1)
+
+
+def test_two_jobs_with_one_store_have_a_master_each(environ):
+    """As where the processes of one torchrun are shared out between two trainings."""
+    endpoints = {job: join(environ, 0, job=job)[0] for job in ("left", "right")}
+    assert endpoints["left"] != endpoints["right"]
+    for job, endpoint in endpoints.items():
+        assert join(environ, 1, job=job)[0] == endpoint
+
+
+def test_a_member_0_that_takes_several_hosts_for_one_is_told_of_by_the_others(environ):
+    """Some launchers say "localhost" to the process that the others come to, by its name."""
+    del environ["LOCAL_WORLD_SIZE"]
+    join(environ, 0)
+    place = MeetingPlace(socket.gethostname(), int(environ["MASTER_PORT"]))
+    # That another host reaches the store by its name is not what this is about.
+    store._stores[os.getpid(), place] = store._stores[os.getpid(), place._replace(address="127.0.0.1")]
+    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR: expected the same on all .* at ipc://\S+\. Give"):
+        join({**environ, "MASTER_ADDR": place.address, "STATSD_BN_SECRET": SECRET}, 1)
+
+
+def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_master_before(environ):
+    join({**environ, "TORCHELASTIC_RESTART_COUNT": "0"}, 0)
+    anew = {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}
+    with pytest.raises(ServerUnreachable, match="has told nobody of a master"):
+        join(anew, 1, fill_deadline=0.1)
+    endpoint, _, _ = join(anew, 0)
+    store._stores.clear()
+    assert join(anew, 1)[0] == endpoint
+
+
+def test_a_master_that_does_not_start_is_told_to_all(environ, monkeypatch):
+    monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
+    errors = in_threads([lambda rank=rank: outcome(lambda: join(environ, rank)) for rank in range(2)])
+    assert all(isinstance(error, ServerUnreachable) for error in errors)
+    assert "ended with exit code 2" in str(errors[0])
+    assert "member 0 could not start a master: " in str(errors[1])
+    assert "ended with exit code 2" in str(errors[1])
+
+
+def test_a_master_whose_folder_is_open_to_others_is_told_to_all(environ, monkeypatch):
+    """As on file systems that have no modes."""
+
+    def refuse(folder):
+        raise ConfigurationError(f"expected the folder {folder} to be closed to other users")
+
+    monkeypatch.setattr(server_process, "make_private", refuse)
+    errors = in_threads([lambda rank=rank: outcome(lambda: join(environ, rank)) for rank in range(2)])
+    assert isinstance(errors[0], ConfigurationError)
+    assert isinstance(errors[1], ServerUnreachable)
+    assert "member 0 could not start a master: " in str(errors[1])
+    assert "to be closed to other users" in str(errors[1])
+
+
+def test_a_member_0_that_cannot_join_stops_its_master(environ):
+    started = []
+
+    def refuse(*_):
+        started.extend(server_process._started)
+        raise ServerUnreachable("refused")
+
+    with pytest.raises(ServerUnreachable, match="refused"):
+        join(environ, 0, refuse)
+    (master,) = started
+    assert master._process.wait(20) == 0
+
+
+def test_a_member_0_that_waited_in_vain_leaves_its_master_to_those_who_came(environ):
+    def give_up(*_):
+        raise GroupIncomplete("member 2 did not connect")
+
+    with pytest.raises(GroupIncomplete):
+        join(environ, 0, give_up)
+    (master,) = server_process._started
+    assert master._process.poll() is None
+
+
+@by_name
+@with_curve
+@pytest.mark.parametrize("refusal", [ServerUnreachable, AuthenticationRefused])
+def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refusal, caplog):
+    """On several nodes a process that is started anew may come before member 0, and hear of the master before."""
+    environ |= SEVERAL_NODES
+    member_0 = Meeting(
+        MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "job default/latest life", 20.0
+    )
+    member_0.tell(News("tcp://old:1", 1))
+    tried = []
+
+    def join_at(endpoint, _, who):
+        tried.append(endpoint)
+        if endpoint == "tcp://old:1":
+            member_0.tell(News("tcp://new:1", 2))
+            raise refusal("it is gone")
+        return who.epoch
+
+    assert join(environ, 1, join_at) == 2
+    assert tried == ["tcp://old:1", "tcp://new:1"]
+    assert "it is gone; waiting whether member 0 was started anew" in caplog.text
+
+
+@by_name
+@with_curve
+@pytest.mark.parametrize(
+    ("ways", "told", "secret"),
+    [
+        ({"STATSD_BN_SECRET": SECRET}, r"^a wall\. Do all processes have the same STATSD_BN_SECRET\?$", ""),
+        ({"STATSD_BN_SECRET_IN_STORE": "1"}, "^a wall$", SECRET),
+    ],
+)
+def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ, monkeypatch, ways, told, secret):
+    monkeypatch.setattr(own_server, "ANEW_SECONDS", 0.1)
+    environ |= {**NODES, **ways}
+    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://behind-a-wall:1", secret=secret))
+
+    def join_at(*_):
+        raise ServerUnreachable("a wall")
+
+    with pytest.raises(ServerUnreachable, match=told):
+        join(environ, 1, join_at)
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {}])
+def test_processes_that_no_launcher_has_started_do_not_meet(environ):
+    assert own_server.place(member_from(environ), environ) is None
+
+
+def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):
+    here = {"192.0.2.1", "2001:db8::1", "127.0.1.1"}
+    known = {"here": "192.0.2.1", "elsewhere": "192.0.2.2", "this-host": "127.0.1.1"}
+
+    def look_up(name, *_):
+        if name not in known:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[name], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(own_server, "_is_of_this_host", lambda address: str(address) in here)
+    assert binding("here") == binding("192.0.2.1") == "tcp://192.0.2.1:*"
+    for name in ("elsewhere", "192.0.2.2", "this-host", "nobody-knows"):
+        assert binding(name) == "tcp://0.0.0.0:*"
+    assert binding("2001:db8::1") == "tcp://[2001:db8::1]:*"
+    assert binding("2001:db8::2") == "tcp://[::]:*"
+
+
+def test_an_address_of_this_host_is_known_as_one():
+    assert own_server._is_of_this_host(ip_address("127.0.0.1"))
+    assert not own_server._is_of_this_host(ip_address("192.0.2.1")), "that is nobody's (RFC 5737)"
+
+
+def test_others_reach_it_by_the_launchers_name_and_its_port():
+    assert reached_by("node1", "tcp://192.0.2.1:4711") == "tcp://node1:4711"
+    assert reached_by("2001:db8::1", "tcp://[2001:db8::1]:4711") == "tcp://[2001:db8::1]:4711"
+
+
+def test_a_name_that_cannot_be_one_is_none_of_this_host():
+    assert binding("a..b") == "tcp://0.0.0.0:*"

@@ -1,0 +1,40 @@
+"""The scenarios between network namespaces, and a table of what came of them; `scripts/netns-test` runs it."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from chaos.chaos_world import Finding
+from netns.netns_scenarios import SCENARIOS
+from netns.netns_world import reason_to_skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the scenarios and prints the table; returns 1 if there was a finding, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/netns-test",
+        description="A server and members in network namespaces of their own, on a wire that delays, loses, doubles "
+        "and reorders packets, or is cut. Seconds are of the run, or until all who could be told knew of the loss.",
+    )
+    parser.add_argument("--only", choices=SCENARIOS, help="one scenario")
+    parser.add_argument("--seed", type=int, default=0, help="of what befalls the packets (default 0)")
+    options = parser.parse_args(arguments)
+    if reason := reason_to_skip():
+        print(f"skipped: {reason}")
+        return 0
+    print(f"{'scenario':36} {'seconds':>8} {'packets':>8} {'dropped':>8} {'bit-identical':>14}")
+    findings = 0
+    for name in [options.only] if options.only else SCENARIOS:
+        try:
+            result = SCENARIOS[name](options.seed)
+        except Finding as finding:
+            findings += 1
+            print(f"{name:36} FOUND: {finding}", flush=True)
+            continue
+        identical = "-" if result.identical is None else "yes"
+        print(f"{name:36} {result.seconds:>8.1f} {result.packets:>8} {result.dropped:>8} {identical:>14}", flush=True)
+    return int(findings > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""A member on a host of its own: trains a small network with synchronised batch norm, and says how that ended.
+
+Prints a line for each step, and last a JSON object: `digest` of all weights and buffers, or `error`, `text` and
+`fields`; and `at`, when that was by the machine's clock.
+"""
+
+import json
+import sys
+import time
+
+import torch
+from torch import nn
+
+import client
+from programs.chaos_programs import digest_of
+from support.memory_members import outcome
+
+
+def train(steps: int, member: int) -> str:
+    """Trains on data of the member's own, and returns a digest of all weights and buffers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
+    client.convert_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(member)
+    for step in range(steps):
+        x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        (model(x) - torch.sin(x[:, :3])).square().mean().backward()
+        optimizer.step()
+        print(f"step {step}", flush=True)
+    return digest_of(model)
+
+
+def main() -> None:
+    """Runs one member by the command line: endpoint, member, world size, steps, deadline."""
+    endpoint, member, world_size, steps, deadline = sys.argv[1:]
+
+    def run() -> str:
+        with client.connect(
+            endpoint, member=int(member), world_size=int(world_size), deadline=float(deadline), fill_deadline=120.0
+        ):
+            return train(int(steps), int(member))
+
+    found = outcome(run)
+    result = {"digest": found} if isinstance(found, str) else {"error": type(found).__name__, "text": str(found)}
+    fields = {
+        name: value for name, value in getattr(found, "fields", {}).items() if isinstance(value, int | str | list)
+    }
+    print(json.dumps({**result, "fields": fields, "at": time.monotonic()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

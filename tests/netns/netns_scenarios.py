@@ -1,0 +1,180 @@
+"""What goes wrong on the network between hosts, one function for each; it raises a `Finding` where a promise fails.
+
+The rules promise a result, to the bit, as long as no member is silent for 3.5 s; and an error for everybody, with the
+name of the one that cannot be reached, where one is.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from chaos.chaos_world import require
+from netns.netns_wire import Weather
+from netns.netns_world import Host, Members, Network, Server
+
+WORLD = 3
+NAME = "statsd-bn-server"
+
+# Of a run that ends well; of one that is to end with an error nobody does so many.
+STEPS = 40
+ENDLESS = 10**6
+
+# A deadline that somebody can wait for who hears nothing any more.
+DEADLINE = 8.0
+
+# What a member adds to that before it gives up on a server that says nothing.
+GRACE_SECONDS = 5.0
+
+# Until all know of a silent member: 3.5 s of silence, a look every quarter of a second, and TCP's repetitions.
+KNOWN_SECONDS = 10.0
+
+SHORT_PARTITION, LONG_PARTITION = 1.5, 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured.
+
+    Attributes:
+        seconds: of the run, or from the trouble until the last who could be told knew of it.
+        packets: carried.
+        dropped: lost on purpose.
+        identical: whether all weights are those of an undisturbed run; None where the run ends with an error.
+    """
+
+    seconds: float
+    packets: int
+    dropped: int
+    identical: bool | None
+
+
+def weather(steps: int, *options: str, **befalls: float) -> Callable[[int], Result]:
+    """Returns a scenario in which this befalls each packet all the while; `options` are the server's."""
+
+    def scenario(seed: int) -> Result:
+        with Network(WORLD + 1, seed) as network:
+            network.wire.weather = Weather(**befalls)
+            began = time.monotonic()
+            found = _train(network, steps, *options)
+            return _identical(network, found, steps, time.monotonic() - began)
+
+    return scenario
+
+
+def partition_that_heals(seed: int) -> Result:
+    """A member is cut off for so short a time that nobody is to notice."""
+    with Network(WORLD + 1, seed) as network:
+        server, *hosts = network.hosts
+        with Server(server), Members(hosts, server.ip, STEPS, 60.0) as members:
+            members.wait_for_step(5)
+            began = time.monotonic()
+            network.isolate(hosts[1])
+            time.sleep(SHORT_PARTITION)
+            network.part()
+            return _identical(network, members.results(), STEPS, time.monotonic() - began)
+
+
+def partition_that_heals_too_late(seed: int) -> Result:
+    """A member is silent for longer than one may be; all are told, and so is the member itself when it is back."""
+    return _lose(seed, lambda network, victim: network.isolate(victim), heals=True)
+
+
+def partition_for_ever(seed: int) -> Result:
+    """A member is never heard again; the others are told, and it gives up by itself."""
+    return _lose(seed, lambda network, victim: network.isolate(victim), heals=False)
+
+
+def nothing_comes_from_a_member(seed: int) -> Result:
+    """A member hears, and is not heard."""
+    return _lose(seed, lambda network, victim: network.part((victim, network.hosts[0])), heals=False)
+
+
+def nothing_goes_to_a_member(seed: int) -> Result:
+    """A member is heard, and hears nothing: it falls silent when TCP has nothing acknowledged."""
+    return _lose(seed, lambda network, victim: network.part((network.hosts[0], victim)), heals=False)
+
+
+def master_that_moves(seed: int) -> Result:
+    """The server ends, and another one begins on another host that has taken its name."""
+    with Network(WORLD + 2, seed) as network:
+        first, second, *hosts = network.hosts
+        _name(hosts, first)
+        with Server(first) as server, Members(hosts, NAME, STEPS, 60.0) as members:
+            members.wait_for_step(5)
+            began = time.monotonic()
+            server.kill()
+            _name(hosts, second)
+            with Server(second):
+                return _identical(network, members.results(), STEPS, time.monotonic() - began)
+
+
+SCENARIOS: dict[str, Callable[[int], Result]] = {
+    "clean": weather(STEPS),
+    "delay 20 ms +- 10 ms": weather(STEPS, delay=0.02, jitter=0.01),
+    "loss 5 %": weather(STEPS, delay=0.001, lost=0.05),
+    # TCP may need more than 3.5 s where several of its repetitions are lost one after the other.
+    "loss 20 %, 100 steps": weather(100, "--silence-seconds", "20", delay=0.001, lost=0.2),
+    "reordered 25 %": weather(STEPS, delay=0.002, held=0.25),
+    "doubled 10 %": weather(STEPS, delay=0.001, doubled=0.1),
+    "delay, loss 5 %, reordered, doubled": weather(STEPS, delay=0.02, jitter=0.01, lost=0.05, held=0.1, doubled=0.05),
+    "partition of 1.5 s": partition_that_heals,
+    "partition of 5 s": partition_that_heals_too_late,
+    "partition for ever": partition_for_ever,
+    "nothing comes from a member": nothing_comes_from_a_member,
+    "nothing goes to a member": nothing_goes_to_a_member,
+    "master moves to another address": master_that_moves,
+}
+
+
+@functools.cache
+def undisturbed(steps: int) -> tuple[str, ...]:
+    """The members' digests where nothing goes wrong."""
+    with Network(WORLD + 1, 0) as network:
+        return _digests(_train(network, steps))
+
+
+def _train(network: Network, steps: int, *options: str) -> list[dict[str, Any]]:
+    server, *hosts = network.hosts
+    with Server(server, *options), Members(hosts, server.ip, steps, 60.0) as members:
+        return members.results()
+
+
+def _lose(seed: int, trouble: Callable[[Network, Host], None], *, heals: bool) -> Result:
+    with Network(WORLD + 1, seed) as network:
+        server, *hosts = network.hosts
+        with Server(server), Members(hosts, server.ip, ENDLESS, DEADLINE) as members:
+            members.wait_for_step(5)
+            began = time.monotonic()
+            trouble(network, hosts[1])
+            if heals:
+                time.sleep(LONG_PARTITION)
+                network.part()
+            found = members.results()
+        victim, *others = found[1], found[0], *found[2:]
+        for told in others:
+            require(told.get("error") == "ReplicaLost", f"expected ReplicaLost of member 1, got {told}")
+            require(told["fields"]["member"] == 1, f"expected the name of member 1, got {told}")
+        known = max(told["at"] for told in others) - began
+        require(known <= KNOWN_SECONDS, f"the others knew after {known:.1f} s only")
+        require("error" in victim, f"the member that was cut off ended with {victim}")
+        given_up = victim["at"] - began
+        require(given_up <= DEADLINE + GRACE_SECONDS + KNOWN_SECONDS, f"it gave up after {given_up:.1f} s only")
+        return Result(known, network.wire.carried, network.wire.dropped, None)
+
+
+def _identical(network: Network, found: list[dict[str, Any]], steps: int, seconds: float) -> Result:
+    carried, dropped = network.wire.carried, network.wire.dropped
+    require(_digests(found) == undisturbed(steps), "the weights are not those of an undisturbed run")
+    return Result(seconds, carried, dropped, identical=True)
+
+
+def _digests(found: list[dict[str, Any]]) -> tuple[str, ...]:
+    require(all("digest" in told for told in found), f"expected that all train to the end, got {found}")
+    return tuple(told["digest"] for told in found)
+
+
+def _name(hosts: list[Host], server: Host) -> None:
+    for host in hosts:
+        host.hosts.write_text(f"127.0.0.1 localhost\n{server.ip} {NAME}\n")

@@ -1,0 +1,255 @@
+"""Hosts in network namespaces, a wire between them, and the server's and members' processes on them."""
+
+import ctypes
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from chaos.chaos_world import Finding, require
+from netns.netns_wire import Wire, open_tun
+from support.paths import ROOT, TESTS
+
+CLONE_NEWNET = 0x40000000
+PORT = 5555
+
+# The members' and the server's processes, far above what any scenario takes.
+WAIT_SECONDS = 300.0
+
+_names = itertools.count()
+_PROGRAM = Path(__file__).parent / "netns_member.py"
+
+
+def reason_to_skip() -> str:
+    """Why there can be no network namespaces here; empty if there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs root on Linux"
+    if not Path("/dev/net/tun").exists():
+        return "needs /dev/net/tun"
+    try:
+        subprocess.run(["ip", "netns", "list"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "needs iproute2's `ip netns`"
+    return ""
+
+
+class Host:
+    """A network namespace with one address; `hosts` is its own /etc/hosts.
+
+    Args:
+        number: from 1 to 254, the last part of its address.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.name = f"statsd-bn-{os.getpid()}-{next(_names)}"
+        self.ip = f"10.77.0.{number}"
+        self.address = bytes(map(int, self.ip.split(".")))
+        self.hosts = Path("/etc/netns", self.name, "hosts")
+        self.device = -1
+
+    def open(self) -> None:
+        """Makes the namespace."""
+        self.hosts.parent.mkdir(parents=True)
+        self.hosts.write_text("127.0.0.1 localhost\n")
+        _ip("netns", "add", self.name)
+        self.device = _in_namespace(self.name, lambda: open_tun("tun0"))
+        for words in ("addr add {}/24 dev tun0", "link set lo up", "link set tun0 up"):
+            _ip("-n", self.name, *words.format(self.ip).split())
+
+    def close(self) -> None:
+        """Removes it; harmless when it was never made."""
+        if self.device >= 0:
+            os.close(self.device)
+        subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)
+        self.hosts.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.hosts.parent.rmdir()
+
+    def run(self, *arguments: str) -> "subprocess.Popen[str]":
+        """Starts a Python process on this host."""
+        command = ["ip", "netns", "exec", self.name, sys.executable, *arguments]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+
+
+class Network:
+    """Some hosts on one wire; a context manager that leaves nothing behind.
+
+    Args:
+        size: how many hosts.
+        seed: of what befalls the packets.
+
+    Attributes:
+        hosts: the hosts.
+        wire: what lies between them.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.hosts = [Host(number) for number in range(1, size + 1)]
+        self._seed = seed
+        self.wire: Wire
+
+    def __enter__(self) -> Self:
+        try:
+            for host in self.hosts:
+                host.open()
+        except BaseException:
+            self._close()
+            raise
+        self.wire = Wire({host.address: host.device for host in self.hosts}, self._seed)
+        self.wire.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.wire.__exit__(kind, error, trace)
+        self._close()
+
+    def _close(self) -> None:
+        for host in self.hosts:
+            host.close()
+
+    def part(self, *ways: tuple[Host, Host]) -> None:
+        """Lets nothing through on these ways, each from one host to another; all others are open."""
+        self.wire.cut((one.address, other.address) for one, other in ways)
+
+    def isolate(self, host: Host) -> None:
+        """Lets nothing through from or to a host."""
+        others = [other for other in self.hosts if other is not host]
+        self.part(*((host, other) for other in others), *((other, host) for other in others))
+
+
+class Server:
+    """`python -m server` on a host; a context manager.
+
+    Args:
+        host: where it runs.
+        options: further ones of its command line.
+    """
+
+    def __init__(self, host: Host, *options: str) -> None:
+        self._process = host.run(
+            "-m", "server", "--bind", f"tcp://0.0.0.0:{PORT}", "--insecure", "--log-level", "error", *options
+        )
+
+    def __enter__(self) -> Self:
+        line = self._process.stdout.readline()
+        if not line.startswith("listening on "):
+            self.kill()
+            raise Finding(f"the server did not start: {line}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends it outright; harmless when repeated."""
+        self._process.kill()
+        self._process.wait(WAIT_SECONDS)
+        self._process.stdout.close()
+
+
+class Members:
+    """A process on each host that trains; a context manager that lets none of them survive.
+
+    Args:
+        hosts: where they run.
+        server: the server's address or name.
+        steps: how many they train.
+        deadline: of their rounds, in seconds.
+    """
+
+    def __init__(self, hosts: Sequence[Host], server: str, steps: int, deadline: float) -> None:
+        self._processes = [
+            host.run(str(_PROGRAM), f"tcp://{server}:{PORT}", str(member), str(len(hosts)), str(steps), str(deadline))
+            for member, host in enumerate(hosts)
+        ]
+        self._told: list[list[str]] = [[] for _ in hosts]
+        self._readers = [
+            threading.Thread(target=self._read, args=(member,), daemon=True) for member in range(len(hosts))
+        ]
+
+    def __enter__(self) -> Self:
+        for reader in self._readers:
+            reader.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.send_signal(signal.SIGKILL)
+        for process, reader in zip(self._processes, self._readers, strict=True):
+            process.wait(WAIT_SECONDS)
+            reader.join(WAIT_SECONDS)
+            process.stdout.close()
+
+    @property
+    def steps(self) -> int:
+        """How many steps the slowest has done."""
+        return min(sum(line.startswith("step") for line in told) for told in self._told)
+
+    def wait_for_step(self, step: int) -> None:
+        """Waits until all have done so many steps."""
+        expiry = time.monotonic() + WAIT_SECONDS
+        while self.steps < step:
+            ended = [member for member, process in enumerate(self._processes) if process.poll() is not None]
+            require(
+                not ended, f"members {ended} ended before step {step}; they said {[told[-3:] for told in self._told]}"
+            )
+            require(time.monotonic() < expiry, f"step {step} was not reached; in step {self.steps}")
+            time.sleep(0.01)
+
+    def results(self) -> list[dict[str, Any]]:
+        """How each ended: its digest, or its error's kind, text and fields, and the seconds it took for that."""
+        for process in self._processes:
+            try:
+                process.wait(WAIT_SECONDS)
+            except subprocess.TimeoutExpired as expired:
+                raise Finding(f"a member did not end within {WAIT_SECONDS:g} s; in step {self.steps}") from expired
+        for reader in self._readers:
+            reader.join(WAIT_SECONDS)
+        found = []
+        for told in self._told:
+            last = told[-1] if told else ""
+            require(last.startswith("{"), f"a member ended without a result: {told[-5:]}")
+            found.append(json.loads(last))
+        return found
+
+    def _read(self, member: int) -> None:
+        for line in self._processes[member].stdout:
+            self._told[member].append(line.strip())
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def _in_namespace(name: str, what: Any) -> Any:
+    """Calls something in a thread that is in a network namespace; the rest of the process stays where it is."""
+    found: list[Any] = []
+
+    def enter() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path("/run/netns", name).open() as namespace:
+            if libc.setns(namespace.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+        found.append(what())
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    require(found, f"nothing could be done in the network namespace {name}")
+    return found[0]

@@ -1,0 +1,139 @@
+"""What member processes do in the chaos tests: train real layers, and get stuck where they are told to."""
+
+import ctypes
+import hashlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import torch
+from torch import nn
+
+import client
+from support.memory_members import outcome
+
+# How long a member waits for a word of whoever started it.
+WORD_SECONDS = 120.0
+
+# Far longer than anybody waits for a stuck member, and still an end.
+STUCK_SECONDS = 60
+
+# Members arrive at their rounds in changing order.
+PAUSE_SECONDS = 0.004
+
+READY = "ready"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A member's part in a run.
+
+    Attributes:
+        endpoint, job, member, world_size, deadline: as `client.connect` takes them.
+        steps: how many it trains.
+        trouble: one of `TROUBLES`, or nothing.
+        trouble_step: the step in which that happens.
+    """
+
+    endpoint: str
+    job: str
+    member: int
+    world_size: int
+    deadline: float
+    steps: int
+    trouble: str = ""
+    trouble_step: int = 0
+
+
+@dataclass(frozen=True)
+class Told:
+    """How a member's run ended: a digest of its weights and buffers or an exception, and when by the common clock."""
+
+    what: Any
+    at: float
+
+
+def loop() -> None:
+    """Python lets other threads run all the while."""
+    end = time.monotonic() + STUCK_SECONDS
+    while time.monotonic() < end:
+        pass
+
+
+def hold_the_lock() -> None:
+    """A call into C that keeps Python's global lock."""
+    ctypes.PyDLL(None).sleep(STUCK_SECONDS)
+
+
+def fail() -> None:
+    raise ValueError("this member fails")
+
+
+TROUBLES: dict[str, Callable[[], None]] = {trouble.__name__: trouble for trouble in (loop, hold_the_lock, fail)}
+
+
+def take_part(part: Part, pipe: Pipe, progress: Any) -> None:
+    """Connects, says so, trains as far as it is allowed to, and stays connected until it is let go.
+
+    Args:
+        part: what to do.
+        pipe: brings how many further steps are allowed, and at last a word to go; takes `READY`, then a `Told`.
+        progress: a shared number, the steps that are done.
+    """
+
+    def run() -> Any:
+        with client.connect(
+            part.endpoint, job=part.job, member=part.member, world_size=part.world_size, deadline=part.deadline
+        ):
+            pipe.send(READY)
+            pipe.send(Told(outcome(lambda: train(part, pipe, progress)), time.monotonic()))
+            _word(pipe)
+
+    error = outcome(run)
+    if isinstance(error, Exception):
+        pipe.send(Told(error, time.monotonic()))
+        _word(pipe)
+
+
+def train(part: Part, pipe: Pipe, progress: Any) -> str:
+    """Returns a digest of all weights and buffers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+    client.convert_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(part.member)
+    chance = random.Random(part.member)
+    allowed = 0
+    for step in range(part.steps):
+        while allowed <= step:
+            allowed += _word(pipe)
+        if part.trouble and step == part.trouble_step:
+            TROUBLES[part.trouble]()
+        x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        (model(x) - torch.sin(x[:, :3])).square().mean().backward()
+        optimizer.step()
+        progress.value = step + 1
+        time.sleep(chance.uniform(0, PAUSE_SECONDS))
+    return digest_of(model)
+
+
+def digest_of(model: nn.Module) -> str:
+    """Weights that are no numbers would be the same bits whatever went wrong, so they are an error."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        if not value.isfinite().all():
+            raise ValueError(f"{name}: expected finite values, got {value}")
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _word(pipe: Pipe) -> int:
+    """Whoever started it may have ended: then it ends as well."""
+    if not pipe.poll(WORD_SECONDS):
+        raise TimeoutError(f"nobody said anything for {WORD_SECONDS:g} s")
+    said: int = pipe.recv()
+    return said

@@ -1,0 +1,57 @@
+"""What a member does whose life or death is under test: one command after the other, from a pipe."""
+
+import ctypes
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import numpy as np
+
+import client
+from client.connection.connection import Connection
+from statsd_bn import Rows
+from support.memory_members import outcome
+
+BUSY_SECONDS = 6.0
+HELD_SECONDS = 4.5
+
+ROW = Rows((1,), np.ones((1, 2, 3)))
+
+
+def exchange(connection: Connection) -> int:
+    return connection.exchange("bn", ROW).count
+
+
+def exchange_and_fail(connection: Connection) -> None:
+    """An error costs the channel that saw it; the process lives on."""
+    outcome(lambda: connection.exchange("bn", Rows((1,), np.ones((1, 2, 4)))))
+
+
+def compute(_: Connection) -> None:
+    """No line of it lets go of Python's global lock by itself."""
+    end = time.monotonic() + BUSY_SECONDS
+    while time.monotonic() < end:
+        pass
+
+
+def hold_the_lock(_: Connection) -> None:
+    """A call into C that keeps Python's global lock."""
+    ctypes.PyDLL(None).usleep(int(HELD_SECONDS * 1e6))
+
+
+COMMANDS: dict[str, Callable[[Connection], Any]] = {
+    program.__name__: program for program in (exchange, exchange_and_fail, compute, hold_the_lock)
+}
+
+
+def take_commands(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int) -> None:
+    """Connects, says so, and carries out what comes until the pipe ends."""
+    with client.connect(endpoint, job=job, member=member, world_size=world_size, deadline=100.0) as connection:
+        pipe.send("ready")
+        while True:
+            try:
+                command = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(outcome(lambda command=command: COMMANDS[command](connection)))

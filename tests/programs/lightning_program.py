@@ -1,0 +1,124 @@
+"""What each process does in `test_lightning.py`, under a real Lightning `Trainer`: python lightning_program.py DIR.
+
+What it has seen and computed is then in DIR/RANK.pt.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import distributed
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import client
+from client.integrations.lightning import StatsdBNLayerSync
+from programs import lightning_training as training
+from statsd_bn import StatsdBNError
+
+
+class Module(LightningModule):
+    """The network of `lightning_training`, trained as there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = training.network()
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return training.loss(self.network, *batch)
+
+    def train_dataloader(self) -> DataLoader:
+        """Every rank's part of each whole batch, in order: Lightning's own sampler shuffles."""
+        data = TensorDataset(*training.samples())
+        return DataLoader(data, training.BATCH, sampler=DistributedSampler(data, shuffle=False))
+
+    def test_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+    def test_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.network(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return training.optimizer(self.network)
+
+
+class Failing(Module):
+    """Runs out of something on rank 1, in the second step."""
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
+        if number and self.global_rank:
+            raise MemoryError("rank 1 has no more")
+        return super().training_step(batch)
+
+
+class Watch(Callback):
+    """Keeps which layers a model has while it trains, and with whom this process is connected."""
+
+    def on_train_start(self, _: Trainer, pl_module: Module) -> None:
+        self.layers = training.names(pl_module.network)
+        self.connection = repr(client.current_connection())
+
+    def on_test_start(self, _: Trainer, pl_module: Module) -> None:
+        self.tested_layers = training.names(pl_module.network)
+
+
+def main(folder: Path) -> None:
+    watch, module, found = Watch(), Module(), {}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer().fit(module)
+    found["warnings"] = [str(warning.message) for warning in warned if "convert_model" in str(warning.message)]
+    found["after one fit"] = training.state(module.network)
+    trainer(watch).fit(module)
+    trainer(watch).test(module, verbose=False)
+    found["after two fits"] = training.state(module.network)
+    found |= {"during": watch.layers, "tested": watch.tested_layers, "after": training.names(module.network)}
+    found |= {"connection during": watch.connection, "connection after": repr(client.current_connection())}
+    rank = distributed.get_rank()
+    found["own connection"] = with_a_connection_of_its_own(module, rank)
+    found["failure"] = failure()
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def with_a_connection_of_its_own(module: Module, rank: int) -> list[Any]:
+    """Returns how many rounds it had after one more training, and whether it was open still."""
+    job = os.environ["STATSD_BN_JOB"] + "-own"
+    with client.connect(job=job, member=rank, world_size=training.MEMBERS) as connection:
+        trainer().fit(module)
+        return [connection.rounds, connection.closed]
+
+
+def failure() -> tuple[str, str, list[str]]:
+    """Returns what a training has ended with that fails on one rank, and which layers it has left."""
+    module = Failing()
+    try:
+        trainer().fit(module)
+    except (MemoryError, StatsdBNError) as error:
+        return type(error).__name__, str(error), training.names(module.network)
+    return "", "it did not fail", []
+
+
+def trainer(*callbacks: Callback) -> Trainer:
+    return Trainer(
+        strategy="ddp",
+        accelerator="cpu",
+        devices=training.MEMBERS,
+        max_epochs=training.EPOCHS,
+        plugins=[StatsdBNLayerSync()],
+        sync_batchnorm=True,
+        use_distributed_sampler=False,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    # Gloo's threads may abort an interpreter that is being torn down (pytorch#190489). So this one's is not.
+    os._exit(0)

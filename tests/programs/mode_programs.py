@@ -1,0 +1,152 @@
+"""What member processes do in `test_modes.py`: models whose layers change between training and eval."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import client
+from client import SlavePipe
+from programs import member_programs
+from programs.member_programs import Buffers
+from statsd_bn import Rows
+
+BN = 1  # the place of a batch norm in `model`
+
+
+def _nothing(_model: nn.Module, _step: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a model trains: what happens around the step with the given number, besides the step itself.
+
+    Attributes:
+        before: before the forward pass, on every member.
+        between: between forward and backward, on member 0 only.
+        after: after the update, on member 0 only.
+    """
+
+    steps: int
+    before: Callable[[nn.Module, int], None] = _nothing
+    between: Callable[[nn.Module, int], None] = _nothing
+    after: Callable[[nn.Module, int], None] = _nothing
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3), nn.Tanh()
+    ).double()
+
+
+def on_the_whole_batch(run: Run) -> Buffers:
+    """Without the events on member 0: they must not show."""
+    plain = model()
+    return _train_in_one_process(run, plain, plain)
+
+
+def on_virtual_replicas(run: Run, replicas: int) -> Buffers:
+    ours = client.convert_model(model())
+    return _train_in_one_process(run, ours, client.DataParallelWithCallback(ours, ["cpu"] * replicas))
+
+
+def _train_in_one_process(run: Run, model: nn.Module, forward: nn.Module) -> Buffers:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(run.steps):
+        x, factors = member_programs.batch(step)
+        run.before(model, step)
+        optimizer.zero_grad()
+        (forward(x) * factors).sum().backward()
+        optimizer.step()
+    return _state(model)
+
+
+def on_shards(connection: client.Connection, run: Run) -> tuple[Buffers, int]:
+    """Trains on this member's shard; returns the state, and how many rounds the layers took part in."""
+    who = connection.member
+    ours = client.convert_model(model())
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
+    rounds = 0
+    for step in range(run.steps):
+        x, factors = (whole.chunk(who.world_size)[who.member] for whole in member_programs.batch(step))
+        run.before(ours, step)
+        optimizer.zero_grad()
+        before = connection.rounds
+        loss = (ours(x) * factors).sum()
+        if who.member == 0:
+            run.between(ours, step)
+        loss.backward()
+        rounds += connection.rounds - before
+        _sum_gradients(connection, ours)
+        optimizer.step()
+        if who.member == 0:
+            before = connection.rounds
+            run.after(ours, step)
+            rounds += connection.rounds - before
+    return _state(ours), rounds
+
+
+def validate(model: nn.Module, step: int) -> None:
+    """An eval pass over data of its own, as on rank 0 after an epoch; then training goes on."""
+    model.eval()
+    with torch.no_grad():
+        model(member_programs.batch(1000 + step)[0])
+    model.train()
+
+
+def differentiate_in_eval(model: nn.Module, step: int) -> None:
+    """Eval with a backward pass, as an attack or a saliency map takes it; the weights' gradients stay as they are."""
+    kept = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    model.eval()
+    x = member_programs.batch(1000 + step)[0].requires_grad_()
+    (model(x) * model(x)).sum().backward()
+    assert x.grad.abs().max() > 0
+    model.train()
+    for name, parameter in model.named_parameters():
+        parameter.grad = kept[name]
+
+
+def freeze_a_layer(model: nn.Sequential, _step: int) -> None:
+    """Fine-tuning: one batch norm keeps its running statistics while the rest trains."""
+    model[BN].eval()
+
+
+def freeze_a_layer_in_odd_steps(model: nn.Sequential, step: int) -> None:
+    model[BN].train(step % 2 == 0)
+
+
+def freeze_weight_and_bias(model: nn.Sequential, _step: int) -> None:
+    model[BN].requires_grad_(requires_grad=False)
+
+
+def freeze_the_beginning(model: nn.Sequential, _step: int) -> None:
+    """Nothing before the first batch norm learns, so its input needs no gradient."""
+    model[0].requires_grad_(requires_grad=False)
+
+
+def eval_on_its_own(connection: client.Connection, options: dict[str, object]) -> tuple[list[torch.Tensor], int]:
+    """Output and input gradient in eval of this member's own input, ours and torch's, and the rounds it took."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(connection.member.member), dtype=torch.float64)
+    found = []
+    for kind in (client.SynchronizedBatchNorm1d, nn.BatchNorm1d):
+        layer = kind(3, dtype=torch.float64, **options).eval()
+        mine = x.clone().requires_grad_()
+        output = layer(mine)
+        (output * torch.linspace(-1, 2, 12, dtype=torch.float64).view(4, 3)).sum().backward()
+        found += [output.detach(), mine.grad]
+    return found, connection.rounds
+
+
+def _sum_gradients(connection: client.Connection, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.grad is not None:
+            rows = Rows((1,), parameter.grad.reshape(1, 1, -1).numpy())
+            total = SlavePipe(connection, f"gradient of {name}").run_slave(rows).values
+            parameter.grad.copy_(torch.from_numpy(total.copy()).view_as(parameter))
+
+
+def _state(model: nn.Module) -> Buffers:
+    return {name: value.detach().numpy() for name, value in model.state_dict().items()}

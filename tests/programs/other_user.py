@@ -1,0 +1,43 @@
+"""A second user of this host, as only root can play one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from support.paths import ROOT
+
+# The user "nobody" of most systems; nothing belongs to it.
+NOBODY = 65_534
+
+needs_another_user = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+# The interpreter may lie where nobody else can read it, so the program imports what it needs before.
+BECOME = f"""
+import os
+from client.launch import store
+from client.launch import own_server
+from torch.distributed import rendezvous
+def be_another_user():
+    os.setgroups([])
+    os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
+    os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
+    os.chdir("/")
+"""
+
+
+def as_another_user(program: str, environ: Mapping[str, str]) -> list[str]:
+    """Runs a program that calls `be_another_user()`; returns the lines that it prints."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("STATSD_BN_", "XDG_"))}
+    ended = subprocess.run(
+        [sys.executable, "-c", BECOME + program],
+        env={**inherited, "PYTHONPATH": str(ROOT), **environ},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()

@@ -1,0 +1,78 @@
+"""What the recalibration tests run, in this process and in members."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import client
+from programs.member_programs import small_model
+
+Buffers = dict[str, np.ndarray]
+Sizes = list[list[int]]
+
+
+def model() -> nn.Module:
+    """Two synchronised layers, one behind the other, in float64."""
+    return client.convert_model(small_model())
+
+
+def batches(sizes: Sizes) -> list[list[torch.Tensor]]:
+    """Every member's batches, of the given sizes; each batch comes from another distribution."""
+    generator = torch.Generator().manual_seed(1)
+    return [[_batch(size, generator) for size in of_member] for of_member in sizes]
+
+
+def _batch(size: int, generator: torch.Generator) -> torch.Tensor:
+    shift = torch.randn(1, generator=generator, dtype=torch.float64)
+    return torch.randn(size, 1, 6, 6, generator=generator, dtype=torch.float64) * (1 + shift.abs()) + 3 * shift
+
+
+def statistics(module: nn.Module) -> Buffers:
+    return {name: buffer.clone().numpy() for name, buffer in module.named_buffers()}
+
+
+def recalibrate_shard(connection: client.Connection, sizes: Sizes) -> tuple[Buffers, int, int]:
+    """Returns the buffers, the number of batches over all members, and how many rounds it took."""
+    network = model()
+    rounds = connection.rounds
+    total = client.recalibrate(network, batches(sizes)[connection.member.member])
+    return statistics(network), total, connection.rounds - rounds
+
+
+def told(network: nn.Module, loader: list[Any]) -> tuple[str, bool]:
+    """Returns the error, and whether the statistics are the old ones."""
+    before = statistics(network)
+    try:
+        client.recalibrate(network, loader)
+    except Exception as error:  # noqa: BLE001 - it is the result
+        after = statistics(network)
+        return f"{type(error).__name__}: {error}", all((after[name] == before[name]).all() for name in before)
+    return "nothing was raised", False
+
+
+def recalibrate_nothing(_: client.Connection) -> tuple[str, bool]:
+    return told(model(), [])
+
+
+def recalibrate_nan_of_member_0(connection: client.Connection) -> tuple[str, bool]:
+    loader = batches([[3], [2]])[connection.member.member]
+    if connection.member.member == 0:
+        loader[0][1, 0, 2, 3] = float("nan")
+    return told(model(), loader)
+
+
+def recalibrate_other_layers(connection: client.Connection) -> tuple[str, bool]:
+    """The members have frozen different layers of equal size."""
+    network = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    network[connection.member.member].eval()
+    return told(network, [torch.eye(3)])
+
+
+def recalibrate_where_a_layer_keeps_nothing(connection: client.Connection) -> int:
+    """Returns the rounds it took; the members have different numbers of batches."""
+    network = client.convert_model(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3)))
+    rounds = connection.rounds
+    client.recalibrate(network, [torch.eye(3)] * (2 + connection.member.member))
+    return connection.rounds - rounds

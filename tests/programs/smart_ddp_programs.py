@@ -1,0 +1,84 @@
+"""What member processes do in `test_smart_ddp.py`, over gloo and on the CPU."""
+
+import warnings
+
+import torch
+from torch import nn
+
+import client
+from programs import ddp_programs
+from programs.ddp_programs import Training
+from programs.member_programs import Buffers
+
+
+def train(connection: client.Connection, store: str, training: Training, *static_graph: bool) -> Buffers | str:
+    """20 steps of a member's shard, or the error that ends them; `static_graph` is what is passed, if anything."""
+    model = ddp_programs.network(training)
+    optimizer = ddp_programs.optimizer_for(model)
+    options = dict(zip(("static_graph",), static_graph, strict=False))
+    with ddp_programs.process_group(store, connection):
+        parallel = ddp_programs.keep(client.smart_ddp(model, **options))
+        try:
+            ddp_programs.train_shard(parallel, optimizer, training, connection.member.member)
+        except RuntimeError as error:
+            return str(error)
+    return ddp_programs._state(parallel.module)
+
+
+def train_in_micro_batches(connection: client.Connection, store: str, sizes: tuple[int, ...]) -> Buffers:
+    """A mini-batch in two micro-batches, the first under `no_sync`, through a model converted with `chunks`."""
+    torch.manual_seed(0)
+    model = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double(), chunks=2)
+    with ddp_programs.process_group(store, connection):
+        parallel = ddp_programs.keep(client.smart_ddp(model, static_graph=False))
+        first, second = (part.split(sizes)[connection.member.member] for part in micro_batches(sizes))
+        with parallel.no_sync():
+            parallel(first).square().sum().backward()
+        parallel(second).square().sum().backward()
+    return {name: buffer.numpy() for name, buffer in model[0].named_buffers()}
+
+
+def micro_batches(sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2 * sum(sizes), 3, generator=generator, dtype=torch.float64).add(3).chunk(2)
+
+
+def wrap(connection: client.Connection, store: str) -> tuple[list[object], list[str], list[str]]:
+    """What wrappers have come to be, what is refused, and what is warned of."""
+    with ddp_programs.process_group(store, connection):
+        ways = {}, {"static_graph": False}, {"convert": False}
+        made = [ddp_programs.keep(client.smart_ddp(_model(), **options)) for options in ways]
+        refused = [
+            _refusal(model) for model in (_model().requires_grad_(requires_grad=False), nn.Tanh(), _on_two_devices())
+        ]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddp_programs.keep(client.smart_ddp(nn.Sequential(nn.Linear(2, 2), Special(2))))
+    told = [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
+    return [_described(parallel) for parallel in made], refused, told
+
+
+class Special(nn.BatchNorm1d):
+    """A class of the user's own."""
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def _on_two_devices() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, device="meta"))
+
+
+def _refusal(model: nn.Module) -> str:
+    try:
+        client.smart_ddp(model)
+    except ValueError as error:
+        kinds = [type(layer).__name__ for layer in model.modules() if isinstance(layer, client.SynchronizedBatchNorm)]
+        return f"{error} {kinds}"
+    return "not refused"
+
+
+def _described(parallel: nn.parallel.DistributedDataParallel) -> tuple[object, ...]:
+    layer = type(parallel.module[1]).__name__
+    return layer, parallel.static_graph, parallel.find_unused_parameters, parallel.device_ids, parallel.output_device

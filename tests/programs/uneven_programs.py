@@ -1,0 +1,115 @@
+"""What members do in `test_uneven_inputs.py`, and the same on the whole batch without any."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import client
+from client.connection.connection import Connection
+from statsd_bn import Rows
+
+PASSES = 2
+ROW = Rows((1,), np.ones((1, 2, 3)))
+
+
+def batch(member: int, number: int) -> Tensor:
+    """A batch of a member; sizes differ."""
+    generator = torch.Generator().manual_seed(100 * member + number)
+    return torch.randn(2 + member, 3, 4, generator=generator, dtype=torch.float64)
+
+
+def model_() -> nn.BatchNorm1d:
+    return nn.BatchNorm1d(3, dtype=torch.float64)
+
+
+def train_passes(connection: Connection, batches: tuple[int, ...]) -> tuple[list, list, list]:
+    """Outputs and input gradients of all steps, and the buffers at the end."""
+    member = connection.member.member
+    model = client.convert_model(model_())
+    outputs, gradients = [], []
+    for number_of_pass in range(PASSES):
+        with client.join(model):
+            for number in range(batches[member]):
+                x = batch(member, number + 10 * number_of_pass).requires_grad_()
+                y = model(x)
+                (y**3).sum().backward()
+                outputs.append(y.detach().numpy())
+                gradients.append(x.grad.numpy())
+    return outputs, gradients, [buffer.numpy() for buffer in model.buffers()]
+
+
+def recalibrate_after_a_pass(connection: Connection) -> tuple[int, list[float]]:
+    """Returns how many batches all members have measured, and the mean."""
+    model = client.convert_model(model_())
+    with client.join(model):
+        for number in range(1 + connection.member.member):
+            model(batch(connection.member.member, number))
+    nr_batches = client.recalibrate(model, [batch(connection.member.member, 0)])
+    return nr_batches, model.running_mean.tolist()
+
+
+def mini_batches_that_moved(connection: Connection) -> list[int]:
+    """How often the statistics have moved after each pass, of 4 micro-batches for member 0 and of 2 for member 1."""
+    model = client.convert_model(model_(), chunks=4)
+    moved = []
+    for _ in range(PASSES):
+        with client.join(model):
+            for number in range(4 if connection.member.member == 0 else 2):
+                model(batch(connection.member.member, number))
+        moved.append(int(model.num_batches_tracked))
+    return moved
+
+
+@dataclass
+class Expected:
+    """By member."""
+
+    outputs: list[list[Tensor]] = field(default_factory=list)
+    gradients: list[list[Tensor]] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
+
+
+def whole_batches(batches: tuple[int, ...]) -> Expected:
+    """What torch's layer makes of all slices that take part in each step; whoever is away keeps its buffers."""
+    members = range(len(batches))
+    models = [model_() for _ in members]
+    expected = Expected([[] for _ in members], [[] for _ in members])
+    for number_of_pass in range(PASSES):
+        for number in range(max(batches)):
+            present = [member for member in members if number < batches[member]]
+            slices = [batch(member, number + 10 * number_of_pass) for member in present]
+            x = torch.cat(slices).requires_grad_()
+            ys = [models[member](x) for member in present]
+            (ys[0] ** 3).sum().backward()
+            sizes = [len(slice_) for slice_ in slices]
+            for member, y, grad in zip(present, ys[0].detach().split(sizes), x.grad.split(sizes), strict=True):
+                expected.outputs[member].append(y)
+                expected.gradients[member].append(grad)
+    expected.states = [list(model.buffers()) for model in models]
+    return expected
+
+
+def train_under_ddp(connection: Connection, batches: tuple[int, ...], rendezvous: str) -> bytes:
+    """The weights at the end, under both joins."""
+    member, size = connection.member.member, connection.member.world_size
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=member, world_size=size)
+    torch.manual_seed(0)
+    model = client.convert_model(nn.Sequential(nn.Conv1d(3, 3, 1), model_().float()))
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for number_of_pass in range(PASSES):
+        with Join([ddp]), client.join(ddp):
+            for number in range(batches[member]):
+                optimizer.zero_grad()
+                (ddp(batch(member, number + 10 * number_of_pass).float()) ** 3).mean().backward()
+                optimizer.step()
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in ddp.parameters())
+    dist.barrier()
+    del ddp, optimizer
+    dist.destroy_process_group()
+    return weights

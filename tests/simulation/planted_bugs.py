@@ -1,0 +1,375 @@
+"""Bugs to plant into the real code, one at a time: a simulator that does not find them would find no others either.
+
+Each is a context manager that changes one thing, as a slip of the pen would.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import client.connection.session
+from client.connection.session import Session
+from server.core import deadlock
+from server.core.dispatcher import Dispatcher
+from server.core.liveness import Liveness
+from server.group.claims import Claims
+from server.group.master import SyncMaster
+from server.group.membership import Membership
+from server.group.open_rounds import OpenRounds
+from server.group.recovery import Recovery
+from server.group.rounds import Round
+from server.group.seals import Seals
+from statsd_bn import limits
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Stand
+from statsd_bn.reduction import join_in_order
+from statsd_bn.round_key import GATHER
+from statsd_bn.rows import Rows
+from statsd_bn.wire import decode, encode
+
+BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
+
+
+def bug(plant: Callable[[], Any]) -> Callable[[], Any]:
+    """Enters a bug under its function's name."""
+    BUGS[plant.__name__.replace("_", "-")] = plant
+    return plant
+
+
+def instead(owner: Any, name: str, wrong: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Puts `wrong(right, *args)` in the place of a method."""
+    right = getattr(owner, name)
+    put: Any = functools.wraps(right)(lambda *args, **named: wrong(right, *args, **named))
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    return mock.patch.object(owner, name, staticmethod(put) if is_static else put)
+
+
+@bug
+@contextmanager
+def no_duplicate_check() -> Iterator[None]:
+    """A contribution that comes again counts as another member's."""
+
+    def put(right: Any, self: Round, member: int, rows: Rows, peer: bytes) -> None:
+        was_done = self.futures[member].done
+        right(self, member, rows, peer)
+        if was_done and self._pending > 1:
+            self._pending -= 1
+
+    def run_master(_right: Any, round_: Round) -> Aggregate:
+        there = [member for member, future in round_.futures.items() if future.done]
+        return _reduced(round_, [round_.futures[member].get() for member in there])
+
+    with instead(Round, "put", put), instead(SyncMaster, "run_master", run_master):
+        yield
+
+
+@bug
+def arrival_order_sum() -> Any:
+    """Rows are added as they came."""
+
+    def run_master(_right: Any, round_: Round) -> Aggregate:
+        futures = sorted(round_.futures.values(), key=lambda future: future.since)
+        return _reduced(round_, [future.get() for future in futures])
+
+    return instead(SyncMaster, "run_master", run_master)
+
+
+@bug
+def reply_lost_on_restart() -> Any:
+    """A member tells a new master nothing of its latest rounds."""
+    return mock.patch.object(Session, "introduction", lambda self: [self.register()])
+
+
+@bug
+def ring_too_short() -> Any:
+    """A member keeps one result too few to tell a new master: not the latest but one."""
+    return instead(Session, "introduction", lambda right, self: [self.register(), *right(self)[1:][:-1]])
+
+
+@bug
+def kept_too_few() -> Any:
+    """The master keeps no answer but the latest one's, one round too short for who is a round behind."""
+
+    def close(right: Any, self: OpenRounds, round_: Round, *args: Any) -> Any:
+        replies = right(self, round_, *args)
+        self._archive._kept.clear()
+        return replies
+
+    return instead(OpenRounds, "_close", close)
+
+
+@bug
+def death_not_announced() -> Any:
+    """A lost member is taken out, and nobody is told."""
+
+    def banish(right: Any, *args: Any) -> Any:
+        loss, _ = right(*args)
+        return loss, []
+
+    return instead(SyncMaster, "banish_slave", banish)
+
+
+@bug
+def cause_not_carried() -> Any:
+    """What a member died of is not told."""
+    return instead(Membership, "remove", lambda right, self, slave, _cause: right(self, slave, ""))
+
+
+@bug
+def retry_with_other_rows() -> Any:
+    """A contribution that is sent again is not the same."""
+
+    def contribution(right: Any, self: Session, key: Any, rows: Rows, attempt: int = 0) -> bytes:
+        return right(self, key, Rows(rows.counts, rows.values + attempt), attempt)
+
+    return instead(Session, "contribution", contribution)
+
+
+@bug
+def second_write_wins() -> Any:
+    """What a member brings late, after its round has ended, is added to the kept answer."""
+
+    def answer_again(right: Any, self: SyncMaster, round_: Round, slave: Any, rows: Rows, peer: bytes) -> Any:
+        message = decode(round_.answer)
+        if isinstance(message, Aggregate):
+            with np.errstate(all="ignore"):
+                late = replace(message, values=message.values + rows.values.sum(axis=0))
+            round_.answer = encode(late)
+        return right(self, round_, slave, rows, peer)
+
+    return instead(SyncMaster, "_answer_again", answer_again)
+
+
+@bug
+def deadlock_unseen() -> Any:
+    """Nobody looks whether members wait for one another."""
+    return mock.patch.object(deadlock, "find", return_value=[])
+
+
+@bug
+def deadlock_too_quick() -> Any:
+    """Whoever waits is taken to be waited for as well."""
+    return mock.patch.object(deadlock, "stuck", lambda waits, _running: {one for who, _ in waits for one in who})
+
+
+@bug
+def never_expires() -> Any:
+    """Rounds have no deadline."""
+    return mock.patch.object(SyncMaster, "expire", return_value=[])
+
+
+@bug
+def timeout_blames_waiting() -> Any:
+    """A timeout names those who came."""
+    return mock.patch.object(Round, "missing", property(lambda self: self.waiting))
+
+
+@bug
+def one_is_not_answered() -> Any:
+    """The aggregate is sent to all but the last, who is also forgotten when it asks again."""
+
+    def close(right: Any, self: OpenRounds, round_: Round, *args: Any) -> Any:
+        return right(self, round_, *args)[:-1]
+
+    def again(_right: Any, *_args: Any) -> Any:
+        return []
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with instead(OpenRounds, "_close", close), instead(SyncMaster, "_answer_again", again):
+            yield
+
+    return both()
+
+
+@bug
+def session_not_checked() -> Any:
+    """A session that is not known is not told so."""
+
+    def contribute(right: Any, self: Dispatcher, now: float, contribution: Any, peer: bytes) -> Any:
+        return right(self, now, contribution, peer) if contribution.session in self._registry.seats else []
+
+    return instead(Dispatcher, "_contribute", contribute)
+
+
+@bug
+def lost_still_covered() -> Any:
+    """An aggregate says that it covers the whole group, whoever is left."""
+
+    def close(right: Any, self: OpenRounds, round_: Round, *args: Any) -> Any:
+        if isinstance(aggregate := decode(round_.answer), Aggregate):
+            whole = Members.of(range(self._membership.world_size))
+            round_.answer = encode(replace(aggregate, members=whole))
+        return right(self, round_, *args)
+
+    return instead(OpenRounds, "_close", close)
+
+
+@bug
+def too_few_go_on() -> Any:
+    """An elastic group goes on with fewer members than it may."""
+    return mock.patch.object(Membership, "suffices", property(lambda _: True))
+
+
+@bug
+def membership_frozen_late() -> Any:
+    """A newcomer's first step is the one that the others are in."""
+
+    def take_in(right: Any, self: Membership, *args: Any) -> Any:
+        slave = right(self, *args)
+        if self.is_open:
+            slave.first_step = self.latest_step
+        return slave
+
+    return instead(Membership, "_take_in", take_in)
+
+
+@bug
+def late_rows_dropped() -> Any:
+    """What a lost member had brought goes with it."""
+
+    def withdraw(right: Any, self: Round, member: int) -> None:
+        future = self.futures.get(member)
+        if future and future.done and len(self.futures) > 1:
+            del self.futures[member]
+            return
+        right(self, member)
+
+    return instead(Round, "withdraw", withdraw)
+
+
+@bug
+def away_still_awaited() -> Any:
+    """A member that is away is expected in new rounds."""
+
+    def participants(_right: Any, self: Membership, step: int) -> list[int]:
+        return [slave.member for slave in self.slaves.values() if slave.first_step <= step]
+
+    return instead(Membership, "participants", participants)
+
+
+@bug
+def recovery_does_not_wait() -> Any:
+    """A restarted master lets the members go on that are back, whoever else was named."""
+    return mock.patch.object(Recovery, "missing", return_value=[])
+
+
+@bug
+def first_result_wins_unchecked() -> Any:
+    """The results of an earlier master are taken for any round of their step."""
+
+    def take(right: Any, self: Claims, round_: Round) -> Any:
+        told = right(self, round_)
+        claims = [claim.aggregate for others in self._of.values() for claim in others]
+        alike = [one for one in claims if (one.key.step, one.key.phase) == (round_.key.step, round_.key.phase)]
+        return replace(alike[0], key=round_.key) if alike else told
+
+    return instead(Claims, "take", take)
+
+
+@bug
+def forged_result_believed() -> Any:
+    """Nobody looks at the seals of what members say that they were given."""
+    return mock.patch.object(Seals, "is_genuine", return_value=True)
+
+
+@bug
+def claims_are_ignored() -> Any:
+    """What members were given by an earlier server ends no round of those who wait for the same answer."""
+    return mock.patch.object(Claims, "are_due", return_value=False)
+
+
+@bug
+def back_too_early() -> Any:
+    """A pass begins while one is still in the last one."""
+
+    def call_back(right: Any, self: Membership) -> bool:
+        back = [slave for slave in self.slaves.values() if slave.stand is Stand.BACK]
+        if len(back) < max(2, len(self.slaves) - 1):
+            return right(self)
+        for slave in back:
+            slave.first_step, slave.stand = self._next_step, Stand.TAKES_PART
+        return True
+
+    return instead(Membership, "_call_back", call_back)
+
+
+@bug
+def late_answer_is_a_return() -> Any:
+    """Whoever is back takes any answer for the one that lets it go on."""
+
+    def registered(_right: Any, self: Session, frame: bytes) -> Any:
+        message = self._read(frame, None)
+        return message if self._is_registered(message) else None
+
+    return instead(Session, "registered", registered)
+
+
+@bug
+def refused_begins_recovery() -> Any:
+    """A member that is refused makes a group recover all the same, and open with those who are there."""
+
+    def admit(right: Any, self: Membership, now: float, register: Any, peer: bytes) -> Any:
+        if register.has_past and not self.is_open and not self.lost:
+            self.recovery = self.recovery or Recovery(now, self._silence)
+        return right(self, now, register, peer)
+
+    return instead(Membership, "admit", admit)
+
+
+@bug
+def answers_first_socket() -> Any:
+    """Only the first of those who wait is answered at once; the others get it when they ask again."""
+    right = Round.peers.fget
+    return mock.patch.object(Round, "peers", property(lambda self: right(self)[:1]))
+
+
+@bug
+def silence_too_short() -> Any:
+    """A member is lost that has only missed a heartbeat."""
+    return mock.patch.object(limits, "SILENCE_SECONDS", limits.HEARTBEAT_SECONDS + 0.5)
+
+
+@bug
+def dead_kept() -> Any:
+    """Nobody forgets the pulse of one who has left."""
+    return mock.patch.object(Liveness, "forget", return_value=None)
+
+
+@bug
+def steps_count_by_forward() -> Any:
+    """A step begins with each backward round rather than with the next forward one."""
+
+    def contribution(right: Any, self: Session, key: Any, *args: Any) -> bytes:
+        frame = right(self, key, *args)
+        if key.phase != client.connection.session.FORWARD:
+            self._step, self._backward_seen = self._step + 1, False
+        return frame
+
+    return instead(Session, "contribution", contribution)
+
+
+@bug
+def gathered_backwards() -> Any:
+    """What the members gather stands in the opposite order."""
+
+    def run_master(right: Any, round_: Round) -> Aggregate:
+        if round_.key.phase != GATHER:
+            return right(round_)
+        return _reduced(round_, [future.get() for future in reversed(round_.futures.values())])
+
+    return instead(SyncMaster, "run_master", run_master)
+
+
+def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:
+    rows = [row for one in contributions for row in one.values]
+    counts = [count for one in contributions for count in one.counts]
+    with np.errstate(all="ignore"):
+        total = join_in_order(rows) if round_.key.phase == GATHER else functools.reduce(np.add, rows)
+    return Aggregate(round_.key, len(counts), sum(counts), Members.of(round_.futures), total)

@@ -1,0 +1,115 @@
+"""Runs many worlds of the fault simulator; `scripts/simulate --help` says how."""
+
+import argparse
+import contextlib
+import gc
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+from simulation import simulator
+from simulation.planted_bugs import BUGS
+from simulation.simulator import Finding, Tally, World
+
+# Seeds that a process takes at a time: enough to be worth the way, few enough to share evenly.
+CHUNK = 25
+
+Chunk = tuple[int, int, str]
+
+
+def run_chunk(chunk: Chunk) -> tuple[Tally, list[tuple[int, str]]]:
+    """Runs seeds in a row; returns what happened, and what was found, by seed."""
+    first, end, bug = chunk
+    tally, found = Tally(), []
+    # A world is a heap of things that know each other, all of which live until its end.
+    gc.disable()
+    with BUGS[bug]() if bug else contextlib.nullcontext():
+        for seed in range(first, end):
+            try:
+                tally.add(simulator.run(seed))
+            except Finding as finding:
+                found.append((seed, str(finding)))
+            except Exception as error:  # noqa: BLE001 - what the product raises where it must not is a finding too
+                found.append((seed, f"seed {seed}: {type(error).__name__}: {error}"))
+    gc.enable()
+    gc.collect()
+    return tally, found
+
+
+def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tuple[Tally, list[tuple[int, str]]]]:
+    """Runs seeds in several processes and yields what comes, in the order of the seeds."""
+    chunks = [(start, min(start + CHUNK, end), bug) for start in range(first, end, CHUNK)]
+    if jobs == 1:
+        yield from map(run_chunk, chunks)
+        return
+    # Frozen, what the parent has loaded costs the children's garbage collection nothing.
+    with multiprocessing.get_context("fork").Pool(jobs, initializer=gc.freeze) as pool:
+        yield from pool.imap(run_chunk, chunks)
+
+
+def first_finding(results: Iterable[tuple[Tally, list[tuple[int, str]]]]) -> tuple[int, str] | None:
+    """Returns the first seed that found something, and what."""
+    return next((found[0] for _, found in results if found), None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 1 if something was found."""
+    options = _parse(arguments)
+    if options.list:
+        for name, plant in BUGS.items():
+            print(f"{name:24} {(plant.__doc__ or '').strip()}")
+        return 0
+    if options.seed is not None:
+        return _run_one(options.seed, options.bug, trace=options.trace)
+    return _run_many(options)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/simulate", description=__doc__)
+    parser.add_argument("--seeds", default="0:3000", metavar="A:B", help="which worlds, B not included")
+    parser.add_argument("--seed", type=int, metavar="N", help="one world")
+    parser.add_argument("--trace", action="store_true", help="with --seed: all that happened in it")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--break", dest="bug", default="", choices=("", *BUGS), metavar="NAME", help="plant a bug")
+    parser.add_argument("--list", action="store_true", help="the bugs that can be planted")
+    return parser.parse_args(arguments)
+
+
+def _run_one(seed: int, bug: str, *, trace: bool) -> int:
+    world = World(seed)
+    with BUGS[bug]() if bug else contextlib.nullcontext():
+        try:
+            tally = world.run()
+        except Finding as finding:
+            print("\n".join([*world.told(), str(finding).splitlines()[0]]) if trace else finding)
+            return 1
+    print("\n".join(world.told()) if trace else tally)
+    return 0
+
+
+def _run_many(options: argparse.Namespace) -> int:
+    first, end = map(int, options.seeds.split(":"))
+    started, total, findings = time.monotonic(), Tally(), []
+    with contextlib.closing(run_seeds(first, end, options.bug, options.jobs)) as results:
+        for tally, found in results:
+            total.add(tally)
+            findings += found
+            if found and options.bug:
+                break
+    seconds = time.monotonic() - started
+    for _, text in findings[:3]:
+        print(text, "\n")
+    worlds = total.worlds + len(findings)
+    print(f"{worlds} worlds in {seconds:.1f} s, {worlds / seconds:.0f} seeds/s in {options.jobs} processes")
+    print(f"rounds delivered: {total.rounds}")
+    print("faults: " + ", ".join(f"{name} {count}" for name, count in total.faults.most_common()))
+    print("errors: " + ", ".join(f"{name} {count}" for name, count in total.errors.most_common()))
+    if findings:
+        print(f"{len(findings)} findings, at seeds {[seed for seed, _ in findings[:10]]}")
+    return int(bool(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

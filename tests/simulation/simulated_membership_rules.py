@@ -1,0 +1,181 @@
+"""What must be true of who takes part in which round, of passes over the data, and of how soon answers come."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simulation.simulated_rules import ENDS, NEWS_SECONDS, mute_seconds
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.messages import Aggregate, Contribution
+from statsd_bn.round_key import RoundKey
+from statsd_bn.wire import decode
+
+if TYPE_CHECKING:
+    from simulation.simulated_member import Process, Span
+    from simulation.simulator import World
+
+# Where a frame that is whole says of which type it is: behind the array's first byte, as long as that is a short one.
+TYPE_AT = 9
+CONTRIBUTION, AGGREGATE = 3, 4
+
+# What the simulator's own arithmetic may add to a way.
+ROUNDING_SECONDS = 1e-6
+
+
+@dataclass(frozen=True)
+class Covered:
+    """An aggregate that somebody was given: the turn of which pass it belongs to, and whom it covers."""
+
+    base: int
+    turn: int
+    key: RoundKey
+    members: tuple[int, ...]
+
+
+def check_coverage(world: "World", process: "Process", aggregate: Aggregate, turn: int) -> list[int]:
+    """An aggregate covers its receiver, enough members, and all who take part and have no excuse."""
+    members = list(aggregate.members)
+    if process.number not in members:
+        world.find("an aggregate covers its receiver", f"{process}: {aggregate.key} covers {members}")
+    if len(_registered(world).union(members)) < world.plan.min_members:
+        world.find("no round completes with too few", f"{process}: {aggregate.key} covers {members}")
+    covered = Covered(process.spans[-1].base, turn, aggregate.key, tuple(members))
+    world.covered.append(covered)
+    for other in world.processes:
+        for span in other.spans:
+            _check_one(world, other, span, covered)
+    return members
+
+
+def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
+    """Whoever begins was expected in all rounds of its first step and later, and in none before."""
+    if not process.joined_late and _is_a_new_beginning(world):
+        world.covered.clear()
+        world.pass_began.clear()
+        world.sent.clear()
+    for covered in world.covered:
+        _check_one(world, process, span, covered)
+
+
+def _is_a_new_beginning(world: "World") -> bool:
+    """Whether all who had a round have ended, or newcomers that are as many as the group came to a new server first."""
+    went_on = [one for one in world.processes if one.result is None and one.rounds]
+    return not went_on or _newcomers_may_come_first(world)
+
+
+def _newcomers_may_come_first(world: "World") -> bool:
+    newcomers = [one for one in world.processes if one.is_newcomer]
+    return bool(world.server.outages) and len(newcomers) >= world.plan.size
+
+
+def _has_a_double(process: "Process") -> bool:
+    """Whether another process of its number may have come to a restarted server before it."""
+    numbers = [other.number for other in process.world.processes]
+    return bool(process.world.server.outages) and numbers.count(process.number) > 1
+
+
+def _check_one(world: "World", process: "Process", span: "Span", covered: Covered) -> None:
+    is_due = span.base == covered.base and span.first <= covered.turn < span.end
+    if is_due and process.number not in covered.members and not _is_excused(process):
+        told = f"{process}: {covered.key} covers {covered.members}, and it takes part in {span}"
+        world.find("membership changes only where it may", told)
+
+
+def _is_excused(process: "Process") -> bool:
+    """Whether something has befallen it for which an elastic group may go on without it."""
+    world = process.world
+    facts = (fact for fact in world.facts if fact.member == process.number and fact.when >= process.began)
+    silence = max(process.longest_silence, world.clock.now - process.heard)
+    befallen = silence >= mute_seconds(world) - 0.01 or any(fact.how in {*ENDS, "frozen", "cut"} for fact in facts)
+    is_displaced = _has_a_double(process) or _newcomers_may_come_first(world)
+    return bool(world.plan.min_members) and (befallen or is_displaced)
+
+
+def _registered(world: "World") -> set[int]:
+    """Who suffices without being covered: whoever is away, or begins later, or was one of these a moment ago."""
+    if not (world.plan.passes or world.plan.has_newcomers):
+        return set()
+    return {one.number for one in world.processes if one.connection and world.clock.now - one.ended < NEWS_SECONDS}
+
+
+def check_pass(world: "World", process: "Process", number: int, first_step: int) -> None:
+    """Every pass begins at one common step."""
+    # A restarted server cannot tell newcomers of an elastic group from members that had not heard of the next pass.
+    is_unsure = bool(world.plan.min_members and world.server.outages)
+    if process.is_newcomer or process.joined_late or is_unsure:
+        return
+    if world.pass_began.setdefault(number, first_step) != first_step:
+        told = f"{process}: pass {number} at step {first_step}, and for others at {world.pass_began[number]}"
+        world.find("every pass begins at one step", told)
+
+
+def check_restarted(world: "World", process: "Process") -> None:
+    """A strict group does not take in a process whose predecessor it has had."""
+    if world.plan.min_members or process.epoch > 0 or process.life == 0:
+        return
+    earlier = [other for other in world.processes if other.number == process.number and other is not process]
+    end = min(fact.when for fact in world.facts if fact.member == process.number and fact.how in ENDS)
+    others = [other for other in world.processes if other.life == 0 and other.result is None]
+    if any(other.rounds for other in others) and earlier and any(_opened(other, end) for other in others):
+        world.find("a strict group takes in nobody anew", f"{process} was taken in")
+
+
+def _opened(process: "Process", before: float) -> bool:
+    connects = [one for one in process.outcomes if one.what == "connect" and one.ended and not one.error]
+    return any(one.ended < before for one in connects)
+
+
+def check_promptness(world: "World", process: "Process", key: RoundKey) -> None:
+    """Where nothing disturbs the network, whoever waits is answered as soon as the last one has come."""
+    plan = world.plan
+    if not plan.weather.is_fair or plan.faults or plan.replaced_after:
+        return
+    # Two ways, and four more where the group of the round opens only now.
+    ways = 6 if key.group != "world" else 2
+    due = max(world.brought_at[key], world.left_a_round) + ways * 2 * plan.weather.latency + ROUNDING_SECONDS
+    if world.clock.now > due:
+        world.find("answers are prompt", f"{process}: {key} came {world.clock.now - due} s late")
+
+
+def note_arrival(world: "World", frame: bytes) -> None:
+    """The server is about to take a contribution of somebody that it knows."""
+    message = _sound(frame, CONTRIBUTION)
+    if not isinstance(message, Contribution):
+        return
+    seat = world.server.dispatcher._registry.seats.get(message.session)
+    if seat and not seat.master.membership.recovery and message.key not in world.sent:
+        world.arrived.setdefault(message.key, set()).add(seat.slave.member)
+
+
+def note_sent(world: "World", frame: bytes) -> None:
+    """The server answers: what had come from members is in it, whoever is lost since."""
+    message = _sound(frame, AGGREGATE)
+    if not isinstance(message, Aggregate):
+        return
+    members = tuple(message.members)
+    lacking = world.arrived.pop(message.key, set()).difference(members)
+    if lacking and message.key not in world.sent:
+        world.find("what has come is kept", f"{message.key} covers {members}, and {sorted(lacking)} had come")
+    if world.sent.get(message.key) != members:
+        world.sent.pop(message.key, None)
+        world.sent[message.key] = members
+
+
+def check_no_step_grows(world: "World") -> None:
+    """Of the aggregates of one step, each covers some of those that the one before covers, and nobody else."""
+    delivered = {covered.key for covered in world.covered}
+    latest: dict[int, tuple[int, ...]] = {}
+    for key, members in world.sent.items():
+        if key not in delivered:
+            continue
+        if not set(members) <= set(latest.get(key.step, members)):
+            world.find("no step takes anyone in", f"{key} covers {members}, and an earlier one {latest[key.step]}")
+        latest[key.step] = members
+
+
+def _sound(frame: bytes, kind: int) -> Any:
+    if frame[TYPE_AT : TYPE_AT + 1] != bytes([kind]):
+        return None
+    try:
+        return decode(frame)
+    except StatsdBNError:
+        return None

@@ -1,0 +1,409 @@
+"""A virtual clock and network for the real, pure halves of the protocol.
+
+Members are greenlets: one runs until it waits for a frame, and goes on when the virtual clock brings one. Nothing
+sleeps, nothing runs at the same time, and all that is random comes from one seed, so a world repeats to the byte.
+
+A *socket* keeps its frames in order as ZeroMQ does, and two sockets know no order. The faults go beyond ZeroMQ: on a
+socket that stays connected, frames may vanish, come twice, come late or overtake one another. What may be corrupted is
+less: the wire has no checksum (that is TCP's), so a flipped bit in a value cannot be seen. Only what a receiver must
+notice is damaged: magic, version, length, and the size of the frame.
+"""
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from client.connection.transport import WATCH_SECONDS, Transport
+from server.core.dispatcher import Dispatcher
+from server.group.seals import Seals
+from server.network.disconnect_probe import Probing
+from server.network.service import TICK_SECONDS
+
+Trace = list[tuple[Any, ...]]
+
+# How soon a socket connects anew once the server is back or the network whole: ZeroMQ tries about so often.
+RECONNECT_SECONDS = 0.1
+BEACON_RECONNECT_SECONDS = 0.05
+
+
+class Clock:
+    """Virtual time: what is due next happens next, and time jumps there."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._order = 0
+        self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+
+    def at(self, when: float, action: Callable[..., None], *args: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._due, (max(when, self.now), self._order, action, args))
+
+    def after(self, seconds: float, action: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + seconds, action, *args)
+
+    def step(self) -> None:
+        self.now, _, action, args = heapq.heappop(self._due)
+        action(*args)
+
+
+@dataclass
+class Weather:
+    """How often a frame meets each fault, and for how long frames travel."""
+
+    dropped: float = 0.0
+    doubled: float = 0.0
+    delayed: float = 0.0
+    reordered: float = 0.0
+    corrupted: float = 0.0
+    latency: float = 0.001
+    longest_delay: float = 1.0
+
+    @property
+    def is_fair(self) -> bool:
+        return not (self.dropped or self.doubled or self.delayed or self.reordered or self.corrupted)
+
+
+class Link:
+    """One connection of a socket; the server knows it by its peer id, which is never used again."""
+
+    def __init__(self, peer: bytes, channel: "SimulatedChannel") -> None:
+        self.peer = peer
+        self.channel = channel
+        self.open_here = True
+        self.open_there = True
+        self.up = self.down = 0.0
+
+
+class SimulatedChannel:
+    """A DEALER socket, as `client.connection.transport.Channel` wants it."""
+
+    def __init__(self, network: "Network", owner: Any, reconnect: float = RECONNECT_SECONDS) -> None:
+        self.owner = owner
+        self.reconnect = reconnect
+        self.link: Link | None = None
+        self.inbox: deque[bytes] = deque()
+        self.outbox: list[bytes] = []
+        self.connections = 0
+        self.connected_anew = False
+        self._network = network
+        network.open(self)
+
+    def send(self, frame: bytes) -> None:
+        self._network.send(self, frame)
+
+    def receive(self, seconds: float) -> bytes | None:
+        clock = self._network.clock
+        expiry = clock.now + seconds
+        while not self.inbox:
+            left = expiry - clock.now
+            if left <= 0:
+                return None
+            if self.connected_anew and left > WATCH_SECONDS:
+                self.owner.wait(WATCH_SECONDS, self)
+                if not self.inbox:
+                    self.connected_anew = False
+                    return None
+            else:
+                self.owner.wait(left, self)
+        return self.inbox.popleft()
+
+    def close(self) -> None:
+        self._network.close(self)
+
+
+class SimulatedTransport(Transport):
+    """Lends simulated sockets; it has no beacon, since the simulator sends the heartbeats."""
+
+    def __init__(self, network: "Network", owner: Any) -> None:
+        super().__init__("simulated://")
+        self._network = network
+        self._owner = owner
+
+    def _open(self) -> SimulatedChannel:
+        return SimulatedChannel(self._network, self._owner)
+
+
+class Network:
+    """Carries frames between sockets and the server, with the faults of its weather."""
+
+    def __init__(self, clock: Clock, rng: random.Random, weather: Weather, trace: Trace) -> None:
+        self.clock = clock
+        self.weather = weather
+        self.faults: dict[str, int] = {}
+        self.sent_up = self.sent_down = 0
+        self.server: SimulatedServer
+        self._rng = rng
+        self._trace = trace
+        self._peers = 0
+        self._links: dict[bytes, Link] = {}
+        self._channels: list[SimulatedChannel] = []
+
+    def count(self, fault: str) -> None:
+        self.faults[fault] = self.faults.get(fault, 0) + 1
+
+    def open(self, channel: SimulatedChannel) -> None:
+        self._channels.append(channel)
+        self._connect(channel)
+
+    def close(self, channel: SimulatedChannel, *, silently: bool = False) -> None:
+        """What was sent before still arrives; the server notices the end after it, unless a whole host vanished."""
+        if channel in self._channels:
+            self._channels.remove(channel)
+        link, channel.link = channel.link, None
+        if link:
+            link.open_here = False
+            if not silently:
+                self.clock.at(max(link.up, self.clock.now + self.weather.latency), self._end, link)
+
+    def vanish(self, owner: Any, *, silently: bool) -> None:
+        for channel in [channel for channel in self._channels if channel.owner is owner]:
+            self.close(channel, silently=silently)
+
+    def cut(self, owner: Any, seconds: float) -> None:
+        """Breaks a member's connections; what was under way is lost."""
+        for channel in [channel for channel in self._channels if channel.owner is owner]:
+            if channel.link:
+                self._sever(channel)
+            self.clock.after(seconds + channel.reconnect * self._rng.random(), self._connect, channel)
+
+    def server_gone(self) -> None:
+        for channel in self._channels:
+            if channel.link:
+                self._sever(channel)
+        self._links.clear()
+
+    def server_back(self) -> None:
+        for channel in list(self._channels):
+            self.clock.after(channel.reconnect * self._rng.random(), self._connect, channel)
+
+    def send(self, channel: SimulatedChannel, frame: bytes) -> None:
+        if not channel.owner.alive:
+            return
+        if channel.link is None:
+            channel.outbox.append(frame)
+            return
+        self.sent_up += 1
+        self._carry(channel.link, frame, upwards=True)
+
+    def answer(self, peer: bytes, frame: bytes) -> bool:
+        """Sends to a peer; returns False if there is none, as a ROUTER with MANDATORY does."""
+        link = self._links.get(peer)
+        if link is None:
+            return False
+        self.sent_down += 1
+        self._carry(link, frame, upwards=False)
+        return True
+
+    def _connect(self, channel: SimulatedChannel) -> None:
+        if channel.link or channel not in self._channels or not self.server.up or not channel.owner.alive:
+            return
+        self._peers += 1
+        channel.link = link = Link(self._peers.to_bytes(5, "big"), channel)
+        self._links[link.peer] = link
+        channel.connections += 1
+        if channel.connections > 1:
+            channel.connected_anew = True
+            channel.owner.connected_anew(channel)
+        waiting, channel.outbox = channel.outbox, []
+        for frame in waiting:
+            self.send(channel, frame)
+
+    def _sever(self, channel: SimulatedChannel) -> None:
+        link, channel.link = channel.link, None
+        if link:
+            link.open_here = link.open_there = False
+            self._end(link)
+
+    def _end(self, link: Link) -> None:
+        link.open_there = False
+        if self._links.pop(link.peer, None):
+            self.server.disconnected()
+
+    def _carry(self, link: Link, frame: bytes, *, upwards: bool) -> None:
+        weather, rng = self.weather, self._rng
+        seconds = weather.latency * (1 + rng.random())
+        if weather.is_fair:
+            self._pass(link, frame, seconds, upwards=upwards)
+            return
+        fate = rng.random()
+        for fault in ("dropped", "doubled", "delayed", "reordered", "corrupted"):
+            chance = getattr(weather, fault)
+            if fate < chance:
+                self.count(fault)
+                self._trace.append((self.clock.now, fault, frame))
+                self._mistreat(link, frame, fault, seconds, upwards=upwards)
+                return
+            fate -= chance
+        self._pass(link, frame, seconds, upwards=upwards)
+
+    def _mistreat(self, link: Link, frame: bytes, fault: str, seconds: float, *, upwards: bool) -> None:
+        late = seconds + self._rng.random() * self.weather.longest_delay
+        if fault == "doubled":
+            self._pass(link, frame, seconds, upwards=upwards)
+            self._pass(link, frame, late, upwards=upwards, in_order=False)
+        elif fault == "delayed":
+            self._pass(link, frame, late, upwards=upwards)
+        elif fault == "reordered":
+            self._pass(link, frame, late, upwards=upwards, in_order=False)
+        elif fault == "corrupted":
+            self._pass(link, corrupt(frame, self._rng), seconds, upwards=upwards)
+
+    def _pass(self, link: Link, frame: bytes, seconds: float, *, upwards: bool, in_order: bool = True) -> None:
+        when = self.clock.now + seconds
+        if upwards:
+            if in_order:
+                when = link.up = max(when, link.up)
+            self.clock.at(when, self._arrive_there, link, frame)
+        else:
+            if in_order:
+                when = link.down = max(when, link.down)
+            self.clock.at(when, self._arrive_here, link, frame)
+
+    def _arrive_there(self, link: Link, frame: bytes) -> None:
+        if link.open_there:
+            self.server.receive(link, frame)
+
+    def _arrive_here(self, link: Link, frame: bytes) -> None:
+        if link.open_here:
+            self._trace.append((self.clock.now, "to member", link.channel.owner, frame))
+            link.channel.inbox.append(frame)
+            link.channel.owner.delivered(link.channel)
+
+
+def corrupt(frame: bytes, rng: random.Random) -> bytes:
+    """Damages a frame where any receiver must notice it."""
+    if rng.random() < 0.4:
+        return frame[: rng.randrange(len(frame))]
+    # Magic, version, or a length of the header beyond its limit.
+    place = rng.choice((0, 1, 2, 3, 7))
+    return frame[:place] + bytes((frame[place] ^ rng.randrange(1, 256),)) + frame[place + 1 :]
+
+
+class SimulatedServer:
+    """Drives a real dispatcher as `server/network/service.py` does, through lives and naps."""
+
+    def __init__(
+        self, clock: Clock, network: Network, rng: random.Random, trace: Trace, *, keeps_key: bool = True
+    ) -> None:
+        self.up = False
+        self.lives = 0
+        self.keeps_key = keeps_key
+        self.outages: list[list[float]] = []
+        self.on_receive: Callable[[Any, bytes], None] = lambda _owner, _frame: None
+        self.on_answer: Callable[[bytes], None] | None = None
+        self.on_start: Callable[[], None] = lambda: None
+        self.on_tick: Callable[[], None] = lambda: None
+        self.dispatcher: Dispatcher
+        self._clock, self._network, self._rng, self._trace = clock, network, rng, trace
+        self._backlog: list[Callable[[], None]] | None = None
+        self._probing = Probing()
+        network.server = self
+
+    def start(self) -> None:
+        self.up = True
+        self.lives += 1
+        self._backlog = None
+        self._probing = Probing()
+        self._trace.append((self._clock.now, "server starts"))
+        self.on_start()
+        self.dispatcher = Dispatcher(self._rng.randbytes(8), self._clock.now, seals=self._seals())
+        if self.outages:
+            self.outages[-1][1] = self._clock.now
+        self._clock.after(TICK_SECONDS, self._tick, self.lives)
+        self._network.server_back()
+
+    def _seals(self) -> Seals:
+        return Seals(b"key", outlives=self.lives > 1) if self.keeps_key else Seals(b"key %d" % self.lives)
+
+    def kill(self) -> None:
+        self._trace.append((self._clock.now, "server killed"))
+        self._go()
+
+    def stop(self) -> None:
+        """As on SIGTERM: those who wait are told."""
+        self._trace.append((self._clock.now, "server stopped"))
+        self._send(self.dispatcher.stop())
+        # The last answers have a moment to leave.
+        self.up = False
+        self._clock.after(10 * self._network.weather.latency, self._go)
+
+    def nap(self, seconds: float) -> None:
+        """The whole process stands still; what comes meanwhile waits."""
+        self._trace.append((self._clock.now, "server naps", seconds))
+        self._backlog = []
+        self._clock.after(seconds, self._wake_up, self.lives)
+
+    def receive(self, link: Link, frame: bytes) -> None:
+        if not self.up:
+            return
+        if self._backlog is not None:
+            self._backlog.append(lambda: self._take(link, frame))
+        else:
+            self._take(link, frame)
+
+    def disconnected(self) -> None:
+        if not self.up:
+            return
+        if self._backlog is not None:
+            self._backlog.append(self.disconnected)
+            return
+        before = self._probing.due
+        self._probing.connection_ended(self._clock.now)
+        if self._probing.due < before:
+            self._clock.at(self._probing.due, self._probe, self.lives)
+
+    def _go(self) -> None:
+        self.up = False
+        self._backlog = None
+        self.outages.append([self._clock.now, float("inf")])
+        self._network.server_gone()
+
+    def _take(self, link: Link, frame: bytes) -> None:
+        self._trace.append((self._clock.now, "to server", link.channel.owner, frame))
+        self.on_receive(link.channel.owner, frame)
+        self._send(self.dispatcher.receive(self._clock.now, link.peer, frame))
+
+    def _wake_up(self, life: int) -> None:
+        if life != self.lives or self._backlog is None:
+            return
+        backlog, self._backlog = self._backlog, None
+        for action in backlog:
+            action()
+
+    def _tick(self, life: int) -> None:
+        if life != self.lives or not self.up:
+            return
+        if self._backlog is None:
+            self._send(self.dispatcher.tick(self._clock.now))
+            self.on_tick()
+        self._clock.after(TICK_SECONDS, self._tick, life)
+
+    def _probe(self, life: int) -> None:
+        if life != self.lives or not self.up:
+            return
+        if self._backlog is not None:
+            self._backlog.append(lambda: self._probe(life))
+            return
+        if self._probing.begin_if_due(self._clock.now):
+            if self._probing.due < math.inf:
+                self._clock.at(self._probing.due, self._probe, life)
+            self._try(self.dispatcher.probes(self._probing.disconnected))
+
+    def _try(self, probes: Iterable[tuple[bytes, bytes]]) -> None:
+        # In order: they come out of a set, whose order is another in each process.
+        for peer, frame in sorted(probes):
+            self._deliver(peer, frame)
+
+    def _send(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
+        for peer, frame in replies:
+            self._deliver(peer, frame)
+
+    def _deliver(self, peer: bytes, frame: bytes) -> None:
+        if self.on_answer:
+            self.on_answer(frame)
+        if not self._network.answer(peer, frame):
+            self._try(self.dispatcher.unreachable(self._clock.now, peer))

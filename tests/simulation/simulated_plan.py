@@ -1,0 +1,272 @@
+"""What happens in one world, drawn from its seed: who takes part, what they run, and what befalls them."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+from simulation.simulated_network import Weather
+from statsd_bn.round_key import BACKWARD
+
+# What befalls one member at a time, and what it needs to know of it.
+MEMBER_FAULTS = ("killed", "vanished", "frozen", "slow", "cut")
+PROGRAM_FAULTS = ("raises", "skips", "swaps", "leaves early", "joins late")
+SERVER_FAULTS = ("server killed", "server stopped", "server naps")
+
+# A freeze or a cut of at most so many seconds is nobody's end: heartbeats come every second, and 3.5 s are allowed; a
+# cut beacon connects anew within 0.3 s.
+HARMLESS_FREEZE = 2.0
+HARMLESS_CUT = 0.15
+
+SECOND_BACKWARD = "second backward"
+
+# What the members of some worlds gather at the beginning of each turn.
+GATHERED = "gathered"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong: with the clock at `when`, or in a program at `step` and `place`."""
+
+    kind: str
+    member: int = 0
+    when: float = 0.0
+    seconds: float = 0.0
+    step: int = 0
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward round of one layer, and the backward round that belongs to it; or one gather."""
+
+    layer: str
+    channels: int
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One world."""
+
+    seed: int
+    replicas: tuple[tuple[int, ...], ...]
+    calls: tuple[Call, ...]
+    groups: dict[str, tuple[int, ...]]
+    steps: int
+    deadline: float
+    think: float
+    weather: Weather
+    faults: tuple[Fault, ...] = ()
+    relaunch: bool = False
+    min_members: int = 0
+    oddities: bool = False
+    dry: frozenset[int] = field(default_factory=frozenset)
+    phases: tuple[str, ...] = (BACKWARD,)
+    passes: tuple[tuple[int, ...], ...] = ()
+    replaced_after: float = 0.0
+    gathers: bool = False
+    keeps_key: bool = True
+    liar: int | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.replicas)
+
+    def members_of(self, group: str) -> tuple[int, ...]:
+        return self.groups[group] if group else tuple(range(self.size))
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether processes may come that were not there at the beginning."""
+        return self.has("comes") or self.replaced_after > 0
+
+    def index_of(self, step: int) -> int:
+        """The first turn of the program whose rounds have this step in their keys; dry ones do not count steps up."""
+        index = 0
+        while step and index < self.steps:
+            step -= index not in self.dry
+            index += 1
+        return index
+
+    def has(self, *kinds: str) -> bool:
+        return any(fault.kind in kinds for fault in self.faults)
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether everybody must get every aggregate in spite of the faults."""
+        # A newcomer may take the place of one that is late; one that is through with a pass waits for the slow ones.
+        if self.has("comes") or self.leaves_too_few or (self.passes and self.has("slow")):
+            return False
+        # A frozen member cannot connect anew, and a connection that stays away is a death.
+        if self._befallen_by("frozen") & self._befallen_by("cut"):
+            return False
+        late = sum(fault.seconds for fault in self.faults if fault.kind == "joins late")
+        return all(_is_harmless(fault) for fault in self.faults) and late < self.deadline and not self.weather.corrupted
+
+    def _befallen_by(self, kind: str) -> set[int]:
+        return {fault.member for fault in self.faults if fault.kind == kind}
+
+    @property
+    def is_faultless(self) -> bool:
+        return not self.faults and self.weather.is_fair and not self.leaves_too_few
+
+    @property
+    def leaves_too_few(self) -> bool:
+        """Whether members that are through with their last pass may leave others behind that are too few."""
+        return bool(self.passes) and self.min_members > 1
+
+
+def _is_harmless(fault: Fault) -> bool:
+    if fault.kind == "frozen":
+        return fault.seconds <= HARMLESS_FREEZE
+    if fault.kind == "cut":
+        return fault.seconds <= HARMLESS_CUT
+    if fault.kind == "joins late":
+        return True
+    return fault.kind in {"slow", "server killed", "server naps"}
+
+
+def draw(seed: int) -> Plan:
+    """Returns the world of a seed."""
+    rng = random.Random(seed)
+    size = rng.choice((1, 2, 2, 2, 3, 3, 4, 5))
+    groups = _draw_groups(rng, size)
+    layers = [Call(f"bn{n}", rng.randint(2, 4) if rng.random() < 0.8 else 8, _group(rng, groups)) for n in range(3)]
+    calls = [rng.choice(layers[: rng.randint(1, 3)]) for _ in range(rng.choice((1, 1, 2, 2, 3)))]
+    if groups:
+        # A member that has no round with the others would be through, and leave the group, before they have begun.
+        calls[0] = replace(calls[0], group="")
+    plan = Plan(
+        seed=seed,
+        replicas=tuple(_draw_counts(rng) for _ in range(size)),
+        calls=tuple(calls),
+        groups=groups,
+        steps=rng.choice((2, 2, 3, 3, 4, 6)),
+        deadline=rng.choice((8.0, 15.0, 30.0, 30.0, 60.0)),
+        think=rng.choice((0.0, 0.01, 0.1, 0.5)),
+        weather=Weather(latency=rng.choice((0.0002, 0.001, 0.02))),
+        oddities=rng.random() < 0.05,
+        dry=frozenset(step for step in range(6) if rng.random() < 0.03),
+    )
+    plan = _draw_policy(random.Random(seed + 2**42), _draw_faults(rng, plan))
+    rng = random.Random(seed + 2**43)
+    plan = replace(plan, gathers=random.Random(seed + 2**44).random() < 0.2)
+    return _draw_key(_draw_newcomers(rng, _draw_passes(rng, replace(plan, phases=_draw_phases(rng)))))
+
+
+def _draw_key(plan: Plan) -> Plan:
+    """Lets a server that is started again have its key or a new one; with its own it knows a lie."""
+    rng = random.Random(plan.seed + 2**45)
+    keeps_key = rng.random() < 0.6
+    lies = keeps_key and plan.has("server killed", "server stopped") and rng.random() < 0.3
+    return replace(plan, keeps_key=keeps_key, liar=rng.randrange(plan.size) if lies else None)
+
+
+def _draw_phases(rng: random.Random) -> tuple[str, ...]:
+    """Mostly a plain training step; now and then a kept graph that is walked again, or differentiated again."""
+    further = rng.choice(("backward 2", SECOND_BACKWARD, "second backward 2"))
+    if rng.random() < 0.9:
+        return (BACKWARD,)
+    return (BACKWARD, SECOND_BACKWARD, further) if further == "second backward 2" else (BACKWARD, further)
+
+
+def _draw_passes(rng: random.Random, plan: Plan) -> Plan:
+    """In some worlds the members have different numbers of batches in each pass over their data."""
+    if plan.groups or plan.has("skips", "swaps") or plan.relaunch or rng.random() < 0.85:
+        return plan
+    passes = tuple(tuple(rng.choice((0, 1, 1, 2, 3)) for _ in plan.replicas) for _ in range(rng.choice((1, 2, 2, 3))))
+    return replace(plan, passes=passes, deadline=max(plan.deadline, 60.0))
+
+
+def _draw_newcomers(rng: random.Random, plan: Plan) -> Plan:
+    """New processes come, of numbers that had one or of others, or when one of their number has ended."""
+    if not plan.min_members:
+        some_end = plan.has("killed", "vanished") and not plan.relaunch
+        return replace(plan, replaced_after=rng.choice((0.05, 0.6, 2.0))) if some_end and rng.random() < 0.5 else plan
+    if rng.random() < 0.4:
+        return plan
+    numbers = [rng.randrange(plan.size + 2) for _ in range(rng.choice((0, 1, 1, 2)))]
+    newcomers = tuple(Fault("comes", number, when=rng.random() * _length(plan)) for number in numbers)
+    return replace(plan, faults=plan.faults + newcomers, replaced_after=rng.choice((0.0, 0.05, 0.6, 2.0)))
+
+
+def _draw_policy(rng: random.Random, plan: Plan) -> Plan:
+    """Makes some worlds elastic; their groups beyond the world are strict like all others."""
+    if plan.size == 1 or plan.groups or plan.has("skips", "swaps") or rng.random() < 0.6:
+        return plan
+    return replace(plan, min_members=rng.choice((1, 1, max(1, plan.size - 1), plan.size)), relaunch=False)
+
+
+def _draw_groups(rng: random.Random, size: int) -> dict[str, tuple[int, ...]]:
+    if size < 3 or rng.random() < 0.7:
+        return {}
+    members = rng.sample(range(size), rng.randint(2, size))
+    return {"some": tuple(sorted(members))}
+
+
+def _group(rng: random.Random, groups: dict[str, tuple[int, ...]]) -> str:
+    return rng.choice(("", *groups)) if groups else ""
+
+
+def _draw_counts(rng: random.Random) -> tuple[int, ...]:
+    return tuple(rng.choice((0, 1, 2, 7, 18, 1000)) for _ in range(rng.choice((1, 1, 1, 2, 3))))
+
+
+def _draw_faults(rng: random.Random, plan: Plan) -> Plan:
+    """Most worlds have one thing go wrong, or two; some nothing; some everything."""
+    mood = rng.random()
+    if mood < 0.12:
+        return plan
+    if mood < 0.35:
+        return replace(plan, weather=_bad_weather(rng, plan.weather, 0.08), deadline=max(plan.deadline, 30.0))
+    if mood < 0.5:
+        faults = [_server_fault(rng, plan, "server killed") for _ in range(rng.choice((1, 1, 2, 3)))]
+        weather = _bad_weather(rng, plan.weather, 0.04) if rng.random() < 0.3 else plan.weather
+        return replace(plan, faults=tuple(faults), weather=weather, deadline=max(plan.deadline, 30.0))
+    if mood < 0.9:
+        return replace(
+            plan, faults=tuple(_any_fault(rng, plan) for _ in range(rng.choice((1, 1, 1, 2)))),
+            relaunch=rng.random() < 0.25,
+        )  # fmt: skip
+    weather = replace(_bad_weather(rng, plan.weather, 0.1), corrupted=rng.choice((0.0, 0.0, 0.02)))
+    faults = tuple(_any_fault(rng, plan) for _ in range(rng.randint(2, 5)))
+    return replace(plan, faults=faults, weather=weather, relaunch=rng.random() < 0.3)
+
+
+def _bad_weather(rng: random.Random, weather: Weather, worst: float) -> Weather:
+    kinds = rng.sample(("dropped", "doubled", "delayed", "reordered"), rng.randint(1, 4))
+    chances = {kind: worst * rng.random() for kind in kinds}
+    return replace(weather, longest_delay=rng.choice((0.05, 0.5, 1.5)), **chances)
+
+
+def _any_fault(rng: random.Random, plan: Plan) -> Fault:
+    kind = rng.choice((*MEMBER_FAULTS, *PROGRAM_FAULTS, *SERVER_FAULTS))
+    if kind in SERVER_FAULTS:
+        return _server_fault(rng, plan, kind)
+    fault = Fault(
+        kind,
+        rng.randrange(plan.size),
+        when=rng.random() * _length(plan),
+        step=rng.randrange(plan.steps),
+        place=rng.randrange(2 * len(plan.calls)),
+    )
+    return replace(fault, seconds=_seconds(rng, kind, plan))
+
+
+def _seconds(rng: random.Random, kind: str, plan: Plan) -> float:
+    if kind == "frozen":
+        return rng.choice((0.5, 1.5, 3.0, 5.0, 6.0, plan.deadline + 10.0))
+    if kind == "cut":
+        return rng.choice((0.0, 0.1, 0.15, 1.0, 5.0))
+    if kind == "joins late":
+        return rng.random() * 6.0
+    return rng.random() * 3.0
+
+
+def _server_fault(rng: random.Random, plan: Plan, kind: str) -> Fault:
+    seconds = rng.choice((0.01, 0.1, 0.5, 1.2, 2.5)) if kind != "server naps" else rng.choice((0.3, 0.9, 2.0, 4.0, 6.0))
+    return Fault(kind, when=rng.random() * _length(plan), seconds=seconds)
+
+
+def _length(plan: Plan) -> float:
+    """How long the world lasts, roughly, if nothing goes wrong."""
+    return 2 * len(plan.calls) * plan.steps * (2 * plan.weather.latency + plan.think) + 0.01

@@ -1,0 +1,363 @@
+"""What must be true in every world, whatever befalls it, beside the sums themselves.
+
+Each rule is a function that finds fault or does not. The world keeps *facts*: what really happened to whom. An error
+that a member gets must agree with them.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from client.connection.registration import ANSWER_SECONDS, TAKEN_SECONDS
+from client.connection.round_trip import ASK_AGAIN_AT_MOST, ASK_AGAIN_SECONDS, GRACE_SECONDS
+from server.core.deadlock import THREADED_QUIET_SECONDS
+from server.core.liveness import RECONNECT_SECONDS
+from server.group.results import REMEMBERED_ROUNDS
+from server.network.disconnect_probe import PROBE_SECONDS
+from server.network.service import TICK_SECONDS
+from simulation.simulated_plan import HARMLESS_FREEZE
+from statsd_bn import errors, limits
+
+if TYPE_CHECKING:
+    from simulation.simulated_member import Outcome
+    from simulation.simulator import World
+
+# What a wait may last beyond its bound: the frames' way, and the server's ticks.
+MARGIN = 1.0
+
+# From the end of a member to the news of it: by a lost connection, or by silence.
+NEWS_SECONDS = limits.SILENCE_SECONDS + limits.HEARTBEAT_SECONDS + RECONNECT_SECONDS + PROBE_SECONDS + 2 * TICK_SECONDS
+
+# As the protocol has it, whatever the product makes of it.
+PROMISED_SILENCE_SECONDS = limits.SILENCE_SECONDS
+
+# Facts after which nobody hears from that life of a member again.
+ENDS = {"killed", "vanished", "failed", "left"}
+
+
+def check_outcome(world: "World", outcome: "Outcome") -> None:
+    """One wait has ended, with a result or an error."""
+    _ends_within_its_bound(world, outcome)
+    if outcome.error is None:
+        return
+    excused = (
+        _a_registration_was_lost(world, outcome)
+        or not _nobody_was_mute(world)
+        or not _all_saw_the_restart(world)
+        or _a_goodbye_was_lost(world)
+    )
+    if world.plan.is_harmless and not excused:
+        world.find("harmless faults do no harm", f"{outcome.process} {outcome.what} {outcome.key}: {outcome.error!r}")
+    judge = TRUTHS.get(type(outcome.error))
+    if judge is None:
+        world.find("errors are of the kinds there are", f"{outcome.process}: {outcome.error!r}")
+    elif not judge(world, outcome, outcome.error):
+        world.find(f"{type(outcome.error).__name__} tells the truth", f"{outcome.process}: {_words(outcome.error)}")
+
+
+def check_memory(world: "World") -> None:
+    """Nothing that the server keeps grows without bound."""
+    dispatcher = world.server.dispatcher
+    seats, pulses = len(dispatcher._registry.seats), len(dispatcher._registry.liveness._pulses)
+    most = len(world.processes) * (1 + len(world.plan.groups))
+    if seats > most or pulses > most or pulses > seats:
+        world.find("memory is bounded", f"{seats} seats and {pulses} pulses for {len(world.processes)} processes")
+    for master in dispatcher._registry.masters.values():
+        # Of those who come back after a restart each may tell of as many rounds, and not of the same ones.
+        claimed = limits.KEPT_ROUNDS * len(world.processes) if world.server.outages else 0
+        if (
+            len(master._archive) > limits.KEPT_ROUNDS
+            or len(master._claims.of) > claimed
+            or len(master._archive._remembered) > REMEMBERED_ROUNDS
+            or len(master.open_rounds) > limits.MAX_OPEN_ROUNDS
+        ):
+            world.find("memory is bounded", f"{len(master._archive)} rounds kept, {len(master.open_rounds)} open")
+
+
+def check_end(world: "World") -> None:
+    """All programs have ended."""
+    if world.plan.is_faultless:
+        _costs_one_message_each_way(world)
+    waits = [channel for channel in world.network._channels if len(channel.inbox) > limits.KEPT_ROUNDS * 16]
+    if waits:
+        world.find("memory is bounded", f"{len(waits[0].inbox)} frames that nobody reads")
+
+
+def is_empty(world: "World") -> bool:
+    """Whether the server keeps nothing any more."""
+    dispatcher = world.server.dispatcher
+    return not (dispatcher._registry.masters or dispatcher._registry.seats or dispatcher._registry.liveness._pulses)
+
+
+def check_nothing_is_left(world: "World") -> None:
+    """All have ended, and as much time has passed as anything may take: the server has forgotten everything."""
+    if not is_empty(world):
+        dispatcher = world.server.dispatcher
+        world.find("nothing is left", f"{list(dispatcher._registry.masters)}, {len(dispatcher._registry.seats)} seats")
+
+
+def _ends_within_its_bound(world: "World", outcome: "Outcome") -> None:
+    plan = world.plan
+    filling = plan.deadline + 2 * ANSWER_SECONDS + TAKEN_SECONDS
+    bound = plan.deadline + GRACE_SECONDS if outcome.what == "exchange" else filling
+    if outcome.group != "world":
+        bound += filling
+    took = outcome.ended - outcome.started - outcome.process.frozen_seconds
+    if took > bound + MARGIN:
+        world.find("every wait ends in time", f"{outcome.process} {outcome.what} {outcome.key}: {took} s, not {bound}")
+
+
+def _costs_one_message_each_way(world: "World") -> None:
+    waits = [one for process in world.processes for one in process.outcomes if one.what == "exchange"]
+    exchanges = len(waits)
+    again = sum(int((one.ended - one.started) / (0.9 * ASK_AGAIN_SECONDS)) for one in waits)
+    if any(isinstance(process.result, BaseException) for process in world.processes):
+        world.find("a round costs one message each way", "an error in a world without a fault")
+    counts = (world.contributions, world.aggregates)
+    if not all(exchanges <= count <= exchanges + again for count in counts):
+        told = f"{world.contributions} contributions and {world.aggregates} aggregates for {exchanges} exchanges"
+        world.find("a round costs one message each way", told)
+
+
+def _a_registration_was_lost(world: "World", outcome: "Outcome") -> bool:
+    """A member that gets no answer to its first Register gives up soon, as the protocol has it; so the others end."""
+    outcomes = [outcome, *(one for process in world.processes for one in process.outcomes)]
+    return world.plan.weather.dropped > 0 and any(isinstance(one.error, errors.ServerUnreachable) for one in outcomes)
+
+
+def _a_goodbye_was_lost(world: "World") -> bool:
+    """One that is through with its last pass leaves while others go on; without its Leave it is lost."""
+    return bool(world.plan.passes) and not world.plan.weather.is_fair and any(f.how == "left" for f in world.facts)
+
+
+def _nobody_was_mute(world: "World") -> bool:
+    """Whether the network let through enough heartbeats of everyone."""
+    now = world.clock.now
+    silences = [now - heard for number, heard in world.heard.items() if _lives(world, number)]
+    return max([*world.longest_silence.values(), *silences], default=0.0) < mute_seconds(world) - TICK_SECONDS
+
+
+def _lives(world: "World", member: int) -> bool:
+    return any(process.number == member and process.result is None for process in world.processes)
+
+
+def _all_saw_the_restart(world: "World") -> bool:
+    """A restarted master does not know of members that left in good order; whoever needs it waits in vain."""
+    first_end = min((fact.when for fact in world.facts if fact.how in ENDS), default=float("inf"))
+    return all(back < first_end for _, back in world.server.outages)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error} {getattr(error, 'fields', '')}"
+
+
+def _replica_lost_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
+    """It names a member that is gone or was mute, with the cause, and in time."""
+    return _is_in_time(world, outcome, error) and _is_gone(world, error)
+
+
+def _is_gone(world: "World", error: Any) -> bool:
+    member, cause = error.fields["member"], error.fields["cause"]
+    facts = [fact for fact in world.facts if fact.member == member]
+    if cause == "the connection was lost":
+        ended = any(fact.how in {"killed", "failed", "left"} or _is_long_cut(fact) for fact in facts)
+        # A short cut is no end where the news of the new connection gets through.
+        cut = any(fact.how == "cut" for fact in facts)
+        muted = not world.plan.weather.is_fair or any(fact.how == "frozen" for fact in facts)
+        vanished = any(fact.how == "vanished" for fact in facts)
+        return ended or _napped(world) or (cut and (muted or vanished))
+    if cause.startswith("no sign of life"):
+        long_freeze = any(fact.how == "frozen" and fact.until - fact.when > HARMLESS_FREEZE for fact in facts)
+        return long_freeze or any(fact.how in ENDS for fact in facts) or _was_mute(world, member)
+    if cause.startswith(("did not come back", "the others had gone on", "what it was given")):
+        return bool(world.server.outages) and _was_away(world, member)
+    if cause == "":
+        return any(fact.how == "left" for fact in facts)
+    if cause == "came back too late" and world.plan.has_newcomers and world.server.outages:
+        # Newcomers that are as many as the group are a group, if they come to a restarted server first.
+        return True
+    taken_for_lost = cause in {"taken for lost", "came back too late"} and _was_away(world, member)
+    return taken_for_lost or any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
+
+
+def _is_in_time(world: "World", outcome: "Outcome", error: Any) -> bool:
+    """A dead member is known at once where its connection ends, and a silent one after the time for that."""
+    cause = error.fields["cause"]
+    facts = [fact for fact in world.facts if fact.member == error.fields["member"]]
+    disturbed = world.server.outages or _nap_seconds(world) or not world.plan.weather.is_fair
+    own = world.plan.has("frozen", "cut") or outcome.what == "connect" or not facts
+    if disturbed or own or not cause.startswith(("the connection", "no sign")):
+        return True
+    allowed = PROBE_SECONDS + RECONNECT_SECONDS if cause == "the connection was lost" else limits.SILENCE_SECONDS
+    late = outcome.ended - max(facts[-1].when, outcome.started)
+    return late <= allowed + 2 * TICK_SECONDS + 4 * world.plan.weather.latency
+
+
+def _was_away(world: "World", member: int) -> bool:
+    facts = (fact.how for fact in world.facts if fact.member == member)
+    return any(how in {*ENDS, "frozen", "cut"} for how in facts) or _was_mute(world, member)
+
+
+def _is_cause_of_refusal(world: "World", member: int, cause: str) -> bool:
+    """A member that gives up a group says so before its program has ended."""
+    return any(
+        _cause(outcome.error) == cause
+        for process in world.processes
+        if process.number == member
+        for outcome in process.outcomes
+        if outcome.error
+    )
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
+
+
+def _is_long_cut(fact: Any) -> bool:
+    return fact.how == "cut" and fact.until - fact.when > RECONNECT_SECONDS - 0.1
+
+
+def _napped(world: "World") -> bool:
+    return world.plan.has("server naps") and world.plan.has("cut")
+
+
+def _was_mute(world: "World", member: int) -> bool:
+    silence = max(world.longest_silence.get(member, 0.0), world.clock.now - world.heard.get(member, 0.0))
+    return silence >= mute_seconds(world) - 0.01
+
+
+def mute_seconds(world: "World") -> float:
+    """Each session must be heard; one that speaks in another group meanwhile is heard up to a second later in this."""
+    if not world.plan.groups:
+        return PROMISED_SILENCE_SECONDS
+    # Where frames get lost, those of one session may all be, while those of the other are heard.
+    return (
+        limits.HEARTBEAT_SECONDS if world.plan.weather.dropped else PROMISED_SILENCE_SECONDS - limits.HEARTBEAT_SECONDS
+    )
+
+
+def _mismatch_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
+    return world.plan.has("skips", "swaps")
+
+
+def _conflict_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
+    """A server with a new key cannot tell whether others had gone on without a member that is back."""
+    return bool(world.server.outages and world.plan.min_members) and not world.plan.keeps_key
+
+
+def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
+    """Whoever is missing has really not come, is not known to be gone, and is not itself waiting for others."""
+    missing = error.fields.get("missing")
+    if missing is None:
+        if "the latest was: " in str(error):
+            return _was_counted_anew(world)
+        # The master itself would have told: it was away for long, or the member slept through the answer.
+        away = sum(back - gone for gone, back in world.server.outages)
+        deadline = world.plan.deadline
+        return away > deadline / 2 or outcome.process.frozen_seconds >= deadline or world.plan.weather.dropped > 0
+    if world.server.outages:
+        return True
+    return all(_is_late(world, outcome, member) for member in missing)
+
+
+def _was_counted_anew(world: "World") -> bool:
+    """A restarted master counts a round's time anew; one that slept, or heard late of the round, is late itself."""
+    return bool(world.server.outages) or bool(_nap_seconds(world)) or not world.plan.weather.is_fair
+
+
+def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
+    gone = [fact for fact in world.facts if fact.member == member and fact.how in ENDS]
+    # Another process may have taken its place meanwhile.
+    if (
+        gone
+        and not _lives(world, member)
+        and outcome.ended - max(gone[-1].when, outcome.started) > NEWS_SECONDS + 2 * _nap_seconds(world)
+    ):
+        return False
+    waits = [
+        one for process in world.processes if process.number == member for one in process.outcomes if not one.ended
+    ]
+    for wait in waits:
+        since = outcome.ended - wait.started
+        if wait.key == outcome.key and since > 2 * ASK_AGAIN_AT_MOST + MARGIN and world.plan.weather.is_fair:
+            return _was_frozen(world, member)
+        if since > THREADED_QUIET_SECONDS + MARGIN and _all_wait(world, outcome, since):
+            return _was_frozen(world, member)
+    return True
+
+
+def _all_wait(world: "World", outcome: "Outcome", seconds: float) -> bool:
+    """Whether all others have waited as long, each somewhere."""
+    others = [process for process in world.processes if process.result is None and process is not outcome.process]
+    least = min(seconds, THREADED_QUIET_SECONDS + MARGIN)
+    waits = [process.outcomes[-1] if process.outcomes else None for process in others]
+    return all(wait and not wait.ended and world.clock.now - wait.started >= least for wait in waits)
+
+
+def _was_frozen(world: "World", member: int) -> bool:
+    return any(fact.member == member and fact.how in {"frozen", "cut"} for fact in world.facts) or bool(
+        _nap_seconds(world)
+    )
+
+
+def _nap_seconds(world: "World") -> float:
+    return sum(fault.seconds for fault in world.plan.faults if fault.kind == "server naps")
+
+
+def _unknown_session_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
+    """The master took it for lost, or another run has replaced it."""
+    number = outcome.process.number
+    cut = any(fact.member == number and _is_long_cut(fact) for fact in world.facts)
+    return cut or _was_mute(world, number) or world.plan.relaunch or bool(world.server.outages)
+
+
+def _refusal_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
+    """Another run has begun, or after a restart members of two runs meet."""
+    return (
+        world.plan.relaunch
+        or bool(world.plan.replaced_after)
+        or (bool(world.server.outages) and any(fact.how in ENDS for fact in world.facts))
+    )
+
+
+def _incomplete_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
+    """Somebody of the group did not come, or did not stay."""
+    members = world.plan.members_of("" if outcome.group == "world" else outcome.group)
+    absent = any(
+        fact.member in members and (fact.how in ENDS or fact.how in {"frozen", "slow"}) for fact in world.facts
+    )
+    late = world.plan.has("joins late", "skips", "swaps", "comes") or (world.plan.passes and world.plan.has("slow"))
+    return absent or bool(late) or not world.plan.weather.is_fair or bool(world.server.outages)
+
+
+def _duplicate_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
+    return len([one for one in world.processes if one.number == outcome.process.number]) > 1
+
+
+def _unreachable_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
+    long = any(back - gone >= ANSWER_SECONDS / 2 for gone, back in world.server.outages)
+    return long or not world.plan.weather.is_fair or world.plan.has("cut", "server naps", "frozen")
+
+
+def _stopped_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
+    return world.plan.has("server stopped")
+
+
+def _protocol_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
+    return world.plan.weather.corrupted > 0
+
+
+TRUTHS: dict[type[BaseException], Callable[["World", "Outcome", Any], bool]] = {
+    errors.ReplicaLost: _replica_lost_is_true,
+    errors.RoundMismatch: _mismatch_is_true,
+    errors.RoundTimeout: _timeout_is_true,
+    errors.ContributionConflict: _conflict_is_true,
+    errors.UnknownSession: _unknown_session_is_true,
+    errors.RegistrationRefused: _refusal_is_true,
+    errors.StaleEpoch: _refusal_is_true,
+    errors.GroupIncomplete: _incomplete_is_true,
+    errors.DuplicateMember: _duplicate_is_true,
+    errors.ServerUnreachable: _unreachable_is_true,
+    errors.MasterStopped: _stopped_is_true,
+    errors.ProtocolError: _protocol_is_true,
+    errors.VersionMismatch: _protocol_is_true,
+}

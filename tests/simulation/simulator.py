@@ -1,0 +1,354 @@
+"""The fault simulator: one seed is one world of members and a master, and whatever happens to them.
+
+Members run the real client over a simulated transport, the master is the real dispatcher; see `simulated_network.py`
+for time and network, `simulated_plan.py` for what happens, `oracle.py` for what must come out of a round, and
+`simulated_rules.py` for what must be true of everything else. `scripts/simulate` runs many seeds.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import random
+import sys
+import time
+import types
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from greenlet import getcurrent
+
+import client.connection.session
+import server.core.dispatcher
+from simulation import simulated_membership_rules as membership_rules
+from simulation import simulated_rules as rules
+from simulation.simulated_liar import lying
+from simulation.simulated_member import Outcome, Process
+from simulation.simulated_network import Clock, Network, SimulatedServer
+from simulation.simulated_plan import Call, Fault, Plan, draw
+from statsd_bn import limits
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.messages import Aggregate, Contribution
+from statsd_bn.round_key import GATHER, RoundKey
+from statsd_bn.rows import Rows
+from statsd_bn.wire import decode
+from support.oracle import Ledger
+
+TRACE_TOLD = 60
+
+# A world in which more happens has messages that beget messages; the busiest others have a third of it.
+MOST_EVENTS = 30_000
+
+# A world that lasts longer than this has a wait without an end.
+LONGEST_WORLD = 2000.0
+
+
+class Finding(AssertionError):
+    """A rule was broken; `str` tells the seed, the rule, and the end of the trace."""
+
+    def __init__(self, seed: int, rule: str, complaint: str, trace: list[str]) -> None:
+        told = "\n".join(trace[-TRACE_TOLD:])
+        super().__init__(f"seed {seed}, {rule}: {complaint}\n{told}")
+        self.seed, self.rule, self.complaint = seed, rule, complaint
+
+
+@dataclass
+class Fact:
+    """Something that really happened to a member, which an error may name."""
+
+    when: float
+    member: int
+    how: str
+    cause: str = ""
+    until: float = 0.0
+
+
+@dataclass
+class Tally:
+    """What happened in many worlds."""
+
+    worlds: int = 0
+    rounds: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Tally") -> None:
+        self.worlds += other.worlds
+        self.rounds += other.rounds
+        self.faults += other.faults
+        self.errors += other.errors
+
+
+class World:
+    """Everything of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.plan: Plan = draw(seed)
+        self.seed = seed
+        self.rng = random.Random(seed + 2**40)
+        self.trace: list[tuple[Any, ...]] = []
+        self.clock = Clock()
+        self.network = Network(self.clock, self.rng, self.plan.weather, self.trace)
+        # Of the rounds: when a member brought something last, and what the server and the members say they cover.
+        self.brought_at: dict[RoundKey, float] = {}
+        self.left_a_round = 0.0
+        self.sent: dict[RoundKey, tuple[int, ...]] = {}
+        self.arrived: dict[RoundKey, set[int]] = {}
+        self.covered: list[membership_rules.Covered] = []
+        self.pass_began: dict[int, int] = {}
+        self.server = SimulatedServer(self.clock, self.network, self.rng, self.trace, keeps_key=self.plan.keeps_key)
+        self.server.on_receive = self._heard
+        if self.plan.min_members or self.plan.passes:
+            self.server.on_start = self.arrived.clear
+            self.server.on_answer = lambda frame: membership_rules.note_sent(self, frame)
+        self.server.on_tick = lambda: rules.check_memory(self)
+        self.ledger = Ledger()
+        self.facts: list[Fact] = []
+        self.processes: list[Process] = []
+        self.heard: dict[int, float] = {}
+        self.longest_silence: dict[int, float] = {}
+        self.rounds = 0
+        self._events = 0
+        self._finding: Finding | None = None
+        self._numbers = self._draw_numbers()
+
+    def run(self) -> Tally:
+        """Runs the world to its end.
+
+        Raises:
+            Finding: a rule is broken.
+        """
+        with virtual(self), self._lies():
+            self.server.start()
+            for number in range(self.plan.size):
+                self._spawn(number, 0, 0, self.rng.random() * 0.05)
+            for fault in self.plan.faults:
+                if fault.when:
+                    self.clock.at(0.06 + fault.when, self._befall, fault)
+            self._run_until(self._all_over)
+            rules.check_end(self)
+            membership_rules.check_no_step_grows(self)
+            expiry = self.clock.now + self.plan.deadline + limits.SILENCE_SECONDS + 3.0
+            self._run_until(lambda: self.clock.now > expiry or rules.is_empty(self))
+            rules.check_nothing_is_left(self)
+        return self._tally()
+
+    def find(self, rule: str, complaint: str) -> None:
+        """A rule is broken; whoever notices it, the run ends with it."""
+        if self._finding is None:
+            self._finding = Finding(self.seed, rule, complaint, self.told())
+        raise self._finding
+
+    def told(self) -> list[str]:
+        """The trace, for people."""
+        return [f"{self.plan}", *(_told(entry) for entry in self.trace)]
+
+    def note(self, process: Process, how: str, cause: str = "", seconds: float = 0.0) -> None:
+        fact = Fact(self.clock.now, process.number, how, cause, self.clock.now + seconds)
+        self.facts.append(fact)
+        if how in rules.ENDS and process.number in self.heard:
+            self._hear(process.number)
+        self.trace.append((self.clock.now, how, process, cause))
+
+    def judge(self, outcome: Outcome) -> None:
+        self.trace.append((self.clock.now, "error" if outcome.error else "has", outcome.process, outcome.error or ""))
+        rules.check_outcome(self, outcome)
+
+    def over(self, process: Process) -> None:
+        """A process has ended by itself; a launcher may start the whole job again, with the next epoch."""
+        failed = process.result != "done"
+        if failed and self.plan.relaunch and process.life == 0:
+            self._spawn(process.number, 1, 1, 0.5 + self.rng.random())
+        early = failed or self.plan.has("leaves early")
+        if early and self.plan.min_members:
+            self._replace(process)
+
+    def _replace(self, process: Process) -> None:
+        """Sends a new process in the place of one that has ended, while there are others."""
+        if self.plan.replaced_after and process.life == 0:
+            self.clock.after(self.plan.replaced_after * (0.5 + self.rng.random()), self._come, process.number)
+
+    def _come(self, number: int) -> None:
+        if all(process.result is not None for process in self.processes):
+            return
+        self.network.count("newcomers")
+        self.heard.pop(number, None)
+        self._spawn(number, 1 + max((one.life for one in self.processes if one.number == number), default=0), 0, 0.0)
+
+    def rows(self, process: Process, key: RoundKey, call: Call) -> Rows:
+        counts = self.plan.replicas[process.number % self.plan.size]
+        vectors, channels = 2, call.channels
+        if key.phase == GATHER:
+            # As many as no other member has.
+            counts, vectors, channels = (0,), 1, 1 + process.number
+        name = (process.number, process.life, process.epoch, key.group, key.step, key.layer, key.call, key.phase)
+        size = len(counts) * vectors * channels
+        start = zlib.crc32(repr(name).encode()) % (len(self._numbers) - size)
+        return Rows(counts, self._numbers[start : start + size].reshape(len(counts), vectors, channels))
+
+    def _draw_numbers(self) -> Any:
+        rng = random.Random(self.seed + 2**41)
+        widest = 300 if self.plan.oddities else 30
+        numbers = np.array([(rng.random() - 0.5) * 2.0 ** rng.randint(-widest, widest) for _ in range(211)])
+        if self.plan.oddities:
+            for odd in (float("nan"), float("inf"), -float("inf"), 5e-324, -0.0, 1.7e308, 1.7e308):
+                numbers[rng.randrange(len(numbers))] = odd
+        return numbers
+
+    def _spawn(self, number: int, life: int, epoch: int, seconds: float) -> None:
+        process = Process(self, number, life, epoch)
+        self.processes.append(process)
+        self.clock.after(seconds, process.start)
+
+    def _run_until(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            self.clock.step()
+            self._events += 1
+            if self._events > MOST_EVENTS:
+                self.find("messages do not beget messages without end", f"{self._events} events")
+            if self._finding:
+                raise self._finding
+            if self.clock.now > LONGEST_WORLD:
+                self.find("every wait ends", f"at {self.clock.now} s {[p for p in self.processes if not p.result]}")
+
+    def _lies(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.plan.liar is None else lying(self.plan.liar)
+
+    def _all_over(self) -> bool:
+        return all(process.result is not None for process in self.processes) and self.server.up
+
+    def _befall(self, fault: Fault) -> None:
+        if fault.kind.startswith("server"):
+            self._befall_server(fault)
+            return
+        if fault.kind == "comes":
+            self._come(fault.member)
+            return
+        process = next((p for p in reversed(self.processes) if p.number == fault.member and p.result is None), None)
+        if process is None:
+            return
+        self.network.count(fault.kind)
+        if fault.kind in {"killed", "vanished"}:
+            self.note(process, fault.kind)
+            process.end(silently=fault.kind == "vanished")
+            if self.plan.relaunch and process.life == 0:
+                self._spawn(process.number, 1, 1, 0.5 + self.rng.random())
+            self._replace(process)
+        elif fault.kind == "frozen":
+            self.note(process, "frozen", seconds=fault.seconds)
+            process.freeze(fault.seconds)
+        elif fault.kind == "cut":
+            self.note(process, "cut", seconds=fault.seconds)
+            self.network.cut(process, fault.seconds)
+        elif fault.kind == "slow":
+            self.note(process, "slow")
+            process.slowness = fault.seconds
+
+    def _befall_server(self, fault: Fault) -> None:
+        if not self.server.up:
+            return
+        self.network.count(fault.kind)
+        if fault.kind == "server naps":
+            self.server.nap(fault.seconds)
+            return
+        self.server.kill() if fault.kind == "server killed" else self.server.stop()
+        self.clock.after(max(fault.seconds, 0.3), self.server.start)
+
+    @property
+    def contributions(self) -> int:
+        return sum(entry[1] == "to server" and _kind(entry[3]) is Contribution for entry in self.trace)
+
+    @property
+    def aggregates(self) -> int:
+        return sum(entry[1] == "to member" and _kind(entry[3]) is Aggregate for entry in self.trace)
+
+    def _heard(self, process: Process, frame: bytes) -> None:
+        self._hear(process.number)
+        process.hear()
+        if self.plan.min_members or self.plan.passes:
+            membership_rules.note_arrival(self, frame)
+
+    def _hear(self, number: int) -> None:
+        silence = self.clock.now - self.heard.get(number, self.clock.now)
+        self.longest_silence[number] = max(silence, self.longest_silence.get(number, 0.0))
+        self.heard[number] = self.clock.now
+
+    def _tally(self) -> Tally:
+        faults = Counter(self.network.faults)
+        faults.update(fault.kind for fault in self.plan.faults if fault.kind not in faults and not fault.when)
+        errors = [outcome.error for process in self.processes for outcome in process.outcomes]
+        return Tally(1, self.rounds, faults, Counter(type(error).__name__ for error in errors if error))
+
+
+_decode = functools.lru_cache(maxsize=64)(decode)
+
+
+def _told(entry: tuple[Any, ...]) -> str:
+    when, what, *rest = entry
+    return f"{when:10.5f} {what} " + " ".join(_message(one) if type(one) is bytes else str(one) for one in rest)
+
+
+def _kind(frame: bytes) -> type:
+    return type(decode(frame))
+
+
+def _message(frame: bytes) -> str:
+    try:
+        message = decode(frame)
+    except StatsdBNError as error:
+        return f"<{error}>"
+    text = " ".join(repr(message).split())
+    return text if len(text) < 400 else f"{text[:400]}..."
+
+
+@contextlib.contextmanager
+def virtual(world: World) -> Iterator[None]:
+    """The client's clock, chance and tokens are the world's."""
+
+    def sleep(seconds: float) -> None:
+        process = next(process for process in world.processes if process._greenlet is getcurrent())
+        process.wait(seconds)
+
+    def now() -> float:
+        return world.clock.now
+
+    fakes = {
+        time: types.SimpleNamespace(monotonic=now, perf_counter=now, sleep=sleep),
+        random: world.rng,
+        os: types.SimpleNamespace(urandom=world.rng.randbytes, getpid=lambda: 1, environ={}),
+    }
+    changed = [(module, name, real) for module, name, real in _modules_of_the_client() if real in fakes]
+    logger = logging.getLogger("statsd_bn")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    for module, name, real in changed:
+        setattr(module, name, fakes[real])
+    # A frame comes to many, and what it says is the same for all.
+    readers = (client.connection.session, server.core.dispatcher, membership_rules)
+    for module in readers:
+        module.decode = _decode
+    try:
+        yield
+    finally:
+        for module in readers:
+            module.decode = decode
+        for module, name, real in changed:
+            setattr(module, name, real)
+        logger.setLevel(level)
+
+
+@functools.cache
+def _modules_of_the_client() -> list[tuple[types.ModuleType, str, types.ModuleType]]:
+    """What the client's modules import whole, by module and name."""
+    clients = [module for name, module in sys.modules.items() if name.startswith("client.")]
+    imports = [(module, name, real) for module in clients for name, real in vars(module).items()]
+    return [one for one in imports if isinstance(one[2], types.ModuleType)]
+
+
+def run(seed: int) -> Tally:
+    """Runs one world."""
+    return World(seed).run()

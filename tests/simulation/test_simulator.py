@@ -1,0 +1,94 @@
+"""The fault simulator finds nothing in the real code, finds every planted bug, and repeats to the byte."""
+
+import math
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from simulation import simulate
+from simulation.planted_bugs import BUGS
+from simulation.simulator import World
+from statsd_bn.round_key import FORWARD
+from statsd_bn.rows import Rows
+from support import oracle
+from support.paths import ROOT
+
+SEEDS = 3000
+MOST_SEEDS_FOR_A_BUG = 5000
+
+
+def test_no_world_breaks_a_rule():
+    found = simulate.first_finding(simulate.run_seeds(0, SEEDS, jobs=os.cpu_count() or 1))
+    assert found is None, found[1]
+
+
+def test_worlds_are_not_vacuous():
+    tally, _ = simulate.run_chunk((0, 150, ""))
+    assert tally.rounds > 1000
+    assert {"dropped", "doubled", "delayed", "reordered", "server killed", "killed", "frozen"} <= set(tally.faults)
+    assert {"ReplicaLost", "RoundMismatch"} <= set(tally.errors)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name):
+    assert simulate.first_finding(simulate.run_seeds(0, MOST_SEEDS_FOR_A_BUG, name, jobs=os.cpu_count() or 1))
+
+
+def test_a_seed_repeats_to_the_byte_whatever_the_hash_seed():
+    program = (
+        "import sys; from simulation.simulator import World; "
+        "w = World(9); w.run(); sys.stdout.write(chr(10).join(w.told()))"
+    )
+
+    def trace(hash_seed: str) -> bytes:
+        path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+        environ = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
+        return subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, check=True).stdout
+
+    with ThreadPoolExecutor() as executor:
+        first, second = executor.map(trace, ("1", "2"))
+    assert len(first) > 1000
+    assert first == second
+
+
+def test_two_runs_of_one_seed_are_the_same():
+    worlds = [World(16) for _ in range(2)]
+    for world in worlds:
+        world.run()
+    assert worlds[0].told() == worlds[1].told()
+
+
+def test_a_float_addition_rounds_as_an_exact_one_rounded_once():
+    rng = random.Random(1)
+    numbers = [[(rng.random() - 0.5) * 2.0 ** rng.randint(-60, 60)] for _ in range(200)]
+    total = numbers[0][0]
+    for (number,) in numbers[1:]:
+        total = float(Fraction(total) + Fraction(number))
+    assert oracle.add_up(numbers) == [total]
+
+
+def test_the_oracle_sees_another_order():
+    rows = [[1e16], [1.0], [-1e16]]
+    assert not oracle.is_same(oracle.add_up(rows), oracle.add_up([rows[0], rows[2], rows[1]]))
+
+
+def test_the_oracle_tells_zeros_apart_and_takes_any_nan_for_another():
+    assert not oracle.is_same([0.0], [-0.0])
+    assert oracle.is_same([math.nan, 1.0], [-math.nan, 1.0])
+    assert not oracle.is_same([math.nan, 1.0], [math.nan, 2.0])
+
+
+def test_the_oracle_orders_by_member():
+    late, early = (oracle.Brought(n, 0, Rows((1,), np.full((1, 2, 1), value))) for n, value in ((1, 1.0), (0, 1e16)))
+    assert oracle.expected(FORWARD, [late, early]).values == oracle.add_up([[1e16, 1e16], [1.0, 1.0]])
+
+
+def test_a_sum_far_from_the_exact_one_is_seen():
+    assert oracle.is_near_the_exact_sum([[1.0], [2.0]], [3.0])
+    assert not oracle.is_near_the_exact_sum([[1.0], [2.0]], [3.0 + 1e-9])

@@ -1,0 +1,167 @@
+"""Elastic members as threads, over the in-memory transport: they die in the middle of any round, and others come.
+
+What they train shows what they were given: the gradient of a sample is 1 in the sample's own weight, so that afterwards
+each weight is the number of times that its sample was learnt.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from client.connection.connection import Connection
+from client.elastic import sampler, state
+from client.elastic.sampler import ElasticSampler
+from client.elastic.state import ElasticState, run_elastic
+from client.training import gradients
+from client.training.gradients import average_gradients
+from statsd_bn.errors import ReplicaLost
+from support.memory_members import MemoryMaster, wait_until
+
+WAIT_SECONDS = 60.0
+
+_here = threading.local()
+
+
+class Killed(Exception):
+    """This member is dead."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all members train: so many epochs over so many samples, and after how many batches they commit."""
+
+    samples: int
+    batch: int
+    commit_every: int
+    epochs: int
+
+
+@dataclass
+class World:
+    """The members of one job."""
+
+    job: Job
+    master: MemoryMaster = field(default_factory=MemoryMaster)
+    states: dict[int, ElasticState] = field(default_factory=dict)
+
+    def run(self, world_size: int, deaths: dict[int, int], newcomers: dict[int, tuple[int, int]]) -> dict[int, Any]:
+        """Trains; returns the final weights of those that are left, as lists.
+
+        Args:
+            world_size: how many begin, numbered from 0.
+            deaths: in which of its rounds a member dies.
+            newcomers: by number, in which round of which other member it comes. One may have the number of one that
+                dies: if that is dead by then, it comes in its place.
+        """
+        deaths = dict(deaths)
+        with ThreadPoolExecutor(world_size + len(newcomers)) as executor, own_connections():
+            futures: list[tuple[int, Future[Any]]] = []
+
+            def start(member: int) -> None:
+                life = executor.submit(self._live, member, world_size, deaths.pop(member, None), arrivals)
+                futures.append((member, life))
+
+            def arrive(member: int) -> None:
+                if member in self.master.members("world"):
+                    return
+                start(member)
+                # Whoever comes when all others have gone would wait for a job of its own.
+                wait_until(lambda: member in self.master.members("world"))
+
+            arrivals = {place: (lambda member=member: arrive(member)) for member, place in newcomers.items()}
+            for member in range(world_size):
+                start(member)
+            # Whoever comes is started by one of those before it in the list.
+            results = [(member, future.result(timeout=WAIT_SECONDS)) for member, future in futures]
+        return {member: weights for member, weights in sorted(results, key=itemgetter(0)) if weights is not None}
+
+    def _live(
+        self,
+        member: int,
+        world_size: int,
+        death: int | None,
+        arrivals: dict[tuple[int, int], Callable[[], None]],
+    ) -> Any:
+        connection = self.master.connect(member, world_size, min_members=1)
+        _count_rounds(connection, death, arrivals)
+        use(connection)
+        try:
+            with connection:
+                model = nn.Linear(self.job.samples, 1, bias=False)
+                nn.init.constant_(model.weight, 0.0)
+                state = ElasticState(model, None, ElasticSampler(range(self.job.samples), seed=3), epoch=0)
+                self.states[member] = state
+                run_elastic(self.train, state)
+                return model.weight.detach().flatten().tolist()
+        except Killed:
+            return None
+        except ReplicaLost as error:
+            if error.fields["cause"] != "came too late":
+                raise
+            return None
+
+    def train(self, state: ElasticState) -> None:
+        loader: Any = DataLoader(range(self.job.samples), self.job.batch, sampler=state.sampler)
+        while state.epoch < self.job.epochs:
+            state.sampler.set_epoch(state.epoch)
+            for index, batch in enumerate(loader):
+                learn(state.model, batch)
+                state.sampler.record_batch(index, self.job.batch)
+                if index % self.job.commit_every == self.job.commit_every - 1:
+                    state.commit()
+            state.commit()
+            state.epoch += 1
+
+
+def learn(model: nn.Module, batch: torch.Tensor) -> None:
+    """Adds 1 to the weights of the samples of all members' batches."""
+    model.weight.grad = None
+    model.weight[0, batch].mean().backward()
+    total = average_gradients(model, len(batch))
+    with torch.no_grad():
+        model.weight += (model.weight.grad * total).round()
+
+
+def _count_rounds(
+    connection: Connection, death: int | None, arrivals: dict[tuple[int, int], Callable[[], None]]
+) -> None:
+    through = connection._round
+    member = connection.member.member
+
+    def counted(*arguments: Any) -> Any:
+        if connection.rounds == death:
+            raise Killed
+        if arrival := arrivals.pop((member, connection.rounds), None):
+            arrival()
+        return through(*arguments)
+
+    connection._round = counted
+
+
+def use(connection: Connection) -> None:
+    """Makes it the current connection of this thread."""
+    _here.connection = connection
+
+
+@contextmanager
+def own_connections() -> Iterator[None]:
+    """A process has one current connection; meanwhile each thread has its own."""
+
+    def here() -> Connection | None:
+        return getattr(_here, "connection", None)
+
+    with (
+        mock.patch.object(state, "current_connection", here),
+        mock.patch.object(sampler, "current_connection", here),
+        mock.patch.object(gradients, "current_connection", here),
+    ):
+        yield

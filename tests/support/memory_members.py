@@ -1,0 +1,79 @@
+"""Several members in one process, over the in-memory transport and the real, pure dispatcher."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from client.connection.connection import Connection
+from client.connection.member import Member
+from client.connection.transport import MemoryTransport
+from server.core.dispatcher import Dispatcher
+
+SERVER = b"server-0"
+
+
+class MemoryMaster:
+    """A dispatcher that members reach without a socket; its clock stands still unless moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.dispatcher = Dispatcher(SERVER, self.now)
+        self.transport = MemoryTransport(lambda peer, frame: self.dispatcher.receive(self.now, peer, frame))
+
+    def connect(
+        self, member: int, world_size: int, *, job: str = "job", deadline: float = 20.0, min_members: int = 0
+    ) -> Connection:
+        who = Member(job, "world", 0, member, world_size, deadline, f"thread {member}", min_members)
+        return Connection(self.transport, who)
+
+    def report(self, group: str) -> dict[str, Any]:
+        """What the status report says of a job's group; taken between two messages, as a server takes it."""
+        with self.transport._master:
+            report = self.dispatcher.report(self.now)
+        found = [entry for entry in report["groups"] if entry["group"] == group]
+        return found[0] if found else {"members": [], "waiting": []}
+
+    def members(self, group: str) -> list[int]:
+        """The members that are registered in a group."""
+        return [slave["member"] for slave in self.report(group)["members"]]
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.transport.deliver(self.dispatcher.tick(self.now))
+
+
+def in_threads(programs: list[Callable[[], Any]], seconds: float = 30.0) -> list[Any]:
+    """Runs all programs at the same time and returns their results; the first exception is raised."""
+    with ThreadPoolExecutor(len(programs)) as executor:
+        futures = [executor.submit(program) for program in programs]
+        return [future.result(timeout=seconds) for future in futures]
+
+
+def run_members(n: int, program: Callable[[Connection], Any], master: MemoryMaster | None = None) -> list[Any]:
+    """Runs `program(connection)` as n members; returns their results by member."""
+    master = master or MemoryMaster()
+
+    def member(number: int) -> Any:
+        with master.connect(number, n) as connection:
+            return program(connection)
+
+    return in_threads([lambda number=number: member(number) for number in range(n)])
+
+
+def outcome(program: Callable[[], Any]) -> Any:
+    """Returns what `program` returns, or the exception it raises."""
+    try:
+        return program()
+    except Exception as error:  # noqa: BLE001 - it is the result
+        return error
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Waits for something another thread does; fails if it does not happen."""
+    pause = threading.Event()
+    for _ in range(int(seconds * 1000)):
+        if condition():
+            return
+        pause.wait(0.001)
+    raise AssertionError("the condition did not come true")

@@ -1,0 +1,148 @@
+"""Members and a master without a socket, a thread or a clock: the frames of real sessions and a real dispatcher."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from client.connection.member import Member
+from client.connection.session import Session
+from server.core.dispatcher import Dispatcher
+from server.core.liveness import RECONNECT_SECONDS
+from statsd_bn.errors import StatsdBNError, UnknownSession
+from statsd_bn.messages import Aggregate, Pending, Registered
+from statsd_bn.round_key import BACKWARD, RoundKey
+from statsd_bn.rows import Rows
+
+
+def rows_of(*values: float) -> Rows:
+    """A replica of each value, in one vector and one channel."""
+    return Rows((1,) * len(values), np.reshape(np.array(values), (-1, 1, 1)))
+
+
+class PureMember:
+    """A member and what it was told."""
+
+    def __init__(self, world: "PureWorld", number: int, life: int, **given: object) -> None:
+        who = Member("job", "world", 0, number, world.world_size, 60.0, f"place {number}", world.min_members)
+        self.session = Session(b"%04d%04d" % (life, number), replace(who, **given))
+        self.number = number
+        self.answers: list[object] = []
+        self.registered: Registered | None = None
+        self.key: RoundKey | None = None
+        self._world = world
+
+    def register(self) -> None:
+        self.answers.clear()
+        self._world.send(self, self.session.register())
+
+    def forward(self, *values: float, layer: str = "bn") -> None:
+        """Contributes to the next forward round of a layer."""
+        self.contribute(self.session.forward_key(layer), *values)
+
+    def backward(self, *values: float) -> None:
+        """Contributes to the backward round of its latest forward round."""
+        self.contribute(self.key.of_phase(BACKWARD), *values)
+
+    def contribute(self, key: RoundKey, *values: float, attempt: int = 0) -> None:
+        self.key, self.rows, self.attempt = key, rows_of(*values), attempt
+        self.answers.clear()
+        self._world.send(self, self.session.contribution(key, self.rows, attempt))
+
+    def ask_again(self) -> None:
+        self.attempt += 1
+        self._world.send(self, self.session.contribution(self.key, self.rows, self.attempt))
+
+    def hear(self, frame: bytes) -> None:
+        """As a round trip does, but that everything is noted; after an error it waits for nothing more."""
+        if self.answers and isinstance(self.answers[-1], StatsdBNError):
+            return
+        try:
+            answer = self.session.answer(self.key, frame)
+            self.registered = self.session.registered(frame) or self.registered
+        except UnknownSession:
+            self.introduce()
+            self.ask_again()
+        except StatsdBNError as error:
+            self.answers.append(error)
+        else:
+            self.answers += [answer] if answer else []
+
+    def introduce(self) -> None:
+        for frame in self.session.introduction():
+            self._world.send(self, frame)
+
+    def latest(self, kind: type) -> object:
+        """The latest answer, which must be of this kind."""
+        assert self.answers, "it was told nothing"
+        assert isinstance(self.answers[-1], kind), self.answers[-1]
+        return self.answers[-1]
+
+    @property
+    def total(self) -> tuple[list[int], float]:
+        """Whom its latest answer covers, and the sum."""
+        answer = self.latest(Aggregate)
+        return list(answer.members), float(answer.values[0, 0])
+
+    @property
+    def is_told(self) -> bool:
+        """Whether its latest question was answered."""
+        return bool(self.answers) and isinstance(self.answers[-1], Aggregate) and self.answers[-1].key == self.key
+
+    @property
+    def pending(self) -> Pending:
+        return self.latest(Pending)
+
+
+class PureWorld:
+    """Some members, and a master that can die; `now` is the time."""
+
+    def __init__(self, world_size: int, min_members: int = 0, **given: object) -> None:
+        self.world_size, self.min_members = world_size, min_members
+        self.now = 0.0
+        self.lives = 0
+        self.silent: set[PureMember] = set()
+        self.members: list[PureMember] = []
+        self.restart()
+        for number in range(world_size):
+            self.come(number, **given)
+
+    def come(self, number: int, **given: object) -> PureMember:
+        """A new process registers as a member."""
+        member = PureMember(self, number, len(self.members), **given)
+        self.members.append(member)
+        member.register()
+        return member
+
+    def restart(self) -> None:
+        """A master without a memory takes the place of the last one."""
+        self.lives += 1
+        self.dispatcher = Dispatcher(b"server%02d" % self.lives, self.now)
+
+    def send(self, member: PureMember, frame: bytes) -> None:
+        self._deliver(self.dispatcher.receive(self.now, member.session.token, frame))
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes, with the heartbeats of all that are not silent."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.25)
+            for member in self.members:
+                if member not in self.silent:
+                    answers = self.dispatcher.receive(self.now, member.session.token, member.session.heartbeat())
+                    for _, answer in answers:
+                        for frame in member.session.overhear(answer):
+                            self.send(member, frame)
+            self._deliver(self.dispatcher.tick(self.now))
+
+    def kill(self, *members: PureMember) -> None:
+        """Their processes die, and the master finds out."""
+        self.silent.update(members)
+        for member in members:
+            self.dispatcher.unreachable(self.now, member.session.token)
+        self.pass_time(RECONNECT_SECONDS + 0.25)
+
+    def _deliver(self, replies: list[tuple[bytes, bytes]]) -> None:
+        alive = {member.session.token: member for member in self.members if member not in self.silent}
+        for to, frame in replies:
+            if to in alive:
+                alive[to].hear(frame)

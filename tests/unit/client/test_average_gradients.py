@@ -1,0 +1,172 @@
+"""average_gradients gives every member the gradient of the mean over all samples."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import client
+from client.connection.connection import Connection
+from client.training.gradients import average_gradients
+from statsd_bn import limits
+from statsd_bn.errors import ConfigurationError, RoundMismatch
+from support.elastic_threads import own_connections, use
+from support.memory_members import MemoryMaster, in_threads, outcome, run_members
+
+INPUTS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+# Unequal shares, and one member without a sample.
+SHARES = (slice(0, 4), slice(4, 4), slice(4, 7))
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(1)
+    MODEL = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+
+
+def model() -> nn.Sequential:
+    """The same weights each time; threads share one random generator."""
+    return copy.deepcopy(MODEL)
+
+
+def gradients(network: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in network.parameters()]
+
+
+def averaged(connection: Connection) -> tuple[int, list[torch.Tensor]]:
+    use(connection)
+    network, mine = model(), INPUTS[SHARES[connection.member.member]]
+    if len(mine):
+        network(mine).square().mean().backward()
+    return average_gradients(network, len(mine)), gradients(network)
+
+
+def test_unequal_shares_give_the_gradient_of_the_whole_batch():
+    whole = model()
+    whole(INPUTS).square().mean().backward()
+    with own_connections():
+        results = run_members(3, averaged)
+    for total, found in results:
+        assert total == 7
+        for one, expected, first in zip(found, gradients(whole), results[0][1], strict=True):
+            torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-14)
+            assert torch.equal(one, first)
+
+
+def test_more_elements_than_a_round_takes_go_in_several():
+    size = 2 * limits.MAX_CHANNELS + 3
+
+    def average(connection: Connection) -> Any:
+        use(connection)
+        weight = nn.Parameter(torch.zeros(size))
+        weight.grad = torch.arange(size, dtype=torch.float32) * (connection.member.member + 1)
+        average_gradients([weight])
+        return weight.grad, connection.rounds
+
+    with own_connections():
+        for gradient, rounds in run_members(2, average):
+            assert torch.equal(gradient, torch.arange(size, dtype=torch.float32) * 1.5)
+            assert rounds == 3
+
+
+def test_a_stale_gradient_of_a_member_without_samples_does_not_count():
+    def average(connection: Connection) -> Any:
+        use(connection)
+        weight = nn.Parameter(torch.zeros(2))
+        weight.grad = torch.tensor([1.0, 2.0]) if connection.member.member else torch.full((2,), torch.nan)
+        average_gradients([weight], connection.member.member)
+        return weight.grad.tolist()
+
+    with own_connections():
+        assert run_members(2, average) == [[1.0, 2.0]] * 2
+
+
+def test_where_nobody_has_a_sample_gradients_stay():
+    def average(connection: Connection) -> Any:
+        use(connection)
+        weight = nn.Parameter(torch.zeros(2))
+        return average_gradients([weight], 0), weight.grad
+
+    with own_connections():
+        assert run_members(2, average) == [(0, None)] * 2
+
+
+def test_a_parameter_that_nobody_used_is_not_moved():
+    """Weight decay would move it if its gradient were 0; in one process it is None."""
+
+    def average(connection: Connection) -> Any:
+        use(connection)
+        used_by_one, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+        if connection.member.member:
+            used_by_one.grad = torch.ones(2)
+        average_gradients([unused, used_by_one])
+        return unused.grad, used_by_one.grad.tolist()
+
+    with own_connections():
+        assert run_members(2, average) == [(None, [0.5, 0.5])] * 2
+
+
+def test_complex_gradients_keep_both_parts():
+    def average(connection: Connection) -> Any:
+        use(connection)
+        real, weight = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, 2, dtype=torch.complex64))
+        real.grad = torch.ones(1)
+        weight.grad = torch.tensor([[1 + 2j, 3 - 4j]]).conj() * connection.member.member
+        average_gradients([weight, real])
+        return weight.grad.tolist(), real.grad.tolist()
+
+    with own_connections():
+        assert run_members(2, average) == [([[0.5 - 1j, 1.5 + 2j]], [1.0])] * 2
+
+
+def test_sparse_gradients_are_refused():
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    with own_connections(), MemoryMaster().connect(0, 1) as connection:
+        use(connection)
+        with pytest.raises(ConfigurationError, match=r"expected dense gradients, got sparse ones .* shape \(4, 2\)"):
+            average_gradients(layer)
+
+
+def test_half_precision_is_averaged_in_double():
+    def average(connection: Connection) -> Any:
+        use(connection)
+        weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+        weight.grad = torch.full((1,), 60000.0, dtype=torch.float16)
+        average_gradients([weight], 1000)
+        return weight.grad.item()
+
+    with own_connections():
+        assert run_members(2, average) == [60000.0] * 2
+
+
+def test_without_a_connection_gradients_are_their_own_average():
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    assert client.average_gradients([weight], 5) == 5
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_models_of_different_sizes_are_told():
+    def average(connection: Connection) -> Any:
+        use(connection)
+        return outcome(lambda: average_gradients(nn.Linear(2, 2 + connection.member.member)))
+
+    with own_connections():
+        assert [type(error) for error in run_members(2, average)] == [RoundMismatch] * 2
+
+
+@pytest.mark.parametrize(
+    ("parameters", "count", "message"),
+    [
+        ([torch.zeros(2, requires_grad=True)], -1, "at least 0, got -1"),
+        ([torch.zeros(2)], 1, "expected at least one that requires a gradient"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused(parameters, count, message):
+    with own_connections():
+        connection = in_threads([lambda: MemoryMaster().connect(0, 1)])[0]
+        use(connection)
+        with connection, pytest.raises(ConfigurationError, match=message):
+            average_gradients(parameters, count)

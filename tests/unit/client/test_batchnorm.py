@@ -1,0 +1,175 @@
+"""The layers: torch's in every respect, and clear words for bad input."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import client
+from client.kernels import dispatch
+from client.layers import running_stats
+from programs import member_programs
+from support import whole_batch
+from support.whole_batch import SYNCHRONISED
+
+LAYERS = list(SYNCHRONISED.items())
+
+
+@pytest.mark.parametrize(("plain", "ours"), LAYERS)
+def test_it_is_torchs_layer_with_torchs_state(plain, ours):
+    layer = ours(4)
+    assert isinstance(layer, plain)
+    assert list(layer.state_dict()) == list(plain(4).state_dict())
+    plain(4).load_state_dict(layer.state_dict())
+    assert repr(layer) == repr(plain(4)).replace("BatchNorm", "SynchronizedBatchNorm")
+
+
+def test_its_arguments_are_torchs():
+    layer = client.SynchronizedBatchNorm2d(
+        3, 1e-3, None, affine=False, track_running_stats=False, eps_mode="clamp", device="cpu", dtype=torch.float64
+    )
+    assert (layer.eps, layer.momentum, layer.weight, layer.running_mean) == (1e-3, None, None, None)
+    assert "eps_mode='clamp'" in repr(layer)
+    assert client.SynchronizedBatchNorm2d(3, dtype=torch.float64).weight.dtype == torch.float64
+
+
+def test_an_unknown_eps_mode_is_named():
+    with pytest.raises(ValueError, match=r"eps_mode: expected one of \('plus', 'clamp'\), got 'minus'"):
+        client.SynchronizedBatchNorm2d(3, eps_mode="minus")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("plain", "ours"), LAYERS)
+def test_alone_it_is_torchs_to_the_last_bit(plain, ours, training):
+    shape = (5, 4) + (3,) * {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}[plain]
+    x = torch.randn(shape)
+    expected, found = plain(4).train(training), ours(4).train(training)
+    assert torch.equal(found(x), expected(x))
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(found.get_buffer(name), buffer), name
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "message"),
+    [
+        (client.SynchronizedBatchNorm2d(64), (2, 32, 4, 4), r"'stem.bn': expected 64 channels, got 32"),
+        (client.SynchronizedBatchNorm1d(4), (4,), "expected 2D or 3D input"),
+        (client.SynchronizedBatchNorm2d(4), (2, 4), "expected 4D input"),
+        (client.SynchronizedBatchNorm3d(4), (2, 4, 1, 1), "expected 5D input"),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_input_of_the_wrong_shape_is_named(layer, shape, message, training):
+    layer.layer_name = "stem.bn"
+    with pytest.raises(ValueError, match=message):
+        layer.train(training)(torch.ones(shape))
+
+
+def test_integer_input_is_named():
+    layer = client.SynchronizedBatchNorm1d(4)
+    layer.layer_name = "stem.bn"
+    with pytest.raises(TypeError, match=r"'stem.bn': expected a floating-point input, got torch.int64"):
+        layer(torch.ones(2, 4, dtype=torch.int64))
+
+
+def test_one_value_per_channel_is_refused_on_every_member(members):
+    for told in members(2, member_programs.one_value_per_channel):
+        assert told.startswith("ValueError: layer 'bn': expected more than 1 value per channel over all replicas")
+
+
+def test_members_with_other_channel_counts_are_told_the_layer_and_the_numbers(members):
+    told = members(2, member_programs.other_channels)
+    assert any("RoundMismatch" in error and "layer 'bn'" in error and "channels, got" in error for error in told), told
+    assert all("RoundMismatch" in error or "ReplicaLost" in error for error in told), told
+
+
+def test_bad_input_breaks_nothing_else(members):
+    """After a local error the same job goes on, on all members."""
+    for told, output_sum in members(2, member_programs.bad_input_then_good):
+        assert told == ["ValueError", "ValueError", "TypeError"]
+        assert abs(output_sum) < 1e-4
+
+
+def test_nan_passes_through_as_in_torch(members):
+    for found, expected in zip(
+        members(2, member_programs.nan_in_one_channel), member_programs.nan_on_whole_batch(), strict=True
+    ):
+        assert (found == expected).all()
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_momentum_and_the_cumulative_average_over_several_steps(momentum):
+    case = whole_batch.Case("2d", (3, 2))
+    expected, found = (case.layer(synchronised=synchronised) for synchronised in (False, True))
+    wrapped = client.DataParallelWithCallback(found, ["cpu"] * 2)
+    expected.momentum = found.momentum = momentum
+    for seed in range(4):
+        x = torch.randn(6, whole_batch.CHANNELS, 3, 3, generator=torch.Generator().manual_seed(seed)).double()
+        expected(x)
+        wrapped(x)
+    torch.testing.assert_close(found.running_mean, expected.running_mean)
+    torch.testing.assert_close(found.running_var, expected.running_var)
+    assert found.num_batches_tracked == expected.num_batches_tracked
+
+
+def test_without_running_statistics_training_is_synchronised_and_eval_is_local():
+    plain = nn.BatchNorm1d(3, track_running_stats=False)
+    layer = client.DataParallelWithCallback(client.SynchronizedBatchNorm1d(3, track_running_stats=False), ["cpu"] * 2)
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(layer(x), plain(x))
+    halves = torch.cat([plain.eval()(half) for half in x.chunk(2)])
+    torch.testing.assert_close(layer.eval()(x), halves)
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_tracking_switched_off_for_a_while_moves_nothing_as_in_torch(momentum):
+    """Adversarial training does so around the passes that are not to count."""
+    expected = nn.BatchNorm1d(3, momentum=momentum)
+    found = client.convert_model(copy.deepcopy(expected))
+    wrapped = client.DataParallelWithCallback(found, ["cpu"] * 2)
+    for tracked in (True, False, True):
+        expected.track_running_stats = found.track_running_stats = tracked
+        x = torch.randn(8, 3) + 2
+        torch.testing.assert_close(wrapped(x), expected(x))
+        torch.testing.assert_close(dict(found.named_buffers()), dict(expected.named_buffers()))
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("has_values", [False, torch.zeros((), dtype=torch.bool)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_empty_batch_is_counted_and_leaves_infinite_statistics_as_they_are(dtype, has_values, momentum):
+    layer = client.SynchronizedBatchNorm1d(2, momentum=momentum, dtype=dtype)
+    layer.running_mean.fill_(-torch.inf)
+    layer.running_var.fill_(torch.inf)
+    running_stats.move(layer, torch.zeros(2), torch.zeros(2), has_values=has_values)
+    assert layer.num_batches_tracked == 1
+    assert layer.running_mean.tolist() == [-torch.inf] * 2
+    assert layer.running_var.tolist() == [torch.inf] * 2
+
+
+def test_mean_and_variance_go_to_the_running_statistics_in_one_copy(monkeypatch):
+    layer = client.SynchronizedBatchNorm1d(2)
+    copies = []
+    monkeypatch.setattr(running_stats, "to_device", lambda *given: copies.append(given) or dispatch.to_device(*given))
+    batch = dispatch.moments(torch.randn(8, 2))
+    running_stats.move_by(layer, batch)
+    ((to, *vectors),) = copies
+    assert to is layer.running_mean
+    np.testing.assert_array_equal(vectors, [batch.mean, batch.variance(unbiased=True)])
+
+
+def test_copies_and_pickles_hold_no_connection(server, job):
+    with client.connect(server.endpoint, job=job):
+        layer = client.convert_model(nn.Sequential(nn.BatchNorm1d(3)))[0]
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):  # noqa: S301 - our own bytes
+            assert twin.layer_name == "0"
+            assert torch.equal(twin(torch.eye(3)), layer(torch.eye(3)))
+
+
+def test_layers_made_by_hand_have_different_names():
+    first, second = client.SynchronizedBatchNorm1d(3), client.SynchronizedBatchNorm1d(3)
+    assert first.layer_name != second.layer_name
+    assert first.layer_name.startswith("SynchronizedBatchNorm1d-")

@@ -1,0 +1,162 @@
+"""torch.compile takes a model whole, in train and eval, with the results of eager; torch.export as for nn.BatchNorm."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import client
+from client.autograd.backward_passes import KEPT_CALLS, Walks
+from client.layers import custom_op
+from programs import member_programs
+from statsd_bn.errors import ConfigurationError
+
+# Where nothing depends on generated code, the backend that only traces is twenty times quicker.
+TRACE = "aot_eager"
+
+MOMENTUM = pytest.mark.parametrize("momentum", [0.1, None])
+
+
+def assert_equal(results, tolerance=1e-9):
+    for found, expected in results:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@MOMENTUM
+def test_members_compiled_whole_train_as_eager(members, momentum):
+    assert_equal(members(2, member_programs.train_compiled, TRACE, momentum, 3))
+
+
+def test_members_compiled_by_inductor_train_as_eager(members):
+    assert_equal(members(2, member_programs.train_compiled, "inductor", None, 3))
+
+
+def test_a_compiled_member_trains_with_an_eager_one(members):
+    assert_equal(members(2, member_programs.train_with_member_0_compiled, TRACE, 3))
+
+
+def test_rounds_keep_the_order_of_the_program(members):
+    """Branches that depend on nothing of each other, on members with other shapes."""
+    for order in members(2, member_programs.order_of_compiled_branches, TRACE):
+        assert order == ["a", "b", "c", "c", "b", "a"]
+
+
+def test_calling_a_layer_twice_on_the_same_input_is_two_rounds(members):
+    """A compiler that took equal calls for one would leave the other members waiting."""
+    assert members(2, member_programs.compiled_twice_on_the_same_input, TRACE) == [(4, 2)] * 2
+
+
+def test_masks_and_layers_without_parameters_or_statistics_compile(members):
+    assert_equal(members(2, member_programs.compiled_masks, TRACE))
+
+
+@pytest.mark.parametrize("policy", ["strict", "elastic"])
+def test_in_eval_masks_send_nothing(members, policy):
+    results = members(2, member_programs.compiled_masks_in_eval, TRACE, policy=policy)
+    assert [rounds for _, rounds in results] == [0, 0]
+    assert_equal([found for found, _ in results])
+
+
+def test_no_group_of_a_user_has_the_name_of_evals():
+    with pytest.raises(ConfigurationError, match="reserved"):
+        client.Group(*custom_op.ALONE)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("who", [(0, 1), (0,)], ids=["both compiled", "one compiled"])
+def test_a_graph_that_is_kept_may_be_walked_again_even_after_another_forward(members, who, is_checkpointed):
+    for phases, *gradients in members(2, member_programs.walk_compiled_again, TRACE, who, is_checkpointed):
+        assert phases == ["forward", "backward", "forward", "backward 2", "backward", "backward 3"] * 2
+        assert_equal([gradients])
+
+
+def test_walks_are_forgotten_for_the_call_that_was_walked_least_recently():
+    walks = Walks()
+    assert [walks.count(0), walks.count(1), walks.count(0)] == [1, 1, 2]
+    for call in range(2, KEPT_CALLS + 1):
+        assert walks.count(call) == 1
+    assert [walks.count(0), walks.count(1)] == [3, 1]
+
+
+def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once(members):
+    """Inside, the operator must be named as one to keep: torch cannot compute again what has an effect."""
+    # The backend that only traces computes all of it again in older versions of torch, whatever is named.
+    for around, inside, none in members(2, member_programs.compiled_checkpoint, "aot_eager_decomp_partition"):
+        assert_equal([(around[0], none[0]), (inside[0], none[0])])
+        assert [rounds for _, rounds in (around, inside, none)] == [2, 2, 2]
+
+
+def test_another_batch_size_is_compiled_too(members):
+    assert_equal(members(2, member_programs.compiled_with_growing_batches, TRACE))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@MOMENTUM
+def test_alone_it_compiles_as_torchs(training, momentum):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.Tanh()).train(training)
+    ours = client.convert_model(nn.Sequential(*plain))
+    ours[1].load_state_dict({name: value.clone() for name, value in plain[1].state_dict().items()})
+    x = torch.randn(4, 1, 6, 6)
+    found = torch.compile(ours, fullgraph=True, backend=TRACE)(x)
+    torch.testing.assert_close(found, plain(x))
+
+
+def test_eval_exports_as_torchs_layer_does():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    plain[1].running_mean.normal_()
+    ours = client.convert_model(nn.Sequential(plain[0], plain[1], plain[2])).eval()
+    x = torch.randn(4, 1, 6, 6)
+    expected, found = (torch.export.export(model, (x,)) for model in (plain, ours))
+    assert _operators(found) == _operators(expected)
+    torch.testing.assert_close(found.module()(x), plain(x))
+
+
+def _operators(program):
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+def test_eval_is_traced_for_any_batch_without_a_warning():
+    model = client.convert_model(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))).eval()
+    traced = torch.jit.trace(model, torch.randn(4, 1, 6, 6))
+    x = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(traced(x), model(x))
+
+
+def test_a_connected_model_in_eval_exports_as_well(members):
+    assert members(2, member_programs.export_in_eval) == [0, 0]
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3),
+    "every other row": lambda x: x[:, :, ::2],
+    "every other row of channels_last": lambda x: x.to(memory_format=torch.channels_last)[:, :, ::2],
+    "half": lambda x: x.half(),
+    "empty": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_operators_keep_the_rules_of_torchs_operators(layout):
+    """Schema, what they promise the compiler, and autograd registration, by torch's own checker."""
+    x = layout(torch.randn(4, 3, 6, 5, dtype=torch.float64)).detach().requires_grad_()
+    weight, bias = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = torch.rand(x.shape[0], *x.shape[2:]) > 0.3
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for arguments in ((x, weight, bias, None), (x.detach(), None, None, mask)):
+        torch.library.opcheck(
+            torch.ops.statsd_bn.batch_norm.default, (*arguments, "bn", "", 0, 1e-5, "plus"), test_utils=tests
+        )
+        _, statistics, ticket = torch.ops.statsd_bn.batch_norm(*arguments, "bn", "", 0, 1e-5, "plus")
+        torch.library.opcheck(
+            torch.ops.statsd_bn.batch_norm_backward.default,
+            (x.detach(), x.detach(), weight.detach(), arguments[3], statistics.detach(), ticket, "bn", "", 0, True),
+            test_utils=tests[:2],
+        )

@@ -1,0 +1,552 @@
+"""convert_model keeps everything, revert_model brings it back, patch_sync_batchnorm cleans up after itself."""
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import client
+from client import DataParallelWithCallback
+from statsd_bn.errors import ConfigurationError
+from support.newer_torch import needs
+
+TWINS = {
+    nn.BatchNorm1d: client.SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: client.SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: client.SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: client.SynchronizedBatchNorm,
+    nn.LazyBatchNorm1d: client.LazySynchronizedBatchNorm1d,
+    nn.LazyBatchNorm2d: client.LazySynchronizedBatchNorm2d,
+    nn.LazyBatchNorm3d: client.LazySynchronizedBatchNorm3d,
+}
+
+
+class Special(nn.BatchNorm2d):
+    """Adds to torch's layer."""
+
+
+class OurSpecial(client.SynchronizedBatchNorm2d):
+    """Adds to our layer."""
+
+
+class SpecialParallel(nn.DataParallel):
+    """Adds to torch's wrapper."""
+
+
+class Identity(nn.Module):
+    def forward(self, weight):
+        return weight
+
+
+class Group:
+    """Any process group of torch's, without its processes."""
+
+    def __repr__(self):
+        return "<the left half>"
+
+
+def model():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm1d(5)),
+        nn.ModuleDict({"volume": nn.BatchNorm3d(2)}),
+    )
+
+
+def everything():
+    """A layer of each kind, in nested containers, one used twice, one under a wrapper."""
+    shared = nn.BatchNorm2d(4)
+    lists = nn.ModuleList([nn.ModuleDict({"a": nn.Sequential(nn.BatchNorm1d(3), shared)}), nn.SyncBatchNorm(3)])
+    lazy = nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyBatchNorm2d(), nn.LazyBatchNorm3d())
+    others = nn.Sequential(nn.InstanceNorm2d(4), nn.GroupNorm(2, 4), nn.LazyInstanceNorm1d())
+    parallel = nn.DataParallel(nn.Sequential(nn.BatchNorm3d(2), nn.DataParallel(nn.BatchNorm1d(2))))
+    return nn.ModuleDict({"lists": lists, "lazy": lazy, "others": others, "parallel": parallel, "again": shared})
+
+
+def kinds(module):
+    return [type(layer) for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+
+
+def names(module):
+    return [layer.layer_name for layer in module.modules() if hasattr(layer, "layer_name")]
+
+
+def anatomy(module):
+    """What an exact inverse must restore: structure, types, attributes, and who the tensors and hooks are."""
+    return [
+        (
+            place,
+            type(layer),
+            set(vars(layer)),
+            {name: id(tensor) for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]},
+            [id(getattr(layer, hooks)) for hooks in vars(layer) if hooks.endswith("_hooks")],
+            layer.training,
+        )
+        for place, layer in module.named_modules(remove_duplicate=False)
+    ]
+
+
+def test_every_batch_norm_is_replaced_and_named_by_its_place():
+    converted = client.convert_model(model())
+    assert kinds(converted) == [TWINS[kind] for kind in (nn.BatchNorm2d, nn.BatchNorm1d, nn.BatchNorm3d)]
+    assert names(converted) == ["1", "2.2", "3.volume"]
+
+
+def test_every_kind_is_replaced_in_nested_containers_and_nothing_else():
+    original = everything()
+    others = list(original["others"])
+    converted = client.convert_model(original)
+    assert converted is original
+    assert kinds(converted) == [TWINS[kind] for kind in kinds(everything())]
+    assert list(converted["others"]) == others
+    assert [type(layer) for layer in others] == [nn.InstanceNorm2d, nn.GroupNorm, nn.LazyInstanceNorm1d]
+    assert names(converted) == [
+        "lists.0.a.0",
+        "lists.0.a.1",
+        "lists.1",
+        "lazy.0",
+        "lazy.1",
+        "lazy.2",
+        "parallel.0",
+        "parallel.1",
+    ]
+
+
+def test_parameters_buffers_modes_and_hooks_are_the_same_objects():
+    old = nn.BatchNorm2d(4, eps=1e-2, momentum=None)
+    old.weight.requires_grad_(requires_grad=False)
+    old.eval()
+    calls = []
+    old.register_forward_hook(lambda *_: calls.append("hook"))
+    holder = nn.Sequential(old)
+    new = client.convert_model(holder)[0]
+    assert new is not old
+    assert type(old) is nn.BatchNorm2d
+    assert new.weight is old.weight
+    assert new.running_mean is old.running_mean
+    assert (new.eps, new.momentum, new.training, new.weight.requires_grad) == (1e-2, None, False, False)
+    assert (new.bias.requires_grad, holder.training) == (True, True)
+    new(torch.ones(2, 4, 3, 3))
+    assert calls == ["hook"]
+
+
+def test_every_kind_of_hook_goes_on_firing_once_and_can_be_removed():
+    old = nn.BatchNorm2d(4)
+    calls = []
+
+    def hook(name):
+        return lambda *_, **__: calls.append(name)
+
+    handles = [
+        register(hook(name))
+        for name, register in {
+            "forward pre": old.register_forward_pre_hook,
+            "forward": old.register_forward_hook,
+            "backward pre": old.register_full_backward_pre_hook,
+            "backward": old.register_full_backward_hook,
+            "state_dict pre": old.register_state_dict_pre_hook,
+            "state_dict": old.register_state_dict_post_hook,
+            "load_state_dict pre": old.register_load_state_dict_pre_hook,
+            "load_state_dict": old.register_load_state_dict_post_hook,
+        }.items()
+    ]
+    converted = client.convert_model(nn.Sequential(old))
+    reverted = client.revert_model(client.convert_model(nn.Sequential(nn.Sequential(old))))
+    for layer in (converted, reverted):
+        calls.clear()
+        layer(torch.randn(2, 4, 3, 3, requires_grad=True)).sum().backward()
+        layer.load_state_dict(layer.state_dict())
+        assert calls == [
+            "forward pre",
+            "forward",
+            "backward pre",
+            "backward",
+            "state_dict pre",
+            "state_dict",
+            "load_state_dict pre",
+            "load_state_dict",
+        ]
+    calls.clear()
+    for handle in handles:
+        handle.remove()
+    converted(torch.randn(2, 4, 3, 3))
+    assert calls == []
+
+
+def test_a_hook_before_load_state_dict_is_given_the_layer_of_the_model():
+    """Torch keeps the module of these hooks by a weak reference, and the converted model does not hold the old one."""
+    seen = []
+    holder = nn.Sequential(nn.BatchNorm1d(3))
+    holder[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    old = weakref.ref(holder[0])
+    converted = client.convert_model(holder)
+    gc.collect()
+    assert old() is None
+    converted.load_state_dict(converted.state_dict())
+    reverted = client.revert_model(copy.deepcopy(converted))
+    reverted.load_state_dict(converted.state_dict())
+    assert seen == [converted[0], reverted[0]]
+
+
+@pytest.mark.parametrize("plain", TWINS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_device_and_dtype_stay(plain, device):
+    layer = plain(*[] if "Lazy" in plain.__name__ else [4], device=device, dtype=torch.float64)
+    converted = client.convert_model(nn.Sequential(layer))[0]
+    assert type(converted) is TWINS[plain]
+    tensors = [converted.weight, converted.bias, converted.running_mean, converted.running_var]
+    assert {(tensor.device.type, tensor.dtype) for tensor in tensors} == {(device, torch.float64)}
+    assert converted.num_batches_tracked.device.type == device
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"affine": False},
+        pytest.param({"bias": False}, marks=needs("bias=False")),
+        {"track_running_stats": False},
+        {"momentum": None, "eps": 0.5},
+    ],
+)
+def test_torchs_options_stay(options):
+    x = torch.randn(5, 4)
+    expected, old = nn.BatchNorm1d(4, **options), nn.BatchNorm1d(4, **options)
+    converted = client.convert_model(old)
+    assert torch.equal(converted(x), expected(x))
+    assert converted.extra_repr() == expected.extra_repr()
+    assert list(converted.state_dict()) == list(expected.state_dict())
+
+
+def test_an_optimizer_made_before_trains_the_converted_model():
+    torch.manual_seed(0)
+    trained = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.SyncBatchNorm(4)))
+    expected = copy.deepcopy(trained)
+    optimizers = [torch.optim.Adam(each.parameters()) for each in (trained, expected)]
+    converted = client.convert_model(trained)
+    x = torch.randn(3, 3, 6, 6)
+    for each, optimizer in zip((converted, expected), optimizers, strict=True):
+        before = {name: parameter.clone() for name, parameter in each.named_parameters()}
+        (each(x) ** 3).sum().backward()
+        optimizer.step()
+        assert not any(torch.equal(parameter, before[name]) for name, parameter in each.named_parameters())
+    for name, value in expected.state_dict().items():
+        assert torch.equal(converted.state_dict()[name], value), name
+
+
+def test_checkpoints_go_both_ways():
+    plain, converted = model(), client.convert_model(model())
+    nn.init.normal_(plain[1].weight)
+    converted.load_state_dict(plain.state_dict())
+    assert torch.equal(converted[1].weight, plain[1].weight)
+    nn.init.normal_(converted[2][2].running_mean)
+    plain.load_state_dict(converted.state_dict())
+    assert torch.equal(converted[2][2].running_mean, plain[2][2].running_mean)
+
+
+def test_a_shared_layer_stays_shared_and_has_the_name_of_its_first_place():
+    shared = nn.BatchNorm2d(4)
+    converted = client.convert_model(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}))
+    assert converted["a"] is converted["b"][0]
+    assert converted["a"].layer_name == "a"
+
+
+def test_a_batch_norm_by_itself_is_converted():
+    assert type(client.convert_model(nn.BatchNorm1d(3))) is client.SynchronizedBatchNorm1d
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, nn.DataParallel], ids=["bare", "wrapped"])
+@pytest.mark.parametrize("plain", [nn.BatchNorm1d, nn.LazyBatchNorm1d])
+def test_a_batch_norm_by_itself_is_named_by_its_class(wrap, plain):
+    """The same class for a lazy one, which may be lazy on one member only."""
+    layer = wrap(plain(*[3] if plain is nn.BatchNorm1d else []))
+    assert names(client.convert_model(layer)) == ["SynchronizedBatchNorm1d"]
+
+
+def test_layers_inside_a_batch_norm_are_converted():
+    old = nn.BatchNorm2d(4)
+    old.inner = nn.BatchNorm1d(3)
+    converted = client.convert_model(old)
+    assert kinds(converted) == [client.SynchronizedBatchNorm2d, client.SynchronizedBatchNorm1d]
+    assert kinds(client.revert_model(converted)) == [nn.BatchNorm2d, nn.BatchNorm1d]
+
+
+def test_subclasses_are_left_as_they_are_and_reported_in_one_warning():
+    special, parallel = Special(4), SpecialParallel(nn.BatchNorm1d(3))
+    special.inner = nn.BatchNorm1d(3)
+    parametrized = nn.BatchNorm2d(4)
+    parametrize.register_parametrization(parametrized, "weight", Identity())
+    stem = nn.ModuleDict({"special": special, "ours": OurSpecial(4), "parametrized": parametrized})
+    given = nn.Sequential(nn.InstanceNorm2d(4), stem, parallel)
+    with pytest.warns(UserWarning, match="left as they are, unsynchronised") as reports:
+        converted = client.convert_model(given)
+    (report,) = reports
+    message = str(report.message)
+    assert report.filename == __file__
+    assert "'1.special' (Special), '1.parametrized' (ParametrizedBatchNorm2d), '2' (SpecialParallel). " in message
+    assert "Replace each by hand, or let its class derive from client.SynchronizedBatchNorm1d/2d/3d" in message
+    assert (converted[1]["special"], converted[1]["parametrized"], converted[2]) == (special, parametrized, parallel)
+    assert type(parametrized).__name__ == "ParametrizedBatchNorm2d"
+    assert type(special.inner) is type(parallel.module) is client.SynchronizedBatchNorm1d
+    assert names(converted) == ["1.special.inner", "1.ours", "2"]
+
+
+def test_a_subclass_of_a_lazy_layer_is_reported():
+    class Lazy(nn.LazyBatchNorm1d):
+        pass
+
+    with pytest.warns(UserWarning, match=r"'0' \(.*Lazy\)"):
+        assert type(client.convert_model(nn.Sequential(Lazy()))[0]) is Lazy
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch.compile's own
+@pytest.mark.parametrize("bind", [lambda layer: setattr(layer, "forward", layer.forward), nn.Module.compile])
+@pytest.mark.parametrize("plain", [nn.BatchNorm1d, nn.LazyBatchNorm1d])
+def test_a_forward_of_its_own_is_reported_since_it_would_bypass_ours(plain, bind):
+    """As other libraries' hooks set it: it is bound to the old layer and would run that one's."""
+    old = plain(*[3] if plain is nn.BatchNorm1d else [])
+    bind(old)
+    with pytest.warns(UserWarning, match=r"'0' \((Lazy)?BatchNorm1d with its own forward\)"):
+        converted = client.convert_model(nn.Sequential(old))
+    assert converted[0] is old
+    assert type(old) is plain
+
+
+def test_a_patched_subclass_of_data_parallel_is_not_reported():
+    parallel = SpecialParallel(nn.BatchNorm1d(3))
+    client.patch_replication_callback(parallel)
+    assert client.convert_model(parallel) is parallel
+    assert type(parallel.module) is client.SynchronizedBatchNorm1d
+
+
+def test_data_parallel_is_wrapped_again_wherever_it_is():
+    old = nn.DataParallel(model())
+    calls = []
+    old.register_forward_hook(lambda *_: calls.append("hook"))
+    old.eval()
+    converted = client.convert_model(nn.Sequential(old))[0]
+    assert type(converted) is DataParallelWithCallback
+    assert type(old) is nn.DataParallel
+    assert kinds(converted) == kinds(client.convert_model(model()))
+    assert names(converted) == ["0.1", "0.2.2", "0.3.volume"]
+    assert not converted.training
+    assert type(client.convert_model(nn.DataParallel(model()))) is DataParallelWithCallback
+    converted.module = nn.Identity()
+    converted(torch.ones(2))
+    assert calls == ["hook"]
+
+
+def test_names_do_not_depend_on_wrappers():
+    """A member under DataParallel and a member without must speak of the same layer."""
+    wrapped = DataParallelWithCallback(model(), ["cpu"] * 2)
+    converted = client.convert_model(wrapped)
+    assert converted is wrapped
+    assert names(converted) == ["1", "2.2", "3.volume"]
+    deep = nn.Sequential(nn.DataParallel(nn.ModuleDict({"module": nn.DataParallel(nn.Sequential(nn.BatchNorm1d(2)))})))
+    assert names(client.convert_model(deep)) == ["0.module.0"]
+
+
+@pytest.fixture
+def process_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_distributed_data_parallel_is_converted_in_place_and_named_without_its_level():
+    for wrap, bare in ((lambda each: each, model), (nn.Sequential, lambda: nn.Sequential(model()))):
+        inner = model()
+        distributed = nn.parallel.DistributedDataParallel(inner)
+        converted = client.convert_model(wrap(distributed))
+        assert distributed.module is inner
+        assert names(converted) == names(client.convert_model(bare()))
+        assert kinds(converted) == kinds(client.convert_model(model()))
+        assert kinds(client.revert_model(converted)) == kinds(model())
+    alone = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(3))
+    assert client.convert_model(alone) is alone
+    assert type(alone.module) is client.SynchronizedBatchNorm1d
+
+
+def test_the_group_is_kept_by_every_converted_layer_and_the_first_one_stays():
+    group = client.Group("left", 2)
+    converted = client.convert_model(everything(), group=group)
+    layers = [layer for layer in converted.modules() if hasattr(layer, "layer_name")]
+    assert {layer.group for layer in layers} == {group}
+    client.convert_model(converted, group=client.Group("another", 2))
+    client.convert_model(converted)
+    assert {layer.group for layer in layers} == {group}
+    assert client.convert_model(client.SynchronizedBatchNorm1d(3), group=group).group is group
+    assert client.convert_model(nn.BatchNorm1d(3)).group is None
+
+
+def test_sync_batch_norm_takes_any_input_of_two_dimensions_or_more():
+    converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(4)))
+    assert type(converted[0]) is client.SynchronizedBatchNorm
+    parallel = DataParallelWithCallback(converted, ["cpu"] * 2)
+    for plain, shape in ((nn.BatchNorm1d, ()), (nn.BatchNorm2d, (2, 3)), (nn.BatchNorm3d, (2, 1, 2))):
+        x = torch.randn(6, 4, *shape)
+        torch.testing.assert_close(parallel(x), plain(4)(x))
+    with pytest.raises(ValueError, match=r"expected at least 2D input \(got 1D input\)"):
+        converted(torch.ones(4))
+    reverted = client.revert_model(converted)[0]
+    assert type(reverted) is nn.SyncBatchNorm
+    assert vars(reverted).keys() == vars(nn.SyncBatchNorm(4)).keys()
+
+
+def test_a_process_group_is_refused_before_anything_is_changed():
+    given = nn.ModuleDict(
+        {"stem": nn.BatchNorm1d(3), "head": nn.Sequential(nn.SyncBatchNorm(3, process_group=Group()))}
+    )
+    before = anatomy(given)
+    with pytest.raises(ValueError, match=r"layer 'head.0': .* got one with <the left half>.*convert_model\(.*group="):
+        client.convert_model(given)
+    assert anatomy(given) == before
+
+
+def test_a_process_group_comes_back_when_a_group_was_given():
+    group = Group()
+    converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3, process_group=group)), group="local")
+    assert converted[0].group == "local"
+    assert client.revert_model(converted)[0].process_group is group
+
+
+@pytest.mark.parametrize("ours", TWINS.values())
+def test_torchs_own_name_converts_too(ours):
+    converted = ours.convert_sync_batchnorm(everything(), None)
+    assert kinds(converted) == [TWINS[kind] for kind in kinds(everything())]
+    with pytest.raises(ValueError, match=r"process_group: expected None, got <the left half>.*convert_model\(.*group="):
+        ours.convert_sync_batchnorm(everything(), process_group=Group())
+
+
+def test_torchs_own_name_reports_at_the_callers_line():
+    with pytest.warns(UserWarning, match="Special") as reports:
+        client.SynchronizedBatchNorm2d.convert_sync_batchnorm(Special(4))
+    assert reports[0].filename == __file__
+
+
+def test_converting_twice_changes_nothing():
+    once = client.convert_model(everything())
+    before, layers, called = anatomy(once), list(once.modules()), names(once)
+    assert client.convert_model(once) is once
+    assert (anatomy(once), list(once.modules()), names(once)) == (before, layers, called)
+
+
+def test_a_reverted_model_is_scripted_and_traced_as_it_ever_was():
+    converted = client.convert_model(nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))).eval()
+    reverted = client.revert_model(copy.deepcopy(converted))
+    x = torch.randn(2, 2, 4, 4)
+    torch.testing.assert_close(torch.fx.symbolic_trace(reverted)(x), converted(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.testing.assert_close(torch.jit.script(reverted)(x), converted(x))
+
+
+def test_revert_is_the_exact_inverse():
+    original = everything()
+    original["lists"][0].eval()
+    original["again"].bias.requires_grad_(requires_grad=False)
+    before, kept = anatomy(original), dict(original.named_modules())
+    converted = client.convert_model(original)
+    assert anatomy(converted) != before
+    reverted = client.revert_model(converted)
+    assert reverted is original
+    assert anatomy(reverted) == before
+    assert reverted["again"] is reverted["lists"][0]["a"][1]
+    after = dict(reverted.named_modules())
+    replaced = {place for place in kept if after[place] is not kept[place]}
+    assert replaced == {
+        "lists.0.a.0",
+        "lists.0.a.1",
+        "lists.1",
+        "parallel",
+        *("parallel.module" + rest for rest in (".0", ".1", ".1.module")),
+    }
+
+
+def test_while_patched_a_synchronised_layer_is_converted_and_reverted_as_ever():
+    with client.patch_sync_batchnorm():
+        model = nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm2d(3))
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        assert [layer.layer_name for layer in converted] == ["0", "1"]
+        assert not any("process_group" in vars(layer) for layer in converted)
+        reverted = client.revert_model(converted)
+    assert kinds(reverted) == [nn.SyncBatchNorm, nn.BatchNorm2d]
+    assert reverted[0].process_group is None
+
+
+@pytest.mark.parametrize("plain", TWINS)
+def test_layers_made_by_hand_are_reverted_to_torchs_with_torchs_attributes(plain):
+    arguments = [] if "Lazy" in plain.__name__ else [4]
+    made = TWINS[plain](*arguments, eps_mode="clamp")
+    made.group = "local"
+    made._seat = (None, 0)
+    reverted = client.revert_model(made)
+    assert type(reverted) is plain
+    assert vars(reverted).keys() == vars(plain(*arguments)).keys()
+
+
+def test_wrappers_whose_replicas_share_a_device_are_left_by_revert():
+    wrapped = DataParallelWithCallback(nn.Sequential(nn.BatchNorm1d(3)), ["cpu"] * 2)
+    assert client.revert_model(client.convert_model(wrapped)) is wrapped
+    assert type(wrapped.module[0]) is nn.BatchNorm1d
+    plain = client.revert_model(DataParallelWithCallback(nn.BatchNorm1d(3)))
+    assert type(plain) is nn.DataParallel
+    assert vars(plain).keys() == vars(nn.DataParallel(nn.BatchNorm1d(3))).keys()
+
+
+def test_revert_reports_the_subclasses_of_ours_that_it_leaves():
+    with pytest.warns(UserWarning, match=r"left as they are, synchronised: '0' \(OurSpecial\)") as reports:
+        client.revert_model(nn.Sequential(OurSpecial(4)))
+    assert reports[0].filename == __file__
+
+
+def test_patch_makes_synchronised_layers_and_restores_torchs():
+    before = {kind.__name__: kind for kind in TWINS}
+    with client.patch_sync_batchnorm():
+        assert {name: getattr(nn, name) for name in before} == {kind.__name__: ours for kind, ours in TWINS.items()}
+        made = nn.Sequential(model(), nn.LazyBatchNorm1d(affine=False), nn.SyncBatchNorm(4, process_group=None))
+        with pytest.raises(ValueError, match="process_group: expected None, got <the left half>"):
+            nn.SyncBatchNorm(4, process_group=Group())
+    assert kinds(made) == [
+        client.SynchronizedBatchNorm2d,
+        client.SynchronizedBatchNorm1d,
+        client.SynchronizedBatchNorm3d,
+        client.LazySynchronizedBatchNorm1d,
+        client.SynchronizedBatchNorm,
+    ]
+    assert {name: getattr(nn, name) for name in before} == before
+
+
+@needs("bias=False")
+def test_patched_layers_take_torchs_options():
+    with client.patch_sync_batchnorm():
+        assert nn.BatchNorm2d(4, bias=False).bias is None
+
+
+def test_patch_restores_torchs_after_an_exception():
+    before = {kind.__name__: kind for kind in TWINS}
+    with pytest.raises(ZeroDivisionError), client.patch_sync_batchnorm():
+        raise ZeroDivisionError
+    assert {name: getattr(nn, name) for name in before} == before
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 257])
+def test_a_layer_whose_place_is_no_name_is_refused_before_anything_is_changed(name):
+    model = nn.Module()
+    model.add_module("first", nn.BatchNorm1d(2))
+    model.add_module(name, nn.BatchNorm1d(2))
+    with pytest.raises(ConfigurationError, match="its place in the model: expected printable text of 1 to 256 bytes"):
+        client.convert_model(model)
+    assert type(model.first) is nn.BatchNorm1d
+
+
+def test_a_module_that_is_no_batch_norm_may_be_called_anything():
+    model = nn.Module()
+    model.add_module("a\nb", nn.Linear(2, 2))
+    assert client.convert_model(model) is model

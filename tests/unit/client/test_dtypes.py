@@ -1,0 +1,177 @@
+"""Types and layouts: half precision, autocast, mixtures, channels_last, and inputs that are views."""
+
+import pytest
+import torch
+
+import client
+from support import shards
+from support.shards import Shards, as_virtual_replicas, assert_equal, channels_last, everywhere, on_the_whole_batch
+from support.whole_batch import KINDS
+
+CUDA = pytest.param(
+    "cuda:0", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+DEVICES = ["cpu", CUDA]
+HALVES = ("float16", "bfloat16")
+
+# Both sides compute in a wider type and round once, so they may end on neighbours: one unit in the last place. Where
+# parameters' gradients are rounded on each replica and added, that is one of the largest.
+RESOLUTION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5, "float64": 1e-10}
+
+# The convolution rounds too, otherwise for other batch sizes, and its weight's gradient is rounded on each replica.
+AUTOCAST = {dtype: 2 * RESOLUTION[dtype] for dtype in HALVES}
+
+IMAGES = [kind for kind in KINDS if kind in {"2d", "3d"}]
+
+
+def rounded(exact, like):
+    return {name: value.to(like[name].dtype) for name, value in exact.items()}
+
+
+def without(named, *words):
+    return {name: value for name, value in named.items() if not any(word in name for word in words)}
+
+
+def assert_equal_to_torch_and_to_the_exact_result(found, case):
+    """Torch computes some things in half precision that are wider here, so the exact result is the stricter one."""
+    resolution = max(RESOLUTION[dtype] for dtype in (case.dtype, *case.input_dtypes))
+    found, expected = found.named(), on_the_whole_batch(case).named()
+    assert_equal(found, expected, resolution)
+    exact = rounded(on_the_whole_batch(case, torch.float64).named(), found)
+    assert_equal(found, exact, resolution)
+    for name in without(found, "weight", "bias", "running", "tracked"):
+        off = (found[name].double() - exact[name].double()).abs()
+        unit = torch.finfo(found[name].dtype).eps * exact[name].double().abs()
+        assert (off <= unit + 1e-5).all(), name
+
+
+@pytest.mark.parametrize("dtype", RESOLUTION)
+def test_a_layer_of_any_type_equals_torchs(members, dtype):
+    """Unequal shards, one of them empty; parameters and buffers of the same type as the input."""
+    cases = [Shards(kind, (3, 0, 2), dtype) for kind in KINDS]
+    for case, found in zip(cases, everywhere(members, cases), strict=True):
+        assert_equal_to_torch_and_to_the_exact_result(found, case)
+
+
+def test_a_half_precision_running_variance_outlives_a_batch_whose_own_would_overflow(members):
+    """float16 ends at 65,504; the batch's variance is about 90,000, and a tenth of it is what the average takes."""
+    case = Shards("2d", (3, 2), "float16", scale=300.0)
+    (found,) = everywhere(members, [case])
+    assert found.buffers["running_var"].isfinite().all()
+    assert_equal(found.buffers, on_the_whole_batch(case).buffers, RESOLUTION["float16"])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_input_with_float32_parameters_as_torch_has_it(members, dtype):
+    cases = [Shards(kind, (3, 0, 2), "float32", input_dtypes=(dtype,) * 3) for kind in KINDS]
+    for case, found in zip(cases, everywhere(members, cases), strict=True):
+        assert_equal_to_torch_and_to_the_exact_result(found, case)
+        assert {value.dtype for value in found.parameters.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize(
+    ("parameters", "inputs"), [*zip(HALVES, HALVES, strict=True), *(("float32", half) for half in HALVES)]
+)
+def test_half_precision_on_an_accelerator(device, parameters, inputs):
+    case = Shards("2d", (3, 2), parameters, input_dtypes=(inputs,) * 2, device=device)
+    assert_equal_to_torch_and_to_the_exact_result(as_virtual_replicas(case), case)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [("float32", "bfloat16", "float64"), ("float16", "float64", "float16"), ("bfloat16", "float32", "float16")],
+)
+def test_replicas_may_differ_in_type_within_a_round(members, dtypes):
+    """Torch has no such whole batch; the exact one is of the same numbers in float64. Each keeps its own type."""
+    case = Shards("2d", (3, 2, 4), "float32", input_dtypes=dtypes)
+    (found,) = everywhere(members, [case])
+    exact = on_the_whole_batch(case, torch.float64)
+    for own, output, gradient, exact_output, exact_gradient in zip(
+        dtypes, found.outputs, found.gradients, exact.outputs, exact.gradients, strict=True
+    ):
+        assert (output.dtype, gradient.dtype) == (getattr(torch, own),) * 2
+        # float32 parameters and the float32 compute type of the others bound what a float64 replica can have
+        part = {"output": output.double(), "gradient": gradient.double()}
+        assert_equal(part, {"output": exact_output, "gradient": exact_gradient.double()}, max(RESOLUTION[own], 1e-6))
+    rest = {
+        name: value
+        for name, value in found.named().items()
+        if name in found.buffers or name in {"weight gradient", "bias gradient"}
+    }
+    assert_equal(rest, rounded({name: exact.named()[name] for name in rest}, rest), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_autocast_members_equal_the_whole_batch(members, dtype):
+    """Convolution and layer in one autocast region."""
+    first, second = (shards.loaded(result) for result in members(2, shards.as_autocast_member, dtype))
+    found = {}
+    for name, value in first.items():
+        if "." not in name:
+            found[name] = torch.cat([value, second[name]])
+        elif "gradient" in name:
+            found[name] = value + second[name]
+        else:
+            assert torch.equal(value, second[name]), name
+            found[name] = value
+    assert_equal(found, autocast_on_the_whole_batch("cpu", dtype), AUTOCAST[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_autocast_replicas_equal_the_whole_batch(device, dtype):
+    model = client.convert_model(shards.autocast_model()).to(device)
+    found = shards.autocast_step(model, client.DataParallelWithCallback(model, [device] * 2), device, dtype)
+    assert_equal(found, autocast_on_the_whole_batch(device, dtype), AUTOCAST[dtype])
+
+
+def autocast_on_the_whole_batch(device, dtype):
+    model = shards.autocast_model().to(device)
+    expected = shards.autocast_step(model, model, device, dtype)
+    assert expected["output"].dtype == getattr(torch, dtype)
+    return expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", IMAGES)
+def test_channels_last_is_kept_in_output_and_gradient(kind, device):
+    """With and without a mask, although the gradient that arrives is contiguous."""
+    for masks in ((), ("some", "some")):
+        case = Shards(kind, (3, 2), "float32", layouts=("channels_last",) * 2, masks=masks, device=device)
+        found = as_virtual_replicas(case)
+        for tensor in (*found.outputs, *found.gradients):
+            assert tensor.is_contiguous(memory_format=channels_last(tensor))
+            assert not tensor.is_contiguous()
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_one_replica_may_be_channels_last_and_another_not(members, kind):
+    layouts = [("channels_last", "contiguous", "contiguous"), ("contiguous", "channels_last", "channels first")]
+    cases = [Shards(kind, (2, 3, 1), dtype, layouts=way) for way in layouts for dtype in ("float64", "float32")]
+    for case, found in zip(cases, everywhere(members, cases), strict=True):
+        assert_equal(found.named(), on_the_whole_batch(case).named(), RESOLUTION[case.dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_may_be_views_of_any_sort(members, kind):
+    """Leaves that are transposed, sliced with a step, narrowed or expanded; their gradients are torch's."""
+    ways = [way for way in shards.LAYOUTS if way != "channels_last" or kind in IMAGES]
+    ways = [way for way in ways if "position" not in way or kind != "1d of (N, C)"]  # its last dimension is the channel
+    cases = [Shards(kind, (3, 2, 2), layouts=(way, "contiguous", way)) for way in ways]
+    for case, found in zip(cases, everywhere(members, cases), strict=True):
+        assert_equal(found.named(), on_the_whole_batch(case).named(), RESOLUTION["float64"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masks", [(), ("all",)])
+def test_output_and_gradient_lie_in_memory_as_torchs(kind, masks):
+    """Whoever takes a `view` of torch's output for a transposed input may take it of ours."""
+    ways = [way for way in shards.LAYOUTS if way != "channels_last" or kind in IMAGES]
+    for way in ways:
+        case = Shards(kind, (3, 0), "float32", layouts=(way, "contiguous"), masks=masks * 2)
+        found = as_virtual_replicas(case)
+        alone = case.shards()[0]
+        output = case.layer(synchronised=False)(alone.x)
+        (gradient,) = torch.autograd.grad(output, alone.x, alone.factors)
+        assert (found.outputs[0].stride(), found.gradients[0].stride()) == (output.stride(), gradient.stride()), way

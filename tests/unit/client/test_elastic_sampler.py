@@ -1,0 +1,123 @@
+"""ElasticSampler: what remains of an epoch is split among whoever is there, each sample to one of them."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from client.elastic.sampler import ElasticSampler
+
+
+def shares(
+    size: int, world_size: int, state: dict[str, object] | None = None, *, shuffle: bool = True
+) -> list[list[int]]:
+    """The shares of all members that have the same state."""
+    samplers = [ElasticSampler(range(size), shuffle) for _ in range(world_size)]
+    for rank, sampler in enumerate(samplers):
+        sampler.load_state_dict(state or {"epoch": 0, "processed_indices": []})
+        sampler.reset(rank, world_size)
+    return [list(sampler) for sampler in samplers]
+
+
+@given(st.integers(0, 40), st.sets(st.integers(0, 39)), st.integers(1, 9), st.integers(0, 3), st.booleans())
+def test_the_shares_are_all_that_remains_and_nothing_twice(size, processed, world_size, epoch, shuffle):
+    done = sorted(index for index in processed if index < size)
+    found = shares(size, world_size, {"epoch": epoch, "processed_indices": done}, shuffle=shuffle)
+    assert sorted(itertools.chain(*found)) == sorted(set(range(size)).difference(done))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_fewer_samples_than_members_are_shared_all_the_same():
+    # Where the padding is more than what remains, the peers' sampler fails: 10 samples, 9 of them processed, 4 members.
+    assert sorted(map(len, shares(10, 4, {"epoch": 0, "processed_indices": list(range(9))}))) == [0, 0, 0, 1]
+
+
+def test_a_change_of_members_repeats_nothing():
+    # horovod#3399: after a reset samples come again that were processed before it.
+    first, second = (ElasticSampler(range(12)) for _ in range(2))
+    for rank, sampler in enumerate((first, second)):
+        sampler.reset(rank, 2)
+        sampler.record_batch(0, 3)
+    processed = first.processed_indices + second.processed_indices
+    for sampler in (first, second):
+        sampler.record_indices(processed)
+        sampler.reset(0, 1)
+    assert sorted(first) == sorted(second) == sorted(set(range(12)).difference(processed))
+
+
+def test_a_change_of_members_loses_nothing():
+    # horovod#3143: samples that no member had processed are left out after a reset.
+    sampler = ElasticSampler(range(7))
+    sampler.reset(0, 3)
+    sampler.record_batch(0, 1)
+    remaining = shares(7, 2, sampler.state_dict())
+    assert sorted(itertools.chain(*remaining, sampler.processed_indices)) == list(range(7))
+
+
+def test_each_epoch_has_an_order_of_its_own_the_same_for_all():
+    sampler, twin = ElasticSampler(range(50), seed=4), ElasticSampler(range(50), seed=4)
+    orders = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        twin.set_epoch(epoch)
+        assert list(sampler) == list(twin)
+        orders.append(list(sampler))
+    assert orders[0] != orders[1] != orders[2]
+    assert sorted(orders[2]) == list(range(50))
+    assert list(ElasticSampler(range(50), seed=5)) != orders[0]
+
+
+def test_without_shuffling_it_keeps_the_order_of_the_dataset():
+    assert shares(5, 2, shuffle=False) == [[0, 2, 4], [1, 3]]
+
+
+def test_setting_the_epoch_it_is_in_keeps_what_is_processed():
+    sampler = ElasticSampler(range(4))
+    sampler.set_epoch(1)
+    sampler.record_batch(0, 3)
+    sampler.set_epoch(1)
+    assert len(sampler.processed_indices) == 3
+    sampler.set_epoch(2)
+    assert sampler.processed_indices == []
+    assert len(sampler) == 4
+
+
+def test_batches_are_those_of_a_loader():
+    sampler = ElasticSampler(range(10))
+    loader = DataLoader(range(10), batch_size=4, sampler=sampler)
+    for index, batch in enumerate(loader):
+        sampler.record_batch(index, 4)
+        assert sampler.recorded[-1] == batch.tolist()
+    assert sampler.is_exhausted
+    assert len(loader) == 3
+    sampler.reset(0, 1)
+    assert (sampler.recorded, list(sampler)) == ([], [])
+
+
+def test_a_state_goes_from_one_sampler_to_another():
+    sampler, other = ElasticSampler(range(10)), ElasticSampler(range(10))
+    sampler.set_epoch(3)
+    sampler.record_batch(1, 4)
+    other.load_state_dict(sampler.state_dict())
+    states = [one.state_dict() | {"processed_indices": one.processed_indices} for one in (other, sampler)]
+    assert states == [{"epoch": 3, "processed_indices": sampler.state_dict()["processed_indices"].tolist()}] * 2
+    assert sorted(other) == sorted(set(range(10)).difference(sampler.processed_indices))
+
+
+@pytest.mark.parametrize("index", [-1, 2, 7])
+def test_a_batch_that_the_share_has_not_is_refused(index):
+    with pytest.raises(IndexError, match=f"expected one of the 2 batches of 3 of 5 samples, got {index}"):
+        ElasticSampler(range(5)).record_batch(index, 3)
+
+
+@pytest.mark.parametrize("processed", [[5], [-1, 2]])
+def test_a_state_of_another_dataset_is_refused(processed):
+    with pytest.raises(ValueError, match="expected samples of a dataset of 5"):
+        ElasticSampler(range(5)).load_state_dict({"epoch": 0, "processed_indices": processed})
+
+
+def test_a_dataset_without_a_length_is_refused():
+    with pytest.raises(TypeError, match="expected one with a length, so that it can be split, got generator"):
+        ElasticSampler(index for index in range(3))

@@ -1,0 +1,343 @@
+"""ElasticState and run_elastic: whoever comes or dies, and whenever, every sample is learnt once in each epoch."""
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from client.connection.connection import Connection
+from client.elastic.commit_reports import Vote
+from client.elastic.sampler import ElasticSampler
+from client.elastic.state import MEETING, STATE, ElasticState, MembersChanged, run_elastic
+from client.serialization.packing import pack
+from statsd_bn.errors import ConfigurationError, ProtocolError, ReplicaLost, RoundMismatch
+from support.elastic_threads import Job, World, own_connections, use
+from support.memory_members import MemoryMaster, in_threads, outcome, wait_until
+
+jobs = st.builds(Job, st.integers(1, 24), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+
+
+@st.composite
+def fates(draw: Any) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:
+    """How many begin, who dies in which round, and who comes in which round of whom; one of the first stays alive.
+
+    Whoever dies may have a successor of the same number.
+    """
+    world_size = draw(st.integers(1, 4))
+    nr_newcomers = draw(st.integers(0, 2))
+    survivor = draw(st.integers(0, world_size - 1))
+    deaths = draw(st.dictionaries(st.integers(0, world_size + nr_newcomers - 1), st.integers(0, 30)))
+    deaths.pop(survivor, None)
+    place = st.tuples(st.integers(0, world_size - 1), st.integers(0, 30))
+    successors = draw(st.sets(st.sampled_from(sorted(deaths)))) if deaths else set()
+    newcomers = successors.union(range(world_size, world_size + nr_newcomers))
+    return world_size, deaths, {newcomer: draw(place) for newcomer in sorted(newcomers)}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(jobs, fates())
+def test_every_sample_is_learnt_once_in_each_epoch(job, fate):
+    learnt = World(job).run(*fate)
+    assert learnt
+    assert learnt == dict.fromkeys(learnt, [float(job.epochs)] * job.samples)
+
+
+def test_the_batch_that_one_member_has_more_is_learnt_by_all():
+    learnt = World(Job(samples=5, batch=1, commit_every=1, epochs=1)).run(2, {}, {})
+    assert learnt == {0: [1.0] * 5, 1: [1.0] * 5}
+
+
+def test_a_newcomer_takes_over_what_the_others_have():
+    learnt = World(Job(samples=8, batch=1, commit_every=1, epochs=2)).run(2, {}, {2: (0, 4)})
+    assert learnt == {0: [2.0] * 8, 1: [2.0] * 8, 2: [2.0] * 8}
+
+
+def test_a_new_process_with_the_number_of_a_lost_one_is_not_taken_for_it():
+    # Member 1 dies in the second batch that is not committed yet; its successor comes before the others commit.
+    learnt = World(Job(samples=12, batch=1, commit_every=3, epochs=1)).run(2, {1: 3}, {1: (0, 4)})
+    assert learnt == {0: [1.0] * 12, 1: [1.0] * 12}
+
+
+def test_the_others_take_over_anothers_state_where_the_one_who_has_it_dies():
+    # Member 0 is the one whose first state all take over: its second round.
+    learnt = World(Job(samples=6, batch=2, commit_every=1, epochs=1)).run(3, {0: 1}, {})
+    assert learnt == {1: [1.0] * 6, 2: [1.0] * 6}
+
+
+@pytest.fixture
+def together() -> Iterator[Callable[[int, Callable[[Connection], Any]], list[Any]]]:
+    """Runs `program(connection)` as n elastic members, each with its own current connection."""
+    master = MemoryMaster()
+
+    def run(n: int, program: Callable[[Connection], Any]) -> list[Any]:
+        def member(number: int) -> Any:
+            with master.connect(number, n, min_members=1) as connection:
+                use(connection)
+                return outcome(lambda: program(connection))
+
+        return in_threads([lambda number=number: member(number) for number in range(n)])
+
+    with own_connections():
+        yield run
+
+
+def test_what_all_take_over_at_the_beginning_is_member_0s(together):
+    def begin(connection: Connection) -> Any:
+        mine = connection.member.member
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, float(mine))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + mine, betas=(0.5, 0.6 + mine / 10))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3 + mine)
+        state = ElasticState(
+            model, optimizer, epoch=mine, history=[mine, (mine, None)], best=torch.tensor(mine), schedule=schedule
+        )
+        state.sync()
+        group = state.optimizer.param_groups[0]
+        return (
+            model.weight.tolist(),
+            group["lr"],
+            group["betas"],
+            state.epoch,
+            state.history,
+            state.best,
+            schedule.step_size,
+        )
+
+    assert together(3, begin) == [([[0.0, 0.0]], 0.1, (0.5, 0.6), 0, [0, (0, None)], torch.tensor(0), 3)] * 3
+
+
+def test_a_tensor_stays_on_its_members_device(together):
+    """`meta` stands for a device that is not the CPU; what is there has no values, so a member gives it that has."""
+
+    def begin(connection: Connection) -> Any:
+        device = "meta" if connection.member.member else "cpu"
+        state = ElasticState(
+            nn.Linear(1, 1), best=torch.ones(2, device=device), lists=[{"a": (torch.ones(1, device=device), 2)}, 3]
+        )
+        state.sync()
+        return state.best.device.type, state.lists[0]["a"][0].device.type, state.lists[0]["a"][1], state.lists[1]
+
+    assert together(2, begin) == [("cpu", "cpu", 2, 3), ("meta", "meta", 2, 3)]
+
+
+def test_restore_goes_back_to_the_last_commit(together):
+    def there_and_back(_: Connection) -> Any:
+        model = nn.Linear(1, 1, bias=False)
+        state = ElasticState(model, torch.optim.SGD(model.parameters(), lr=1.0), ElasticSampler(range(4)), seen=[])
+        state.sync()
+        state.sampler.record_batch(0, 1)
+        state.seen.append("kept")
+        nn.init.constant_(model.weight, 5.0)
+        state.commit()
+        state.sampler.record_batch(1, 1)
+        state.seen.append("undone")
+        nn.init.constant_(model.weight, 6.0)
+        state.restore()
+        state.seen.append("undone as well")
+        state.restore()
+        return model.weight.item(), state.seen, state.sampler.processed_indices
+
+    first, second = together(2, there_and_back)
+    assert first == second
+    assert first[:2] == (5.0, ["kept"])
+    assert len(first[2]) == 2
+
+
+def test_a_batch_that_was_not_recorded_does_not_change_the_shares(together):
+    def skip_one(connection: Connection) -> Any:
+        state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(12)))
+        state.sync()
+        before = list(state.sampler)
+        if connection.member.member:
+            state.sampler.record_batch(0, 2)
+        state.commit()
+        return before == list(state.sampler), len(state.sampler.processed_indices)
+
+    assert together(2, skip_one) == [(True, 2)] * 2
+
+
+def test_one_that_connects_anew_with_its_state_is_a_newcomer():
+    master, left = MemoryMaster(), threading.Event()
+
+    def stay(state: ElasticState) -> Any:
+        left.wait(20)
+        wait_until(lambda: master.members("world") == [0, 1])
+        return outcome(state.commit)
+
+    def member(number: int) -> Any:
+        state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4), shuffle=False), seen=[])
+        with master.connect(number, 2, min_members=1) as connection:
+            use(connection)
+            state.sync()
+            state.sampler.record_batch(0, 1)
+            state.seen.append(number)
+            if number == 0:
+                return stay(state), state.seen, list(state.sampler)
+        left.set()
+        with master.connect(number, 2, min_members=1) as connection:
+            use(connection)
+            state.sync()
+            return state.seen, list(state.sampler)
+
+    with own_connections():
+        (change, *kept), taken = in_threads([lambda: member(0), lambda: member(1)])
+    assert type(change) is MembersChanged
+    assert (change.lost, change.joined) == ([1], [1])
+    assert kept == [[], [0, 2]]
+    assert taken == ([], [1, 3])
+
+
+def test_members_that_commit_at_different_places_are_told(together):
+    def wander(connection: Connection) -> Any:
+        state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4)))
+        state.sync()
+        state.sampler.set_epoch(connection.member.member)
+        state.commit()
+
+    for error in together(2, wander):
+        assert type(error) is RoundMismatch
+        assert "member 0 in epoch 0 after 1 meetings, member 1 in epoch 1 after 1 meetings" in str(error)
+
+
+def test_who_has_come_and_gone_is_said(together):
+    def leave(connection: Connection) -> Any:
+        state = ElasticState(nn.Linear(1, 1))
+        state.sync()
+        if connection.member.member == 1:
+            return None
+        return outcome(state.commit)
+
+    first, gone, third = together(3, leave)
+    assert gone is None
+    for change in (first, third):
+        assert type(change) is MembersChanged
+        assert (change.lost, change.joined) == ([1], [])
+
+
+def test_alone_it_commits_and_restores_without_a_connection():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    state = ElasticState(model, sampler=ElasticSampler(range(3)), epoch=0)
+
+    def train(state: ElasticState) -> list[int]:
+        state.sampler.record_batch(0, 2)
+        state.epoch = 1
+        state.commit()
+        nn.init.constant_(model.weight, 2.0)
+        state.epoch = 2
+        state.restore()
+        return state.sampler.processed_indices
+
+    assert len(run_elastic(train, state)) == 2
+    assert (state.epoch, model.weight.item()) == (1, 1.0)
+
+
+def test_one_that_comes_when_nobody_is_left_who_has_the_state_begins_no_training_of_its_own():
+    master = MemoryMaster()
+    with own_connections(), master.connect(0, 1, min_members=1) as first:
+        use(first)
+        state = ElasticState(nn.Linear(1, 1))
+        state.sync()
+        with master.connect(7, 1, min_members=1) as latecomer:
+            first.close()
+            use(latecomer)
+            with pytest.raises(ReplicaLost, match=r"before members \[7\] could take it over"):
+                run_elastic(lambda _: pytest.fail("it trains"), ElasticState(nn.Linear(1, 1)))
+
+
+def test_a_newcomer_that_comes_before_the_first_meeting_is_one_of_those_who_begin(together):
+    assert together(1, lambda connection: connection.is_latecomer) == [False]
+
+
+def test_a_vote_of_something_else_is_refused(together):
+    def meet(connection: Connection) -> Any:
+        if connection.member.member:
+            connection.come_back(None)
+            return connection.gather(MEETING, pack([0, 0, [], "no"]))
+        return ElasticState(nn.Linear(1, 1)).sync()
+
+    error, _ = together(2, meet)
+    assert type(error) is ProtocolError
+    assert "expected a vote of a member, got [0, 0, [], 'no']" in str(error)
+
+
+@pytest.mark.parametrize(
+    "vote",
+    [
+        [0, 0, [[]], False, 0, np.zeros(0, "i8")],
+        [0, 0, [-1], False, 0, np.zeros(0, "i8")],
+        [0, 0, [], False, 0, np.zeros(0, "f8")],
+        [0, 0, [], False, 0, np.zeros((1, 1), "i8")],
+        [0, 0, [], False, 0, np.array([-1])],
+        [2**63, 0, [], False, 0, np.zeros(0, "i8")],
+        [0, 0, [], False, 2**63, np.zeros(0, "i8")],
+    ],
+)
+def test_a_vote_that_cannot_be_is_refused(vote):
+    with pytest.raises(ProtocolError, match="expected a vote of a member, got "):
+        Vote.unpacked(pack(vote))
+
+
+def test_a_vote_for_samples_that_the_dataset_has_not_is_refused(together):
+    def meet(connection: Connection) -> Any:
+        if connection.member.member:
+            connection.come_back(None)
+            return connection.gather(MEETING, pack([0, 0, [], False, 1, np.array([99])]))
+        return ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4))).sync()
+
+    error, _ = together(2, meet)
+    assert type(error) is ProtocolError
+    assert "expected samples of the dataset, got index 99 is out of bounds" in str(error)
+
+
+STATE_OF_A_LINEAR = {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}
+NOTHING = {"model": STATE_OF_A_LINEAR, "optimizer": None, "sampler": None}
+
+
+@pytest.mark.parametrize(
+    ("state", "what"),
+    [
+        (7, "expected a state of model, optimizer, sampler from member 1, got 7"),
+        ({}, "expected a state of model, optimizer, sampler from member 1, got {}"),
+        ({"model": None, "optimizer": None}, "expected a state of model, optimizer, sampler from member 1"),
+        ({**NOTHING, "commit": 1}, "expected a state of model, optimizer, sampler from member 1"),
+        ({**NOTHING, "\x1b[2J": 1}, r"'\x1b[2J': 1"),
+        ({**NOTHING, "model": 7}, "the state of member 1 does not fit: TypeError: "),
+        ({**NOTHING, "model": {"\x1b[2J": 1}}, r"does not fit: RuntimeError: Error(s) in loading"),
+        ({**NOTHING, "model": {**STATE_OF_A_LINEAR, "weight": torch.zeros(2**10, 0)}}, "does not fit: RuntimeError: "),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_says_nothing_to_a_terminal(together, state, what):
+    def meet(connection: Connection) -> Any:
+        if connection.member.member:
+            connection.come_back(None)
+            connection.gather(MEETING, pack([5, 0, [0, 1], False, 0, np.zeros(0, "i8")]))
+            connection.gather(STATE, pack(state))
+            return None
+        return ElasticState(nn.Linear(1, 1)).sync()
+
+    error, _ = together(2, meet)
+    assert type(error) is ProtocolError
+    assert what in str(error)
+    told = "".join(traceback.format_exception(error))
+    assert "\x1b" not in told
+
+
+def test_a_strict_connection_is_refused():
+    with own_connections(), MemoryMaster().connect(0, 1) as connection:
+        use(connection)
+        with pytest.raises(ConfigurationError, match="expected an elastic connection, got a strict one"):
+            run_elastic(lambda _: None, ElasticState(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize("name", ["commit", "restore", "sync", "_members"])
+def test_a_value_cannot_take_a_name_of_its_own(name):
+    with pytest.raises(ValueError, match=f"got '{name}'"):
+        ElasticState(nn.Linear(1, 1), **{name: 1})

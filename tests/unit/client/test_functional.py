@@ -1,0 +1,219 @@
+"""The autograd function: one node for all replicas, right to the second-order remainder of gradcheck."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from client.autograd.exchange import Exchange
+from client.autograd.functional import Slice, batch_norm
+from client.lanes.lane import LocalPipe, SlavePipe
+from support.memory_members import MemoryMaster, run_members
+
+SIZES = (3, 1, 2)
+
+
+class CountingPipe:
+    """The local lane, counting its rounds."""
+
+    def __init__(self) -> None:
+        self.rounds = []
+        self._pipe = LocalPipe("bn")
+
+    def run_slave(self, contribution, key=None):
+        self.rounds.append("forward" if key is None else key.phase)
+        return self._pipe.run_slave(contribution, key)
+
+
+def exchange(pipe=None, eps_mode="plus"):
+    return Exchange(pipe or LocalPipe("bn"), "bn", 1e-5, eps_mode)
+
+
+def tensors(sizes=SIZES, *, affine=True, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(n, 2, 3, generator=generator, dtype=torch.float64).to(dtype) for n in sizes]
+    if not affine:
+        return inputs, [None] * len(sizes), [None] * len(sizes)
+    weight = torch.rand(2, generator=generator, dtype=torch.float64).to(dtype) + 0.5
+    bias = torch.randn(2, generator=generator, dtype=torch.float64).to(dtype)
+    return inputs, [weight] * len(sizes), [bias] * len(sizes)
+
+
+def slices(inputs, weights, biases):
+    return [Slice(*parts) for parts in zip(inputs, weights, biases, strict=True)]
+
+
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+def test_gradients_of_inputs_weights_and_biases_across_replicas(eps_mode):
+    inputs, weights, biases = tensors()
+    leaves = [tensor.requires_grad_() for tensor in (*inputs, weights[0], biases[0])]
+
+    def run(*leaves):
+        thirds = leaves[:3], [leaves[3]] * 3, [leaves[4]] * 3
+        return tuple(batch_norm(slices(*thirds), exchange(eps_mode=eps_mode)))
+
+    assert gradcheck(run, leaves)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
+@pytest.mark.parametrize(
+    ("transform", "words"),
+    [
+        (lambda run, x: torch.vmap(run)(torch.stack((x, x))), "cannot be mapped by torch.vmap"),
+        (lambda run, x: torch.func.jacrev(run)(x), "cannot be mapped by torch.vmap"),
+        (lambda run, x: torch.func.jvp(run, (x,), (x,)), "no forward-mode derivatives"),
+    ],
+    ids=["vmap", "jacrev", "jvp"],
+)
+def test_what_torch_func_cannot_make_of_it_is_said_in_its_own_words(transform, words):
+    inputs, weights, biases = tensors((4,))
+    with pytest.raises(NotImplementedError, match=f"synchronised batch norm .*{words}"):
+        transform(lambda x: batch_norm(slices([x], weights, biases), exchange())[0], inputs[0])
+
+
+def test_gradients_through_members_of_a_master():
+    """Each member's backward is compared with autograd's on the whole batch."""
+    inputs, weights, biases = tensors()
+    factors = [torch.randn_like(x) for x in inputs]
+
+    def member(connection):
+        number = connection.member.member
+        x, weight, bias = (part[number].clone().requires_grad_() for part in (inputs, weights, biases))
+        (output,) = batch_norm([Slice(x, weight, bias)], exchange(SlavePipe(connection, "bn")))
+        (output * factors[number]).sum().backward()
+        return x.grad, weight.grad, bias.grad
+
+    found = run_members(3, member)
+    leaves = [tensor.clone().requires_grad_() for tensor in (*inputs, *weights, *biases)]
+    whole = torch.cat(leaves[:3])
+    mean, variance = whole.mean((0, 2), keepdim=True), whole.var((0, 2), correction=0, keepdim=True)
+    normal = ((whole - mean) / (variance + 1e-5).sqrt()).split(SIZES)
+    loss = sum(
+        ((x * weight.view(1, -1, 1) + bias.view(1, -1, 1)) * factor).sum()
+        for x, weight, bias, factor in zip(normal, leaves[3:6], leaves[6:], factors, strict=True)
+    )
+    loss.backward()
+    for number, (x_grad, weight_grad, bias_grad) in enumerate(found):
+        torch.testing.assert_close(x_grad, leaves[number].grad)
+        torch.testing.assert_close(weight_grad, leaves[3 + number].grad)
+        torch.testing.assert_close(bias_grad, leaves[6 + number].grad)
+
+
+def test_all_replicas_share_one_node_one_round_forward_and_one_backward():
+    pipe = CountingPipe()
+    inputs, weights, biases = tensors()
+    for x in inputs:
+        x.requires_grad_()
+    outputs = batch_norm(slices(inputs, weights, biases), exchange(pipe))
+    assert len({output.grad_fn for output in outputs}) == 1
+    sum((output * output).sum() for output in outputs).backward()
+    assert pipe.rounds == ["forward", "backward"]
+
+
+def test_backward_needs_nobody_when_no_input_needs_a_gradient():
+    pipe = CountingPipe()
+    inputs, weights, biases = tensors()
+    for weight in weights:
+        weight.requires_grad_()
+    outputs = batch_norm(slices(inputs, weights, biases), exchange(pipe))
+    sum((output * output).sum() for output in outputs).backward()
+    assert pipe.rounds == ["forward"]
+    assert all(weight.grad is not None for weight in weights)
+
+
+def test_every_walk_of_a_kept_graph_is_a_round_of_its_own():
+    pipe = CountingPipe()
+    inputs, weights, biases = tensors((3,))
+    inputs[0].requires_grad_()
+    (output,) = batch_norm(slices(inputs, weights, biases), exchange(pipe))
+    for _ in range(3):
+        torch.autograd.grad((output**2).sum(), inputs[0], retain_graph=True)
+    assert pipe.rounds == ["forward", "backward", "backward 2", "backward 3"]
+
+
+def test_a_graph_that_is_kept_may_be_walked_again_even_after_another_forward():
+    def member(connection):
+        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(connection.member.member)).requires_grad_()
+        pipe = SlavePipe(connection, "bn")
+        (output,) = batch_norm([Slice(x, None, None)], exchange(pipe))
+        (first,) = torch.autograd.grad((output**2)[0].sum(), x, retain_graph=True)
+        (between,) = batch_norm([Slice(x, None, None)], exchange(pipe))
+        (other,) = torch.autograd.grad((output**3).sum(), x, retain_graph=True)
+        (again,) = torch.autograd.grad((output**2)[0].sum(), x)
+        (between**2).sum().backward()
+        return torch.equal(first, again), torch.equal(first, other)
+
+    assert run_members(2, member) == [(True, False)] * 2
+
+
+def test_an_output_that_is_not_used_counts_as_zero_gradient():
+    inputs, weights, biases = tensors()
+    for x in inputs:
+        x.requires_grad_()
+    outputs = batch_norm(slices(inputs, weights, biases), exchange())
+    (outputs[0] ** 2).sum().backward()
+    whole = torch.cat([x.detach() for x in inputs]).requires_grad_()
+    normal = torch.nn.functional.batch_norm(whole, None, None, training=True)[:3]
+    ((normal * weights[0].view(1, -1, 1) + biases[0].view(1, -1, 1)) ** 2).sum().backward()
+    torch.testing.assert_close(torch.cat([x.grad for x in inputs]), whole.grad)
+
+
+def test_outputs_may_be_changed_in_place():
+    """nn.ReLU(inplace=True) after the layer, in every replica."""
+    inputs, weights, biases = tensors(affine=False)
+    for x in inputs:
+        x.requires_grad_()
+    outputs = batch_norm(slices(inputs, weights, biases), exchange())
+    sum((torch.relu_(output) * 2).sum() for output in outputs).backward()
+    whole = torch.cat([x.detach() for x in inputs]).requires_grad_()
+    (torch.relu(torch.nn.functional.batch_norm(whole, None, None, training=True)) * 2).sum().backward()
+    torch.testing.assert_close(torch.cat([x.grad for x in inputs]), whole.grad)
+
+
+def test_an_empty_slice_takes_part_forward_and_backward():
+    inputs, weights, biases = tensors((3, 0, 2))
+    for x in inputs:
+        x.requires_grad_()
+    call = exchange()
+    outputs = batch_norm(slices(inputs, weights, biases), call)
+    assert call.moments.count == 15
+    assert outputs[1].shape == (0, 2, 3)
+    sum((output * output).sum() for output in outputs).backward()
+    assert inputs[1].grad.shape == (0, 2, 3)
+
+
+def test_one_value_per_channel_over_all_replicas_is_refused_everywhere():
+    one = torch.ones(1, 2)
+    with pytest.raises(ValueError, match="layer 'bn': expected more than 1 value per channel over all replicas"):
+        batch_norm([Slice(one, None, None), Slice(torch.empty(0, 2), None, None)], exchange())
+
+    def member(connection):
+        mine = one if connection.member.member == 0 else torch.empty(0, 2)
+        with pytest.raises(ValueError, match="expected more than 1 value"):
+            batch_norm([Slice(mine, None, None)], exchange(SlavePipe(connection, "bn")))
+        return True
+
+    assert run_members(2, member, MemoryMaster()) == [True, True]
+
+
+def test_one_value_per_replica_is_enough_when_the_whole_batch_has_more():
+    outputs = batch_norm([Slice(torch.tensor([[v]]), None, None) for v in (1.0, 3.0)], exchange())
+    torch.testing.assert_close(torch.cat(outputs), torch.tensor([[-1.0], [1.0]]), rtol=1e-4, atol=1e-4)
+
+
+def test_no_values_at_all_give_empty_outputs():
+    call = exchange()
+    outputs = batch_norm([Slice(torch.empty(0, 2), None, None)] * 2, call)
+    assert call.moments.count == 0
+    assert [output.shape for output in outputs] == [(0, 2)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_storage_of_the_callers_becomes_one_that_cannot_be_resized(dtype):
+    """FSDP frees a parameter by resizing its storage; `numpy()` on the parameter would forbid that for good."""
+    inputs, weights, biases = tensors(dtype=dtype)
+    leaves = [tensor.requires_grad_() for tensor in (*inputs, weights[0], biases[0])]
+    outputs = batch_norm(slices(inputs, weights, biases), exchange())
+    grads = [torch.randn_like(output, requires_grad=True) for output in outputs]
+    found = torch.autograd.grad(outputs, leaves, grads, create_graph=True)
+    sum(gradient.square().sum() for gradient in found).backward()
+    assert all(tensor.untyped_storage().resizable() for tensor in (*leaves, *outputs, *grads))

@@ -1,0 +1,400 @@
+"""Groups: members that synchronise among themselves, and take no notice of the others."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+
+import client
+from client.connection import groups, registration
+from client.connection.connection import Connection
+from client.connection.groups import Group
+from client.lanes.lane import LocalPipe, SlavePipe
+from programs import member_programs
+from server.cli.status import ask
+from statsd_bn import Rows, limits
+from statsd_bn.errors import (
+    ConfigurationError,
+    ConnectionClosed,
+    GroupIncomplete,
+    ReplicaLost,
+    WorldSizeMismatch,
+)
+from statsd_bn.round_key import BACKWARD, FORWARD
+from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
+
+PAIR = Group("pair", 2)
+LOW, HIGH = Group("low", 2), Group("high", 2)
+
+# Added in another order these give another last bit: 1.0 is lost beside 1e16, unless -1e16 came before it.
+VALUES = (1e16, 1.0, -1e16, 0.3)
+
+
+def row(value: float) -> Rows:
+    return Rows((1,), np.full((1, 1, 1), value))
+
+
+def total(connection: Connection, group: Group | str | None = None, value: float | None = None) -> float:
+    """The sum over the group of what each member brings: its power of ten, unless a value is given."""
+    brought = row(10.0**connection.member.member if value is None else value)
+    return SlavePipe(connection, "bn", group).run_slave(brought).values.item()
+
+
+@contextmanager
+def connected(master: MemoryMaster, n: int, deadline_of_last: float = 20.0) -> Iterator[list[Connection]]:
+    """The connections of all n members; the last one comes when the others are there."""
+    with ThreadPoolExecutor(n) as threads:
+        others = [threads.submit(master.connect, member, n) for member in range(n - 1)]
+        wait_until(lambda: len(master.members("world")) == n - 1)
+        last = master.connect(n - 1, n, deadline=deadline_of_last)
+        connections = [*(other.result(20) for other in others), last]
+    with ExitStack() as stack:
+        yield [stack.enter_context(connection) for connection in connections]
+
+
+# What a group is.
+
+
+@pytest.mark.parametrize("name", ["pair", "é" * (limits.MAX_NAME_BYTES // 2), "locals", "world 2", "stage 1"])
+def test_a_group_has_a_name_and_a_size(name):
+    assert client.Group(name, 1) == Group(name, 1) != Group(name, 2)
+    assert {Group(name, 1), Group(name, size=1)} == {Group(name, 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("", 2, "group: name: expected printable text of 1 to 256 bytes, got ''"),
+        ("é" * 129, 2, "group: name: expected printable text of 1 to 256 bytes"),
+        ("\ud800", 2, "group: name: expected printable text of 1 to 256 bytes"),
+        (7, 2, "group: name: expected printable text of 1 to 256 bytes, got 7"),
+        ("world", 2, "expected a name of your own, got 'world', which is reserved"),
+        ("local", 2, "got 'local', which is reserved; .* are group='local'"),
+        ("local node 0", 2, "got 'local node 0', which is reserved"),
+        ("pair", 0, r"group: size: expected an integer in \[1, 16384\], got 0"),
+        ("pair", 16_385, "got 16385"),
+        ("pair", True, "got True"),
+        ("pair", 2.0, "got 2.0"),
+        ("pair", None, "got None"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_with_what_came(name, size, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Group(name, size)
+
+
+def test_the_members_of_a_host_are_those_of_its_torchrun_agent():
+    """Also where containers share a host name, or two agents share a host."""
+    first, second = ({"LOCAL_WORLD_SIZE": "4", "GROUP_RANK": rank} for rank in "01")
+    assert groups.local(first, "host") == groups.local(first, "another name of it")
+    assert groups.local(first, "host") != groups.local(second, "host")
+    assert {groups.local(environ, "host").size for environ in (first, second)} == {4}
+
+
+def test_without_agents_the_hosts_name_tells_two_hosts_apart():
+    environ = {"LOCAL_WORLD_SIZE": "2"}
+    assert groups.local(environ, "host 1") == groups.local(environ, "host 1") != groups.local(environ, "host 2")
+    assert groups.local(environ, "0") != groups.local({**environ, "GROUP_RANK": "0"}, "0")
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({}, r"expected LOCAL_WORLD_SIZE .* as torchrun sets it, .* or give them client.Group\(name, size\)"),
+        ({"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": ""}, "expected LOCAL_WORLD_SIZE in the environment"),
+        ({"LOCAL_WORLD_SIZE": "all"}, "LOCAL_WORLD_SIZE: expected an integer, got 'all'"),
+        ({"LOCAL_WORLD_SIZE": "0"}, r"size: expected an integer in \[1, 16384\], got 0"),
+    ],
+)
+def test_the_rule_says_what_it_needs(environ, message):
+    with pytest.raises(ConfigurationError, match=message):
+        groups.local(environ, "host")
+
+
+# What a connection makes of it.
+
+
+def test_a_connection_knows_which_group_is_meant(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("GROUP_RANK", "3")
+    with MemoryMaster().connect(0, 1) as connection:
+        assert (connection.group(None).name, connection.group(None).size) == ("world", 1)
+        assert (connection.group("local").name, connection.group("local").size) == ("local node 3", 1)
+        mine = Group("mine", 1)
+        assert connection.group(mine) is mine
+        assert connection.group(connection.group("local")) == connection.group("local")
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ("pair", r"expected None, 'local' or a client.Group, got 'pair'; .* client.Group\('pair', size\)"),
+        (2, "expected None, 'local' or a client.Group, got 2$"),
+        (("pair", 2), r"got \('pair', 2\)$"),
+        (Group("pair", 2), "group 'pair': expected at most the 1 members of the job, got size 2"),
+    ],
+)
+def test_what_is_no_group_of_the_job_is_refused(group, message):
+    with MemoryMaster().connect(0, 1) as connection:
+        for use in (connection.group, lambda group: total(connection, group)):
+            with pytest.raises(ConfigurationError, match=message):
+                use(group)
+
+
+# Rounds.
+
+
+def test_two_groups_have_their_rounds_at_the_same_time():
+    """Each group's second round waits until the other group has had its first one."""
+    begun = threading.Barrier(4)
+
+    def program(connection):
+        group = LOW if connection.member.member < 2 else HIGH
+        first = total(connection, group)
+        begun.wait(20)
+        return first, total(connection, group)
+
+    assert run_members(4, program) == [(11.0, 11.0)] * 2 + [(1100.0, 1100.0)] * 2
+
+
+def test_a_member_may_be_in_several_groups():
+    """A chain of three members, in which the middle one is in both links."""
+
+    def program(connection):
+        mine = connection.member.member
+        return [total(connection, Group(f"link {link}", 2)) for link in (mine - 1, mine) if link in {0, 1}]
+
+    assert run_members(3, program) == [[11.0], [11.0, 110.0], [110.0]]
+
+
+def test_rounds_of_the_world_and_of_groups_may_alternate():
+    def program(connection):
+        group = LOW if connection.member.member < 2 else HIGH
+        return [total(connection, where) for where in (None, group, group, None, group, None)]
+
+    world = 1111.0
+    assert run_members(4, program) == [[world, pair, pair, world, pair, world] for pair in (11.0, 11.0, 1100.0, 1100.0)]
+
+
+def test_threads_of_one_member_may_wait_for_different_groups_in_opposite_orders():
+    """If one group's filling kept the other's from beginning, both members would wait for ever."""
+    master = MemoryMaster()
+
+    def program(connection):
+        first, second = (LOW, HIGH) if connection.member.member else (HIGH, LOW)
+        with ThreadPoolExecutor(1) as thread:
+            early = thread.submit(total, connection, first)
+            wait_until(lambda: connection.member.member in master.members(first.name))
+            return [total(connection, second), early.result(20)]
+
+    assert run_members(2, program, master) == [[11.0, 11.0]] * 2
+
+
+def test_a_member_outside_of_a_group_does_not_wait_for_it():
+    """It goes its way while the group is in the middle of a round."""
+    master = MemoryMaster()
+    is_through = threading.Event()
+
+    def program(connection):
+        mine = connection.member.member
+        if mine == 2:
+            wait_until(lambda: bool(master.report("pair")["waiting"]))
+            is_through.set()
+            return connection.rounds
+        first = total(connection, PAIR)
+        if mine == 1:
+            assert is_through.wait(20)
+        return first, total(connection, PAIR)
+
+    assert run_members(3, program, master) == [(11.0, 11.0), (11.0, 11.0), 0]
+
+
+def test_a_groups_rows_are_added_by_member_number_whoever_comes_first():
+    members = [1, 2, 4, 5]
+    four = Group("four", 4)
+    expected = LocalPipe("bn").run_slave(Rows((1,) * 4, np.reshape(VALUES, (4, 1, 1)))).values.item()
+    assert expected != LocalPipe("bn").run_slave(Rows((1,) * 4, np.reshape(VALUES[::-1], (4, 1, 1)))).values.item()
+    master = MemoryMaster()
+
+    def program(connection):
+        if connection.member.member not in members:
+            return None
+        place = members.index(connection.member.member)
+        total(connection, four)
+        # From the highest number down: each comes when only those below it are missing.
+        still_missing = members[: place + 1]
+        if place < 3:
+            wait_until(lambda: [round_["missing"] for round_ in master.report("four")["waiting"]] == [still_missing])
+        return total(connection, four, VALUES[place])
+
+    assert run_members(6, program, master) == [None, expected, expected, None, expected, expected]
+
+
+def test_each_group_counts_its_own_steps_and_calls():
+    def program(connection):
+        world, pair = SlavePipe(connection, "bn"), SlavePipe(connection, "bn", PAIR)
+        keys = [world.run_slave(row(1.0)).key]
+        world.run_slave(row(1.0), keys[0].of_phase(BACKWARD))
+        keys += [lane.run_slave(row(1.0)).key for lane in (world, pair, pair, world)]
+        return [(key.group, key.step, key.call) for key in keys]
+
+    expected = [("world", 0, 0), ("world", 1, 0), ("pair", 0, 0), ("pair", 0, 1), ("world", 1, 1)]
+    assert run_members(2, program) == [expected] * 2
+
+
+def test_a_backward_round_stays_in_its_group():
+    def program(connection):
+        pipe = SlavePipe(connection, "bn", LOW if connection.member.member < 2 else HIGH)
+        forward = pipe.run_slave(row(1.0))
+        assert pipe.key(0, 0, FORWARD) == forward.key
+        return pipe.run_slave(row(10.0**connection.member.member), forward.key.of_phase(BACKWARD)).values.item()
+
+    assert run_members(4, program) == [11.0, 11.0, 1100.0, 1100.0]
+
+
+def test_the_members_of_two_hosts_form_two_groups():
+    hosts = [groups.local({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": rank}) for rank in "01"]
+    assert run_members(4, lambda c: total(c, hosts[c.member.member // 2])) == [11.0, 11.0, 1100.0, 1100.0]
+
+
+def test_the_rule_asks_the_environment(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("GROUP_RANK", "7")
+    master = MemoryMaster()
+    with connected(master, 2) as pair:
+        assert in_threads([lambda c=c: total(c, "local") for c in pair]) == [11.0, 11.0]
+        assert master.members("local node 7") == [0, 1]
+
+
+def test_processes_form_groups_through_the_server(members):
+    world = 1111.0
+    expected = [[pair, world, pair] for pair in (11.0, 11.0, 1100.0, 1100.0)]
+    assert members(4, member_programs.sum_in_pairs_and_world) == expected
+
+
+# Registering.
+
+
+def test_a_process_uses_a_group_with_one_size():
+    with connected(MemoryMaster(), 2) as pair:
+        assert in_threads([lambda c=c: total(c, PAIR) for c in pair]) == [11.0, 11.0]
+        with pytest.raises(ConfigurationError, match=r"'pair': expected size 2, with which this .* already, got 1"):
+            total(pair[0], Group("pair", 1))
+
+
+def test_members_that_disagree_on_a_groups_size_are_told_and_the_others_go_on():
+    master = MemoryMaster()
+    with connected(master, 3) as (zero, one, _), ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(total, zero, PAIR)
+        wait_until(lambda: master.members("pair") == [0])
+        with pytest.raises(WorldSizeMismatch, match=r"expected world_size 2, as members \[0\] .* got 3 from member 1"):
+            total(one, Group("pair", 3))
+        assert (total(one, PAIR), waiting.result(20)) == (11.0, 11.0)
+
+
+def test_one_member_too_many_is_told_and_the_others_go_on():
+    with connected(MemoryMaster(), 3) as (zero, one, two):
+        in_threads([lambda c=c: total(c, PAIR) for c in (zero, two)])
+        with pytest.raises(WorldSizeMismatch, match=r"2 members, and \[0, 2\] are there, got one more from member 1"):
+            total(one, PAIR)
+        assert in_threads([lambda c=c: total(c, PAIR) for c in (zero, two)]) == [101.0, 101.0]
+        assert in_threads([lambda c=c: total(c) for c in (zero, one, two)]) == [111.0] * 3
+
+
+def test_a_group_that_does_not_fill_says_how_many_are_missing_and_who_is_there():
+    with connected(MemoryMaster(), 3, deadline_of_last=0.1) as (*_, two):
+        with pytest.raises(GroupIncomplete) as caught:
+            total(two, Group("three", 3))
+        expected = "job 'job', group 'three' of 3: 2 members besides [2] did not connect within 0.1 s"
+        assert str(caught.value) == expected
+        assert caught.value.fields == {"job": "job", "group": "three", "size": 3, "present": [2]}
+
+
+def test_after_a_group_did_not_fill_the_others_are_usable_and_it_may_be_tried_again():
+    master = MemoryMaster()
+    with connected(master, 2, deadline_of_last=0.1) as (zero, one), ThreadPoolExecutor(1) as thread:
+        assert isinstance(outcome(lambda: total(one, PAIR)), GroupIncomplete)
+        assert master.members("pair") == []
+        assert in_threads([lambda c=c: total(c) for c in (zero, one)]) == [11.0, 11.0]
+        waiting = thread.submit(total, zero, PAIR)
+        wait_until(lambda: master.members("pair") == [0])
+        assert (total(one, PAIR), waiting.result(20)) == (11.0, 11.0)
+
+
+def test_threads_that_use_a_group_first_at_the_same_time_register_once():
+    """A second registration would be refused: this member is there already."""
+    master = MemoryMaster()
+    with connected(master, 2) as (zero, one), ThreadPoolExecutor(4) as threads:
+        first = threads.submit(SlavePipe(zero, "a", PAIR).run_slave, row(1.0))
+        wait_until(lambda: master.members("pair") == [0])
+        second = threads.submit(SlavePipe(zero, "b", PAIR).run_slave, row(1.0))
+        others = [threads.submit(SlavePipe(one, layer, PAIR).run_slave, row(1.0)) for layer in "ab"]
+        assert [found.result(20).count for found in (first, second, *others)] == [2] * 4
+
+
+def test_threads_that_wait_for_a_group_share_its_failure():
+    master = MemoryMaster()
+    with connected(master, 2, deadline_of_last=1.0) as (_, one), ThreadPoolExecutor(2) as threads:
+        first = threads.submit(outcome, lambda: total(one, PAIR))
+        wait_until(lambda: master.members("pair") == [1])
+        second = threads.submit(outcome, lambda: total(one, PAIR))
+        assert isinstance(first.result(20), GroupIncomplete)
+        assert second.result(20) is first.result(20)
+
+
+# Leaving.
+
+
+def test_closing_says_goodbye_in_every_group():
+    master = MemoryMaster()
+    with connected(master, 2) as pair:
+        in_threads([lambda c=c: total(c, PAIR) for c in pair])
+        assert len(master.dispatcher.report(0.0)["groups"]) == 2
+    assert master.dispatcher.report(0.0)["groups"] == []
+
+
+def test_a_member_that_fails_breaks_every_group_it_is_in_and_no_other():
+    with connected(MemoryMaster(), 4) as (zero, one, two, three):
+        for group, pair in ((Group("left", 2), (zero, one)), (Group("right", 2), (one, two)), (PAIR, (zero, three))):
+            in_threads([lambda c=c, group=group: total(c, group) for c in pair])
+        one.close(cause="RuntimeError: boom")
+        for connection, group in ((zero, Group("left", 2)), (two, Group("right", 2)), (zero, None)):
+            lost = outcome(lambda c=connection, group=group: total(c, group))
+            assert isinstance(lost, ReplicaLost)
+            assert (lost.fields["member"], lost.fields["cause"]) == (1, "RuntimeError: boom")
+        assert in_threads([lambda c=c: total(c, PAIR) for c in (zero, three)]) == [1001.0, 1001.0]
+
+
+def test_whoever_waits_for_a_group_hears_of_a_member_that_failed(monkeypatch):
+    """Or it would learn only at the deadline that the other one cannot come."""
+    monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
+    master = MemoryMaster()
+    with connected(master, 2) as (zero, one), ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(outcome, lambda: total(zero, PAIR))
+        wait_until(lambda: master.members("pair") == [0])
+        one.close(cause="RuntimeError: boom")
+        lost = waiting.result(20)
+        assert isinstance(lost, ReplicaLost)
+        assert (lost.fields["member"], lost.fields["cause"]) == (1, "RuntimeError: boom")
+
+
+def test_a_closed_connection_begins_no_group():
+    with connected(MemoryMaster(), 2) as (zero, _):
+        zero.close()
+        with pytest.raises(ConnectionClosed, match="expected an open connection"):
+            total(zero, PAIR)
+
+
+def test_closing_wakes_a_thread_that_waits_for_a_group(server, job):
+    def is_waiting():
+        return (job, "pair") in {(group["job"], group["group"]) for group in ask(server.endpoint)["groups"]}
+
+    with client.connect(server.endpoint, job=job) as connection, ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(outcome, lambda: connection._sessions.of(PAIR))
+        wait_until(is_waiting)
+        connection.close()
+        assert isinstance(waiting.result(20), ConnectionClosed)
+        wait_until(lambda: not is_waiting())

@@ -1,0 +1,309 @@
+"""The heartbeat's thread: it speaks only where nothing else does, ends at once, and stays out of forked children."""
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import zmq
+
+import client
+from client.connection.heartbeat import Heartbeat
+from client.connection.heartbeat_socket import Beacon
+from client.connection.member import Member
+from client.connection.session import Session
+from statsd_bn import limits
+from statsd_bn.members import NOBODY
+from statsd_bn.messages import Failure, Register, Registered
+from statsd_bn.messages import Heartbeat as HeartbeatMessage
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode, encode
+from support.memory_members import MemoryMaster, wait_until
+
+INTERVAL = 0.2
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A heartbeat five times as fast."""
+    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", INTERVAL)
+
+
+class FakeBeacon:
+    """A beacon whose connection the test brings up; it keeps what was sent, and when."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[float, bytes]] = []
+        self.connected = True
+        self.attempts = 0
+        self.events: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.closed = False
+        self.incoming: list[bytes] = []
+        self.kinds: list[type] = []
+
+    def send(self, frame):
+        self.attempts += 1
+        self.kinds.append(type(decode(frame)))
+        if self.connected:
+            self.sent.append((time.monotonic(), decode(frame).session))
+        return self.connected
+
+    def wait(self, seconds):
+        try:
+            return self.events.get(timeout=max(0.0, seconds)) == "connected"
+        except queue.Empty:
+            return False
+
+    def received(self):
+        frames, self.incoming = self.incoming, []
+        return frames
+
+    def wake(self):
+        self.events.put("woken")
+
+    def close(self):
+        self.closed = True
+
+    def sessions(self):
+        return [session for _, session in self.sent]
+
+
+def a_session(token=b"session0", known=True):
+    session = Session(token, Member("job", "world", 0, 0, 1, 30.0, "here"))
+    if known:
+        session.registered(encode(Registered(digest(token), b"server-0", 0, 0, 0, NOBODY)))
+    session.spoke = time.monotonic()
+    return session
+
+
+@pytest.fixture
+def beacon():
+    return FakeBeacon()
+
+
+@pytest.fixture
+def start(beacon):
+    """Starts heartbeats; none outlives the test."""
+    started: list[Heartbeat] = []
+
+    def run(sessions, reconnected=lambda: None):
+        started.append(Heartbeat(beacon, sessions, reconnected))
+        return started[-1]
+
+    yield run
+    for heartbeat in started:
+        heartbeat.stop()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_silent_session_sends_heartbeats_as_often_as_it_must(start, beacon):
+    session = a_session()
+    heartbeat = start(lambda: [session])
+    wait_until(lambda: len(beacon.sent) >= 5)
+    heartbeat.stop()
+    times = [moment for moment, _ in beacon.sent]
+    # The first only introduces it.
+    assert times[-1] - times[0] > 0.9 * (len(times) - 2) * INTERVAL
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_session_that_speaks_by_itself_is_introduced_and_sends_no_heartbeat(start, beacon):
+    session, silent = a_session(), a_session(b"session1")
+    heartbeat = start(lambda: [session, silent])
+
+    def speak_until_the_other_was_heard():
+        session.spoke = time.monotonic()
+        return beacon.sessions().count(b"session1") >= 5
+
+    wait_until(speak_until_the_other_was_heard)
+    heartbeat.stop()
+    assert beacon.sessions().count(b"session0") <= 1
+
+
+def test_a_session_that_a_restarted_master_asks_for_introduces_itself(start, beacon):
+    session, other = a_session(), a_session(b"session1")
+    heartbeat = start(lambda: [session, other])
+    wait_until(lambda: len(beacon.sent) == 2)
+    beacon.incoming = [encode(Failure("unknown_session", "who?", {"digest": digest(session.token).hex()}))]
+    heartbeat.look()
+    wait_until(lambda: len(beacon.sent) > 2)
+    heartbeat.stop()
+    assert beacon.kinds[2:] == [Register]
+    assert beacon.sessions()[2] == session.token
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_session_that_no_master_knows_sends_nothing(start, beacon):
+    sessions = [a_session(b"session1"), a_session(known=False)]
+    heartbeat = start(lambda: sessions)
+    wait_until(lambda: len(beacon.sent) >= 3)
+    heartbeat.stop()
+    assert set(beacon.sessions()) == {b"session1"}
+
+
+def test_a_connection_that_comes_up_again_is_spoken_over_at_once(monkeypatch, start, beacon):
+    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
+    sessions = [a_session(), a_session(b"session1")]
+    heartbeat = start(lambda: sessions)
+    beacon.events.put("connected")
+    wait_until(lambda: len(beacon.sent) == 2)
+    beacon.events.put("connected")
+    wait_until(lambda: len(beacon.sent) == 4)
+    heartbeat.stop()
+    assert beacon.sessions() == [b"session0", b"session1"] * 2
+
+
+def test_it_tells_of_each_connection_but_the_first(monkeypatch, start, beacon):
+    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
+    told = []
+    heartbeat = start(lambda: [a_session()], lambda: told.append(len(beacon.sent)))
+    for number in range(1, 4):
+        beacon.events.put("connected")
+        wait_until(lambda number=number: len(beacon.sent) == number)
+    heartbeat.stop()
+    assert told == [1, 2]
+
+
+@pytest.mark.usefixtures("quick")
+def test_without_a_connection_it_tries_no_more_often(start, beacon):
+    beacon.connected = False
+    session = a_session()
+    started = time.monotonic()
+    heartbeat = start(lambda: [session])
+    wait_until(lambda: beacon.attempts >= 4)
+    heartbeat.stop()
+    assert beacon.attempts <= (time.monotonic() - started) / INTERVAL + 2
+
+
+def test_stopping_ends_the_thread_and_closes_the_beacon_though_it_waits(monkeypatch, start, beacon):
+    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
+    heartbeat = start(list)
+    heartbeat.stop()
+    assert beacon.closed
+    assert not heartbeat._thread.is_alive()
+
+
+def test_a_new_session_is_introduced_at_once_if_it_is_told_to_look(monkeypatch, start, beacon):
+    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
+    sessions = []
+    heartbeat = start(lambda: sessions)
+    sessions.append(a_session())
+    heartbeat.look()
+    wait_until(lambda: beacon.sessions() == [b"session0"])
+
+
+# Over ZeroMQ.
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as context:
+        yield context
+
+
+def test_a_beacon_says_when_it_is_connected_and_queues_nothing_while_it_is_not(context, tmp_path):
+    endpoint = f"ipc://{tmp_path}/master"
+    beacon = Beacon(context, endpoint)
+    assert not beacon.send(b"nobody is there")
+    assert not beacon.wait(0.0)
+    for _ in range(2):
+        with context.socket(zmq.ROUTER) as router:
+            router.linger = 0
+            router.bind(endpoint)
+            wait_until(lambda: beacon.wait(0.1))
+            wait_until(lambda: beacon.send(b"alive"))
+            assert router.poll(20_000)
+            assert router.recv_multipart()[1] == b"alive"
+            assert not router.poll(50)
+        wait_until(lambda: not beacon.send(b"nobody is there"))
+    beacon.close()
+
+
+def test_waking_a_beacon_ends_its_wait(context, tmp_path):
+    beacon = Beacon(context, f"ipc://{tmp_path}/nobody")
+    thread = threading.Thread(target=lambda: beacon.wait(3600.0))
+    thread.start()
+    beacon.wake()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    beacon.close()
+
+
+def test_answers_and_probes_do_not_pile_up_at_a_beacon(context, tmp_path):
+    beacon = Beacon(context, f"ipc://{tmp_path}/master")
+    with context.socket(zmq.ROUTER) as router:
+        router.bind(f"ipc://{tmp_path}/master")
+        wait_until(lambda: beacon.send(b"alive"))
+        peer, _ = router.recv_multipart()
+        for _ in range(100):
+            router.send_multipart([peer, b"probe"])
+        wait_until(lambda: bool(beacon._socket.poll(10)))
+        read: list[bytes] = []
+
+        def nothing_comes_any_more():
+            read.extend(beacon.received())
+            return not (beacon.wait(0.1) or beacon._socket.poll(50))
+
+        wait_until(nothing_comes_any_more)
+        assert read == [b"probe"] * 100
+    beacon.close()
+
+
+def heartbeats():
+    return [thread for thread in threading.enumerate() if thread.name == "statsd_bn heartbeat"]
+
+
+def test_a_connection_has_one_thread_and_closing_ends_it(server, job):
+    with client.connect(server.endpoint, job=job):
+        assert len(heartbeats()) == 1
+    assert heartbeats() == []
+
+
+def test_a_connection_that_was_refused_leaves_no_thread_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr(client.connection.registration, "ANSWER_SECONDS", 0.1)
+    with pytest.raises(Exception, match="no answer"):
+        client.connect(f"ipc://{tmp_path}/nobody")
+    assert heartbeats() == []
+
+
+def test_a_member_in_the_masters_process_needs_none():
+    with MemoryMaster().connect(0, 1):
+        assert heartbeats() == []
+
+
+def test_a_forked_child_has_none(server, job):
+    with client.connect(server.endpoint, job=job):
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn of a fork beside threads, which is what this is about.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            client.disconnect()
+            os._exit(len(heartbeats()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(heartbeats()) == 1
+
+
+UNTIDY = """
+import sys, client
+from client.connection.connection import Connection
+from client.connection.member import Member
+from client.connection.transport import ZmqTransport
+if sys.argv[2] == "connected":
+    client.connect(sys.argv[1], job=sys.argv[3])
+else:
+    left = Connection(ZmqTransport(sys.argv[1]), Member(sys.argv[3], "world", 0, 0, 1, 30.0, "here"))
+"""
+
+
+@pytest.mark.parametrize("how", ["connected", "left open"])
+def test_a_script_that_never_closes_ends_all_the_same(server, job, how):
+    subprocess.run([sys.executable, "-c", UNTIDY, server.endpoint, how, job], check=True, timeout=60)
+
+
+def test_the_frame_is_a_heartbeat_of_the_session():
+    assert decode(a_session().heartbeat()) == HeartbeatMessage(b"session0")

@@ -1,0 +1,225 @@
+"""Launchers: who a process is, as torchrun, Kubeflow and SLURM say it."""
+
+import pytest
+
+from client.launch import launchers, slurm
+from client.launch.environment import member_from
+from client.launch.launchers import MeetingPlace
+from statsd_bn.errors import ConfigurationError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "run-7",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+# Of a PyTorchJob with a master and two workers, one process in each pod.
+KUBEFLOW = {
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "MASTER_ADDR": "digits-master-0",
+    "MASTER_PORT": "23456",
+    "PET_NNODES": "3",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+}
+# Of `srun --nodes 2 --ntasks 8` in a job of three nodes that was started again once.
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_NNODES": "3",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "node[01-02]",
+    "SLURM_RESTART_COUNT": "1",
+}
+
+
+def test_torchrun():
+    found = member_from(TORCHRUN)
+    assert (found.member, found.world_size, found.job, found.epoch) == (5, 8, "run-7", 2)
+    assert launchers.meeting_place(TORCHRUN) == MeetingPlace("node1", 29500)
+
+
+def test_kubeflow():
+    found = member_from(KUBEFLOW)
+    assert (found.member, found.world_size, found.job, found.epoch) == (1, 3, "default", 0)
+    assert launchers.meeting_place(KUBEFLOW) == MeetingPlace("digits-master-0", 23456)
+
+
+def test_srun():
+    found = member_from(SLURM)
+    assert (found.member, found.world_size, found.job, found.epoch) == (5, 8, "slurm-4711.3", 1)
+    assert launchers.meeting_place(SLURM) == MeetingPlace("node01", 15_000 + 4711 + 303)
+
+
+def test_variables_without_a_number_in_their_name_win_over_slurms():
+    found = member_from({**SLURM, **TORCHRUN, "RANK": "7", "TORCHELASTIC_RESTART_COUNT": "0"})
+    assert (found.member, found.world_size, found.job, found.epoch) == (7, 8, "run-7", 0)
+    assert launchers.meeting_place({**SLURM, "MASTER_ADDR": "here"}) == MeetingPlace("here", 15_000 + 4711 + 303)
+    assert launchers.meeting_place({**SLURM, "MASTER_PORT": "1234"}) == MeetingPlace("node01", 1234)
+
+
+def test_the_job_that_was_named_for_us_wins():
+    assert member_from({**SLURM, "STATSD_BN_JOB": "mine"}).job == "mine"
+    assert member_from({**TORCHRUN, "STATSD_BN_JOB": "mine"}).job == "mine"
+
+
+def test_a_batch_script_is_no_task():
+    """sbatch sets SLURM_PROCID and SLURM_NTASKS in the script itself, which is one process."""
+    script = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_RESTART_COUNT")}
+    found = member_from({**script, "SLURM_PROCID": "0"})
+    assert (found.member, found.world_size, found.job, found.epoch) == (0, 1, "default", 0)
+    assert launchers.meeting_place({**script, "SLURM_PROCID": "0"}) is None
+
+
+def test_two_steps_of_one_job_are_two_jobs_with_ports_of_their_own():
+    other = {**SLURM, "SLURM_STEP_ID": "4"}
+    assert member_from(SLURM).job != member_from(other).job
+    assert slurm.port(SLURM) != slurm.port(other)
+
+
+@pytest.mark.parametrize("number", ["1", "15000", "67108863", "4294967290"])
+def test_any_job_has_a_port_that_no_outgoing_connection_is_given(number):
+    assert 15_000 <= slurm.port({**SLURM, "SLURM_JOB_ID": number, "SLURM_STEP_ID": number}) < 30_000
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [
+        ("node7", "node7"),
+        ("a,b", "a"),
+        ("node[01-04,07]", "node01"),
+        ("node[007]", "node007"),
+        ("node[3,1-2],other", "node3"),
+        ("rack[1-2]node[08-09]", "rack1node08"),
+        ("gpu[1-2]-ib.example.org,a", "gpu1-ib.example.org"),
+        ("login,node[1-2]", "login"),
+    ],
+)
+def test_the_first_host_of_a_list(listed, first):
+    assert slurm.first_host(listed) == first
+
+
+@pytest.mark.parametrize("listed", [",a", "node[", "node[1", "node]", "node[a-b]", "node[1-2]]", "[", " ", "a b"])
+def test_a_list_of_hosts_that_is_none_is_named(listed):
+    with pytest.raises(ConfigurationError, match=r"SLURM_STEP_NODELIST: expected hosts such as .*set MASTER_ADDR"):
+        launchers.meeting_place({**SLURM, "SLURM_STEP_NODELIST": listed})
+
+
+@pytest.mark.parametrize(
+    ("environ", "evidence"),
+    [
+        ({**TORCHRUN, "WORLD_SIZE": "2"}, "got 2, .* LOCAL_WORLD_SIZE=4"),
+        ({**KUBEFLOW, "PET_NPROC_PER_NODE": "4"}, "got 3, .* PET_NNODES=3, PET_NPROC_PER_NODE=4"),
+        ({**SLURM, "WORLD_SIZE": "3"}, "got 3, .* SLURM_NNODES=3, SLURM_STEP_NUM_TASKS=8"),
+        ({**SLURM, "WORLD_SIZE": "1", "SLURM_NNODES": "1"}, "got 1, .* SLURM_NNODES=1, SLURM_STEP_NUM_TASKS=8"),
+    ],
+)
+def test_a_world_size_that_counts_nodes_is_told(environ, evidence):
+    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE: .*counts nodes: .*torchrun") as caught:
+        member_from(environ)
+    assert caught.match(evidence)
+    assert member_from(environ, world_size=8, member=0).world_size == 8
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"},
+        {**TORCHRUN, **KUBEFLOW, "PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "12"},
+        {**KUBEFLOW, "PET_NPROC_PER_NODE": "4", "LOCAL_RANK": "0"},
+        {**KUBEFLOW, "PET_NPROC_PER_NODE": "auto"},
+        {**KUBEFLOW, "PET_NNODES": "1:3", "PET_NPROC_PER_NODE": "4"},
+        {**SLURM, "WORLD_SIZE": "8"},
+        # One task per node, each a torchrun with four processes.
+        {**SLURM, **TORCHRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "2"},
+        # Tasks that train alone, told so by hand and by torchrun.
+        {**SLURM, "SLURM_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1"},
+        {**SLURM, **TORCHRUN, "SLURM_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_world_size_that_counts_processes_is_taken(environ):
+    assert member_from(environ).world_size == int(environ["WORLD_SIZE"])
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, True),
+        ({"LOCAL_WORLD_SIZE": "2"}, False),
+        ({}, False),
+        (SLURM, False),
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, True),
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "", "SLURM_NNODES": "1"}, True),
+        ({**SLURM, "LOCAL_WORLD_SIZE": "2", "SLURM_STEP_NUM_NODES": "1"}, False),
+    ],
+)
+def test_whether_all_processes_are_on_one_node(environ, expected):
+    assert launchers.is_one_node(environ, MeetingPlace("node1", 29500), 4) is expected
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])
+def test_who_meets_on_loopback_is_on_one_node(address):
+    assert launchers.is_one_node({}, MeetingPlace(address, 29500), 4)
+
+
+def test_one_process_is_on_one_node():
+    assert launchers.is_one_node({}, MeetingPlace("node1", 29500), 1)
+
+
+@pytest.mark.parametrize("address", ["node-1", "a_b.example.org", "192.0.2.1", "::1", "2001:db8::1"])
+def test_processes_meet_at_a_name_or_an_address(address):
+    assert launchers.meeting_place({"MASTER_ADDR": address, "MASTER_PORT": "1"}) == MeetingPlace(address, 1)
+
+
+@pytest.mark.parametrize("rank", [{}, {"RANK": ""}])
+def test_one_of_several_processes_has_a_number(rank):
+    """Else each would be member 0, start a master of its own, and wait for the others there."""
+    environ = {"WORLD_SIZE": "4", **rank}
+    with pytest.raises(ConfigurationError, match=r"RANK: expected this process's number, since WORLD_SIZE says 4"):
+        member_from(environ)
+    assert member_from(environ, member=0).world_size == 4
+    assert member_from({"WORLD_SIZE": "1", **rank}).member == 0
+
+
+def test_without_a_launcher_there_is_no_place_to_meet():
+    assert launchers.meeting_place({}) is None
+    assert launchers.meeting_place({"MASTER_ADDR": "a"}) is None
+    assert launchers.meeting_place({"MASTER_PORT": "1"}) is None
+    assert (launchers.rank({}), launchers.world_size({}), launchers.job({}), launchers.epoch({})) == (
+        None,
+        None,
+        None,
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT: expected an integer, got 'x'"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "MASTER_PORT: expected a port from 1 to 65535, got 65536"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "0"}, "got 0"),
+        ({"MASTER_ADDR": "a:29500", "MASTER_PORT": "1"}, "MASTER_ADDR: expected a host's name .*, got 'a:29500'"),
+        ({"MASTER_ADDR": "tcp://a", "MASTER_PORT": "1"}, "got 'tcp://a'"),
+        ({"MASTER_ADDR": "[::1]", "MASTER_PORT": "1"}, r"got '\[::1\]'"),
+        ({**SLURM, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID: expected an integer, got 'x'"),
+    ],
+)
+def test_a_wrong_variable_is_named(environ, message):
+    with pytest.raises(ConfigurationError, match=message):
+        launchers.meeting_place(environ)
+
+
+@pytest.mark.parametrize("name", ["127.evil.example", "localhost.evil.example", "127.1.evil"])
+def test_a_name_that_only_looks_like_loopback_is_not_taken_for_this_host(name):
+    assert not launchers.is_one_node({"LOCAL_WORLD_SIZE": "1"}, MeetingPlace(name, 1), 2)

@@ -1,0 +1,254 @@
+"""Checkpoints run a forward twice: statistics move once, gradients are right, and no second round is spent."""
+
+import copy
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import client
+from client.autograd.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
+from client.autograd.exchange import Exchange
+from client.lanes.lane import LocalPipe
+from programs import member_programs
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.moments import Moments
+
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3), nn.Tanh()
+    ).double()
+
+
+def train(model, steps, forward):
+    """Weights, buffers and the input's gradients after a few steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = []
+    for step in range(steps):
+        x, factors = member_programs.batch(step)
+        x.requires_grad_()
+        optimizer.zero_grad()
+        (forward(model, x) * factors).sum().backward()
+        optimizer.step()
+        gradients.append(x.grad)
+    return {name: value.detach() for name, value in model.state_dict().items()} | {"gradients": torch.stack(gradients)}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.as_tensor(found[name]), value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@REENTRANT
+def test_members_with_checkpoints_equal_the_whole_batch_without(members, reentrant):
+    results = members(2, member_programs.train_with_checkpoints, 4, reentrant)
+    expected = train(member_programs.small_model(), 4, lambda model, x: model(x))
+    for member, (state, gradients, rounds) in enumerate(results):
+        assert rounds == 4 * 2 * 2, "a round per layer, step and direction"
+        whole = expected["gradients"].chunk(2, dim=1)[member]
+        assert_same(state | {"gradients": gradients}, expected | {"gradients": whole})
+
+
+def test_virtual_replicas_with_checkpoints_equal_the_whole_batch_without():
+    expected = train(model(), 4, lambda model, x: model(x))
+    wrapped = client.DataParallelWithCallback(client.convert_model(Checkpointed(model(), reentrant=False)), ["cpu"] * 3)
+    found = train(wrapped, 4, lambda wrapped, x: wrapped(x))
+    assert_same({name.removeprefix("module.inner."): value for name, value in found.items()}, expected)
+
+
+class Checkpointed(nn.Module):
+    """Every replica has a checkpoint of its own."""
+
+    def __init__(self, inner, *, reentrant):
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def test_several_replicas_in_a_reentrant_checkpoint_are_told_what_to_do():
+    """Its backward runs one replica after the other, so each would wait for one that is behind it."""
+    wrapped = client.DataParallelWithCallback(client.convert_model(Checkpointed(model(), reentrant=True)), ["cpu"] * 3)
+    x, factors = member_programs.batch(0)
+    output = wrapped(x.requires_grad_())
+    with pytest.raises(ConfigurationError, match=r"all 3 replicas .* use_reentrant=False"):
+        (output * factors).sum().backward()
+
+
+@REENTRANT
+def test_alone_the_statistics_move_once_as_well(reentrant):
+    layers = client.convert_model(model())
+    expected = train(copy.deepcopy(layers), 3, lambda model, x: model(x))
+    found = train(layers, 3, lambda model, x: checkpoint(model, x, use_reentrant=reentrant))
+    assert_same(found, expected)
+
+
+@REENTRANT
+def test_a_layer_that_is_called_twice_in_a_checkpoint(members, reentrant):
+    for found, expected in members(2, member_programs.call_twice_in_a_checkpoint, reentrant):
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+# Checkpoints around each other, the outermost first: whether each is reentrant.
+NESTED = {
+    "reentrant": (True,),
+    "not reentrant": (False,),
+    "reentrant in reentrant": (True, True),
+    "not reentrant in not reentrant": (False, False),
+    "reentrant in not reentrant": (False, True),
+    "not reentrant in reentrant": (True, False),
+}
+
+
+@pytest.mark.parametrize("kinds", NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("region", member_programs.REGIONS)
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (0, 1, 2, 3), (1, 3, 0, 2)], ids=["last first", "first first", "any"])
+def test_calls_that_only_the_other_member_can_tell_apart(members, region, kinds, order):
+    for found, expected in members(2, member_programs.call_on_what_one_member_cannot_tell_apart, region, kinds, order):
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_a_layer_before_what_learns_is_not_exchanged_again_on_members(members):
+    """It has no graph that keeps its call, but its checkpoint runs it again for the sake of what follows."""
+    assert members(2, member_programs.checkpoint_that_begins_before_what_learns, 3) == [(3, 3)] * 2
+
+
+def test_a_layer_before_what_learns_is_not_exchanged_again_by_virtual_replicas():
+    first = nn.BatchNorm1d(3).requires_grad_(requires_grad=False)
+    model = client.convert_model(Checkpointed(nn.Sequential(first, nn.Linear(3, 2), nn.Sigmoid()), reentrant=False))
+    client.DataParallelWithCallback(model, ["cpu"] * 2)(torch.randn(4, 3)).sum().backward()
+    assert model.inner[0].num_batches_tracked == 1
+
+
+@REENTRANT
+def test_micro_batches_in_a_pipelines_order(members, reentrant):
+    """F1 F2 B1 F3 B2 B3: a checkpoint is computed again after a later micro-batch has begun another step."""
+    for found, expected in members(2, member_programs.pipeline_of_checkpoints, reentrant):
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_a_checkpointed_graph_that_is_kept_may_be_walked_twice(members):
+    for found, expected, rounds in members(2, member_programs.walk_a_checkpoint_twice):
+        for once, again in zip(*found, strict=True):
+            np.testing.assert_array_equal(once, again)
+        for value, by_autograd in zip(found[0], expected, strict=True):
+            np.testing.assert_allclose(value, by_autograd, rtol=1e-12, atol=1e-12)
+        assert rounds == 3, "a forward and two backward rounds"
+
+
+def test_a_new_forward_inside_backward_is_a_round_of_its_own(members):
+    """A hook that runs the layer on other data computes nothing again: it is a call like any other."""
+    for rounds, batches in members(2, member_programs.forward_in_a_backward_hook):
+        assert rounds == 3, "two forward rounds and a backward one"
+        assert batches == 2
+
+
+def exchange_of(values, layer="bn"):
+    exchange = Exchange(LocalPipe(layer), layer, 1e-5, "plus")
+    exchange.forward([moments_of(values)])
+    return exchange
+
+
+def moments_of(values):
+    array = np.asarray(values, dtype=np.float64)
+    return Moments(len(array), np.array([array.sum()]), np.array([(array**2).sum()]))
+
+
+def find(exchanges, replica, moments):
+    return exchanges.find("bn", LocalPipe("bn"), replica, moments)
+
+
+def test_a_call_over_another_lane_is_not_found():
+    """That of an earlier connection, say, whose members may have had other shards."""
+    exchanges = Exchanges()
+    call = exchange_of([1.0, 2.0])
+    exchanges.remember(call, has_graph=True)
+    assert exchanges.find("bn", LocalPipe("another lane"), 0, moments_of([1.0, 2.0])) is None
+    assert find(exchanges, 0, moments_of([1.0, 2.0])) is call
+
+
+@pytest.mark.parametrize("has_graph", [True, False], ids=["with a graph", "without"])
+def test_of_equal_calls_each_is_found_before_one_is_found_again_and_the_latest_first(has_graph):
+    """In full-batch training the first layer sees the same values in every step; its siblings' may differ."""
+    exchanges = Exchanges()
+    calls = [exchange_of([1.0, 2.0]) for _ in range(8)]
+    for call in calls:
+        exchanges.remember(call, has_graph=has_graph)
+    found = [find(exchanges, 0, moments_of([1.0, 2.0])) for _ in calls]
+    assert found == calls[::-1]
+    assert find(exchanges, 0, moments_of([1.0, 2.0])) is calls[-1]
+
+
+def test_the_nearest_call_is_found_and_a_far_one_is_none():
+    exchanges = Exchanges()
+    calls = [exchange_of([1.0, 2.0 + offset]) for offset in (0.0, 1e-6, 1.0)]
+    for call in calls:
+        exchanges.remember(call, has_graph=True)
+    for call, offset in zip(calls, (0.0, 1e-6, 1.0), strict=True):
+        assert find(exchanges, 0, moments_of([1.0, 2.0 + offset])) is call
+    assert find(exchanges, 0, moments_of([1.0, 2.0 + 9e-7])) is calls[1]
+    assert find(exchanges, 0, moments_of([1.0, 2.1])) is None
+    assert find(exchanges, 0, moments_of([1.0, 2.0, 0.0])) is None
+    assert exchanges.find("other", LocalPipe("other"), 0, moments_of([1.0, 2.0])) is None
+    assert find(exchanges, 1, moments_of([1.0, 2.0])) is None
+
+
+def test_values_that_are_not_finite_are_found_too():
+    exchanges = Exchanges()
+    call = exchange_of([1.0, np.nan])
+    exchanges.remember(call, has_graph=True)
+    assert find(exchanges, 0, moments_of([1.0, np.nan])) is call
+
+
+def test_a_call_is_forgotten_with_its_graph():
+    exchanges = Exchanges()
+    call = exchange_of([1.0, 2.0])
+    exchanges.remember(call, has_graph=True)
+    del call
+    assert find(exchanges, 0, moments_of([1.0, 2.0])) is None
+
+
+def test_a_layer_is_forgotten_with_its_graphs_when_another_is_called():
+    """One made by hand in each step would leave its name behind."""
+    exchanges = Exchanges()
+    kept = exchange_of([1.0, 2.0])
+    exchanges.remember(kept, has_graph=True)
+    for number in range(3):
+        exchanges.remember(exchange_of([1.0, 2.0], f"bn {number}"), has_graph=True)
+    assert list(exchanges._with_graph) == ["bn", "bn 2"]
+    assert find(exchanges, 0, moments_of([1.0, 2.0])) is kept
+
+
+def test_calls_without_a_graph_are_forgotten_after_some_more():
+    exchanges = Exchanges()
+    for number in range(KEPT_WITHOUT_GRAPH + 1):
+        exchanges.remember(exchange_of([1.0, float(number)]), has_graph=False)
+    assert find(exchanges, 0, moments_of([1.0, 0.0])) is None
+    assert find(exchanges, 0, moments_of([1.0, 1.0])) is not None
+
+
+def test_a_layer_that_is_called_no_more_is_forgotten_and_one_that_is_called_seldom_is_not():
+    exchanges = Exchanges()
+    gone = exchange_of([1.0, 2.0], "gone")
+    kept = weakref.ref(gone)
+    exchanges.remember(gone, has_graph=False)
+    del gone
+    for _ in range(3):
+        exchanges.remember(exchange_of([1.0, 3.0]), has_graph=False)
+        for _ in range(KEPT_WITHOUT_GRAPH):
+            exchanges.remember(exchange_of([1.0, 4.0], "often"), has_graph=False)
+        assert find(exchanges, 0, moments_of([1.0, 3.0])) is not None
+    assert kept() is None

@@ -1,0 +1,49 @@
+"""Restarts of an own server: a job outlives rare ends for hours, and a server that falls at once ends soon."""
+
+import pytest
+
+from client.launch.restarts import AT_MOST, AT_ONCE, STARTS, WINDOW_SECONDS, Restarts
+
+
+def ends(every, times):
+    """The pauses of a server that lives so long after each start."""
+    restarts, now, pauses = Restarts(), 0.0, []
+    for _ in range(times):
+        now += every
+        pauses.append(restarts.pause(now, has_listened=True))
+        now += pauses[-1] or 0.0
+        if pauses[-1] is None:
+            break
+    return pauses, now
+
+
+def test_an_end_every_minute_is_outlived_for_hours_and_costs_no_pause():
+    pauses, _ = ends(WINDOW_SECONDS, 600)
+    assert pauses == [0.0] * 600
+
+
+@pytest.mark.parametrize("every", [5.0, 10.0, 20.0])
+def test_an_end_every_few_seconds_is_outlived_with_pauses(every):
+    pauses, _ = ends(every, 600)
+    assert None not in pauses
+
+
+def test_pauses_grow_and_the_last_end_within_the_window_is_told():
+    pauses, now = ends(0.5, 100)
+    assert pauses == [0.0] * AT_ONCE + [1.0, 2.0, 4.0, 8.0, 16.0] + [None]
+    assert len(pauses) == AT_MOST + 1
+    assert now < WINDOW_SECONDS
+
+
+def test_what_does_not_begin_to_listen_is_given_up_after_a_few_times_in_a_row():
+    restarts = Restarts()
+    assert restarts.pause(0.0, has_listened=True) == 0.0
+    for time in range(1, STARTS):
+        assert restarts.pause(float(time), has_listened=False) == 0.0
+    assert restarts.pause(float(STARTS), has_listened=False) is None
+
+
+def test_a_start_in_vain_is_forgotten_once_it_has_listened():
+    restarts = Restarts()
+    for time in range(10):
+        assert restarts.pause(100.0 * time, has_listened=time % 2 == 0) == 0.0

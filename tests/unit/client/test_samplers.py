@@ -1,0 +1,229 @@
+"""A split loader is the loader it was, for one member's samples."""
+
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from client import DDPHandler
+from client.training.data_loaders import KEPT
+from statsd_bn.errors import ConfigurationError
+from support.memory_members import MemoryMaster, in_threads, run_members
+
+SAMPLES = list(range(10))
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+class OfUnknownLength(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+class AbstractCallback:
+    """As aitoolbox has one; its handler, below, takes nothing else, and calls only what is overwritten."""
+
+    def on_epoch_begin(self):
+        raise NotImplementedError
+
+    def on_epoch_end(self):
+        pass
+
+
+class CallbacksHandler:
+    def __init__(self, train_loop):
+        self.train_loop = train_loop
+        self.callbacks = []
+
+    def register_callbacks(self, callbacks):
+        for callback in callbacks:
+            assert isinstance(callback, AbstractCallback)
+            assert callback.device_idx_execution is None
+        self.callbacks += [callback.register_train_loop_object(self.train_loop) for callback in callbacks]
+        self.callbacks.sort(key=lambda callback: callback.execution_order)
+
+    def begin_epoch(self, epoch):
+        self.train_loop.epoch = epoch
+        for callback in self.callbacks:
+            callback.on_epoch_begin()
+            callback.on_epoch_end()
+
+
+def train_loop(train=None, validation=None, test=None) -> SimpleNamespace:
+    return SimpleNamespace(train_loader=train, validation_loader=validation, test_loader=test)
+
+
+def samples(loader: DataLoader) -> list[int]:
+    return torch.cat(list(loader)).tolist()
+
+
+def test_every_loader_that_is_there_is_replaced_and_shuffled_as_it_was():
+    loop = train_loop(train=DataLoader(SAMPLES, shuffle=True), test=DataLoader(SAMPLES))
+    DDPHandler(loop).add_distributed_samplers(world_size=4, rank=1)
+    for loader, shuffle in [(loop.train_loader, True), (loop.test_loader, False)]:
+        sampler = loader.sampler
+        assert isinstance(sampler, DistributedSampler)
+        assert (sampler.dataset, sampler.num_replicas, sampler.rank, sampler.shuffle) == (SAMPLES, 4, 1, shuffle)
+    assert loop.validation_loader is None
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_members_samples_together_are_all_samples(shuffle):
+    parts = []
+    for rank in range(2):
+        loader, sampler = DDPHandler.build_loader_sampler(DataLoader(SAMPLES, batch_size=2), shuffle, 2, rank)
+        assert loader.sampler is sampler
+        parts += samples(loader)
+    assert sorted(parts) == SAMPLES
+    assert (parts == sorted(parts, key=lambda sample: sample % 2)) == (not shuffle)
+
+
+def test_everything_a_loader_was_made_with_stays():
+    options = {
+        "batch_size": 3,
+        "num_workers": 2,
+        "collate_fn": list,
+        "pin_memory": True,
+        "drop_last": True,
+        "timeout": 7.0,
+        "worker_init_fn": print,
+        "multiprocessing_context": multiprocessing.get_context("spawn"),
+        "generator": torch.Generator(),
+        "prefetch_factor": 5,
+        "persistent_workers": True,
+        "pin_memory_device": "cuda",
+        "in_order": False,
+    }
+    loader, _ = DDPHandler.build_loader_sampler(DataLoader(SAMPLES, **options), shuffle=False, world_size=2, rank=0)
+    assert loader.dataset is SAMPLES
+    assert {name: getattr(loader, name) for name in KEPT} == options
+
+
+def test_a_loader_without_batches_gives_single_samples_of_one_member():
+    loader, _ = DDPHandler.build_loader_sampler(
+        DataLoader(SAMPLES, batch_size=None), shuffle=False, world_size=2, rank=1
+    )
+    assert list(loader) == [1, 3, 5, 7, 9]
+
+
+@pytest.mark.parametrize("rank", [-1, 4, 5])
+def test_a_rank_outside_the_world_is_refused(rank):
+    with pytest.raises(ValueError, match=f"rank: expected at least 0 and less than world_size, 4, got {rank}"):
+        DDPHandler.build_loader_sampler(DataLoader(SAMPLES), shuffle=False, world_size=4, rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (DataLoader(Endless()), "expected a dataset with indices, .* the IterableDataset Endless, which alone decides"),
+        (
+            DataLoader(OfUnknownLength(), sampler=[0]),
+            "expected a dataset with a length, .* got OfUnknownLength without __len__",
+        ),
+        (
+            DataLoader(SAMPLES, batch_sampler=BatchSampler(SequentialSampler(SAMPLES), 2, drop_last=False)),
+            "expected batches made by batch_size, .* the batch_sampler BatchSampler, which alone decides",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_and_says_why(loader, why):
+    first = DataLoader(SAMPLES)
+    loop = train_loop(train=first, test=loader)
+    with pytest.raises(ConfigurationError, match=why):
+        DDPHandler(loop).add_distributed_samplers(2, 0)
+    assert loop.train_loader is first
+
+
+def test_the_epoch_is_set_by_hand_where_there_are_no_callbacks():
+    loop = train_loop(train=DataLoader(SAMPLES, shuffle=True), validation=DataLoader(SAMPLES))
+    handler = DDPHandler(loop)
+    handler.add_distributed_samplers(2, 0)
+    first = samples(loop.train_loader)
+    handler.set_epoch(1)
+    assert samples(loop.train_loader) != first
+    assert loop.train_loader.sampler.epoch == loop.validation_loader.sampler.epoch == 1
+
+
+def test_the_epoch_is_set_by_a_callback_that_the_loops_handler_takes():
+    loop = train_loop(train=DataLoader(SAMPLES, shuffle=True), test=DataLoader(SAMPLES))
+    loop.callbacks_handler = CallbacksHandler(loop)
+    DDPHandler(loop).add_distributed_samplers(2, 0)
+    for epoch in (0, 5, 7):
+        loop.callbacks_handler.begin_epoch(epoch)
+        assert loop.train_loader.sampler.epoch == loop.test_loader.sampler.epoch == epoch
+
+
+def test_a_handler_that_takes_any_callback_needs_no_base_class():
+    registered = []
+    loop = train_loop(train=DataLoader(SAMPLES))
+    loop.callbacks_handler = SimpleNamespace(register_callbacks=registered.extend)
+    DDPHandler(loop).add_distributed_samplers(2, 0)
+    (callback,) = registered
+    callback.register_train_loop_object(SimpleNamespace(epoch=3)).on_epoch_begin()
+    assert loop.train_loader.sampler.epoch == 3
+
+
+def test_loaders_split_again_are_shuffled_as_before_and_told_the_epoch_once():
+    loop = train_loop(train=DataLoader(SAMPLES, shuffle=True), test=DataLoader(SAMPLES))
+    loop.callbacks_handler = CallbacksHandler(loop)
+    handler = DDPHandler(loop)
+    handler.add_distributed_samplers(4, 3)
+    handler.add_distributed_samplers(2, 1)
+    loop.callbacks_handler.begin_epoch(4)
+    assert len(loop.callbacks_handler.callbacks) == 1
+    assert [loader.sampler.shuffle for loader in (loop.train_loader, loop.test_loader)] == [True, False]
+    assert [loader.sampler.epoch for loader in (loop.train_loader, loop.test_loader)] == [4, 4]
+    assert loop.train_loader.sampler.num_replicas == 2
+
+
+def test_a_sampler_that_gets_lost_is_warned_of():
+    loop = train_loop(train=DataLoader(SAMPLES, sampler=WeightedRandomSampler([1.0] * 10, 5)))
+    with pytest.warns(UserWarning, match="train_loader: expected a sequential or random sampler, got Weighted") as told:
+        DDPHandler(loop).add_distributed_samplers(2, 0)
+    assert told[0].filename == __file__
+    assert not loop.train_loader.sampler.shuffle
+
+
+def test_world_size_and_rank_are_those_of_the_connection():
+    def split(connection):
+        loop = train_loop(train=DataLoader(SAMPLES, batch_size=5))
+        DDPHandler(loop, connection=connection).add_distributed_samplers()
+        return samples(loop.train_loader)
+
+    assert run_members(2, split) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+
+
+def test_without_a_connection_the_process_is_alone():
+    loop = train_loop(train=DataLoader(SAMPLES, sampler=RandomSampler(SAMPLES)))
+    DDPHandler(loop).add_distributed_samplers()
+    assert sorted(samples(loop.train_loader)) == SAMPLES
+
+
+def test_in_an_elastic_job_the_ranks_are_those_that_are_there():
+    master = MemoryMaster()
+    connections = in_threads([lambda n=n: master.connect(n, 3, min_members=1) for n in range(3)])
+    connections.pop(1).close()
+
+    def split(connection):
+        loop = train_loop(train=DataLoader(SAMPLES, batch_size=5))
+        handler = DDPHandler(loop, connection=connection)
+        told = handler.mp_sync(connection.member.member).tolist()
+        handler.add_distributed_samplers()
+        return told, samples(loop.train_loader)
+
+    results = in_threads([lambda one=one: split(one) for one in connections])
+    assert results == [([0, 2], [0, 2, 4, 6, 8]), ([0, 2], [1, 3, 5, 7, 9])]

@@ -1,0 +1,138 @@
+"""The client's pure half: keys that all members count alike, and answers told from what is not one."""
+
+import numpy as np
+import pytest
+
+from client.connection.member import Member
+from client.connection.session import Session
+from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch, StatsdBNError, VersionMismatch
+from statsd_bn.members import NOBODY, Members
+from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered
+from statsd_bn.round_key import BACKWARD
+from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode, encode
+
+TOKEN = b"session0"
+
+
+def walk(session, forward):
+    """A backward round of the call that `forward` began."""
+    session.contribution(forward.of_phase(BACKWARD), Rows((1,), np.ones((1, 2, 1))))
+
+
+@pytest.fixture
+def session():
+    return Session(TOKEN, Member("job", "world", 2, 1, 3, 600.0, "here"))
+
+
+def test_it_registers_with_who_it_is(session):
+    assert decode(session.register()) == Register(TOKEN, "job", "world", 2, 1, 3, 0, 600.0, "here")
+
+
+def test_in_a_group_it_keeps_its_number_in_the_job():
+    session = Session(TOKEN, Member("job", "pair", 2, 7, 2, 600.0, "here"))
+    asked = decode(session.register())
+    assert (asked.group, asked.member, asked.world_size) == ("pair", 7, 2)
+    assert session.forward_key("a").group == "pair"
+
+
+def test_it_registers_again_with_what_it_knows(session):
+    """So that a master that has forgotten everything can learn it from its members."""
+    session.registered(encode(Registered(digest(TOKEN), b"server-0", 2, 0, 0, NOBODY)))
+    walk(session, session.forward_key("a"))
+    session.forward_key("a")
+    again = decode(session.register())
+    assert (again.session, again.server, again.step) == (TOKEN, b"server-0", 1)
+
+
+def test_it_leaves_with_the_cause_cut_to_the_limit(session):
+    assert decode(session.leave("boom")) == Leave(TOKEN, "boom")
+    cut = decode(session.leave("é" * 5000))
+    assert len(cut.cause.encode()) == 4096
+
+
+def test_forward_rounds_count_the_calls_of_each_layer(session):
+    keys = [session.forward_key(layer) for layer in ("a", "b", "a", "a")]
+    assert [(key.step, key.layer, key.call) for key in keys] == [(0, "a", 0), (0, "b", 0), (0, "a", 1), (0, "a", 2)]
+    assert {(key.job, key.group, key.epoch, key.phase) for key in keys} == {("job", "world", 2, "forward")}
+
+
+def test_a_step_begins_with_the_first_forward_after_a_backward(session):
+    first = session.forward_key("a")
+    assert session.forward_key("a").step == 0
+    walk(session, first)
+    assert session.forward_key("b").step == 1
+    assert session.forward_key("a").step == 1
+    assert session.forward_key("a").call == 1
+
+
+def test_a_backward_round_of_an_earlier_step_leaves_the_counting_alone(session):
+    early = session.forward_key("a")
+    walk(session, session.forward_key("b"))
+    assert session.forward_key("b").step == 1
+    walk(session, early)
+    assert session.forward_key("b").step == 2
+
+
+def test_a_contribution_carries_its_session_and_rows(session):
+    rows = Rows((3,), np.arange(4.0).reshape(1, 2, 2))
+    key = session.forward_key("a")
+    sent = decode(session.contribution(key, rows))
+    assert isinstance(sent, Contribution)
+    assert (sent.session, sent.key, sent.attempt, sent.rows.counts) == (TOKEN, key, 0, (3,))
+    assert sent.rows.values.tobytes() == rows.values.tobytes()
+
+
+def test_it_takes_the_aggregate_of_its_round_and_no_other(session):
+    mine, other = session.forward_key("a"), session.forward_key("a")
+    frame = encode(Aggregate(mine, 2, 6, Members.of(range(3)), np.ones((2, 2))))
+    assert session.answer(mine, frame).count == 6
+    assert session.answer(other, frame) is None
+
+
+def test_it_takes_registered_and_nothing_else_as_the_answer_to_register(session):
+    answer = Registered(digest(TOKEN), b"server-0", 2, 0, 2, Members.of([1]))
+    assert session.registered(encode(answer)) == answer
+    key = session.forward_key("a")
+    assert session.registered(encode(Aggregate(key, 1, 1, NOBODY, np.ones((2, 2))))) is None
+
+
+def test_it_takes_no_answer_that_is_for_another_session(session):
+    assert session.registered(encode(Registered(b"another0", b"server-0", 2, 0, 0, NOBODY))) is None
+
+
+def test_a_failure_of_its_round_is_raised_as_the_masters_error(session):
+    key = session.forward_key("a")
+    frame = encode(Failure("replica_lost", "member 2 failed", {"member": 2, "cause": "boom"}, key))
+    with pytest.raises(ReplicaLost, match="member 2 failed") as caught:
+        session.answer(key, frame)
+    assert caught.value.fields == {"member": 2, "cause": "boom"}
+
+
+def test_a_failure_of_another_round_is_not_its_answer(session):
+    key, other = session.forward_key("a"), session.forward_key("a")
+    assert session.answer(key, encode(Failure("mismatch", "no", {}, other))) is None
+
+
+def test_a_failure_of_no_round_concerns_whoever_waits(session):
+    with pytest.raises(RoundMismatch):
+        session.answer(session.forward_key("a"), encode(Failure("mismatch", "no", {})))
+
+
+def test_an_unknown_code_of_a_newer_master_is_still_an_error(session):
+    with pytest.raises(StatsdBNError, match="new trouble"):
+        session.registered(encode(Failure("of-the-future", "new trouble", {})))
+
+
+def test_failure_fields_that_are_no_names_are_refused(session):
+    frame = encode(Failure("mismatch", "no", {"name": 2})).replace(b"\xa4name", b"\xc4\x03num")
+    with pytest.raises(ProtocolError, match="expected a map from names"):
+        session.registered(frame)
+
+
+def test_an_answer_of_another_protocol_version_is_named(session):
+    frame = bytearray(session.register())
+    frame[3] = 99
+    with pytest.raises(VersionMismatch, match="expected 2, got 99"):
+        session.registered(bytes(frame))

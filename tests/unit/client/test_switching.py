@@ -1,0 +1,116 @@
+"""Python's switch interval is short while a round is under way, and the usual one at any other time."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from client.connection.switch_interval import INTERVAL_SECONDS, Switching
+from statsd_bn import Rows
+from statsd_bn.errors import RoundMismatch
+from support.memory_members import MemoryMaster, run_members
+
+
+@pytest.fixture(autouse=True)
+def usual():
+    """An interval that nobody else would set."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.003)
+    yield pytest.approx(0.003)
+    sys.setswitchinterval(before)
+
+
+SHORT = pytest.approx(INTERVAL_SECONDS)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """One that knows of no rounds, which threads of other tests may be in."""
+    found = Switching()
+    monkeypatch.setattr("client.connection.connection.switching", found)
+    return found
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_round_has_the_short_interval_and_leaves_the_usual_one(usual, monkeypatch):
+    master = MemoryMaster()
+    receive = master.transport._receive
+    seen = []
+
+    def watch(peer, frame):
+        seen.append(sys.getswitchinterval())
+        return receive(peer, frame)
+
+    monkeypatch.setattr(master.transport, "_receive", watch)
+    with master.connect(0, 1) as connection:
+        connection.exchange("bn", Rows((1,), np.ones((1, 2, 3))))
+        assert sys.getswitchinterval() == usual
+    registration, contribution, goodbye = seen
+    assert (registration, contribution, goodbye) == (usual, SHORT, usual)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_round_that_fails_leaves_the_usual_interval(usual):
+    def program(connection):
+        channels = 2 + connection.member.member
+        with pytest.raises(RoundMismatch):
+            connection.exchange("bn", Rows((1,), np.ones((1, 2, channels))))
+
+    run_members(2, program)
+    assert sys.getswitchinterval() == usual
+
+
+def test_the_interval_stays_short_until_the_last_of_several_rounds_has_ended(usual):
+    several = Switching()
+    several.begin()
+    several.begin()
+    several.end()
+    assert sys.getswitchinterval() == SHORT
+    several.end()
+    assert sys.getswitchinterval() == usual
+
+
+def test_an_interval_that_is_shorter_already_stays(fresh):
+    sys.setswitchinterval(0.00002)
+    fresh.begin()
+    assert sys.getswitchinterval() == pytest.approx(0.00002)
+    fresh.end()
+    assert sys.getswitchinterval() == pytest.approx(0.00002)
+
+
+def test_threads_that_begin_and_end_at_once_lose_no_count(usual):
+    many = Switching()
+
+    def work():
+        for _ in range(2000):
+            many.begin()
+            many.end()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sys.getswitchinterval() == usual
+
+
+FORK = """
+import os, sys
+from client.connection.switch_interval import switching
+
+switching.begin()
+child = os.fork()
+if child == 0:
+    usual = abs(sys.getswitchinterval() - 0.005) < 1e-6
+    switching.begin()  # would hang on a lock that a thread of the parent held
+    switching.end()
+    os._exit(0 if usual and abs(sys.getswitchinterval() - 0.005) < 1e-6 else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_that_is_forked_during_a_round_has_the_usual_interval():
+    """In a process of its own, which has no other rounds."""
+    assert subprocess.run([sys.executable, "-c", FORK], check=False).returncode == 0

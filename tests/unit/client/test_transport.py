@@ -1,0 +1,251 @@
+"""Transports lend channels: one thread each, and never again after an error."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from client.connection.transport import MemoryTransport, Transport, ZmqTransport
+from statsd_bn.errors import ConfigurationError, ConnectionClosed
+from support.memory_members import outcome, wait_until
+
+
+class Recording(Transport):
+    """A transport whose channels remember whether they were closed."""
+
+    def __init__(self) -> None:
+        super().__init__("recording://")
+        self.opened = []
+
+    def _open(self):
+        channel = type("Channel", (), {"closed": False, "close": lambda self: setattr(self, "closed", True)})()
+        self.opened.append(channel)
+        return channel
+
+
+def test_a_channel_is_lent_again():
+    transport = Recording()
+    with transport.channel() as first:
+        pass
+    with transport.channel() as second:
+        assert second is first
+
+
+def test_channels_lent_at_the_same_time_are_different():
+    transport = Recording()
+    with transport.channel() as first, transport.channel() as second:
+        assert first is not second
+    assert len(transport.opened) == 2
+
+
+def test_a_channel_that_saw_an_error_is_closed_and_not_lent_again():
+    """A late answer may still come through it."""
+    transport = Recording()
+    with pytest.raises(ZeroDivisionError), transport.channel() as first:
+        raise ZeroDivisionError
+    assert first.closed
+    with transport.channel() as second:
+        assert second is not first
+
+
+def test_closing_closes_the_idle_channels():
+    transport = Recording()
+    with transport.channel() as channel:
+        pass
+    transport.close()
+    assert channel.closed
+
+
+def test_idle_channels_can_be_closed_while_one_is_lent():
+    transport = Recording()
+    with transport.channel() as lent:
+        with transport.channel() as idle:
+            pass
+        transport.close_idle()
+        assert (lent.closed, idle.closed) == (False, True)
+    with transport.channel() as again:
+        assert again is lent
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "tcp://", "tcp://127.0.0.1", "udp-lite://1.2.3.4:5"])
+def test_an_endpoint_that_is_none_is_named(endpoint):
+    with pytest.raises(ConfigurationError, match=f"expected tcp://HOST:PORT or ipc://PATH, got '{endpoint}'"):
+        ZmqTransport(endpoint)
+
+
+@pytest.fixture
+def echo(tmp_path):
+    """An ipc endpoint that answers each frame with itself."""
+    endpoint = f"ipc://{tmp_path}/echo"
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(endpoint)
+
+    def serve():
+        try:
+            while True:
+                router.send_multipart(router.recv_multipart())
+        except zmq.ContextTerminated:
+            router.close(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield endpoint
+    context.term()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_frames_travel_over_zeromq(echo):
+    transport = ZmqTransport(echo)
+    with transport.channel() as channel:
+        channel.send(b"there and back")
+        assert channel.receive(10.0) == b"there and back"
+        assert channel.receive(0.01) is None
+    transport.close()
+
+
+def test_closing_wakes_a_thread_that_waits(echo):
+    transport = ZmqTransport(echo)
+    results = []
+
+    def wait():
+        with transport.channel() as channel:
+            results.append("waiting")
+            channel.receive(60.0)
+
+    thread = threading.Thread(target=lambda: results.append(outcome(wait)))
+    thread.start()
+    wait_until(lambda: bool(results))
+    transport.close()
+    thread.join(timeout=10)
+    assert isinstance(results[1], ConnectionClosed)
+
+
+def test_closing_wakes_a_thread_that_just_looks_whether_the_master_has_come_back(tmp_path, monkeypatch):
+    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+
+    def close_first(socket):
+        transport.close()
+        return recv_monitor_message(socket)
+
+    def wait():
+        with transport.channel() as channel:
+            monkeypatch.setattr(channel._monitor, "poll", lambda _: True)
+            channel.receive(60.0)
+
+    monkeypatch.setattr("client.connection.transport.CLOSE_SECONDS", 0.1)  # it waits for the channel
+    monkeypatch.setattr("client.connection.transport.recv_monitor_message", close_first)
+    assert isinstance(outcome(wait), ConnectionClosed)
+
+
+def test_a_closed_transport_opens_no_channel(tmp_path):
+    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+    transport.close()
+    with pytest.raises(ConnectionClosed), transport.channel():
+        pass
+
+
+def test_a_transport_that_is_being_closed_opens_no_channel(tmp_path, monkeypatch):
+    """It waits for the channels that are lent."""
+    monkeypatch.setattr("client.connection.transport.CLOSE_SECONDS", 0.1)
+    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+
+    def open_late():
+        with transport.channel():
+            transport.close()
+            with transport.channel():
+                pass
+
+    assert isinstance(outcome(open_late), ConnectionClosed)
+
+
+def test_sending_to_a_master_that_is_away_for_long_does_not_block(tmp_path):
+    """ZeroMQ holds a thousand frames for it; a member with a long deadline asks again more often than that."""
+    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+
+    def ask_again_and_again():
+        with transport.channel() as channel:
+            for _ in range(3000):
+                channel.send(b"is anybody there?")
+
+    with ThreadPoolExecutor(1) as executor:
+        asking = executor.submit(ask_again_and_again)
+        try:
+            asking.result(timeout=10)
+        finally:
+            transport.close()
+
+
+def test_frames_travel_in_memory_to_whom_they_are_for():
+    transport = MemoryTransport(lambda peer, frame: [(peer, frame + b"!"), (b"nobody", b"lost")])
+    with transport.channel() as one, transport.channel() as other:
+        one.send(b"one")
+        assert one.receive(1.0) == b"one!"
+        assert other.receive(0.0) is None
+
+
+def test_threads_that_open_channels_at_the_same_time_get_their_own_answers(monkeypatch):
+    monkeypatch.setattr(queue, "SimpleQueue", _slow_to_make(queue.SimpleQueue))
+    transport = MemoryTransport(lambda peer, frame: [(peer, frame)])
+    together = threading.Barrier(4)
+
+    def echo(number: int) -> bytes | None:
+        together.wait(5.0)
+        with transport.channel() as channel:
+            together.wait(5.0)
+            channel.send(bytes([number]))
+            return channel.receive(1.0)
+
+    with ThreadPoolExecutor(4) as executor:
+        assert list(executor.map(echo, range(4))) == [bytes([number]) for number in range(4)]
+
+
+def _slow_to_make(kind: Callable[[], Any]) -> Callable[[], Any]:
+    """Lets all threads come so far before the first goes on."""
+
+    def make() -> Any:
+        threading.Event().wait(0.05)
+        return kind()
+
+    return make
+
+
+def test_a_wait_ends_early_when_the_master_has_come_back(tmp_path):
+    """What was sent to the master before is lost then, so it is time to ask again."""
+    endpoint = f"ipc://{tmp_path}/master"
+    transport = ZmqTransport(endpoint)
+    with zmq.Context() as context, transport.channel() as channel:
+        with context.socket(zmq.ROUTER) as master:
+            master.bind(endpoint)
+            channel.send(b"question")
+            assert master.recv_multipart()[1] == b"question"
+            assert channel.receive(0.5) is None
+        with context.socket(zmq.ROUTER) as another, ThreadPoolExecutor(1) as executor:
+            waiting = executor.submit(channel.receive, 60.0)
+            another.bind(endpoint)
+            assert waiting.result(timeout=20) is None
+    transport.close()
+
+
+def test_closing_does_not_wait_for_a_zeromq_that_is_stuck(server, monkeypatch):
+    """Its thread may be asking for a name that nobody answers for."""
+    transport = ZmqTransport(server.endpoint)
+    release = threading.Event()
+    term = transport._context.term
+
+    def stuck():
+        release.wait(10.0)
+        term()
+
+    monkeypatch.setattr(transport._context, "term", stuck)
+    monkeypatch.setattr("client.connection.transport.CLOSE_SECONDS", 0.1)
+    transport.close()
+    assert not transport._context.closed
+    release.set()
+    wait_until(lambda: transport._context.closed)

@@ -1,0 +1,80 @@
+"""What is said of layers that train alone though their process has company."""
+
+import pytest
+import torch
+
+import client
+from client.connection import current
+from client.layers.unconnected import Unconnected
+from support.memory_members import run_members
+
+X = torch.arange(12.0).reshape(4, 3)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """A process that has neither connected nor been told."""
+    monkeypatch.setattr(current, "_current", None)
+    monkeypatch.setattr("client.layers.batchnorm.unconnected", Unconnected())
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level("WARNING", "statsd_bn.client")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
+
+
+def layer(name: str = "bn1") -> client.SynchronizedBatchNorm1d:
+    made = client.SynchronizedBatchNorm1d(3)
+    made.layer_name = name
+    return made
+
+
+def test_a_process_of_several_that_trains_unconnected_is_told_once(monkeypatch, told):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name in ("bn1", "bn1", "bn2"):
+        layer(name)(X)
+    (text,) = told()
+    assert "WORLD_SIZE is 4" in text
+    assert "layer 'bn1'" in text
+    assert "client.connect()" in text
+
+
+@pytest.mark.parametrize("world_size", [None, "1", "many", ""])
+def test_a_process_by_itself_is_told_nothing(monkeypatch, told, world_size):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    layer()(X)
+    assert told() == []
+
+
+def test_evaluation_and_replicas_in_one_process_need_no_connection(monkeypatch, told):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    layer().eval()(X)
+    client.DataParallelWithCallback(layer(), device_ids=["cpu"] * 2)(X)
+    assert told() == []
+
+
+def test_whoever_was_connected_before_is_told_nothing(monkeypatch, told, server, job):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with client.connect(server.endpoint, job=job, member=0, world_size=1):
+        pass
+    layer()(X)
+    assert told() == []
+
+
+def test_a_member_that_closes_without_a_round_is_told(told):
+    run_members(2, lambda _: None)
+    assert len(told()) == 2
+    assert all("took part in no round: was the model given to client.convert_model()?" in text for text in told())
+
+
+@pytest.mark.parametrize(
+    "program",
+    [lambda connection: connection.gather("hello", b""), lambda connection: connection.close("ValueError: bad data")],
+    ids=["a round", "a failure"],
+)
+def test_a_member_that_had_a_round_or_that_failed_is_told_nothing(told, program):
+    run_members(2, program)
+    assert told() == []

@@ -1,0 +1,77 @@
+"""Workers run tasks side by side, and are kept."""
+
+import multiprocessing
+import threading
+import weakref
+
+from client.data_parallel import thread_pool
+
+
+def idents_of(number):
+    """Returns the threads that `number` tasks ran in, all at the same time."""
+    found = []
+    together = threading.Barrier(number, timeout=20)
+
+    def task():
+        together.wait()
+        found.append(threading.get_ident())
+
+    thread_pool.run([task] * number)
+    return set(found)
+
+
+def test_each_task_has_a_thread_of_its_own_and_none_has_the_callers():
+    idents = idents_of(5)
+    assert len(idents) == 5
+    assert threading.get_ident() not in idents
+
+
+def test_the_next_tasks_find_the_same_threads():
+    assert idents_of(3) == idents_of(3)
+    assert idents_of(2) < idents_of(3)
+
+
+def test_a_task_may_run_others():
+    inner = []
+    thread_pool.run([lambda: inner.append(idents_of(3))] * 2)
+    assert [len(idents) for idents in inner] == [3, 3]
+
+
+class Known:
+    """What a task knows."""
+
+
+def test_what_a_task_knew_is_forgotten_with_it():
+    known = Known()
+    reference = weakref.ref(known)
+    thread_pool.run([known.__repr__])
+    del known
+    assert reference() is None
+
+
+def test_a_task_that_raises_ends_its_thread_and_nobody_waits_for_it(monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
+    runs = []
+
+    def fail():
+        runs.append(threading.get_ident())
+        raise MemoryError("too large")
+
+    thread_pool.run([fail])
+    (ident,) = runs
+    for thread in threading.enumerate():
+        if thread.ident == ident:
+            thread.join(20)
+    assert raised == [MemoryError]
+    assert len(idents_of(3)) == 3
+
+
+def test_a_forked_child_has_workers_of_its_own():
+    idents_of(2)
+    child = multiprocessing.get_context("fork").Process(target=idents_of, args=(2,))
+    child.start()
+    child.join(20)
+    exitcode = child.exitcode
+    child.kill()
+    assert exitcode == 0

@@ -1,0 +1,185 @@
+"""Tenants: what one key has begun, another neither sees nor touches."""
+
+from typing import Any
+
+import pytest
+
+from server.core.dispatcher import Dispatcher
+from server.limits.access import ANYBODY, REVOKED, Access, Tenant
+from server.limits.quota import Quota
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.keys import PublicKey
+from statsd_bn.messages import (
+    Aggregate,
+    Contribution,
+    Failure,
+    Heartbeat,
+    Leave,
+    Message,
+    Registered,
+    Result,
+    StatusRequest,
+)
+from statsd_bn.wire import decode, encode
+from support.strategies import contribution, key, register, rows, session_of
+
+ALICE = Tenant("alice", "key of alice", ("a-*", "shared"))
+BOB = Tenant("bob", "key of bob", ("b-*", "shared"))
+MINE = {"job": "a-1"}
+ACCESS = Access([PublicKey(tenant.name, tenant.key, tenant.jobs) for tenant in (ALICE, BOB)])
+
+
+class World:
+    """A dispatcher; alice's members 0 and 1 of job a-1 are in it, with a round that waits for member 1."""
+
+    def __init__(self) -> None:
+        self.dispatcher = Dispatcher(b"server-0", 0.0)
+        for member in (0, 1):
+            self.say(register(member, **MINE), ALICE, b"alice %d" % member)
+        self.say(contribution(0, 1.0, key(**MINE)), ALICE, b"alice 0")
+
+    def say(self, message: Message, tenant: Tenant, peer: bytes = b"bob") -> dict[bytes, Any]:
+        replies = self.dispatcher.receive(0.0, peer, encode(message), tenant)
+        return {whom: decode(frame) for whom, frame in replies}
+
+    @property
+    def group(self) -> dict[str, Any]:
+        (group,) = self.dispatcher.report(0.0)["groups"]
+        return group
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_key_joins_the_jobs_that_it_is_for():
+    assert [ALICE.may(job) for job in ("a-1", "shared", "b-1", "A-1", "shared2", "a")] == [True, True] + [False] * 4
+    assert ANYBODY.may("whatever")
+
+
+def test_a_foreign_job_is_refused_by_name(world):
+    (answer,) = world.say(register(0, session=b"session9", **MINE), BOB).values()
+    assert answer.code == "refused"
+    assert "'a-1'" in answer.message
+    assert "'bob'" in answer.message
+    assert "b-* or shared" in answer.message
+    assert len(world.group["members"]) == 2
+
+
+def test_a_later_epoch_of_a_foreign_job_replaces_nothing(world):
+    (answer,) = world.say(register(0, session=b"session9", epoch=1, **MINE), BOB).values()
+    assert answer.code == "refused"
+    assert world.group["epoch"] == 0
+
+
+AGGREGATE = Aggregate(key(**MINE), 1, 1, register().known, rows(1.0).values[0])
+SAID = [
+    Heartbeat(session_of(1, "a-1")),
+    Leave(session_of(1, "a-1"), "boom"),
+    contribution(1, 5.0, key(**MINE)),
+    Result(session_of(1, "a-1"), AGGREGATE),
+    register(1, job="b-1", session=session_of(1, "a-1")),
+]
+
+
+@pytest.mark.parametrize("message", SAID, ids=lambda message: type(message).__name__)
+def test_a_session_answers_to_the_key_that_it_came_with(world, message):
+    answers = world.say(message, BOB)
+    assert set(answers) == {b"bob"}
+    assert isinstance(answers[b"bob"], Failure)
+    assert (answers[b"bob"].code, answers[b"bob"].fields) == ("authentication", {"reason": "foreign session"})
+    # Nothing has changed: alice's round goes on, and its answers go to her.
+    answers = world.say(contribution(1, 2.0, key(**MINE)), ALICE, b"alice 1")
+    assert set(answers) == {b"alice 0", b"alice 1"}
+    assert answers[b"alice 0"].values.item() == 3.0
+
+
+def test_a_foreign_heartbeat_keeps_nobody_alive():
+    world = World()
+    for now in (1.0, 2.0, 3.0):
+        for session in (session_of(0, "a-1"), session_of(1, "a-1")):
+            world.dispatcher.receive(now, b"bob", encode(Heartbeat(session)), BOB)
+        world.dispatcher.tick(now)
+    assert len(world.group["members"]) == 2
+    world.dispatcher.tick(3.6)
+    assert world.dispatcher.report(3.6)["groups"] == []
+
+
+def test_two_keys_may_share_a_job(world):
+    world.say(register(0, job="shared"), ALICE, b"alice")
+    answers = world.say(register(1, job="shared"), BOB)
+    assert {whom: answer.missing for whom, answer in answers.items()} == {b"alice": 0, b"bob": 0}
+
+
+def test_the_status_shows_a_tenant_its_jobs_only(world):
+    world.say(register(0, job="shared"), ALICE, b"alice")
+    world.say(register(0, job="b-1"), BOB)
+    seen = {
+        tenant.name: [group["job"] for group in world.say(StatusRequest(), tenant)[b"bob"].report["groups"]]
+        for tenant in (ALICE, BOB, ANYBODY)
+    }
+    assert seen == {"alice": ["a-1", "shared"], "bob": ["shared", "b-1"], "anybody": ["a-1", "shared", "b-1"]}
+
+
+def test_who_is_no_longer_let_in_is_lost_with_the_reason(world):
+    world.say(register(0, job="b-1"), BOB)
+    replies = world.dispatcher.expel(1.0, Access([PublicKey("bob", BOB.key, BOB.jobs)]))
+    told = {whom: decode(frame) for whom, frame in replies}
+    assert told[b"alice 0"].code == "replica_lost"
+    assert told[b"alice 0"].fields["cause"] == REVOKED
+    assert [group["job"] for group in world.dispatcher.report(1.0)["groups"]] == ["b-1"]
+
+
+def test_a_key_that_is_no_longer_for_a_job_is_out_of_it(world):
+    world.say(register(0, job="shared"), ALICE, b"alice")
+    narrowed = [PublicKey("alice", ALICE.key, ("shared",)), PublicKey("bob", BOB.key, BOB.jobs)]
+    world.dispatcher.expel(1.0, Access(narrowed))
+    assert [group["job"] for group in world.dispatcher.report(1.0)["groups"]] == ["shared"]
+
+
+def test_nobody_is_expelled_who_is_still_let_in(world):
+    assert world.dispatcher.expel(1.0, ACCESS) == []
+    assert len(world.group["members"]) == 2
+
+
+def test_only_the_revoked_member_of_a_job_is_lost(world):
+    for member, tenant in ((0, ALICE), (1, BOB)):
+        world.say(register(member, job="shared", min_members=1), tenant, tenant.name.encode())
+    world.dispatcher.expel(1.0, Access([PublicKey("alice", ALICE.key, ALICE.jobs)]))
+    groups = {group["job"]: group for group in world.dispatcher.report(1.0)["groups"]}
+    assert [member["member"] for member in groups["shared"]["members"]] == [0]
+    assert [member["member"] for member in groups["a-1"]["members"]] == [0, 1]
+
+
+def test_a_tenant_leaves_room_for_others():
+    dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_tenant_groups=2))
+
+    def begin(tenant: Tenant, group: int) -> Message:
+        message = register(
+            0, job="shared", group=f"{tenant.name} {group}", session=b"%s %02d" % (tenant.key[-5:].encode(), group)
+        )
+        (reply,) = dispatcher.receive(0.0, b"peer", encode(message), tenant)
+        return decode(reply[1])
+
+    assert [type(begin(ALICE, group)).__name__ for group in range(3)] == ["Registered", "Registered", "Failure"]
+    refused = begin(ALICE, 3)
+    assert isinstance(refused, Failure)
+    assert (refused.code, refused.fields) == ("limit", {"limit": 2, "what": "groups of a tenant"})
+    assert isinstance(begin(BOB, 0), Registered)
+    dispatcher.receive(0.0, b"peer", encode(Leave(b"alice 00", "")), ALICE)
+    assert isinstance(begin(ALICE, 4), Registered)
+
+
+def test_a_server_without_keys_asks_for_none():
+    dispatcher = Dispatcher(b"server-0", 0.0)
+    (first,) = dispatcher.receive(0.0, b"one", encode(register(0, 1)))
+    assert isinstance(decode(first[1]), Registered)
+    message: Contribution = contribution(0)
+    (answer,) = dispatcher.receive(0.0, b"another", encode(message))
+    assert isinstance(decode(answer[1]), Aggregate)
+
+
+def test_two_clients_with_one_key_are_refused_by_name():
+    with pytest.raises(ConfigurationError, match="a key of its own for each client, got one for 'alice' and 'bob'"):
+        Access([PublicKey("alice", "same"), PublicKey("bob", "same")])

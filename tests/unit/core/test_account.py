@@ -1,0 +1,209 @@
+"""The account: what is kept counts with what it takes, and a full server has room for those who keep little."""
+
+import gc
+import os
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from server.core.dispatcher import Dispatcher
+from server.group.results import Room
+from server.limits.access import Tenant
+from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, MEMBER_BYTES, Account
+from server.limits.quota import Budget, Quota
+from statsd_bn import limits
+from statsd_bn.errors import LimitExceeded
+from statsd_bn.members import Members
+from statsd_bn.messages import Failure, Leave, Message, Result
+from statsd_bn.wire import decode, encode
+from support.strategies import contribution, key, register, rows, session_of
+
+ALICE = Tenant("alice", "key of alice", ("*",), "team")
+ANNA = Tenant("anna", "key of anna", ("*",), "team")
+BOB = Tenant("bob", "key of bob", ("*",))
+
+
+class Play:
+    """A dispatcher; each message comes from its session's own peer."""
+
+    def __init__(self, **quota: float) -> None:
+        self.dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(**quota))
+
+    def say(self, message: Message, **given: Any) -> dict[bytes, Any]:
+        replies = self.dispatcher.receive(0.0, getattr(message, "session", b"anybody"), encode(message), **given)
+        return {peer: decode(frame) for peer, frame in replies}
+
+    def open(self, members: int = 2, **given: Any) -> None:
+        for member in range(members):
+            self.say(register(member, members, **given))
+
+    @property
+    def account(self) -> Account:
+        return self.dispatcher._budget.account
+
+
+def grown(act: Callable[[], None]) -> int:
+    """How many bytes Python takes more after something than before."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        act()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+def many_futures(play: Play) -> Callable[[], None]:
+    play.open(64)
+    frames = [encode(contribution(0, key=key(step=step))) for step in range(100)]
+    return lambda: [play.dispatcher.receive(0.0, b"peer", frame) for frame in frames] and None
+
+
+def many_rows(play: Play) -> Callable[[], None]:
+    play.open(8)
+    frames = [encode(contribution(member, key=key(step=step))) for step in range(100) for member in range(7)]
+    return lambda: [play.dispatcher.receive(0.0, b"peer", bytes(bytearray(frame))) for frame in frames] and None
+
+
+def many_members(_: Play) -> list[Message]:
+    return [register(member, 1000, session=os.urandom(8), place="h" * 250) for member in range(900)]
+
+
+def many_groups(_: Play) -> list[Message]:
+    return [register(0, job=f"{number} {'j' * 200}", session=os.urandom(8)) for number in range(500)]
+
+
+def scattered(_: Play) -> list[Message]:
+    """After a restart a member names many others, and tells of results of many, of whom no two are neighbours."""
+    known = Members(tuple((2 * number, 1) for number in range(4000)))
+    said: list[Message] = []
+    for member in range(4):
+        session = os.urandom(8)
+        said.append(register(member, 9, session=session, server=b"server-9", known=known, results=8))
+        said += [Result(session, dataclass_of(step, Members(known.runs[member + step :]))) for step in range(8)]
+    return said
+
+
+def dataclass_of(step: int, members: Members) -> Any:
+    play = Play()
+    play.open()
+    play.say(contribution(0, key=key(step=step)))
+    aggregate = play.say(contribution(1, key=key(step=step)))[session_of(1)]
+    return type(aggregate)(aggregate.key, aggregate.replicas, aggregate.count, members, aggregate.values)
+
+
+@pytest.mark.parametrize("ways", [many_futures, many_rows, many_members, many_groups, scattered])
+def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
+    play = Play()
+    act = ways(play)
+    if not callable(act):
+        frames = [encode(message) for message in act]
+
+        def act() -> None:
+            for frame in frames:
+                play.dispatcher.receive(0.0, os.urandom(5), frame)
+
+    counted = play.account.held
+    taken = grown(act)
+    counted = play.account.held - counted
+    assert taken <= counted <= 8 * taken
+
+
+def test_the_keys_of_a_tenant_share_an_account():
+    play = Play(max_tenant_bytes=100_000)
+    play.say(register(0, 1, job="a"), tenant=ALICE)
+    play.say(register(0, 1, job="b"), tenant=ANNA)
+    play.say(register(0, 1, job="c"), tenant=BOB)
+    assert play.account.of("tenant 'team'") == 2 * play.account.of("tenant 'bob'")
+    wide = rows(1.0, channels=8000)
+    assert not isinstance(bring(play, "a", ALICE, wide), Failure)
+    refused = bring(play, "b", ANNA, wide)
+    assert (refused.code, refused.fields) == ("limit", {"limit": 100_000, "what": "bytes kept for a tenant"})
+    assert not isinstance(bring(play, "c", BOB, wide), Failure)
+
+
+def bring(play: Play, job: str, tenant: Tenant, brought: Any) -> Any:
+    (answer,) = play.say(contribution(0, brought, key(job=job)), tenant=tenant).values()
+    return answer
+
+
+def test_who_keeps_the_most_gives_way_to_who_keeps_little():
+    """A stranger's jobs fill the server; a training that keeps less than each of them goes on, and new ones begin."""
+    wide = rows(1.0, channels=10_000)
+    play = Play(max_server_bytes=2_000_000, max_tenant_bytes=1_500_000)
+    for job in ("large", "other"):
+        play.open(job=job)
+    play.open()
+    answers: dict[bytes, Any] = {}
+    for step in range(30):
+        answers = play.say(contribution(0, wide, key(job=("large", "other")[step % 2], step=step)))
+    assert {answer.code for answer in answers.values()} == {"limit"}
+    play.say(contribution(0, rows(1.0, channels=5000)))
+    answers = play.say(contribution(1, rows(2.0, channels=5000)))
+    assert answers[session_of(0)].values[0, 0] == 3.0
+    evicted = [answer for peer, answer in answers.items() if peer not in {session_of(0), session_of(1)}]
+    jobs = {group["job"] for group in play.dispatcher.report(0.0)["groups"]}
+    assert len(jobs) == 2, "one of two has given way"
+    assert all(answer.code == "limit" for answer in evicted)
+    assert play.account.held <= 2_000_000
+
+
+def test_members_of_a_group_that_gave_way_are_told_once_and_stay_out():
+    play = Play(max_server_bytes=500_000, max_tenant_bytes=400_000)
+    play.open(job="large")
+    for step in range(4):
+        play.say(contribution(0, rows(1.0, channels=10_000), key(job="large", step=step)))
+    play.open()
+    answers = play.say(contribution(0, rows(1.0, channels=20_000)))
+    told = {peer: answer.code for peer, answer in answers.items()}
+    assert told == {session_of(0, "large"): "limit", session_of(1, "large"): "limit"}
+    (answer,) = play.say(register(0, job="large")).values()
+    assert answer.code == "limit"
+
+
+def test_a_large_job_does_not_push_out_a_smaller_one():
+    play = Play(max_server_bytes=500_000, max_tenant_bytes=450_000)
+    play.open(job="small")
+    play.say(contribution(0, rows(1.0, channels=10_000), key(job="small")))
+    play.open()
+    for step in range(6):
+        answers = play.say(contribution(0, rows(1.0, channels=10_000), key(step=step)))
+    assert {answer.code for answer in answers.values()} == {"limit"}
+    assert {group["job"] for group in play.dispatcher.report(0.0)["groups"]} == {"small", "job"}
+
+
+def test_1024_members_at_2048_channels_fit():
+    quota = Quota()
+    round_ = 8 * 2 * 2048 + CONTRIBUTION_BYTES + FUTURE_BYTES
+    assert 1024 * ((limits.KEPT_ROUNDS + 1) * round_ + MEMBER_BYTES) < quota.max_tenant_bytes
+    assert 2 * quota.max_server_bytes <= 2**30, "what docker and Kubernetes are told to allow"
+
+
+def test_an_error_that_is_told_again_and_again_keeps_nothing_of_what_came():
+    play = Play()
+    play.open()
+    play.say(Leave(session_of(1), "boom"))
+    wide = encode(contribution(0, rows(1.0, channels=10_000), key(step=1)))
+
+    def ask() -> None:
+        for _ in range(100):
+            play.dispatcher.receive(0.0, b"peer", bytes(bytearray(wide)))
+
+    ask()
+    assert grown(ask) < 10_000
+
+
+def test_a_budget_says_which_of_both_limits_was_reached():
+    budget = Budget(Quota(max_server_bytes=100, max_tenant_bytes=60))
+    room, other = Room(budget, "job 'a'"), Room(budget, "job 'b'")
+    room.take(60)
+    with pytest.raises(LimitExceeded, match="job 'a' keeps 60 bytes here, and 1 more are above the limit of 60"):
+        room.take(1)
+    with pytest.raises(LimitExceeded, match="the server keeps 60 bytes, and 41 more for job 'b' are above") as caught:
+        other.take(41)
+    assert caught.value.fields == {"limit": 100, "what": "bytes kept in all"}
+    assert budget.account.held == 60

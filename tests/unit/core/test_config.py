@@ -1,0 +1,186 @@
+import dataclasses
+import logging
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from server.__main__ import main
+from server.config import LOG_LEVELS, Config, from_arguments
+from server.network import exposure
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.reach import Reach, reach
+
+OPEN = "tcp://*:5555"
+
+
+def test_without_flags_and_environment_it_listens_in_the_users_own_folder(tmp_path, monkeypatch):
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert from_arguments([], environ) == Config() == Config((f"ipc://{tmp_path}/statsd_bn/server",), "info")
+    assert list(tmp_path.iterdir()) == [], "nothing is made before it listens"
+
+
+def test_flags():
+    found = from_arguments(["--bind", OPEN, "--log-level", "debug", "--insecure"], {})
+    assert found == Config((OPEN,), "debug", insecure=True)
+
+
+def test_environment_twins():
+    twins = {"STATSD_BN_BIND": OPEN, "STATSD_BN_LOG_LEVEL": "error", "STATSD_BN_INSECURE": "1"}
+    assert from_arguments([], twins) == Config((OPEN,), "error", insecure=True)
+
+
+def test_an_empty_variable_is_not_set():
+    assert from_arguments([], {"STATSD_BN_LOG_LEVEL": "", "STATSD_BN_CURVE": "", "STATSD_BN_MAX_JOBS": ""}) == Config()
+
+
+def test_a_flag_wins_over_its_twin():
+    twins = {"STATSD_BN_BIND": "tcp://127.0.0.1:1,tcp://127.0.0.1:2", "STATSD_BN_LOG_LEVEL": "error"}
+    found = from_arguments(["--bind", "tcp://127.0.0.1:3", "--log-level", "warning"], twins)
+    assert found == Config(("tcp://127.0.0.1:3",), "warning")
+
+
+def test_several_endpoints():
+    both = ("tcp://127.0.0.1:*", "ipc:///run/statsd-bn")
+    assert from_arguments(["--bind", both[0], "--bind", both[1]], {}).bind == both
+    assert from_arguments([], {"STATSD_BN_BIND": ",".join(both)}).bind == both
+
+
+@pytest.mark.parametrize("value", ["0", "", "no", "false"])
+def test_insecure_in_the_environment_is_1_and_nothing_else(value):
+    assert not from_arguments([], {"STATSD_BN_INSECURE": value}).insecure
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://127.0.0.1:5555",
+        "tcp://127.8.9.10:*",
+        "tcp://localhost:5555",
+        "tcp://[::1]:5555",
+        "ipc://@abstract",
+        "ipc:///nowhere/statsd-bn",
+    ],
+)
+def test_an_endpoint_that_this_host_reaches_needs_no_word_and_is_warned_of(endpoint):
+    assert reach(endpoint) is Reach.HOST
+    assert Config((endpoint,)).bind == (endpoint,)
+    warning = exposure.warning(endpoint)
+    assert warning.startswith(f"{endpoint} is open, without authentication: every user of this host can join any job")
+    assert "Leave out --bind" in warning
+
+
+@pytest.mark.parametrize("endpoint", ["ipc://*", "inproc://here"])
+def test_an_endpoint_that_only_this_user_reaches_needs_no_warning(endpoint):
+    assert reach(endpoint) is Reach.USER
+    assert exposure.warning(endpoint) == ""
+
+
+def test_an_ipc_path_is_the_users_where_nobody_else_can_replace_the_file(tmp_path):
+    endpoint = f"ipc://{tmp_path}/server"
+    assert reach(endpoint) is Reach.USER
+    for mode, expected in ((0o755, Reach.USER), (0o777, Reach.HOST), (0o1777, Reach.USER), (0o775, Reach.HOST)):
+        folder = Path(tempfile.mkdtemp(dir="/tmp"))
+        try:
+            folder.chmod(mode)
+            assert reach(f"ipc://{folder}/server") is expected, oct(mode)
+        finally:
+            folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://*:5555",
+        "tcp://0.0.0.0:5555",
+        "tcp://[::]:5555",
+        "tcp://192.168.1.5:5555",
+        "tcp://eth0:5555",
+        "tcp://128.0.0.1:5555",
+        "tcp://example.127.org:5555",
+        "tcp://127.evil.example:5555",
+        "tcp://127.0.0.1;evil.example:5555",
+        "tcp://localhost.evil.example:5555",
+        "tcp://:5555",
+        "tcp://5555",
+        "ws://127.0.0.1:5555",
+    ],
+)
+def test_an_endpoint_that_others_reach_is_refused_unless_insecure(endpoint):
+    assert reach(endpoint) is Reach.NETWORK
+    with pytest.raises(ConfigurationError, match="can be reached from other machines") as caught:
+        Config(("tcp://127.0.0.1:1", endpoint))
+    assert endpoint in str(caught.value)
+    assert "--insecure" in str(caught.value)
+    assert Config((endpoint,), insecure=True).bind == (endpoint,)
+    assert "whoever reaches it over the network can join any job" in exposure.warning(endpoint)
+
+
+@pytest.mark.parametrize("endpoint", ["5555", "127.0.0.1:5555", "tcp://", "", " tcp://x:1"])
+def test_what_is_no_endpoint_is_refused(endpoint):
+    with pytest.raises(ConfigurationError, match="expected a ZeroMQ endpoint such as tcp://HOST:PORT") as caught:
+        Config((endpoint,), insecure=True)
+    assert repr(endpoint) in str(caught.value)
+
+
+def test_no_endpoint_at_all_is_refused():
+    with pytest.raises(ConfigurationError, match="at least one endpoint"):
+        Config(())
+
+
+def test_a_bad_log_level_from_the_environment_is_refused_with_the_good_ones():
+    with pytest.raises(ConfigurationError, match="got 'loud'") as caught:
+        from_arguments([], {"STATSD_BN_LOG_LEVEL": "loud"})
+    assert all(level in str(caught.value) for level in LOG_LEVELS)
+
+
+def test_a_bad_log_level_in_the_environment_is_a_usage_error(monkeypatch, capsys):
+    monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "loud" in said.err
+
+
+def test_an_endpoint_that_others_reach_is_a_usage_error(capsys):
+    assert main(["--bind", OPEN]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert OPEN in said.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--log-level", "loud"], ["--bind"], ["--colour"], ["status", "a", "b"], ["sttaus", "x"]]
+)
+def test_bad_flags_are_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: python -m server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("level", LOG_LEVELS)
+def test_log_levels_are_those_of_logging(level):
+    assert Config(log_level=level).logging_level == getattr(logging, level.upper())
+
+
+def test_a_configuration_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().insecure = True
+
+
+def test_only_a_server_with_a_parent_stands_in_for_one_that_was_killed():
+    assert from_arguments(["--parent", "12", "--again"], {}).again
+    assert not from_arguments(["--parent", "12"], {}).again
+    with pytest.raises(ConfigurationError, match="again: expected a parent with it, got none"):
+        from_arguments(["--again"], {})
+
+
+def test_a_parent_is_the_id_of_a_process():
+    assert from_arguments(["--parent", "12"], {}).parent == 12
+    assert from_arguments([], {}).parent is None
+    with pytest.raises(ConfigurationError, match="parent: expected the id of a process, got 0"):
+        from_arguments(["--parent", "0"], {})

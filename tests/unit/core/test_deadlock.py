@@ -1,0 +1,499 @@
+"""Members that wait for one another are told so at once; whoever may still go on is left alone."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain, combinations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.core import deadlock
+from server.core.deadlock import QUIET_SECONDS, THREADED_QUIET_SECONDS, stuck
+from server.core.dispatcher import Dispatcher
+from statsd_bn import limits
+from statsd_bn.messages import Aggregate, Failure, Heartbeat, Message
+from statsd_bn.round_key import BACKWARD, RoundKey
+from statsd_bn.wire import decode, encode
+from support.strategies import contribution, key, register, rows
+
+QUIET = QUIET_SECONDS
+A, B = key("layer1.bn"), key("layer2.bn")
+PAIR = key("layer1.bn", group="pair")
+
+
+class Job:
+    """A job whose members speak from a peer for each thread; its clock moves only by `wait`."""
+
+    def __init__(self, world_size: int, dispatcher: Dispatcher | None = None, job: str = "job", **given: Any) -> None:
+        self.now = 100.0
+        self.dispatcher = dispatcher or Dispatcher(b"server-0", self.now)
+        self.job = job
+        self.given = given
+        self.open("world", *range(world_size))
+
+    def open(self, group: str, *members: int, size: int | None = None, **changed: Any) -> None:
+        for member in members:
+            given = {"place": f"host {member}, process {member}0", **self.given, **changed}
+            self.say(
+                register(
+                    member,
+                    size or len(members),
+                    job=self.job,
+                    group=group,
+                    session=self.session(member, group),
+                    **given,
+                ),
+                peer(member, group),
+            )
+
+    def say(self, message: Message, at: bytes) -> dict[bytes, Message]:
+        return read(self.dispatcher.receive(self.now, at, encode(message)))
+
+    def bring(
+        self, member: int, where: RoundKey, thread: str = "", channels: int = 1, attempt: int = 0
+    ) -> dict[bytes, Message]:
+        message = contribution(member, rows(1.0, channels=channels), where, self.session(member, where.group))
+        return self.say(replace(message, attempt=attempt), peer(member, thread))
+
+    def session(self, member: int, group: str) -> bytes:
+        return f"{self.job[:2]}{group[:3]}{member:03d}".encode()
+
+    def wait(self, seconds: float) -> dict[bytes, Message]:
+        """What everybody is told meanwhile, by a server that ticks as the real one; all members are alive."""
+        told: dict[bytes, Message] = {}
+        for _ in range(round(seconds / 0.25)):
+            self.now += 0.25
+            for session in list(self.dispatcher._registry.seats):
+                self.dispatcher.receive(self.now, b"beacon", encode(Heartbeat(session)))
+            told |= read(self.dispatcher.tick(self.now))
+        return told
+
+
+def peer(member: int, thread: str = "") -> bytes:
+    return f"{member} {thread}".strip().encode()
+
+
+def read(replies: list[tuple[bytes, bytes]]) -> dict[bytes, Message]:
+    answers = {whom: decode(frame) for whom, frame in replies}
+    assert len(answers) == len(replies)
+    return answers
+
+
+def mismatches(told: dict[bytes, Message]) -> set[bytes]:
+    """Who was told of a mismatch; nobody was told anything else."""
+    assert all(isinstance(answer, Failure) and answer.code == "mismatch" for answer in told.values()), told
+    return set(told)
+
+
+# Who is stuck.
+
+
+def test_members_in_other_layer_orders_are_told_who_waits_where():
+    job = Job(2)
+    job.bring(0, key("layer1.bn", step=7))
+    job.bring(1, key("layer2.bn", step=7, call=3))
+    told = job.wait(QUIET)
+    assert mismatches(told) == {b"0", b"1"}
+    table = (
+        "member 0 (host 0, process 00): layer 'layer1.bn', call 0, forward, step 7, for 0.5 s; "
+        "member 1 (host 1, process 10): layer 'layer2.bn', call 3, forward, step 7, for 0.5 s. "
+        "Run the same layers in the same order on every member, equally often"
+    )
+    for answer, mine in ((told[b"0"], key("layer1.bn", step=7)), (told[b"1"], key("layer2.bn", step=7, call=3))):
+        assert answer.key == mine
+        expected = f"{mine}: the members wait for one another in different places, so nobody can go on: {table}"
+        assert answer.message == expected
+        assert answer.fields == {
+            **mine.fields,
+            "table": [
+                {"members": [0], "nr_members": 1, "seconds": 0.5, "group": "world"}
+                | {"step": 7, "layer": "layer1.bn", "call": 0, "phase": "forward"},
+                {"members": [1], "nr_members": 1, "seconds": 0.5, "group": "world"}
+                | {"step": 7, "layer": "layer2.bn", "call": 3, "phase": "forward"},
+            ],
+            "places": 2,
+        }
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [B, key("layer1.bn", step=1), key("layer1.bn", call=1), key("layer1.bn", phase=BACKWARD)],
+    ids=["it skips a layer", "a step more", "a forward pass more", "it is in the backward pass"],
+)
+def test_one_member_elsewhere_stops_all_and_all_are_told(odd):
+    job = Job(4)
+    for member in range(3):
+        job.bring(member, A)
+    job.bring(3, odd)
+    told = job.wait(QUIET)
+    assert mismatches(told) == {b"0", b"1", b"2", b"3"}
+    assert all("members 0-2: layer 'layer1.bn', call 0, forward, step 0" in each.message for each in told.values())
+    assert all("member 3 (host 3, process 30): layer" in each.message for each in told.values())
+
+
+def test_while_one_member_runs_nobody_is_stuck_until_the_deadline():
+    """It may be saving a checkpoint, and the others' mismatch with it."""
+    job = Job(3, deadline=60.0)
+    job.bring(0, A)
+    job.bring(1, B)
+    assert job.wait(59.0) == {}
+    told = job.wait(2.0)
+    assert {whom: answer.code for whom, answer in told.items()} == {b"0": "timeout", b"1": "timeout"}
+
+
+def test_members_that_wait_for_one_that_runs_are_not_stuck():
+    """Member 2 evaluates: it sits outside of all rounds, and its deadline applies."""
+    job = Job(3)
+    for member in (0, 1):
+        job.bring(member, A)
+    assert job.wait(30.0) == {}
+    assert set(job.bring(2, A)) == {b"0", b"1", b"2"}
+
+
+def test_threads_of_two_members_in_opposite_orders_are_not_stuck():
+    job = Job(2)
+    job.bring(0, A, "a")
+    job.bring(1, B, "b")
+    job.now += 0.3
+    assert read(job.dispatcher.tick(job.now)) == {}
+    assert set(job.bring(0, B, "b")) == {b"0 b", b"1 b"}
+    job.now += 0.3
+    assert read(job.dispatcher.tick(job.now)) == {}
+    assert set(job.bring(1, A, "a")) == {b"0 a", b"1 a"}
+    assert job.wait(5.0) == {}
+
+
+def test_whoever_was_just_answered_runs_though_another_thread_of_it_waits():
+    """Or the time since the last contribution would count, and the members run for longer than that."""
+    job = Job(2)
+    job.bring(0, A, "a")
+    job.bring(1, B, "b")
+    for call in range(round(2 * THREADED_QUIET_SECONDS / 0.25)):
+        job.now += 0.25
+        assert read(job.dispatcher.tick(job.now)) == {}
+        job.bring(0, key("other", call=call), "c")
+        assert set(job.bring(1, key("other", call=call), "c")) == {b"0 c", b"1 c"}
+    assert mismatches(job.wait(THREADED_QUIET_SECONDS)) == {b"0 a", b"1 b"}
+
+
+def with_two_threads(**changed: Any) -> Job:
+    """Two members, each of which has exchanged from two threads at once."""
+    job = Job(2)
+    for member in (0, 1):
+        job.bring(member, A, "a", **changed)
+        job.bring(member, B, "b", **changed)
+    return job
+
+
+def test_a_member_that_has_further_threads_is_given_more_time():
+    """Two models that overlap, in a step that takes long, on two members in opposite orders."""
+    job = with_two_threads()
+    a, b = (where._replace(step=1) for where in (A, B))
+    job.bring(0, a, "a")
+    job.bring(1, b, "b")
+    assert job.wait(3.0) == {}
+    assert set(job.bring(0, b, "b")) == {b"0 b", b"1 b"}
+    assert job.wait(3.0) == {}
+    assert set(job.bring(1, a, "a")) == {b"0 a", b"1 a"}
+    job.bring(1, b._replace(step=2), "b")
+    job.bring(0, a._replace(step=2), "a")
+    assert job.wait(THREADED_QUIET_SECONDS - 0.25) == {}
+    assert mismatches(job.wait(0.25)) == {b"0 a", b"1 b"}
+
+
+def test_a_member_all_of_whose_threads_wait_is_given_no_more_time():
+    job = with_two_threads()
+    for step, member in ((1, 0), (2, 1)):
+        job.bring(member, A._replace(step=step), "a")
+        job.bring(member, B._replace(step=step), "b")
+    assert mismatches(job.wait(QUIET)) == {b"0 a", b"0 b", b"1 a", b"1 b"}
+
+
+def test_contributions_that_are_sent_again_in_a_bunch_are_no_threads():
+    job = with_two_threads(attempt=1)
+    job.bring(0, A._replace(step=1))
+    job.bring(1, B._replace(step=1))
+    assert mismatches(job.wait(2 * QUIET)) == {b"0", b"1"}
+
+
+def test_whoever_was_just_told_of_a_failure_runs():
+    """One thread has failed by a deadline, one by its shape; each may end what the others wait for."""
+    for way in ("timeout", "mismatch"):
+        job = Job(2)
+        job.open("pair", 0, 1, deadline=0.5)
+        job.bring(0, A, "a")
+        job.bring(1, B, "b")
+        job.bring(0, PAIR, "c")
+        told = job.wait(0.25)
+        if way == "mismatch":
+            told = job.bring(1, PAIR, "d", channels=2)
+        told |= job.wait(0.25)
+        assert {answer.code for answer in told.values()} == {way}
+        assert b"0 c" in told
+        assert not {b"0 a", b"1 b"}.intersection(told)
+        assert mismatches(job.wait(QUIET)) == {b"0 a", b"1 b"}
+
+
+def test_whoever_sees_a_group_open_runs():
+    job = Job(2)
+    job.bring(0, A, "a")
+    job.bring(1, B, "b")
+    job.wait(0.25)
+    job.open("pair", 0, 1)
+    assert job.wait(QUIET - 0.25) == {}
+    assert mismatches(job.wait(0.25)) == {b"0 a", b"1 b"}
+
+
+def test_each_new_contribution_begins_the_quiet_time_anew():
+    job = Job(4)
+    for member, where in enumerate((A, B, A, B)):
+        assert job.wait(0.25) == {}
+        job.bring(member, where)
+    assert job.wait(QUIET - 0.25) == {}
+    assert mismatches(job.wait(0.25)) == {b"0", b"1", b"2", b"3"}
+
+
+def test_a_repeated_contribution_changes_nothing():
+    """Members that ask again every now and then would put the mismatch off for ever."""
+    job = Job(2)
+    job.bring(0, A)
+    job.bring(1, B)
+    job.wait(QUIET - 0.25)
+    assert job.bring(0, A, "again") == {}
+    assert mismatches(job.wait(0.25)) == {b"0 again", b"1"}
+
+
+def test_after_a_mismatch_the_rounds_are_over():
+    job = Job(2)
+    job.bring(0, A)
+    job.bring(1, B)
+    told = job.wait(QUIET)
+    assert job.wait(5.0) == {}
+    assert job.bring(0, A, "again")[b"0 again"] == told[b"0"]
+    # Whoever comes late to a round that is over gets the same, and nobody waits there.
+    assert job.bring(1, A)[b"1"] == told[b"0"]
+    (group,) = job.dispatcher.report(job.now)["groups"]
+    assert (group["waiting"], group["rounds_failed"], group["lost"]) == ([], 2, "")
+
+
+def test_two_jobs_do_not_mix():
+    left = Job(2, job="left")
+    right = Job(2, left.dispatcher, job="right")
+    left.bring(0, key("layer1.bn", job="left"), "left")
+    right.bring(1, key("layer2.bn", job="right"), "right")
+    assert [len(group["waiting"]) for group in left.dispatcher.report(left.now)["groups"]] == [1, 1]
+    assert left.wait(5.0) == {}
+    left.bring(1, key("layer2.bn", job="left"), "left")
+    assert mismatches(left.wait(QUIET)) == {b"0 left", b"1 left"}
+
+
+# Several groups.
+
+
+def test_members_of_two_groups_may_wait_for_one_another():
+    job = Job(2)
+    job.open("pair", 0, 1)
+    job.bring(0, PAIR)
+    job.bring(1, A)
+    told = job.wait(QUIET)
+    assert mismatches(told) == {b"0", b"1"}
+    assert "layer 'layer1.bn', call 0, forward, step 0, group 'pair', for 0.5 s" in told[b"0"].message
+    assert "layer 'layer1.bn', call 0, forward, step 0, group 'world', for 0.5 s" in told[b"0"].message
+    assert [told[whom].key for whom in (b"0", b"1")] == [PAIR, A]
+
+
+def test_stuck_are_some_although_another_waits_for_them_and_for_one_that_runs():
+    job = Job(4)
+    job.open("left", 0, 1)
+    job.bring(0, key("layer1.bn", group="left"))
+    job.bring(1, key("layer2.bn", group="left"))
+    job.bring(2, A)
+    assert mismatches(job.wait(QUIET)) == {b"0", b"1"}
+
+
+def test_a_ring_of_groups():
+    """0 waits for 1, 1 for 2, and 2 for 0; member 3 waits for them all, and member 4 could not help."""
+    job = Job(5)
+    names = ("ring0", "rong1", "rung2")
+    for member, name in enumerate(names):
+        job.open(name, member, (member + 1) % 3)
+        job.bring(member, key(group=name))
+    job.open("with", 3, 0)
+    job.bring(3, key(group="with"))
+    assert mismatches(job.wait(QUIET)) == {b"0", b"1", b"2", b"3"}
+
+
+def test_a_group_of_members_that_are_not_stuck_goes_on():
+    job = Job(4)
+    job.open("left", 0, 1)
+    job.open("rest", 2, 3)
+    job.bring(0, key("layer1.bn", group="left"))
+    job.bring(1, key("layer2.bn", group="left"))
+    job.bring(2, key("layer1.bn", group="rest"))
+    assert mismatches(job.wait(QUIET)) == {b"0", b"1"}
+    assert set(job.bring(3, key("layer1.bn", group="rest"))) == {b"2", b"3"}
+
+
+def test_one_that_waits_in_another_group_for_a_runner_keeps_all_from_being_stuck():
+    job = Job(3)
+    job.open("pair", 1, 2)
+    job.bring(0, A)
+    job.bring(1, PAIR)
+    assert job.wait(30.0) == {}
+
+
+def test_members_may_wait_for_a_group_to_open_and_for_one_another():
+    """The first use of a group waits until all its members use it, so this is where a mismatch shows first."""
+    job = Job(2)
+    job.open("pair", 0, size=2)
+    job.bring(1, A)
+    assert job.wait(QUIET - 0.25) == {}
+    job.open("pair", 0, size=2)  # it asks again, which changes nothing
+    told = job.wait(0.25)
+    assert mismatches(told) == {b"0 pair", b"1"}
+    assert "member 0 (host 0, process 00): waiting for group 'pair' to open, for 0.5 s" in told[b"1"].message
+    first = told[b"0 pair"]
+    assert first.key is None
+    assert first.message.startswith("job 'job', group 'pair': the members wait for one another")
+    assert list(first.fields) == ["job", "group", "table", "places"]
+    assert {"members": [0], "nr_members": 1, "seconds": 0.5, "group": "pair"} in first.fields["table"]
+    assert [group["group"] for group in job.dispatcher.report(job.now)["groups"]] == ["world"]
+
+
+def test_members_that_wait_for_other_groups_are_told_once():
+    job = Job(2)
+    job.open("left", 0, size=2)
+    job.open("rest", 1, size=2)
+    assert mismatches(job.wait(QUIET)) == {b"0 left", b"1 rest"}
+    assert job.wait(5.0) == {}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_group_that_is_not_full_waits_for_whoever_may_come(size):
+    """Of three members two wait; the third runs and may come. A group of more than the job may never fill, but a
+    member that joins the job anew might help, and the group has a deadline."""
+    job = Job(size)
+    job.open("pair", 0, size=2 if size == 3 else 3)
+    job.bring(1, A)
+    assert job.wait(30.0) == {}
+
+
+def test_the_world_may_wait_for_its_members_without_end():
+    job = Job(0)
+    job.open("world", 0, size=2)
+    assert job.wait(30.0) == {}
+
+
+def test_without_a_world_nobody_knows_who_may_come():
+    job = Job(0)
+    job.open("left", 0, size=2)
+    job.open("rest", 1, size=2)
+    assert job.wait(30.0) == {}
+
+
+# What is told stays short.
+
+
+def test_a_thousand_members_are_told_in_a_few_words():
+    job = Job(1000)
+    for member in range(1000):
+        job.bring(member, B if member == 7 else A)
+    told = job.wait(QUIET)
+    assert len(mismatches(told)) == 1000
+    text = told[b"999"].message
+    assert "members 0-6, 8-999: layer 'layer1.bn'" in text
+    assert "; member 7 (host 7, process 70): layer 'layer2.bn'" in text
+    row, odd = told[b"999"].fields["table"]
+    assert (row["nr_members"], row["members"]) == (999, [*range(7), *range(8, 65)])
+    assert (odd["nr_members"], odd["members"]) == (1, [7])
+
+
+def test_a_member_at_every_place_is_told_the_most_crowded_places():
+    job = Job(200, place="h" * limits.MAX_NAME_BYTES)
+    for member in range(200):
+        job.bring(member, key("é" * 120 + f"{max(0, member - 1):03d}"))
+    told = job.wait(QUIET)
+    assert len(mismatches(told)) == 200
+    for answer in told.values():
+        assert len(answer.message.encode()) <= limits.MAX_TEXT_BYTES
+        assert "nobody can go on: members 0-1: layer" in answer.message
+        assert answer.message.endswith(f"places more. {deadlock.ADVICE}")
+        assert len(encode(answer)) < 8 * limits.MAX_TEXT_BYTES
+        assert (answer.fields["places"], len(answer.fields["table"])) == (199, deadlock.MAX_TOLD_PLACES)
+
+
+# The rule, against what it says in so many words.
+
+PEOPLE = range(5)
+some = st.sets(st.sampled_from(PEOPLE), min_size=1)
+
+
+def subsets(members: Iterable[int]) -> Iterable[set[int]]:
+    members = list(members)
+    return map(set, chain.from_iterable(combinations(members, size) for size in range(len(members) + 1)))
+
+
+@given(
+    st.lists(st.tuples(some, some).map(lambda pair: (pair[0], pair[1] - pair[0])), max_size=6), st.sets(some.map(min))
+)
+def test_stuck_are_those_who_wait_for_none_but_one_another(waits, running):
+    blocked = set().union(*(waiting for waiting, _ in waits)) - running
+    closed = [
+        chosen
+        for chosen in subsets(blocked)
+        if all(missing <= chosen for waiting, missing in waits if waiting & chosen)
+    ]
+    assert stuck(waits, running) == max(closed, key=len)
+
+
+programs = st.lists(
+    st.sampled_from(("world", "left", "rest")).flatmap(lambda group: st.tuples(st.just(group), st.sampled_from("xy"))),
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data(), st.integers(1, 4))
+def test_a_mismatch_comes_exactly_where_nobody_can_go_on(data, n):
+    """Random programs of layers, run until nothing moves: by the dispatcher, and by hand beside it."""
+    groups = {name: sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))) for name in ("left", "rest")}
+    groups["world"] = list(range(n))
+    job = Job(n)
+    for name in ("left", "rest"):
+        job.open(name, *groups[name])
+    steps = [[(group, layer) for group, layer in data.draw(programs) if member in groups[group]] for member in range(n)]
+    places = _run(job, steps)
+    told = job.wait(QUIET)
+    ended = {member for member in range(n) if places[member] is None}
+    reaches: dict[int, set[int]] = {}
+    for member in set(range(n)) - ended:
+        reaches[member] = {other for other in groups[places[member].group] if places[other] != places[member]}
+    for _ in range(n):
+        for member, others in reaches.items():
+            reaches[member] = others.union(*(reaches.get(other, set()) for other in others))
+    assert mismatches(told) == {peer(member) for member, others in reaches.items() if not others & ended}
+
+
+def _run(job: Job, steps: list[list[tuple[str, str]]]) -> list[RoundKey | None]:
+    """Runs every member's program as far as it gets; returns where each waits, None where it is through."""
+    waiting: list[RoundKey | None] = [None] * len(steps)
+    calls: list[dict[tuple[str, str], int]] = [{} for _ in steps]
+    done = [0] * len(steps)
+    moved = True
+    while moved:
+        moved = False
+        for member, program in enumerate(steps):
+            if waiting[member] or done[member] == len(program):
+                continue
+            moved = True
+            group, layer = place = program[done[member]]
+            call = calls[member].get(place, 0)
+            calls[member][place] = call + 1
+            done[member] += 1
+            waiting[member] = key(layer, group=group, call=call)
+            for whom, answer in job.bring(member, waiting[member]).items():
+                assert isinstance(answer, Aggregate)
+                waiting[int(whom)] = None
+    return waiting

@@ -1,0 +1,316 @@
+"""Members that end without a word, in a time of our own: each step of the clock is one that a server would take."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.core.dispatcher import Dispatcher
+from server.group.recovery import RECONNECT_SECONDS
+from server.limits.quota import Quota
+from server.network import service
+from statsd_bn import limits
+from statsd_bn.members import NOBODY, Members
+from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Heartbeat, Leave, Message, Registered, Result
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode, encode
+from support.strategies import KEY, contribution, key, register, session_of
+
+STRANGER = b"stranger"
+SILENCE = limits.SILENCE_SECONDS
+RESULT = Result(session_of(2), Aggregate(KEY, 1, 1, Members.of([2]), np.ones((1, 1))))
+
+Answers = list[tuple[bytes, Message]]
+
+
+class Clock:
+    """A dispatcher, and time that passes as it does for a server: in ticks."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.dispatcher = Dispatcher(b"server-0", self.now)
+
+    def say(self, message: Message, at: bytes) -> Answers:
+        return read(self.dispatcher.receive(self.now, at, encode(message)))
+
+    def open(self, world_size: int = 3, **given: Any) -> None:
+        for member in range(world_size):
+            self.say(register(member, world_size, **given), peer(member))
+
+    def bring(self, member: int, key=KEY, at: bytes = b"") -> Answers:
+        return self.say(contribution(member, 1.0, key), at or peer(member))
+
+    def beat(self, *members: int) -> None:
+        for member in members:
+            assert self.say(Heartbeat(session_of(member)), beacon(member)) == []
+
+    def pass_time(self, seconds: float, alive: tuple[int, ...] = ()) -> Answers:
+        """Ticks on; whoever is alive says so before each tick."""
+        heard: Answers = []
+        ticks = math.ceil(seconds / service.TICK_SECONDS)
+        for _ in range(ticks):
+            self.now += seconds / ticks
+            self.beat(*alive)
+            heard += read(self.dispatcher.tick(self.now))
+        return heard
+
+    def cut(self, *peers: bytes) -> list[bytes]:
+        """Nothing reaches these peers any more; returns where the dispatcher tries instead."""
+        return [other for one in peers for other, _ in self.dispatcher.unreachable(self.now, one)]
+
+    @property
+    def present(self) -> list[int]:
+        groups = self.dispatcher.report(self.now)["groups"]
+        return [slave["member"] for group in groups for slave in group["members"]]
+
+
+def read(replies: list[tuple[bytes, bytes]]) -> Answers:
+    return [(whom, decode(frame)) for whom, frame in replies]
+
+
+def peer(member: int) -> bytes:
+    return b"peer %d" % member
+
+
+def beacon(member: int) -> bytes:
+    return b"beacon %d" % member
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+# Silence.
+
+
+def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(clock):
+    clock.open()
+    for member in (0, 1, 2):
+        clock.bring(member, key(step=4))
+    clock.bring(0, key(step=5))
+    ((whom, told),) = clock.pass_time(SILENCE, alive=(0, 1))
+    assert (whom, told.code, told.key) == (peer(0), "replica_lost", key(step=5))
+    cause = "no sign of life for 3.5 s"
+    assert told.message == f"job 'job', group 'world', step 4: member 2 (place 2) was lost: {cause}"
+    assert told.fields == {"job": "job", "group": "world", "member": 2, "step": 4, "cause": cause}
+    ((_, later),) = clock.bring(1, key(step=5))
+    assert (later.code, later.fields) == ("replica_lost", told.fields)
+
+
+def test_a_member_has_all_of_its_time(clock):
+    clock.open()
+    assert clock.pass_time(SILENCE - 0.01) == []
+    assert clock.present == [0, 1, 2]
+    clock.pass_time(0.01)
+    assert clock.present == []
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        lambda clock: clock.beat(2),
+        lambda clock: clock.bring(2),
+        lambda clock: clock.bring(2, key(epoch=7)),
+        lambda clock: clock.say(register(2, 3), peer(2)),
+        lambda clock: clock.say(RESULT, peer(2)),
+    ],
+    ids=["heartbeat", "contribution", "a refused contribution", "registration", "result"],
+)
+def test_whatever_a_member_says_is_a_sign_of_life(clock, sign):
+    clock.open()
+    clock.pass_time(SILENCE - 0.5, alive=(0, 1))
+    sign(clock)
+    clock.pass_time(SILENCE - 0.5, alive=(0, 1))
+    assert clock.present == [0, 1, 2]
+    clock.pass_time(0.5, alive=(0, 1))
+    assert clock.present == [0, 1]
+
+
+def test_what_others_say_is_no_sign_of_life(clock):
+    clock.open()
+    clock.pass_time(SILENCE - 0.5, alive=(0, 1))
+    clock.say(register(2, 3, session=STRANGER), peer(2))
+    assert clock.say(Heartbeat(STRANGER), peer(2))[0][1].code == "unknown_session"
+    clock.pass_time(0.5, alive=(0, 1))
+    assert clock.present == [0, 1]
+
+
+def test_a_member_that_falls_silent_before_the_group_is_open_frees_its_place(clock):
+    clock.say(register(0, 3), peer(0))
+    clock.say(register(1, 3), peer(1))
+    assert clock.pass_time(SILENCE, alive=(0,)) == []
+    assert clock.present == [0]
+    clock.say(register(1, 3, session=STRANGER), b"new")
+    assert [answer.missing for _, answer in clock.say(register(2, 3), peer(2))] == [0, 0, 0]
+
+
+def test_one_that_comes_back_before_the_group_is_open_is_taken_in_again(clock):
+    clock.say(register(0, 2), peer(0))
+    clock.say(register(1, 2), peer(1))
+    clock.dispatcher = Dispatcher(b"server-0", clock.now)
+    clock.say(register(1, 2), peer(1))
+    clock.pass_time(SILENCE)
+    assert clock.present == []
+    assert clock.say(register(1, 2), peer(1))[0][1].present == Members.of([1])
+
+
+def test_a_process_is_lost_in_each_of_its_groups(clock):
+    pair = b"in-pair2"
+    clock.open()
+    clock.say(register(2, 2, group="pair", session=pair), peer(2))
+    clock.say(register(0, 2, group="pair", session=b"in-pair0"), peer(0))
+    clock.say(contribution(0, 1.0, key(group="pair"), b"in-pair0"), peer(0))
+    clock.bring(0)
+    told: Answers = []
+    for _ in range(4):
+        told += clock.pass_time(SILENCE / 4, alive=(0, 1))
+        clock.say(Heartbeat(b"in-pair0"), beacon(0))
+    assert {(whom, answer.fields["group"], answer.fields["member"]) for whom, answer in told} == {
+        (peer(0), "world", 2),
+        (peer(0), "pair", 2),
+    }
+
+
+def test_a_member_that_was_lost_is_told_so_when_it_comes_back_and_ends_nothing(clock):
+    """Frozen and thawed: its session is not taken for that of a new run, which would end the survivors' group."""
+    clock.open()
+    clock.pass_time(SILENCE, alive=(0, 1))
+    for answers in (clock.bring(2), clock.say(register(2, 3), peer(2)), clock.say(Heartbeat(session_of(2)), peer(2))):
+        ((whom, told),) = answers
+        assert (whom, told.code, told.fields["member"]) == (peer(2), "replica_lost", 2)
+    assert clock.present == [0, 1]
+    # A new run still begins as ever.
+    assert clock.say(register(2, 3, session=STRANGER), b"new")[0][1].present == Members.of([2])
+
+
+def test_one_that_was_frozen_in_a_round_is_answered_too(clock):
+    clock.open()
+    clock.bring(2)
+    told = clock.pass_time(SILENCE, alive=(0, 1))
+    assert [(whom, answer.fields["member"]) for whom, answer in told] == [(peer(2), 2)]
+
+
+def test_a_server_that_was_held_up_takes_nobody_for_lost(clock):
+    """It slept, and what the members said meanwhile is still in its socket."""
+    clock.open()
+    clock.cut(peer(2))
+    clock.now += 60.0
+    assert clock.dispatcher.tick(clock.now) == []
+    assert clock.present == [0, 1, 2]
+    clock.pass_time(SILENCE, alive=(0, 1))
+    assert clock.present == [0, 1]
+
+
+def test_who_has_left_is_not_lost_afterwards(clock):
+    clock.open()
+    clock.bring(0)
+    clock.say(Leave(session_of(2), "boom"), peer(2))
+    assert clock.pass_time(2 * SILENCE, alive=(0, 1)) == []
+
+
+def test_a_group_is_forgotten_once_all_its_members_are_lost(clock):
+    clock.open()
+    clock.pass_time(SILENCE)
+    assert clock.dispatcher.report(clock.now)["groups"] == []
+
+
+# Connections.
+
+
+def test_probes_go_to_each_member_once_and_are_no_answer_to_anybody(clock):
+    clock.open(2)
+    clock.say(register(0, 1, group="alone", session=STRANGER), peer(0))
+    assert read(clock.dispatcher.probes(clock.now)) == [
+        (whom, Registered(NO_SERVER, b"server-0", 0, 0, 0, NOBODY))
+        for whom in dict.fromkeys(whom for whom, _ in clock.dispatcher.probes(clock.now))
+    ]
+    assert {whom for whom, _ in clock.dispatcher.probes(clock.now)} == {peer(0), peer(1)}
+
+
+def test_a_member_is_tried_at_its_beacon_and_not_if_it_has_spoken_since(clock):
+    clock.open(2)
+    clock.beat(0)
+    clock.bring(0)
+    assert {whom for whom, _ in clock.dispatcher.probes(clock.now)} == {beacon(0), peer(1)}
+    before = clock.now
+    clock.now += 0.02
+    clock.bring(1)
+    assert {whom for whom, _ in clock.dispatcher.probes(before)} == {beacon(0)}
+
+
+def test_a_member_that_cannot_be_reached_is_lost_if_it_is_not_heard_again_in_time(clock):
+    clock.open(2)
+    clock.bring(1)
+    assert clock.cut(peer(0)) == []
+    assert clock.pass_time(RECONNECT_SECONDS - 0.01, alive=(1,)) == []
+    ((whom, told),) = clock.pass_time(0.02, alive=(1,))
+    assert (whom, told.code, told.fields["cause"]) == (peer(1), "replica_lost", "the connection was lost")
+    assert clock.cut(b"nobody") == []
+
+
+@pytest.mark.parametrize("how", ["beat", "bring"])
+def test_a_member_whose_connection_broke_and_that_is_heard_again_lives(clock, how):
+    clock.open(2)
+    clock.beat(0)
+    clock.cut(peer(0), beacon(0))
+    clock.pass_time(RECONNECT_SECONDS - 0.01, alive=(1,))
+    getattr(clock, how)(0)
+    clock.pass_time(2.0, alive=(1,))
+    assert clock.present == [0, 1]
+
+
+def test_a_member_that_closes_a_channel_is_tried_at_its_beacon_and_lives(clock):
+    clock.open(2)
+    clock.beat(0)
+    clock.bring(0, at=b"a channel")
+    assert clock.cut(b"a channel") == [beacon(0)]
+    clock.pass_time(2.0, alive=(1,))
+    assert clock.present == [0, 1]
+    assert clock.cut(beacon(0)) == []
+    clock.pass_time(0.5, alive=(1,))
+    assert clock.present == [1]
+
+
+def test_a_member_without_a_beacon_yet_is_tried_where_it_last_spoke(clock):
+    clock.open(2)
+    clock.beat(0)
+    assert clock.cut(beacon(0)) == [peer(0)]
+    clock.pass_time(2.0, alive=(1,))
+    assert clock.present == [0, 1]
+
+
+def test_a_place_is_free_once_its_holder_is_lost(clock):
+    clock.open(2)
+    answers = clock.say(register(0, session=STRANGER), b"second")
+    assert [(whom, answer.code) for whom, answer in answers] == [(b"second", "duplicate_member")]
+    clock.cut(peer(0))
+    clock.pass_time(0.5, alive=(1,))
+    assert clock.say(register(0, session=STRANGER), b"second")[0][1].present == Members.of([0])
+
+
+def test_an_unknown_heartbeat_is_answered_and_a_known_one_is_not(clock):
+    ((whom, told),) = clock.say(Heartbeat(STRANGER), b"who")
+    assert isinstance(told, Failure)
+    assert (whom, told.code, told.key) == (b"who", "unknown_session", None)
+    assert digest(STRANGER).hex() in told.message
+    clock.open(1)
+    assert clock.say(Heartbeat(session_of(0)), b"who") == []
+
+
+def test_a_server_may_be_told_to_bear_more_silence(clock):
+    clock.dispatcher = Dispatcher(b"server-0", clock.now, Quota(silence_seconds=10.0))
+    clock.open()
+    assert clock.pass_time(9.5, alive=(0, 1)) == []
+    clock.pass_time(0.5, alive=(0, 1))
+    assert clock.present == [0, 1]
+
+
+def test_a_server_that_bears_more_silence_waits_longer_for_those_who_are_to_come_back(clock):
+    clock.dispatcher = Dispatcher(b"server-1", clock.now, Quota(silence_seconds=10.0))
+    back = {"server": b"server-0", "known": Members.of([0, 1])}
+    clock.say(register(0, 2, **back), peer(0))
+    assert clock.pass_time(9.5, alive=(0,)) == []
+    (said,) = clock.pass_time(0.5, alive=(0,))
+    assert (said[1].code, said[1].fields["member"]) == ("replica_lost", 1)

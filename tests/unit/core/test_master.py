@@ -1,0 +1,529 @@
+import struct
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.core.report import group as report_of
+from server.group import results
+from server.group.master import SyncMaster
+from server.group.rounds import FutureResult, Reply, Round, State, failure
+from server.limits.account import GROUP_BYTES, MEMBER_BYTES
+from statsd_bn import limits
+from statsd_bn.errors import DuplicateMember, LimitExceeded, ReplicaLost, StatsdBNError
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Failure, Registered
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode
+from support.strategies import KEY, contribution, key, register, rows
+
+SERVER = b"server-0"
+
+
+class Group:
+    """A master and the members that talk to it, each from a peer of its own."""
+
+    def __init__(self, world_size: int, *, opened: bool = True, deadline: float = 600.0) -> None:
+        self.now = 0.0
+        self.deadline = deadline
+        self.world_size = world_size
+        self.master = SyncMaster(SERVER, self.registration(0))
+        if opened:
+            for member in range(world_size):
+                self.join(member)
+
+    def registration(self, member: int):
+        return register(member, self.world_size, deadline=self.deadline)
+
+    def join(self, member: int) -> list[Reply]:
+        return self.master.register_slave(self.now, self.registration(member), peer(member))[1]
+
+    def bring(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, at: bytes = b"") -> list[Reply]:
+        slave = self.master.membership.slaves[member]
+        return self.master.contribute(self.now, slave, contribution(member, brought, key), at or peer(member))
+
+    def leave(self, member: int, cause: str = "") -> list[Reply]:
+        return self.master.remove_slave(self.now, self.master.membership.slaves[member], cause)[1]
+
+
+def peer(member: int) -> bytes:
+    return b"peer %d" % member
+
+
+def everyone(*members: int) -> set[bytes]:
+    return {peer(member) for member in members}
+
+
+def told(replies: list[Reply]) -> dict[bytes, Failure]:
+    """The failures by peer; nobody is told twice."""
+    found = {whom: decode(frame) for whom, frame in replies}
+    assert len(found) == len(replies)
+    assert all(isinstance(message, Failure) for message in found.values())
+    return found
+
+
+def the_aggregate(replies: list[Reply], *members: int) -> Aggregate:
+    """The one aggregate that these members got, byte for byte the same."""
+    assert {whom for whom, _ in replies} == everyone(*members)
+    assert len(replies) == len(members)
+    (frame,) = {frame for _, frame in replies}
+    message = decode(frame)
+    assert isinstance(message, Aggregate)
+    return message
+
+
+def left_to_right(values: Iterable[float]) -> bytes:
+    """The bits of ((v0 + v1) + v2) + ..."""
+    total, *rest = values
+    for value in rest:
+        total = total + value
+    return struct.pack("<d", total)
+
+
+def test_a_registered_slave_is_told_whom_the_group_waits_for():
+    group = Group(3, opened=False)
+    ((whom, frame),) = group.join(1)
+    assert whom == peer(1)
+    assert decode(frame) == Registered(digest(group.registration(1).session), SERVER, 0, 0, 2, Members.of([1]))
+    assert group.master.nr_slaves == 1
+
+
+def test_a_group_of_any_numbers_tells_how_many_are_missing_and_who_is_there():
+    master = SyncMaster(SERVER, register(9, 4, group="four"))
+    told_ = [master.register_slave(0.0, register(member, 4, group="four"), peer(member))[1] for member in (9, 3)]
+    answers = [decode(frame) for ((_, frame),) in told_]
+    assert [(answer.missing, tuple(answer.present)) for answer in answers] == [(3, (9,)), (2, (3, 9))]
+    assert report_of(master, 0.0)["missing"] == 2
+    early = contribution(9, 1.0, key(group="four"))
+    failures = told(master.contribute(0.0, master.membership.slaves[9], early, peer(9)))
+    assert "the group is not open, it waits for 2 members besides [3, 9]" in failures[peer(9)].message
+
+
+def test_everybody_is_told_when_the_group_opens():
+    group = Group(3, opened=False)
+    group.join(2)
+    group.join(0)
+    replies = group.join(1)
+    assert {whom for whom, _ in replies} == everyone(0, 1, 2)
+    for whom, frame in replies:
+        member = int(whom.split()[1])
+        assert decode(frame) == Registered(
+            digest(group.registration(member).session), SERVER, 0, 0, 0, Members.of(range(3))
+        )
+    assert group.master.nr_slaves == 3
+
+
+def test_registering_again_is_answered_to_that_slave_only():
+    group = Group(2)
+    replies = group.master.register_slave(0.0, group.registration(0), b"new peer")[1]
+    assert [whom for whom, _ in replies] == [b"new peer"]
+    assert decode(replies[0][1]).missing == 0
+    assert group.master.nr_slaves == 2
+
+
+def test_a_refused_slave_is_not_registered():
+    group = Group(2, opened=False)
+    group.join(0)
+    with pytest.raises(DuplicateMember):
+        group.master.register_slave(0.0, register(0, 2, session=b"stranger"), b"")
+    assert group.master.nr_slaves == 1
+
+
+def test_nobody_is_answered_before_the_last_contribution():
+    group = Group(3)
+    assert group.bring(0) == []
+    assert group.bring(2) == []
+    assert the_aggregate(group.bring(1), 0, 1, 2).count == 3
+    assert group.master.open_rounds.done == 1
+
+
+# Rounding depends on the order of these four: they sum to 0.0, 1.0 or 2.0.
+TRICKY = (1e16, 1.0, -1e16, 1.0)
+
+
+@given(st.permutations(range(4)))
+def test_rows_are_added_in_replica_order_whatever_the_order_of_arrival(order):
+    group = Group(4)
+    for member in order:
+        replies = group.bring(member, TRICKY[member])
+    assert the_aggregate(replies, 0, 1, 2, 3).values.tobytes() == left_to_right(TRICKY)
+
+
+@given(st.permutations(range(3)), st.lists(st.lists(st.floats(), min_size=1, max_size=4), min_size=3, max_size=3))
+def test_members_with_unequal_numbers_of_replicas_are_added_row_by_row(order, replicas):
+    group = Group(3)
+    finite = [[value if abs(value) < 1e300 else 0.1 for value in member] for member in replicas]
+    for member in order:
+        replies = group.bring(member, rows(*finite[member], count=3))
+    found = the_aggregate(replies, 0, 1, 2)
+    assert found.replicas == sum(map(len, finite))
+    assert found.count == 3 * found.replicas
+    assert found.values.tobytes() == left_to_right(value for member in finite for value in member)
+
+
+def test_row_by_row_is_not_member_by_member():
+    group = Group(2)
+    group.bring(0, rows(1.0))
+    replies = group.bring(1, rows(1e16, 1.0, -1e16))
+    assert the_aggregate(replies, 0, 1).values.tobytes() == left_to_right([1.0, 1e16, 1.0, -1e16])
+    assert left_to_right([1.0, 1e16, 1.0, -1e16]) != left_to_right([1.0, (1e16 + 1.0) - 1e16])
+
+
+def test_a_replica_with_an_empty_batch_takes_part():
+    group = Group(3)
+    group.bring(0, Rows((4,), np.array([[[8.0, 1.0]]])))
+    group.bring(1, Rows((0,), np.zeros((1, 1, 2))))
+    found = the_aggregate(group.bring(2, Rows((0, 2), np.array([[[0.0, 0.0]], [[1.0, 2.0]]]))), 0, 1, 2)
+    assert (found.replicas, found.count) == (4, 6)
+    np.testing.assert_array_equal(found.values, [[9.0, 3.0]])
+
+
+def test_a_round_of_empty_batches_only_is_an_aggregate_too():
+    group = Group(2)
+    group.bring(0, rows(0.0, count=0))
+    assert the_aggregate(group.bring(1, rows(0.0, count=0)), 0, 1).count == 0
+
+
+def test_counts_are_added_exactly():
+    group = Group(2)
+    group.bring(0, rows(1.0, count=2**52 + 1))
+    assert the_aggregate(group.bring(1, rows(1.0, count=2**52 - 1)), 0, 1).count == 2**53
+
+
+def test_counts_that_cannot_be_exact_fail_the_round_for_everyone():
+    group = Group(2)
+    group.bring(0, rows(1.0, count=2**53))
+    failures = told(group.bring(1, rows(1.0)))
+    assert set(failures) == everyone(0, 1)
+    assert {failure.code for failure in failures.values()} == {"round_failed"}
+    assert {failure.key for failure in failures.values()} == {KEY}
+    assert "counts: expected a sum of at most 2^53, got 9007199254740993 with member 1's" in failures[peer(0)].message
+    assert (group.master.open_rounds.done, group.master.open_rounds.failed) == (0, 1)
+    again = told(group.bring(0, rows(1.0, count=2**53)))
+    assert again[peer(0)] == failures[peer(0)]
+    group.bring(0, key=key(step=1))
+    the_aggregate(group.bring(1, key=key(step=1)), 0, 1)
+
+
+@pytest.mark.parametrize("pair", [(np.inf, -np.inf), (np.nan, 1.0), (1.7e308, 1.7e308)], ids=str)
+def test_sums_that_are_no_finite_numbers_go_through_without_a_warning(pair):
+    """The server runs for many jobs; what one of them diverges to is its own business."""
+    group = Group(2)
+    group.bring(0, pair[0])
+    found = the_aggregate(group.bring(1, pair[1]), 0, 1)
+    assert not np.isfinite(found.values).any()
+
+
+def test_run_master_needs_every_contribution():
+    group = Group(2)
+    round_ = Round(KEY, (0, 1), 0.0, 1.0)
+    round_.put(0, rows(1.0), b"")
+    with pytest.raises(LookupError):
+        group.master.run_master(round_)
+    round_.put(1, rows(2.0), b"")
+    assert group.master.run_master(round_).values == 3.0
+
+
+def test_the_masters_parts_have_the_seeds_names():
+    assert all(hasattr(SyncMaster, name) for name in ("register_slave", "nr_slaves", "run_master"))
+    assert isinstance(Round(KEY, (0,), 0.0, 1.0).futures[0], FutureResult)
+
+
+def test_a_duplicate_while_waiting_is_not_added_twice():
+    group = Group(2)
+    assert group.bring(0, 3.0) == []
+    assert group.bring(0, 3.0) == []
+    assert the_aggregate(group.bring(1, 4.0), 0, 1).values == 7.0
+
+
+def test_a_duplicate_from_a_new_peer_is_answered_there():
+    group = Group(2)
+    group.bring(0, 3.0)
+    group.bring(0, 3.0, at=b"new peer")
+    assert {whom for whom, _ in group.bring(1, 4.0)} == {b"new peer", peer(1)}
+
+
+def test_a_duplicate_of_a_finished_round_gets_the_kept_bytes():
+    group = Group(2)
+    group.bring(0, 3.0)
+    answers = dict(group.bring(1, 4.0))
+    for _ in range(2):
+        assert group.bring(0, 3.0) == [(peer(0), answers[peer(0)])]
+        assert group.bring(1, 4.0, at=b"new peer") == [(b"new peer", answers[peer(1)])]
+    assert group.master.open_rounds.done == 1
+
+
+def test_other_bytes_while_waiting_are_told_to_both_senders_and_the_first_count():
+    group = Group(2)
+    group.bring(0, 3.0, at=b"first")
+    failures = told(group.bring(0, 5.0, at=b"second"))
+    assert set(failures) == {b"first", b"second"}
+    assert {(failure.code, failure.key) for failure in failures.values()} == {("conflict", KEY)}
+    replies = group.bring(1, 4.0)
+    assert {whom for whom, _ in replies} == {b"first", peer(1)}
+    assert decode(replies[0][1]).values == 7.0
+
+
+def test_other_bytes_from_the_same_peer_are_told_once():
+    group = Group(2)
+    group.bring(0, 3.0)
+    assert set(told(group.bring(0, 5.0))) == everyone(0)
+
+
+def test_a_conflict_of_another_shape_is_a_conflict_and_breaks_nothing():
+    group = Group(2)
+    group.bring(0, rows(3.0, channels=64))
+    assert told(group.bring(0, rows(3.0, channels=32)))[peer(0)].code == "conflict"
+    the_aggregate(group.bring(1, rows(3.0, channels=64)), 0, 1)
+
+
+def test_other_bytes_after_the_round_conflict_and_the_kept_result_stays():
+    group = Group(2)
+    group.bring(0, 3.0)
+    kept = group.bring(1, 4.0)[0][1]
+    failures = told(group.bring(0, 5.0, at=b"second"))
+    assert {whom: failure.code for whom, failure in failures.items()} == {b"second": "conflict"}
+    assert group.bring(0, 3.0) == [(peer(0), kept)]
+
+
+def test_only_the_latest_results_are_kept():
+    group = Group(2)
+    answers = {}
+    for step in range(3 * limits.KEPT_ROUNDS):
+        group.bring(0, float(step), key(step=step))
+        answers[step] = dict(group.bring(1, 1.0, key(step=step)))[peer(0)]
+    assert len(group.master._archive) == limits.KEPT_ROUNDS
+    assert not group.master.open_rounds
+    for step in list(answers)[-limits.KEPT_ROUNDS :]:
+        assert group.bring(0, float(step), key(step=step)) == [(peer(0), answers[step])]
+
+
+def test_contributions_that_do_not_fit_break_the_round_for_everyone():
+    group = Group(3)
+    group.bring(0, rows(1.0, channels=64))
+    failures = told(group.bring(1, rows(1.0, channels=32)))
+    assert set(failures) == everyone(0, 1)
+    for failure_ in failures.values():
+        assert (failure_.code, failure_.key) == ("mismatch", KEY)
+        assert "expected 64 channels, got 32 from member 1" in failure_.message
+    # Who comes late is told as well, and so is who asks again.
+    assert told(group.bring(2, rows(1.0, channels=64)))[peer(2)].code == "mismatch"
+    assert told(group.bring(1, rows(1.0, channels=32)))[peer(1)].code == "mismatch"
+    assert (group.master.open_rounds.done, group.master.open_rounds.failed) == (0, 1)
+
+
+def test_rounds_of_different_keys_do_not_mix():
+    group = Group(2)
+    keys = [
+        KEY,
+        key("other"),
+        key(step=1),
+        key(call=1),
+        key(phase="backward"),
+    ]
+    for number, one in enumerate(keys):
+        assert group.bring(0, float(number), one) == []
+    for number, one in reversed(list(enumerate(keys))):
+        found = the_aggregate(group.bring(1, 100.0, one), 0, 1)
+        assert (found.key, found.values) == (one, 100.0 + number)
+
+
+@pytest.mark.parametrize("wrong", [{"job": "other"}, {"group": "other"}, {"epoch": 1}], ids=str)
+def test_a_key_that_is_not_of_this_group_is_refused(wrong):
+    group = Group(2)
+    strange = key(**wrong)
+    failures = told(group.bring(0, key=strange))
+    assert failures[peer(0)].code == "protocol"
+    assert failures[peer(0)].key == strange
+    assert "expected job 'job', group 'world', epoch 0, as member 0 (place 0) registered" in failures[peer(0)].message
+    assert not group.master.open_rounds
+
+
+def test_a_contribution_before_the_group_is_open_is_refused_with_whom_it_waits_for():
+    group = Group(3, opened=False)
+    group.join(1)
+    failures = told(group.bring(1))
+    assert (failures[peer(1)].code, failures[peer(1)].key) == ("round_failed", KEY)
+    assert "the group is not open, it waits for members [0, 2]" in failures[peer(1)].message
+    group.join(0)
+    group.join(2)
+    for member in (0, 1, 2):
+        replies = group.bring(member)
+    the_aggregate(replies, 0, 1, 2)
+
+
+def test_a_round_past_its_deadline_fails_and_names_who_did_not_arrive():
+    group = Group(3, deadline=10.0)
+    group.now = 5.0
+    group.bring(2)
+    group.now = 14.0
+    group.bring(0)
+    assert group.master.expire(14.9) == []
+    failures = told(group.master.expire(15.0))
+    assert set(failures) == everyone(0, 2)
+    for failure_ in failures.values():
+        assert (failure_.code, failure_.key) == ("timeout", KEY)
+        assert "member 1 (place 1) did not arrive within 10 s; members [0, 2] are waiting" in failure_.message
+        assert (failure_.fields["missing"], failure_.fields["waiting"]) == ([1], [0, 2])
+    assert group.master.expire(16.0) == []
+    assert told(group.bring(1))[peer(1)].code == "timeout"
+
+
+def test_a_round_in_time_does_not_expire():
+    group = Group(2, deadline=10.0)
+    group.bring(0)
+    group.bring(1)
+    assert group.master.expire(1e9) == []
+
+
+def test_each_round_has_a_deadline_of_its_own():
+    group = Group(2, deadline=10.0)
+    group.bring(0, key=KEY)
+    group.now = 5.0
+    group.bring(0, key=key(call=1))
+    assert {failure.key for failure in told(group.master.expire(10.0)).values()} == {KEY}
+    assert {failure.key for failure in told(group.master.expire(15.0)).values()} == {key(call=1)}
+
+
+@pytest.mark.parametrize("cause", ["", "RuntimeError: out of memory"])
+def test_a_slave_that_leaves_breaks_the_open_rounds_for_everyone(cause):
+    group = Group(3)
+    group.bring(0)
+    group.bring(1, key=key("other"))
+    replies = group.leave(2, cause)
+    failures = told(replies)
+    assert set(failures) == everyone(0, 1)
+    assert (failures[peer(0)].key, failures[peer(1)].key) == (KEY, key("other"))
+    for failure_ in failures.values():
+        assert failure_.code == "replica_lost"
+        assert "member 2 (place 2)" in failure_.message
+        assert cause in failure_.message
+        assert failure_.fields == {"job": "job", "group": "world", "member": 2, "step": 0, "cause": cause}
+
+
+def test_who_contributes_after_a_loss_is_told_too():
+    group = Group(2)
+    group.leave(1, "boom")
+    late = key(step=9)
+    failures = told(group.bring(0, key=late))
+    assert (failures[peer(0)].code, failures[peer(0)].key) == ("replica_lost", late)
+    with pytest.raises(ReplicaLost, match="boom"):
+        group.join(0)
+
+
+def test_a_finished_round_is_still_answered_after_a_loss():
+    group = Group(2)
+    group.bring(0, 3.0)
+    kept = group.bring(1, 4.0)[0][1]
+    group.leave(1)
+    assert group.bring(0, 3.0) == [(peer(0), kept)]
+
+
+def test_a_group_has_no_more_open_rounds_than_the_limit():
+    group = Group(2)
+    for call in range(limits.MAX_OPEN_ROUNDS):
+        assert group.bring(0, key=key(call=call)) == []
+    beyond = key(call=limits.MAX_OPEN_ROUNDS)
+    failures = told(group.bring(0, key=beyond))
+    assert (failures[peer(0)].code, failures[peer(0)].key) == ("limit", beyond)
+    assert failures[peer(0)].fields == {"limit": limits.MAX_OPEN_ROUNDS, "what": "open rounds"}
+    the_aggregate(group.bring(1, key=key(call=0)), 0, 1)
+    assert group.bring(0, key=beyond) == []
+
+
+def test_a_late_copy_of_a_contribution_begins_no_round_that_is_over():
+    group = Group(2)
+    for step in range(limits.KEPT_ROUNDS + 1):
+        group.bring(0, key=key(step=step))
+        group.bring(1, key=key(step=step))
+    ((_, kept),) = group.bring(0, key=key(step=1))
+    assert isinstance(decode(kept), Aggregate)
+    late = told(group.bring(0, key=key(step=0)))[peer(0)]
+    assert (late.code, late.key) == ("round_failed", key(step=0))
+    assert "it ended long ago, and its answer is no longer kept" in late.message
+    assert list(group.master.open_rounds) == []
+
+
+def test_only_so_many_rounds_that_are_over_are_remembered(monkeypatch):
+    monkeypatch.setattr(results, "REMEMBERED_ROUNDS", 2)
+    group = Group(1)
+    for step in range(limits.KEPT_ROUNDS + 4):
+        group.bring(0, key=key(step=step))
+    answers = [decode(frame) for step in (3, 2, 1) for _, frame in group.bring(0, key=key(step=step))]
+    assert [type(answer) for answer in answers] == [Failure, Failure, Aggregate]
+
+
+def test_stop_tells_who_waits():
+    group = Group(3)
+    group.bring(0)
+    group.bring(2, key=key("other"))
+    failures = told(group.master.stop())
+    assert {whom: (failure.code, failure.key) for whom, failure in failures.items()} == {
+        peer(0): ("master_stopped", KEY),
+        peer(2): ("master_stopped", key("other")),
+    }
+    assert group.master.stop() == []
+
+
+def test_break_all_gives_each_round_its_own_reason():
+    group = Group(2)
+    group.bring(0)
+    group.bring(1, key=key("other"))
+    failures = told(group.master.break_all(lambda key: StatsdBNError(f"no {key.layer}")))
+    assert {whom: failure.message for whom, failure in failures.items()} == {peer(0): "no bn", peer(1): "no other"}
+
+
+def test_a_failed_round_ends_in_the_state_failed():
+    group = Group(2)
+    group.bring(0)
+    group.master.stop()
+    (ended,) = group.master._archive._kept.values()
+    assert ended.state is State.FAILED
+
+
+def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
+    group = Group(2, opened=False)
+    group.join(1)
+    assert report_of(group.master, 0.0) == {
+        "job": "job",
+        "group": "world",
+        "epoch": 0,
+        "world_size": 2,
+        "min_members": 0,
+        "members": [{"member": 1, "place": "place 1", "stand": "takes_part", "step": 0, "replicas": 0}],
+        "missing": 1,
+        "lost": "",
+        "rounds_done": 0,
+        "rounds_failed": 0,
+        "kept_bytes": GROUP_BYTES + MEMBER_BYTES,
+        "waiting": [],
+    }
+    group.join(0)
+    group.bring(0, rows(1.0, 2.0))
+    group.bring(1)
+    group.now = 3.0
+    group.bring(0, rows(1.0, 2.0), key("late"))
+    report = report_of(group.master, 5.5)
+    assert [slave["member"] for slave in report["members"]] == [0, 1]
+    assert [slave["replicas"] for slave in report["members"]] == [2, 1]
+    assert (report["missing"], report["rounds_done"], report["rounds_failed"]) == (0, 1, 0)
+    assert report["waiting"] == [{"round": str(key("late")), "seconds": 2.5, "missing": [1]}]
+    group.leave(1, "boom")
+    report = report_of(group.master, 6.0)
+    assert "member 1 (place 1) failed with boom" in report["lost"]
+    assert (report["missing"], report["waiting"], report["rounds_failed"]) == (0, [], 1)
+
+
+def test_a_failure_that_is_too_long_for_the_wire_is_cut_between_characters():
+    cut = decode(failure(StatsdBNError("x" + "é" * limits.MAX_TEXT_BYTES)))
+    assert len(cut.message.encode()) == limits.MAX_TEXT_BYTES - 1
+    assert set(cut.message[1:]) == {"é"}
+
+
+def test_a_failure_carries_code_fields_and_key():
+    found = decode(failure(LimitExceeded("too many", limit=3, what="groups"), KEY))
+    assert found == Failure("limit", "too many", {"limit": 3, "what": "groups"}, KEY)

@@ -1,0 +1,81 @@
+"""Mismatches: jobs that wait for little are looked at each time, and the others in a bounded part of the time."""
+
+import pytest
+
+from server.core import deadlock, mismatches
+from server.core.mismatches import Mismatches
+from server.group.master import SyncMaster
+from support.strategies import contribution, key, register
+
+TICK = 0.25
+
+
+def group(job: str, members: int = 2, rounds: int = 0) -> SyncMaster:
+    """A group whose member 0 waits in some rounds."""
+    master = SyncMaster(b"server-0", register(job=job, world_size=members))
+    for member in range(members):
+        master.register_slave(0.0, register(member, members, job=job), b"peer")
+    for step in range(rounds):
+        slave = master.membership.slaves[0]
+        master.contribute(0.0, slave, contribution(0, key=key(job=job, step=step)), b"peer")
+    return master
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """The jobs that are looked at, in order."""
+    seen = []
+    monkeypatch.setattr(deadlock, "find", lambda masters, _now: seen.append(masters[0].membership.job))
+    return seen
+
+
+def look(jobs: list[SyncMaster], times: int) -> None:
+    watch = Mismatches()
+    for number in range(times):
+        list(watch.find(number * TICK, {(master.membership.job, "world"): master for master in jobs}))
+
+
+def test_small_jobs_are_looked_at_each_time(looks):
+    look([group("one", 2, 3), group("other", 16, 8)], 10)
+    assert looks.count("one") == looks.count("other") == 10
+
+
+def test_a_large_job_is_looked_at_for_a_twentieth_of_the_time(looks):
+    large = group("large", 200, 250)
+    look([large, group("small")], 100)
+    size = 200 * 251
+    most = 100 * TICK / (size * mismatches.PAUSE_SECONDS_EACH)
+    assert 0.5 * most < looks.count("large") <= most + 1
+    assert looks.count("small") == 100
+
+
+def test_many_large_jobs_take_turns(looks, monkeypatch):
+    monkeypatch.setattr(mismatches, "MOST", 3000)
+    jobs = [group(f"job {number}", 50, 30) for number in range(10)]
+    look([*jobs, group("small")], 40)
+    counts = {looks.count(f"job {number}") for number in range(10)}
+    assert min(counts) >= 3
+    assert max(counts) - min(counts) <= 1
+    assert looks.count("small") == 40
+
+
+def test_a_job_larger_than_can_be_looked_at_hides_no_other(looks, monkeypatch):
+    monkeypatch.setattr(mismatches, "MOST", 3000)
+    look([group("huge", 50, 200), group("middle", 50, 30)], 40)
+    assert "huge" not in looks
+    assert "middle" in looks
+
+
+def test_an_ordinary_job_is_told_within_a_second():
+    master = group("job", 64)
+    slaves = list(master.membership.slaves.values())
+    for slave in slaves:
+        layer = "a" if slave.member % 2 else "b"
+        master.contribute(0.0, slave, contribution(slave.member, key=key(layer)), b"%d" % slave.member)
+    watch = Mismatches()
+    now, found = 0.0, []
+    while not found:
+        now += TICK
+        found = list(watch.find(now, {("job", "world"): master}))
+    assert now <= 1.0
+    assert sum(len(wait.since) for wait in found[0]) == 64

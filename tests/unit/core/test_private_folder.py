@@ -1,0 +1,252 @@
+"""The server of a user who configures nothing: two terminals find each other, and nobody else gets in."""
+
+import errno
+import os
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import client
+from client.launch import connect
+from programs.other_user import NOBODY, as_another_user, needs_another_user
+from server import __main__ as command
+from server.cli import status
+from server.cli.status import ask
+from server.config import from_arguments
+from server.network.service import Service
+from statsd_bn import private_folder
+from statsd_bn.errors import ConfigurationError, ServerUnreachable
+from support.launched import PROC, Launched
+from support.paths import ROOT
+
+
+@pytest.fixture
+def environ(monkeypatch, tmp_path_factory):
+    """A user's runtime folder, which every user may look into."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o755)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.delenv("STATSD_BN_BIND", raising=False)
+    monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
+    tmp_path_factory.getbasetemp()  # it is made among the temporary files
+    # A server of whoever runs the tests is not to be found.
+    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", Path("/nowhere"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield {"XDG_RUNTIME_DIR": str(folder)}
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def server(environ, tmp_path):
+    """`python -m server`."""
+    with Launched([sys.executable, "-m", "server"], {**environ, "PYTHONPATH": str(ROOT)}, tmp_path / "errors") as found:
+        found.line("listening on ipc://")
+        yield found
+
+
+def test_it_is_in_the_runtime_folder_where_that_is_the_users_else_among_the_temporary_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"statsd_bn-{os.getuid()}"
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for named in ("", "relative", "/nowhere", str(tmp_path / "file"), str(tmp_path / "link")):
+        assert private_folder.private_folder({"XDG_RUNTIME_DIR": named}) == own
+    assert private_folder.private_folder({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "statsd_bn"
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    """No folder that can be written, as in a container that is read-only."""
+
+    def nothing():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(private_folder, "tempfile", SimpleNamespace(gettempdir=nothing))
+    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", Path("/nowhere"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_where_nothing_can_be_written_that_is_told_with_what_to_do():
+    for use in (private_folder.private_folder, private_folder.default_endpoint, private_folder.find_server):
+        with pytest.raises(ConfigurationError, match=r"none that can be written; set XDG_RUNTIME_DIR or .*name"):
+            use({})
+
+
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_a_server_that_is_told_where_to_listen_starts_where_nothing_can_be_written(tmp_path, scheme, caplog):
+    endpoint = {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{tmp_path}/s"}[scheme]
+    with caplog.at_level("INFO"), Service(from_arguments(["--bind", endpoint], {})) as service:
+        assert service.endpoints
+    assert "will not know its results by their seals: expected a folder" in caplog.text
+
+
+def test_a_server_that_was_started_where_there_was_no_runtime_folder_is_found(environ, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    endpoint = private_folder.default_endpoint({})
+    folder = Path(endpoint.removeprefix("ipc://")).parent
+    private_folder.make_private(folder)
+    with Service(from_arguments(["--bind", endpoint], {})):
+        assert endpoint.startswith(f"ipc://{tmp_path}/statsd_bn-")
+        assert private_folder.find_server(environ) == endpoint
+        folder.chmod(0o755)
+        with pytest.raises(ServerUnreachable, match=rf"at ipc://{environ['XDG_RUNTIME_DIR']}\S* or {endpoint}; start"):
+            private_folder.find_server(environ)
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_told_with_what_to_do(tmp_path):
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    with pytest.raises(ConfigurationError, match=r"at most 10[37] bytes for the path of a socket, got .*TMPDIR"):
+        private_folder.default_endpoint({"XDG_RUNTIME_DIR": str(deep)})
+
+
+def test_a_folder_is_made_private_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        private_folder.make_private(tmp_path / "own")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "own").stat().st_mode) == 0o700
+    private_folder.make_private(tmp_path / "own")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda path: path.mkdir(mode=0o755), "closed to other users, got mode 0755; chmod 700"),
+        (lambda path: path.symlink_to(path.parent), "to be a folder, got a symbolic link"),
+        (lambda path: path.write_text(""), "to be a folder, got something else"),
+    ],
+)
+def test_a_folder_that_is_not_private_is_refused_by_server_and_client(environ, make, told, capsys):
+    make(Path(environ["XDG_RUNTIME_DIR"]) / "statsd_bn")
+    with pytest.raises(ConfigurationError, match=told):
+        Service(from_arguments([], environ))
+    with pytest.raises(ConfigurationError, match=told):
+        private_folder.find_server(environ)
+    assert command.main([]) == 2
+    assert told in capsys.readouterr().err
+
+
+@needs_another_user
+def test_a_folder_of_another_user_is_refused_by_server_and_client(environ):
+    folder = Path(environ["XDG_RUNTIME_DIR"]) / "statsd_bn"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, NOBODY, NOBODY)
+    for use in (lambda: Service(from_arguments([], environ)), lambda: private_folder.find_server(environ)):
+        with pytest.raises(ConfigurationError, match=f"to belong to this user .*got uid {NOBODY}"):
+            use()
+
+
+SCRIPT = """
+import sys, client, numpy as np
+from statsd_bn import Rows
+with client.connect(member=int(sys.argv[1]), world_size=2, deadline=60.0) as connection:
+    print(connection.exchange("bn", Rows((1,), np.ones((1, 2, 3)))).count, flush=True)
+"""
+
+
+@pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
+@pytest.mark.usefixtures("server")
+def test_a_server_and_scripts_in_terminals_of_one_user_need_nothing_configured(environ, tmp_path, capsys):
+    variables = {**environ, "PYTHONPATH": str(ROOT)}
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with (
+        Launched([sys.executable, script, "0"], variables, tmp_path / "errors-0") as first,
+        Launched([sys.executable, script, "1"], variables, tmp_path / "errors-1") as second,
+    ):
+        assert (first.line("2"), second.line("2")) == ("2", "2")
+        assert (first.end(), second.end()) == (0, 0)
+    assert command.main(["check"]) == 0
+    assert command.main(["status"]) == 0
+    assert capsys.readouterr().out.startswith("server ")
+
+
+@pytest.mark.parametrize("look", [lambda: command.main(["check"]), lambda: client.connect(world_size=1).close()])
+def test_a_server_that_has_only_just_been_started_is_found(environ, tmp_path, monkeypatch, look):
+    for module in (status, connect):
+        monkeypatch.setattr(module, "FIND_SECONDS", 60.0)
+    variables = {**environ, "PYTHONPATH": str(ROOT)}
+    with Launched([sys.executable, "-m", "server"], variables, tmp_path / "errors"):
+        assert not look()
+
+
+def test_where_this_user_has_no_server_that_is_told(environ, capsys, monkeypatch):
+    monkeypatch.setattr(status, "FIND_SECONDS", 0.0)
+    for arguments in (["check"], ["status"]):
+        assert command.main(arguments) == 4
+        told = capsys.readouterr().err
+        assert f"no server of this user (uid {os.getuid()}) listens at ipc://{environ['XDG_RUNTIME_DIR']}" in told
+        assert "torchrun" not in told
+    assert not list(Path(environ["XDG_RUNTIME_DIR"]).iterdir()), "whoever looks makes nothing"
+
+
+CONNECT = """
+import client, time
+from statsd_bn.errors import StatsdBNError
+from server.cli.status import ask
+from statsd_bn.private_folder import find_server
+be_another_user()
+started = time.monotonic()
+endpoint = {endpoint!r}
+for look in (client.connect, lambda endpoint: ask(endpoint or find_server({{}}))):
+    try:
+        look(endpoint)
+        print("IN")
+    except StatsdBNError as error:
+        print(type(error).__name__, error)
+assert time.monotonic() - started < 5.0
+"""
+
+
+@needs_another_user
+@pytest.mark.usefixtures("server")
+def test_another_user_who_configures_nothing_finds_no_server_and_is_told_so():
+    told = as_another_user(CONNECT.format(endpoint=None), {"XDG_RUNTIME_DIR": ""})
+    assert [line.partition(" (uid")[0] for line in told] == ["ServerUnreachable no server of this user"] * 2
+
+
+@needs_another_user
+@pytest.mark.usefixtures("server")
+def test_another_user_who_names_the_path_is_told_that_the_folder_is_closed(environ):
+    endpoint = private_folder.default_endpoint(environ)
+    told = as_another_user(CONNECT.format(endpoint=endpoint), {})
+    assert len(told) == 2
+    for line in told:
+        assert f"{endpoint} is closed to this user (uid {NOBODY}): the folder" in line
+        assert "belongs to uid 0 and lets in nobody else" in line
+
+
+@needs_another_user
+def test_another_user_cannot_reach_a_private_socket_in_a_folder_for_all(environ):
+    endpoint = f"ipc://{environ['XDG_RUNTIME_DIR']}/s"
+    with Service(from_arguments(["--bind", endpoint], {})) as service:
+        thread = threading.Thread(target=service.run)
+        thread.start()
+        try:
+            told = as_another_user(CONNECT.format(endpoint=endpoint), {})
+            assert all("/s belongs to uid 0 and lets in nobody else" in line for line in told)
+            assert ask(endpoint)["groups"] == []
+        finally:
+            service.stop()
+            thread.join(20.0)
+
+
+def test_a_socket_that_a_killed_server_left_behind_is_not_taken_for_a_server(environ):
+    endpoint = private_folder.default_endpoint(environ)
+    path = Path(endpoint.removeprefix("ipc://"))
+    private_folder.make_private(path.parent)
+    with socket.socket(socket.AF_UNIX) as former:
+        former.bind(str(path))
+    with pytest.raises(ServerUnreachable, match="no answer from"):
+        ask(private_folder.find_server(environ), 0.2)

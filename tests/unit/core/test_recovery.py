@@ -1,0 +1,158 @@
+"""Who is still to come back to a group after a restart of the server."""
+
+import pytest
+
+from server.group.membership import Membership
+from server.group.recovery import RECONNECT_SECONDS, Recovery
+from statsd_bn import limits
+from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost
+from statsd_bn.members import NOBODY, Members
+from statsd_bn.messages import Stand
+from support.strategies import key, register
+
+SILENCE = limits.SILENCE_SECONDS
+SERVER = b"server-9"
+
+
+@pytest.fixture
+def recovery() -> Recovery:
+    recovery = Recovery(10.0, SILENCE)
+    recovery.name(Members.of([0, 1]))
+    recovery.name(Members.of([1, 3]))
+    return recovery
+
+
+def test_whoever_was_named_is_waited_for(recovery):
+    assert recovery.missing([]) == [0, 1, 3]
+    assert recovery.missing([3, 0, 7]) == [1]
+    assert not recovery.is_over(10.0, [0, 3], is_elastic=False)
+    assert recovery.is_over(10.0, [0, 1, 3], is_elastic=False)
+
+
+def test_one_that_is_forgotten_is_waited_for_no_longer(recovery):
+    recovery.forget(1)
+    recovery.forget(7)
+    assert recovery.missing([]) == [0, 3]
+
+
+def test_those_who_do_not_come_in_time_are_late_once(recovery):
+    assert recovery.late(10.0 + SILENCE - 0.01, [0]) == []
+    assert recovery.late(10.0 + SILENCE, [0]) == [1, 3]
+    assert recovery.late(10.0 + SILENCE, [0]) == []
+    assert recovery.is_over(10.0 + SILENCE, [0], is_elastic=False)
+
+
+def test_an_elastic_group_waits_for_those_whom_nobody_knows(recovery):
+    everybody = [0, 1, 3]
+    assert not recovery.is_over(10.0 + RECONNECT_SECONDS - 0.01, everybody, is_elastic=True)
+    assert recovery.is_over(10.0 + RECONNECT_SECONDS + 0.01, everybody, is_elastic=True)
+
+
+# In a group.
+
+
+def coming_back(member: int, **given):
+    return register(member, 3, server=SERVER, **{"known": Members.of(range(3)), **given})
+
+
+def test_a_group_recovers_from_when_one_comes_that_was_in_an_open_one():
+    group = Membership(register(0, 3))
+    for newcomer in (register(0, 3), coming_back(1, known=NOBODY)):
+        group.admit(0.0, newcomer, b"")
+        assert group.recovery is None
+    group.admit(0.0, coming_back(2), b"")
+    assert group.recovery
+
+
+def test_a_member_owes_the_results_that_it_has_announced():
+    group = Membership(coming_back(0))
+    slave = group.admit(0.0, coming_back(0, results=2), b"")
+    assert slave.owes
+    for layer in ("bn", "bn", "bn2"):
+        assert slave.owes
+        slave.recalled.add(key(layer, step=4))
+        group.recall(slave, key(layer, step=4), Members.of(range(3)))
+    assert not slave.owes
+    assert group.latest_step == 4
+
+
+def test_one_that_owes_results_is_missing_though_it_is_there():
+    group = Membership(coming_back(0))
+    for member in range(3):
+        group.admit(0.0, coming_back(member, results=int(member == 1)), b"")
+    assert not group.settle(0.0)
+    assert (group.missing, group.absent) == (1, [1])
+    group.slaves[1].recalled.add(key())
+    group.recall(group.slaves[1], key(), Members.of(range(3)))
+    assert group.settle(0.0)
+    assert (group.is_open, group.missing, group.recovery) == (True, 0, None)
+
+
+def test_a_newcomer_to_a_group_that_has_not_been_restarted_owes_nothing():
+    group = Membership(register(0, 1))
+    assert not group.admit(0.0, register(0, 1, results=2), b"").owes
+
+
+def test_a_strict_group_is_broken_by_those_who_do_not_come_back():
+    group = Membership(coming_back(0))
+    group.admit(0.0, coming_back(0, step=5), b"")
+    assert not group.give_up_waiting(SILENCE - 0.01)
+    assert group.give_up_waiting(SILENCE)
+    assert isinstance(group.lost, ReplicaLost)
+    assert str(group.lost) == (
+        "job 'job', group 'world', step 5: members [1, 2] did not come back after the server was restarted"
+    )
+    assert (group.lost.fields["member"], group.lost.fields["step"]) == (1, 5)
+    assert not group.settle(SILENCE)
+
+
+def test_a_member_that_leaves_while_others_come_back_breaks_a_strict_group():
+    group = Membership(coming_back(0))
+    slave = group.admit(0.0, coming_back(0), b"")
+    assert group.remove(slave, "boom") is group.lost
+    assert "member 0 (place 0) failed with boom" in str(group.lost)
+    group.give_up_waiting(SILENCE)
+    assert "member 0 (place 0) failed with boom" in str(group.lost), "whoever comes too late is not the culprit"
+
+
+def test_one_that_is_refused_begins_no_recovery():
+    """Or the group would open with the one that is there: nobody is known to be missing."""
+    group = Membership(register(0, 2))
+    group.admit(0.0, register(0, 2), b"")
+    with pytest.raises(RegistrationRefused):
+        group.admit(0.0, register(1, 2, server=SERVER, step=1, known=Members.of(range(2))), b"")
+    assert group.recovery is None
+    assert not group.settle(1.0)
+
+
+def test_one_whose_place_another_holds_begins_no_recovery():
+    group = Membership(register(0, 2))
+    group.admit(0.0, register(0, 2), b"")
+    with pytest.raises(DuplicateMember):
+        group.admit(0.0, register(0, 2, session=b"another-", server=SERVER, known=Members.of(range(2))), b"")
+    assert group.recovery is None
+
+
+@pytest.mark.parametrize("far", [{"step": 1}, {"results": 1}])
+@pytest.mark.parametrize("new", [{}, {"server": SERVER}])
+@pytest.mark.parametrize("first", ["far", "new"])
+def test_a_process_without_a_past_is_refused_by_those_who_have_been_given_something(far, new, first):
+    """Also in the first step, and whether or not it has waited for an earlier master."""
+    group = Membership(register(0, 2))
+    old = register(0, 2, server=SERVER, known=Members.of(range(2)), **far)
+    both = [old, register(1, 2, **new)]
+    one, other = both if first == "far" else reversed(both)
+    group.admit(0.0, one, b"")
+    with pytest.raises(RegistrationRefused, match="has taken part in no round"):
+        group.admit(0.0, other, b"")
+
+
+def test_one_that_comes_back_for_a_pass_that_another_has_left_takes_no_place():
+    group = Membership(coming_back(0, step=5, known=Members.of([0])))
+    for comes in (coming_back(0, step=5, known=Members.of([0])), coming_back(1, step=5, stand=int(Stand.AWAY))):
+        slave = group.admit(0.0, comes, b"")
+    group.remove(slave, "")
+    assert group.departed
+    with pytest.raises(ReplicaLost):
+        group.admit(0.1, coming_back(2, step=5, stand=int(Stand.BACK)), b"")
+    assert set(group.slaves) == {0}

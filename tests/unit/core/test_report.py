@@ -1,0 +1,130 @@
+"""The status report: within a message from the start, whatever groups there are, and cheap for whoever asks often."""
+
+from typing import Any
+
+import pytest
+
+from server.cli.status import describe
+from server.core import report
+from server.core.dispatcher import Dispatcher
+from server.core.report import KEPT_SECONDS, TOLD_MISSING, TOLD_ROUNDS
+from server.limits.access import Tenant
+from statsd_bn import limits
+from statsd_bn.messages import Status, StatusRequest
+from statsd_bn.wire import decode, encode
+from support.strategies import contribution, key, register
+
+ALICE = Tenant("alice", "key of alice", ("a-*",))
+BOB = Tenant("bob", "key of bob", ("b-*",))
+
+
+class Play:
+    """A dispatcher with groups."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.dispatcher = Dispatcher(b"server-0", 0.0)
+
+    def begin(self, job: str, members: int, **given: Any) -> None:
+        for member in range(members):
+            session = b"%-4.4s%04x" % (job.encode(), member)
+            self.say(register(member, members, job=job, session=session, **given))
+
+    def say(self, message: Any, **given: Any) -> list[bytes]:
+        return [frame for _, frame in self.dispatcher.receive(self.now, b"peer", encode(message), **given)]
+
+    def ask(self, **given: Any) -> dict[str, Any]:
+        (frame,) = self.say(StatusRequest(), **given)
+        answer = decode(frame)
+        assert isinstance(answer, Status)
+        return answer.report
+
+
+def test_a_large_group_does_not_hide_the_others():
+    play = Play()
+    play.begin("large", 6000, place="h" * 250)
+    for number in range(20):
+        play.begin(f"s{number:02d}", 2)
+    told = play.ask()
+    assert "left_out" not in told
+    large, *small = told["groups"]
+    assert [len(group["members"]) for group in small] == [2] * 20
+    assert len(large["members"]) + large["members_left_out"] == 6000
+    assert len(large["members"]) > 1000, "what there is room for is told"
+    assert "6000 of 6000 members" in describe(told)
+    assert f"and {large['members_left_out']} members more than a report can hold" in describe(told)
+
+
+def test_many_rounds_and_who_is_missing_in_them_are_told_in_part():
+    play = Play()
+    play.begin("job", 200)
+    for step in range(TOLD_ROUNDS + 5):
+        play.say(contribution(0, key=key(step=step), session=b"job 0000"))
+    (group,) = play.ask()["groups"]
+    assert [round_["round"] for round_ in group["waiting"]] == [str(key(step=step)) for step in range(TOLD_ROUNDS)]
+    assert group["waiting_left_out"] == 5
+    assert group["waiting"][0]["missing"] == list(range(1, 1 + TOLD_MISSING))
+    assert group["waiting"][0]["missing_left_out"] == 199 - TOLD_MISSING
+    text = describe(play.ask())
+    assert f"and {199 - TOLD_MISSING} more: job 'job'" in text
+    assert "and 5 rounds more than a report can hold" in text
+
+
+def test_a_group_that_waits_for_members_and_is_told_in_part_reads_as_text(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 3000)
+    play = Play()
+    for member in range(90):
+        play.say(register(member, 100, session=b"job %04x" % member))
+    assert "90 of 100 members, waiting for 10 members;" in describe(play.ask())
+
+
+@pytest.mark.parametrize("room", [1500, 3000, 6000, 20_000, 100_000])
+def test_a_report_never_takes_more_than_a_message_holds(room, monkeypatch):
+    """Names of letters that take four bytes each, numbers as long as they can be."""
+    play = Play()
+    for number in range(20):
+        job = f"{number:03d} " + "𝄞" * 60
+        play.begin(job, 7, place="𝄞" * 60, epoch=limits.MAX_COUNTER, step=limits.MAX_COUNTER)
+        play.say(contribution(0, key=key(job=job, epoch=limits.MAX_COUNTER), session=b"%-4.4s0000" % job.encode()))
+    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", room)
+    told = play.ask()
+    assert len(told["groups"]) + told.get("left_out", 0) == 20
+    assert (room < 3000) == (told["groups"] == [])
+
+
+def test_a_long_report_is_built_once_in_a_while_for_each_tenant(monkeypatch):
+    play = Play()
+    play.begin("a-large", 4000)
+    play.begin("b-large", 4000)
+    built: list[int] = []
+    groups = report.groups
+    monkeypatch.setattr(report, "groups", lambda masters, now: built.append(1) or groups(masters, now))
+    for _ in range(20):
+        assert [group["job"] for group in play.ask(tenant=ALICE)["groups"]] == ["a-large"]
+        assert [group["job"] for group in play.ask(tenant=BOB)["groups"]] == ["b-large"]
+    assert len(built) == 2
+    play.now += KEPT_SECONDS
+    assert play.ask(tenant=ALICE)["seconds"] == KEPT_SECONDS
+    assert len(built) == 3
+
+
+def test_who_asks_too_often_is_told_the_counts_and_nobody_else_is(monkeypatch):
+    monkeypatch.setattr(report, "SENT_AT_ONCE", 2**14)
+    monkeypatch.setattr(report, "SENT_EACH_SECOND", 2**12)
+    play = Play()
+    play.begin("a-job", 100)
+    play.begin("b-job", 100)
+    told = [play.ask(tenant=ALICE) for _ in range(100)]
+    whole = [one for one in told if one["groups"]]
+    assert 2 <= len(whole) < 10
+    assert told[-1]["received"] == 300
+    assert all(one["left_out"] == 1 for one in told if not one["groups"])
+    assert "1 groups more" in describe(told[-1])
+    assert play.ask(tenant=BOB)["groups"]
+    play.now += 4.0
+    assert play.ask(tenant=ALICE)["groups"], "it waited"
+
+
+def test_a_short_report_is_always_of_now():
+    play = Play()
+    assert [play.ask()["received"] for _ in range(3)] == [1, 2, 3]

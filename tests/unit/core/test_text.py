@@ -1,0 +1,207 @@
+"""What others say reaches a terminal or a log as plain text, whoever says it."""
+
+import logging
+import traceback
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from client.connection.member import Member
+from client.connection.session import Session
+from client.launch.environment import member_from
+from server.__main__ import main
+from server.cli.plain_logs import MAX_LINE, PlainFormatter
+from server.cli.status import _report, describe
+from server.core.dispatcher import Dispatcher
+from server.group.rounds import failure
+from statsd_bn import limits
+from statsd_bn.checks import check_depth, shown
+from statsd_bn.errors import ConfigurationError, ProtocolError, RegistrationRefused, StatsdBNError, from_wire
+from statsd_bn.messages import Failure, Leave, Status
+from statsd_bn.text import plain, readable, readable_within, told
+from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
+from support.strategies import key, register
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\n\t\x9b\u202e\u2028\ud800"
+
+
+def hidden(text: str) -> str:
+    """What of a text a terminal would take for an order."""
+    return "".join(letter for letter in text if not letter.isprintable() and letter not in "\n\t")
+
+
+@given(st.text(st.characters()))
+def test_an_escaped_text_is_printable_and_one_that_was_stays(text):
+    assert plain(text).isprintable()
+    assert not hidden(readable(text))
+    assert plain(plain(text)) == plain(text)
+    assert readable(readable(text)) == readable(text)
+    if text.isprintable():
+        assert plain(text) == readable(text) == text
+
+
+def test_what_is_told_is_cut_to_what_a_message_may_carry():
+    assert told("é" * limits.MAX_TEXT_BYTES) == "é" * (limits.MAX_TEXT_BYTES // 2)
+    assert told(HOSTILE) == r"\x1b[2J\x1b]0;owned\x07\r" + "\n\t" + r"\x9b\u202e\u2028\ud800"
+
+
+def test_within_values_every_text_is_readable():
+    found = readable_within({HOSTILE: [HOSTILE, {"a": HOSTILE}, 1, None, b"\x1b"]})
+    assert found == {readable(HOSTILE): [readable(HOSTILE), {"a": readable(HOSTILE)}, 1, None, b"\x1b"]}
+
+
+def deep(levels: int) -> list:
+    found: list = []
+    for _ in range(levels - 1):
+        found = [found]
+    return found
+
+
+def test_values_nest_32_deep_and_no_deeper():
+    check_depth("fields", deep(32))
+    with pytest.raises(ProtocolError, match="fields: expected values nested at most 32 deep"):
+        check_depth("fields", deep(33))
+    assert "..." in repr(readable_within(deep(1000)))
+
+
+@pytest.mark.parametrize("levels", [33, 900])
+def test_what_a_server_nests_deeper_is_refused(levels):
+    for message in (Failure("mismatch", "no", {"table": deep(levels)}), Status({"groups": deep(levels)})):
+        with pytest.raises(ProtocolError, match="nested at most 32 deep"):
+            decode(encode(message))
+
+
+@given(st.recursive(st.text(st.characters()) | st.binary(), lambda inner: st.lists(inner) | st.tuples(inner)))
+def test_what_is_shown_is_printable(value):
+    assert shown(value).isprintable()
+
+
+def test_an_error_from_the_wire_is_readable_whatever_a_server_says():
+    error = from_wire("refused", HOSTILE, {"place": HOSTILE, "table": [{"layer": HOSTILE}]})
+    assert type(error) is RegistrationRefused
+    assert not hidden(str(error) + error.fields["place"] + error.fields["table"][0]["layer"])
+    assert type(from_wire(HOSTILE, "", {})) is StatsdBNError
+
+
+def test_a_cause_with_control_characters_is_told_escaped():
+    session = Session(b"session0", Member("job", "world", 0, 0, 1, 1.0, "here"))
+    leave = decode(session.leave(f"ValueError: {HOSTILE}"))
+    assert isinstance(leave, Leave)
+    assert leave.cause == f"ValueError: {readable(HOSTILE)}"
+
+
+def test_a_servers_own_error_is_told_escaped():
+    assert decode(failure(ConfigurationError(HOSTILE))).message == readable(HOSTILE)
+
+
+@pytest.mark.parametrize("job", ["a\nb", "\x1b[2J", "", "x" * 257, "a\u202eb", "\ud800"])
+def test_a_job_that_cannot_be_a_name_is_refused_at_once(job):
+    with pytest.raises(ConfigurationError, match="job: expected printable text of 1 to 256 bytes, got "):
+        member_from({"STATSD_BN_JOB": job} if job else {}, job=job)
+
+
+def test_an_unusual_job_is_none_the_worse():
+    assert member_from({}, job="naïve λ 層 🙂").job == "naïve λ 層 🙂"
+
+
+def test_the_place_is_printable_whatever_the_host_is_called(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "host\x1b\n")
+    assert member_from({}).place.startswith(r"host\x1b\n, pid ")
+
+
+def test_a_line_of_the_log_is_short():
+    """100 refused messages of 4 KB once wrote 590 KB."""
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "refused: %s", ("\x1b" * 4096,), None)
+    line = PlainFormatter("%(levelname)s %(message)s").format(record)
+    assert line.isprintable()
+    assert line.startswith(r"WARNING refused: \x1b\x1b")
+    assert len(line) < MAX_LINE + 40
+    assert line.endswith("... (15401 more characters)")
+    short = logging.LogRecord("x", logging.INFO, "", 0, "x" * 500, (), None)
+    assert PlainFormatter("%(message)s").format(short) == "x" * 500
+
+
+def framed(*header: object) -> bytes:
+    """A frame that no honest side can make."""
+    packed = msgpack.packb(header)
+    return b"SBN" + bytes([PROTOCOL_VERSION]) + len(packed).to_bytes(4, "little") + packed
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        framed(6, "refused", "gone\x1b[2J", {}, None),
+        framed(6, "refused\x1b[2J", "gone", {}, None),
+        framed(6, "\x1b[2J", "gone", {"\x1b": 1}, None),
+        framed(10, msgpack.packb(key()), 1, "late\x1b[2J"),
+        framed(10, msgpack.packb((*key()[:-1], "\x1b[2J")), 1, "late"),
+        framed(6, "replica_lost", "gone", {"cause": "a\x1b[2J", "table": [{"\x1b[2J": "\x1b[2J"}]}, None),
+        framed("\x1b[2J", 1),
+        framed(2, "\x1b[2J", 1, 2, 3, 4, 5),
+        b"\x1b[2J\x1b[2J\x1b[2J",
+    ],
+)
+def test_a_hostile_server_says_nothing_to_a_members_terminal(frame):
+    session = Session(b"session0", Member("job", "world", 0, 0, 1, 1.0, "here"))
+    with pytest.raises(StatsdBNError) as caught:
+        session.answer(key(), frame)
+    told = "".join(traceback.format_exception(caught.value)) + str(caught.value.fields)
+    assert not hidden(told)
+
+
+def test_a_stranger_with_a_hostile_place_begins_nothing_and_the_log_stays_plain(caplog):
+    """It stood in the traceback of an honest member that was refused because of it."""
+    dispatcher = Dispatcher(b"server-0", 0.0)
+    header = msgpack.unpackb(encode(register(place="here"))[8:])
+    stranger = framed(*["\x1b[2J\r\n" if field == "here" else field for field in header])
+    ((_, answer),) = dispatcher.receive(0.0, b"stranger", stranger)
+    assert (decode(answer).code, dispatcher.report(0.0)["groups"]) == ("protocol", [])
+    assert r"place: expected printable text of 1 to 256 bytes, got '\x1b[2J\r\n'" in decode(answer).message
+    assert not hidden(caplog.text)
+
+
+REPORT = {
+    "server": HOSTILE,
+    "seconds": 1.0,
+    "received": 1,
+    "bad_frames": 0,
+    "groups": [
+        {
+            "job": HOSTILE,
+            "group": HOSTILE,
+            "epoch": HOSTILE,
+            "world_size": 2,
+            "members": [{"member": 0, "place": HOSTILE, "stand": "away", "step": HOSTILE, "replicas": HOSTILE}],
+            "missing": 0,
+            "lost": HOSTILE,
+            "rounds_done": 0,
+            "rounds_failed": 0,
+            "waiting": [{"round": HOSTILE, "seconds": 1.0, "missing": [HOSTILE]}],
+        }
+    ],
+}
+
+
+def test_the_report_of_a_hostile_server_says_nothing_to_a_terminal():
+    clean = HOSTILE.replace("\ud800", "")  # which msgpack cannot carry
+    frame = encode(Status({**REPORT, "server": clean, "groups": [_with(clean, group) for group in REPORT["groups"]]}))
+    assert not hidden(describe(_report("tcp://here:1", frame)))
+
+
+def _with(text: str, value):
+    if isinstance(value, dict):
+        return {name: _with(text, part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_with(text, part) for part in value]
+    return text if value == HOSTILE else value
+
+
+def test_the_line_about_a_commands_error_is_one_line(monkeypatch, capsys):
+    def refused(*_given, **_named):
+        raise ConfigurationError(HOSTILE)
+
+    monkeypatch.setattr("server.__main__.ask", refused)
+    assert main(["status", "tcp://127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err == f"statsd_bn: {plain(HOSTILE)}\n"

@@ -1,0 +1,50 @@
+import logging
+
+import pytest
+
+from server.cli.sparing_logs import MOST_IN_A_PERIOD, PERIOD_SECONDS, Sparing
+
+
+@pytest.fixture
+def log(caplog):
+    """A logger whose clock the test moves, and what comes through."""
+    logger = logging.getLogger("sparing test")
+    logger.now = 0.0
+    sparing = Sparing(lambda: logger.now)
+    logger.addFilter(sparing)
+    caplog.set_level("INFO", logger.name)
+    yield logger, lambda: [record.getMessage() for record in caplog.records]
+    logger.removeFilter(sparing)
+
+
+def test_a_few_messages_of_a_kind_pass_and_a_flood_does_not(log):
+    logger, told = log
+    for number in range(1000):
+        logger.warning("refused: %s", number)
+    assert told() == [f"refused: {number}" for number in range(MOST_IN_A_PERIOD)]
+
+
+def test_a_flood_of_one_kind_hides_no_other(log):
+    logger, told = log
+    for number in range(1000):
+        logger.warning("refused: %s", number)
+    logger.info("%s leaves", "member 1")
+    assert told()[-1] == "member 1 leaves"
+
+
+def test_the_next_period_tells_how_many_were_left_out(log):
+    logger, told = log
+    for _ in range(MOST_IN_A_PERIOD + 7):
+        logger.warning("refused: %s", "100%")
+    logger.now = PERIOD_SECONDS
+    logger.warning("refused: %s", "again")
+    logger.warning("refused: %s", "and again")
+    assert told()[-2:] == ["refused: again (7 more like this were left out of the log)", "refused: and again"]
+
+
+def test_where_nothing_was_left_out_nothing_is_told(log):
+    logger, told = log
+    for _ in range(3):
+        logger.warning("refused: %s", "now and then")
+        logger.now += PERIOD_SECONDS
+    assert told() == ["refused: now and then"] * 3

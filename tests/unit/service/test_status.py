@@ -1,0 +1,234 @@
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import zmq
+
+import server.__main__ as command
+from server.__main__ import _described
+from server.cli.status import COUNTS, ask, describe, own_endpoint
+from statsd_bn.errors import ConfigurationError, ServerUnreachable
+from statsd_bn.members import NOBODY
+from statsd_bn.messages import Failure, Leave, Registered
+from statsd_bn.wire import decode, encode
+from support.strategies import register, session_of
+
+WAIT_MILLISECONDS = 20_000
+
+GROUP = {
+    "job": "resnet",
+    "group": "world",
+    "epoch": 3,
+    "world_size": 2,
+    "min_members": 0,
+    "members": [
+        {"member": 0, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 4},
+        {"member": 1, "place": "host 2", "stand": "takes_part", "step": 5, "replicas": 0},
+    ],
+    "missing": 0,
+    "lost": "",
+    "rounds_done": 17,
+    "rounds_failed": 1,
+    "waiting": [{"round": "layer 'bn1'", "seconds": 12.34, "missing": [1]}],
+}
+REPORT = {"server": "abcd", "seconds": 61.7, "received": 40, "bad_frames": 2, "groups": [GROUP]}
+
+
+def test_a_report_reads_as_text():
+    assert describe(REPORT) == (
+        "server abcd, up 62 s, 40 messages, 2 bad frames\n"
+        "job 'resnet', group 'world', epoch 3: 2 of 2 members, open; 17 rounds done, 1 failed\n"
+        "  member 0 (host 1), step 0, 4 replicas\n"
+        "  member 1 (host 2), step 5, 0 replicas\n"
+        "  waiting 12.3 s for members [1]: layer 'bn1'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"missing": 1, "members": GROUP["members"][:1]}, "1 of 2 members, waiting for members [1];"),
+        (
+            {"group": "pair", "missing": 1, "members": GROUP["members"][1:]},
+            "1 of 2 members, waiting for 1 member besides [1];",
+        ),
+        (
+            {"group": "pair", "world_size": 4, "missing": 2},
+            "2 of 4 members, waiting for 2 members besides [0, 1];",
+        ),
+        ({"lost": "member 1 left"}, "2 of 2 members, broken: member 1 left;"),
+    ],
+)
+def test_a_group_that_is_not_well_says_so(changed, words):
+    assert words in describe({**REPORT, "groups": [{**GROUP, **changed}]})
+
+
+def test_a_report_that_is_cut_says_how_many_groups_it_leaves_out():
+    assert describe({**REPORT, "left_out": 3}).splitlines()[-1] == "and 3 groups more than this report tells of"
+    assert "no jobs" not in describe({**REPORT, "groups": [], "left_out": 1})
+
+
+def test_an_idle_server_has_no_jobs():
+    assert describe({**REPORT, "groups": []}).splitlines()[1:] == ["no jobs"]
+
+
+def test_a_running_server_answers(server, job):
+    report = ask(server.endpoint)
+    assert set(report) == {"server", "seconds", "received", "bad_frames", "groups", *COUNTS}
+    assert job not in describe(report)
+
+
+def test_a_running_server_tells_of_a_job_that_waits(server, job, capsys):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(server.endpoint)
+        dealer.send(encode(register(1, 2, job=job, place="host 7")))
+        assert dealer.poll(WAIT_MILLISECONDS)
+        assert isinstance(decode(dealer.recv()), Registered)
+        assert command.main(["status", server.endpoint]) == 0
+        said = capsys.readouterr().out
+        dealer.send(encode(Leave(session_of(1, job), "")))
+        # The goodbye has arrived once something sent after it is answered.
+        dealer.send(b"")
+        assert dealer.poll(WAIT_MILLISECONDS)
+    assert f"job '{job}', group 'world', epoch 0: 1 of 2 members, waiting for members [0];" in said
+    assert "  member 1 (host 7), step 0, 0 replicas" in said
+    assert command.main(["status", server.endpoint]) == 0
+    assert f"'{job}'" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def nobody() -> str:
+    """An endpoint where nobody listens: it was free a moment ago."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind("tcp://127.0.0.1:*")
+        return router.last_endpoint.decode().rstrip("\0")
+
+
+def test_where_nobody_listens_there_is_no_answer(nobody):
+    with pytest.raises(ServerUnreachable) as caught:
+        ask(nobody, 0.05)
+    assert f"no answer from {nobody} within 0.05 s" in str(caught.value)
+    assert caught.value.fields == {"endpoint": nobody, "seconds": 0.05}
+
+
+def test_where_nobody_listens_the_command_exits_with_4(nobody, monkeypatch, capsys):
+    monkeypatch.setattr(command, "ask", partial(ask, seconds=0.05))
+    assert command.main(["status", nobody]) == 4
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("statsd_bn: no answer from ")
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "tcp://127.0.0.1", "udp://127.0.0.1:1"])
+def test_what_is_no_endpoint_exits_with_4(endpoint, capsys):
+    assert command.main(["status", endpoint]) == 4
+    said = capsys.readouterr().err
+    assert said.startswith(f"statsd_bn: endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} (")
+    assert said.count("\n") == 1
+
+
+def test_a_check_of_a_running_server_exits_with_0_and_says_nothing(server, capsys):
+    assert command.main(["check", server.endpoint]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_check_without_an_endpoint_is_of_this_hosts_own_server(server, nobody, monkeypatch, capsys):
+    monkeypatch.setattr(command, "CHECK_SECONDS", 0.05)
+    monkeypatch.setenv("STATSD_BN_BIND", nobody)
+    assert command.main(["check"]) == 4
+    assert capsys.readouterr().err.startswith(f"statsd_bn: no answer from {nobody} within 0.05 s")
+    monkeypatch.setattr(command, "CHECK_SECONDS", 5.0)
+    monkeypatch.setenv("STATSD_BN_BIND", server.endpoint)
+    assert command.main(["check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("bound", "reached"),
+    [
+        ("tcp://0.0.0.0:7000", "tcp://127.0.0.1:7000"),
+        ("tcp://*:7000,ipc:///run/statsd_bn", "tcp://127.0.0.1:7000"),
+        ("tcp://[::]:7000", "tcp://[::1]:7000"),
+        ("tcp://10.0.0.7:7000", "tcp://10.0.0.7:7000"),
+        ("ipc:///run/statsd_bn", "ipc:///run/statsd_bn"),
+    ],
+)
+def test_a_server_that_listens_on_all_addresses_is_reached_on_the_loopback_one(bound, reached):
+    assert own_endpoint({"STATSD_BN_BIND": bound}) == reached
+
+
+@pytest.mark.parametrize("bound", ["", "tcp://127.0.0.1:*", "tcp://127.0.0.1", "nonsense"])
+def test_a_check_of_a_server_whose_port_nobody_knows_is_a_wrong_use(bound, monkeypatch, capsys):
+    monkeypatch.setenv("STATSD_BN_BIND", bound)
+    with pytest.raises(ConfigurationError, match="STATSD_BN_BIND names none with a port"):
+        own_endpoint({"STATSD_BN_BIND": bound})
+    assert command.main(["check"]) == 2
+    assert repr(bound) in capsys.readouterr().err
+
+
+@pytest.fixture
+def somebody() -> Iterator[Callable[[bytes], str]]:
+    """Listens on an endpoint and gives one answer, the same whatever it is asked."""
+    threads = []
+    with zmq.Context() as context:
+
+        def listen(answer: bytes) -> str:
+            router = context.socket(zmq.ROUTER)
+            router.linger = WAIT_MILLISECONDS
+            router.bind("tcp://127.0.0.1:*")
+            endpoint = router.last_endpoint.decode().rstrip("\0")
+
+            def run() -> None:
+                with router:
+                    if router.poll(WAIT_MILLISECONDS):
+                        router.send_multipart([router.recv_multipart()[0], answer])
+
+            thread = threading.Thread(target=run, daemon=True)
+            threads.append(thread)
+            thread.start()
+            return endpoint
+
+        yield listen
+        for thread in threads:
+            thread.join(timeout=30)
+            assert not thread.is_alive()
+
+
+def another_version(frame: bytes) -> bytes:
+    return frame[:3] + b"\x63" + frame[4:]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (encode(Failure("protocol", "I am a teapot", {})), "gave no status: I am a teapot"),
+        (encode(Registered(b"session0", b"server00", 0, 0, 0, NOBODY)), "gave no status: Registered"),
+        (another_version(encode(Failure("version", "no", {}))), "protocol version: expected 2, got 99"),
+        (b"SSH-2.0", "expected to begin with b'SBN'"),
+    ],
+    ids=["a failure", "another message", "another version", "no message"],
+)
+def test_an_answer_that_is_no_status_exits_with_4_and_one_line(somebody, capsys, answer, words):
+    endpoint = somebody(answer)
+    assert command.main(["status", endpoint]) == 4
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_whoever_is_named_cannot_speak_to_the_terminal_or_forge_a_line():
+    members = [{"member": 0, "place": "höst\n\x1b[2Jno jobs", "stand": "takes_part", "step": 0, "replicas": 4}]
+    text = describe(REPORT | {"groups": [GROUP | {"members": members, "waiting": []}]})
+    assert text.splitlines()[2:] == [r"  member 0 (höst\n\x1b[2Jno jobs), step 0, 4 replicas"]
+
+
+NONSENSE = [{}, {**REPORT, "seconds": "long"}, {**REPORT, "groups": [{}]}, {**REPORT, "groups": 3}]
+
+
+@pytest.mark.parametrize("report", NONSENSE)
+def test_a_report_that_makes_no_sense_is_an_error_in_one_line(report):
+    with pytest.raises(ServerUnreachable, match="makes no sense"):
+        _described(report)
