@@ -57,7 +57,8 @@ class Quota:
     max_tenant_bytes: int = _option(
         3 * 2**27,
         2**44,
-        "bytes kept for a tenant, or without keys for a job: 1,024 members at 2,048 channels keep 320 MB",
+        "bytes kept for a tenant, or without keys for a job: 1,024 members at 2,048 channels keep 320 MB. With keys it "
+        "should be below --max-server-bytes, or one tenant can take all the room",
     )
     max_unread: int = _option(
         SEND_HIGH_WATER_MARK,

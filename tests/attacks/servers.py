@@ -144,11 +144,15 @@ def end(process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
-def accounting(size: int) -> list[str]:
-    """The options by which a server keeps no more than so many bytes for a tenant, and in all."""
+def accounting(size: int, *, with_keys: bool) -> list[str]:
+    """The options by which a server keeps no more than so many bytes in all.
+
+    Without keys a job may keep all of them: it gives way to others. With keys no tenant gives way to another one, so
+    each may keep three quarters, as by default.
+    """
     names = {option.name for option in dataclasses.fields(Quota)}
-    bounds = sorted(names & {"max_server_bytes", "max_tenant_bytes", "max_job_bytes"})
-    return [word for name in bounds for word in (f"--{name.replace('_', '-')}", str(size))]
+    sizes = {"max_server_bytes": size, "max_tenant_bytes": size * 3 // 4 if with_keys else size, "max_job_bytes": size}
+    return [word for name in sorted(names & sizes.keys()) for word in (f"--{name.replace('_', '-')}", str(sizes[name]))]
 
 
 def _status(pid: int, name: str) -> str:

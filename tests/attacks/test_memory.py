@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from attacks.crowds import ask_all, crowd, registrations
 from attacks.peers import Peers, job_of
@@ -20,20 +21,21 @@ pytestmark = keys_if_long
 
 ACCOUNT = 16 * 2**20
 
-# Those who attack say nothing more once their messages are kept.
-OPTIONS = (*accounting(ACCOUNT), "--silence-seconds", "3600")
+
+@pytest.fixture
+def server(start, with_keys):
+    # Those who attack say nothing more once their messages are kept.
+    return start(*accounting(ACCOUNT, with_keys=with_keys), "--silence-seconds", "3600", account=ACCOUNT)
 
 
-def test_futures_are_counted(start, honest_job_beside):
+def test_futures_are_counted(server, honest_job_beside):
     """At 6b62bd3: it grows by 100 to 190 MiB."""
-    server = start(*OPTIONS, account=ACCOUNT)
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
         crowd(peers, "bob", groups=16, size=400, rounds=256)
 
 
-def test_answers_that_nobody_reads_are_counted(start, honest_job_beside):
+def test_answers_that_nobody_reads_are_counted(server, honest_job_beside):
     """At 6b62bd3: 15 kB of requests let rounds of others take 10 to 500 times as long."""
-    server = start(*OPTIONS, account=ACCOUNT)
     with honest_job_beside(server) as beside, Peers(server) as peers:
         job = job_of("bob")
         for group in range(8):
@@ -47,9 +49,8 @@ def test_answers_that_nobody_reads_are_counted(start, honest_job_beside):
                 time.sleep(0.5)
 
 
-def test_all_jobs_together_stay_within_the_account(start, honest_job_beside):
+def test_all_jobs_together_stay_within_the_account(server, honest_job_beside):
     """At 6b62bd3: each job may keep as much, and it grows by 115 MiB."""
-    server = start(*OPTIONS, account=ACCOUNT)
     rows = Rows((1,), np.ones((1, 2, 32_768)))  # half a megabyte
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
         for number in range(8):
