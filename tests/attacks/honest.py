@@ -220,7 +220,7 @@ def honest_job_beside(
     if not faults:
         faults = slow_downs(played, beside.phases, slowdown)
     grown = server.highest() - server.settled
-    if grown > server.limits.account + BESIDE_ACCOUNT_BYTES:
+    if grown > server.account + BESIDE_ACCOUNT_BYTES:
         faults.append(f"the server's memory grew by {grown / 2**20:.0f} MiB")
     if "Traceback" in server.said():
         faults.append(server.said()[-2000:])

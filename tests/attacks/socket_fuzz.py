@@ -22,29 +22,30 @@ from typing import Any
 import zmq
 
 from attacks import servers
+from attacks.fuzz_frames import (
+    BETWEEN_FENCES,
+    BURST,
+    FENCE,
+    FENCE_ANSWER,
+    NO_MARK,
+    Burst,
+    beginning,
+    identities,
+    random_frames,
+)
 from attacks.honest import Workers
-from attacks.peers import LONG, MORE, Peers, framed, greeting, handshake, ready
+from attacks.peers import Peers, handshake
 from attacks.servers import Attacked
-from fuzzing.fuzz_target import JOBS, SOUND, TOKENS
 from server.secrets.keygen import generate
 from statsd_bn.errors import ServerUnreachable
-from statsd_bn.messages import StatusRequest
-from statsd_bn.wire import encode
 
 CONNECTIONS = 100
 
-# Where a connection's mark goes; a mark never looks like hexadecimal, and never like this.
-NO_MARK = b"000000"
+# What a connection has in place of NO_MARK: never hexadecimal, and never like that.
 MARK = re.compile(rb"[g-w][0-9a-f]{5}")
 
-# What a ROUTER that nobody has seeded gives first.
-UNSEEDED = 0x6B8B4567
-
-# Bursts that are made before, each of so many frames at most; a connection says a part of one.
-BURSTS, BURST = 48, 3000
-
-# Which part of a burst is no sound frame.
-CHANGES = (0.005, 0.005, 0.005, 0.65)
+# Bursts that are made before.
+BURSTS = 48
 
 # How much is sent at a time, and how long a connection may have nothing to say or to hear.
 CHUNK = 65_536
@@ -59,14 +60,20 @@ READY_BYTES = 80
 # The part of connections that end without hearing their answers, and by a reset.
 BROKEN = 0.2
 
-# How many frames may be on their way to the server: what it has not come to read is not played yet.
-AHEAD = 50_000
+# The part of connections that wait for no answer to a fence: the server drops most of what they say.
+GREEDY = 0.05
+
+# The part of connections with a key that set a routing id.
+CLAIMS = 0.1
+
+# How often the server is asked for its counts, and how long no connection with a key may hear anything.
+LOOK_SECONDS, SILENT_SECONDS = 0.5, 0.2
 
 # The server would let so many new connections wait; this is about what they say.
 UNHINDERED = ("--max-new-connections", str(2**20), "--connections-per-second", str(2**20))
 
-# A round beside such a flood may take long, and no longer.
-SECONDS_FOR_EACH_MILLION = 600
+# A server that looks at fewer frames than 500 in a second takes nothing any more.
+SECONDS_FOR_EACH_MILLION = 2000
 
 
 class Fuzzed(AssertionError):
@@ -79,9 +86,8 @@ class Tally:
 
     Attributes:
         frames: that were sent, of which some were lost in connections that broke.
-        reached: that the server has read from its socket, as it says itself, but for those of connections that it
-            was about to end, which it does not count.
-        dropped: of these, that it had no time for, because others had a right to it; all others it has looked at.
+        looked_at: that the server has decoded, as it says itself, those of the honest job as well.
+        dropped: that the server has read and had no time for, because others had a right to it.
         lives: how many connections there were.
         answered: how many bytes came back.
         rounds: of the honest job beside it.
@@ -89,7 +95,7 @@ class Tally:
     """
 
     frames: int = 0
-    reached: int = 0
+    looked_at: int = 0
     dropped: int = 0
     lives: int = 0
     answered: int = 0
@@ -98,106 +104,10 @@ class Tally:
 
     def __str__(self) -> str:
         return (
-            f"{self.frames} frames over {self.lives} connections in {self.seconds:.0f} s; {self.reached} reached the "
-            f"server ({self.reached / max(self.seconds, 1e-9):.0f} in a second), which looked at "
-            f"{self.reached - self.dropped}; {self.answered} bytes came back, and the honest job had {self.rounds} "
-            "rounds"
+            f"{self.frames} frames over {self.lives} connections in {self.seconds:.0f} s; the server looked at "
+            f"{self.looked_at} ({self.looked_at / max(self.seconds, 1e-9):.0f} in a second) and dropped "
+            f"{self.dropped}; {self.answered} bytes came back, and the honest job had {self.rounds} rounds"
         )
-
-
-def templates() -> list[bytes]:
-    """Sound frames with room for a mark in the job's name and the session."""
-    found = []
-    for frame in SOUND:
-        if frame == encode(StatusRequest()):
-            continue  # without keys it tells of all jobs
-        marked = frame
-        for number, token in enumerate(TOKENS):
-            marked = marked.replace(token, bytes([64 + number]) + b"-" + NO_MARK)
-        for job in JOBS:
-            marked = marked.replace(job.encode(), b"e" * (len(job) - len(NO_MARK)) + NO_MARK)
-        found.append(marked)
-    return found
-
-
-def changed(frame: bytes, chance: random.Random) -> bytes:
-    """A frame with some of its bytes changed, cut or repeated; the mark stays, or several would have the same."""
-    found = bytearray(frame)
-    for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        found[chance.randrange(len(found))] = chance.randrange(256)
-    if found.count(NO_MARK) < frame.count(NO_MARK):
-        return frame
-    cut = chance.random()
-    if cut < 0.1:
-        return bytes(found[: chance.randrange(len(found))])
-    return bytes(found) * 2 if cut < 0.13 else bytes(found)
-
-
-def random_frames(chance: random.Random, number: int) -> list[bytes]:
-    """Frames as a connection may say them, one after the other; in most lists few are changed.
-
-    A connection with many that make no sense is soon ended, and the rest of them is not looked at.
-    """
-    changes = chance.choice(CHANGES)
-    sound = templates()
-    frames = []
-    for _ in range(number):
-        what = chance.random()
-        if what > changes:
-            frames.append(chance.choice(sound))
-        elif what < 0.85 * changes:
-            frames.append(changed(chance.choice(sound), chance))
-        else:
-            frames.append(chance.randbytes(chance.choice((0, 1, 8, 40, 300))))
-    return frames
-
-
-@dataclass(slots=True)
-class Burst:
-    """Frames as bytes of ZMTP, and where each of them ends."""
-
-    data: bytes
-    ends: list[int]
-
-    @classmethod
-    def random(cls, chance: random.Random) -> "Burst":
-        parts, ends, size = [], [], 0
-        for frame in random_frames(chance, chance.randrange(1, BURST)):
-            flags = chance.choice((0,) * 40 + (MORE, LONG))
-            parts.append(framed(frame, flags))
-            size += len(parts[-1])
-            ends.append(size)
-        return cls(b"".join(parts), ends)
-
-
-def identities(chance: random.Random, lives: int) -> tuple[bytes, ...]:
-    """The routing ids that a handshake names: none, one or two."""
-    kinds = (
-        (),
-        (),
-        (chance.randbytes(chance.randrange(1, 20)),),
-        (b"\0" + struct.pack(">I", (UNSEEDED + lives + chance.randrange(-50, 200)) % 2**32),),
-        (chance.choice((b"one", b"two", b"three")),),
-        (b"i" * 255,),
-        (chance.randbytes(5), b"\0" + chance.randbytes(4)),
-        (b"\0",),
-    )
-    return chance.choice(kinds)
-
-
-def beginning(chance: random.Random, lives: int) -> bytes:
-    """The handshake of a connection, sound or not."""
-    what = chance.random()
-    kind = chance.choice((b"DEALER",) * 6 + (b"REQ", b"ROUTER", b"PUB"))
-    if what < 0.9:
-        return handshake(*identities(chance, lives), kind=kind)
-    if what < 0.93:
-        return greeting(chance.choice((b"CURVE", b"PLAIN", b"GSSAPI", b"")), chance.randrange(256)) + ready([])
-    if what < 0.96:
-        found = bytearray(handshake())
-        found[chance.randrange(len(found))] = chance.randrange(256)
-        return bytes(found)
-    return chance.randbytes(chance.randrange(200))
 
 
 @dataclass
@@ -207,22 +117,41 @@ class Life:
     socket: socket.socket
     mark: bytes
     data: memoryview
-    ends: list[int]
+    burst: Burst
     offset: int
     until: float
     is_patient: bool
+    is_greedy: bool
     sent: int = 0
     heard: int = 0
+    passed: int = 0
     tail: bytes = b""
 
     @property
     def may_say(self) -> int:
-        """How much it may send by now: ZeroMQ ends a connection that goes on before both sides are READY."""
-        return len(self.data) if self.heard >= READY_BYTES or not self.is_patient else self.offset
+        """How much it may send by now: up to the first fence whose answer it has not heard.
+
+        ZeroMQ ends a connection that goes on before both sides are READY.
+        """
+        if self.heard < READY_BYTES and self.is_patient:
+            return self.offset
+        fences = self.burst.fences
+        if self.is_greedy or self.passed >= len(fences):
+            return len(self.data)
+        return min(len(self.data), self.offset + fences[self.passed])
+
+    def hear(self, data: bytes) -> bytes:
+        """Takes note of what came, and returns it with the end of what came before."""
+        self.heard += len(data)
+        data = self.tail + data
+        self.passed += data.count(FENCE_ANSWER)
+        # Less than an answer, so that none counts twice.
+        self.tail = data[1 - len(FENCE_ANSWER) :]
+        return data
 
     def frames(self) -> int:
         """How many of its frames have gone, all their bytes."""
-        return bisect_right(self.ends, self.sent - self.offset)
+        return bisect_right(self.burst.ends, self.sent - self.offset)
 
 
 @dataclass
@@ -247,18 +176,15 @@ class Fuzz:
         self._poll = select.epoll()
 
     def play(self, frames: int) -> None:
-        """Plays until so many frames have reached the server.
+        """Plays until the server has looked at so many frames.
 
         Raises:
             Fuzzed: somebody is told what is another's, or the server ends.
         """
-        last = time.monotonic() + 60 + SECONDS_FOR_EACH_MILLION * frames / 1e6
         try:
-            while self.look() < frames:
-                if time.monotonic() > last:
-                    raise Fuzzed("the server takes nothing any more")
-                most = self.tally.frames + AHEAD
-                while self.tally.frames < most and time.monotonic() < last:
+            for _ in self.looks(frames):
+                until = time.monotonic() + LOOK_SECONDS
+                while time.monotonic() < until:
                     while len(self._lives) < CONNECTIONS:
                         self._open()
                     self._turn()
@@ -269,20 +195,20 @@ class Fuzz:
                 one.close()
             self._poll.close()
 
-    def look(self) -> int:
-        """How many frames have reached the server; waits until it has come to most of those that were sent."""
-        while True:
-            if self.server.ending:
-                raise Fuzzed(f"the server was ended by {self.server.ending}\n{self.server.said()[-2000:]}")
-            before = self.tally.reached
-            self._ask()
-            if self.tally.reached - before < AHEAD // 50:
-                return self.tally.reached
+    def looks(self, frames: int) -> Iterator[None]:
+        """Goes on until the server has looked at so many frames."""
+        last = time.monotonic() + 60 + SECONDS_FOR_EACH_MILLION * frames / 1e6
+        while self._look() < frames:
+            if time.monotonic() > last:
+                raise Fuzzed(f"the server takes nothing any more: {self.tally}")
+            yield
 
-    def _ask(self) -> None:
+    def _look(self) -> int:
+        if self.server.ending:
+            raise Fuzzed(f"the server was ended by {self.server.ending}\n{self.server.said()[-2000:]}")
         report = self._report()
-        self.tally.dropped = int(report["dropped_messages"])
-        self.tally.reached = int(report["received"]) + self.tally.dropped
+        self.tally.dropped, self.tally.looked_at = int(report["dropped_messages"]), int(report["received"])
+        return self.tally.looked_at
 
     def _report(self) -> dict[str, Any]:
         # An asker may come over a port that is not free yet, as everybody may.
@@ -324,10 +250,11 @@ class Fuzz:
             plain,
             mark,
             memoryview(data),
-            burst.ends,
+            burst,
             len(first),
             time.monotonic() + QUIET_SECONDS,
-            chance.random() > 0.05,
+            is_patient=chance.random() > 0.05,
+            is_greedy=chance.random() < GREEDY,
         )
         self._lives[plain.fileno()] = life
         self._poll.register(plain.fileno(), select.EPOLLIN | select.EPOLLOUT)
@@ -363,11 +290,10 @@ class Fuzz:
             self._end(life)
             return False
         self.tally.answered += len(data)
-        if life.heard < READY_BYTES <= life.heard + len(data):
+        before = life.may_say
+        self.check(life.mark, life.hear(data))
+        if life.may_say > before:
             self._poll.modify(life.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
-        life.heard += len(data)
-        self.check(life.mark, life.tail + data)
-        life.tail = data[-len(NO_MARK) :]
         return True
 
     def _say(self, life: Life, now: float) -> None:
@@ -381,8 +307,10 @@ class Fuzz:
         life.until = now + QUIET_SECONDS
         if life.sent == life.may_say:
             self._poll.modify(life.socket.fileno(), select.EPOLLIN)
-            if life.sent < len(life.data):
+            if life.sent == life.offset < len(life.data):
                 life.until = now + HANDSHAKE_SECONDS
+            elif life.sent < len(life.data):
+                pass  # it waits for the answer to a fence
             elif self._chance.random() < BROKEN:
                 life.until = now + self._chance.choice((0.0, 0.05))
             else:
@@ -404,55 +332,60 @@ def play_with_keys(fuzz: Fuzz, frames: int) -> None:
     """As `Fuzz.play` over connections with a key, by ZeroMQ's own sockets."""
     chance = random.Random(fuzz.seed + 1)
     pool = [random_frames(chance, BURST // 4) for _ in range(BURSTS // 4)]
-    last = time.monotonic() + 60 + SECONDS_FOR_EACH_MILLION * frames / 1e6
     with Peers(fuzz.server) as peers:
-        while fuzz.look() < frames:
-            fuzz.tally.frames += _lives_with_keys(fuzz, peers, pool, chance)
-            if time.monotonic() > last:
-                raise Fuzzed("the server takes nothing any more")
+        parts = _parts_with_keys(fuzz, peers, pool, chance)
+        for _ in fuzz.looks(frames):
+            next(parts)
 
 
-def _lives_with_keys(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Random) -> int:
-    """A hundred connections from beginning to end; returns how many frames they have sent."""
-    done = 0
-    there = []
+def _parts_with_keys(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Random) -> Iterator[None]:
+    """Goes on for ever: what a hundred connections say until a fence, from their beginning to their end."""
+    while True:
+        yield from _lives_with_keys(fuzz, peers, pool, chance)
+
+
+def _lives_with_keys(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Random) -> Iterator[None]:
+    there: dict[zmq.Socket[bytes], bytes] = {}
     for _ in range(CONNECTIONS):
-        name = b"".join(identities(chance, fuzz.tally.lives)[:1])
-        peer = peers.open(name)
-        there.append((peer, fuzz.mark(), chance.choice(pool)))
+        # With a key a routing id is no more than a reason to be cut off.
+        name = b"".join(identities(chance, fuzz.tally.lives)[:1]) if chance.random() < CLAIMS else b""
+        there[peers.open(name).socket] = fuzz.mark()
+    said = [chance.choice(pool) for _ in there]
     fuzz.tally.lives += len(there)
-    for start in range(0, BURST // 4, 100):
-        for peer, mark, frames in there:
-            part = [frame.replace(NO_MARK, mark) for frame in frames[start : start + 100]]
-            done += _say(peer.socket, part)
-            _hear(fuzz, peer.socket, mark)
-    for peer, mark, _ in there:
-        _hear(fuzz, peer.socket, mark)
+    for start in range(0, BURST // 4, BETWEEN_FENCES):
+        for (plain, mark), frames in zip(there.items(), said, strict=True):
+            part = [frame.replace(NO_MARK, mark) for frame in frames[start : start + BETWEEN_FENCES]]
+            fuzz.tally.frames += _say(plain, [*part, FENCE])
+        _hear(fuzz, there)
+        yield
+    for peer in peers.all:
         peer.close()
     peers.all.clear()
-    return done
 
 
 def _say(plain: "zmq.Socket[bytes]", frames: list[bytes]) -> int:
-    done = 0
-    for frame in frames:
+    """Returns how many frames were sent: those of a connection that was cut off may have no room."""
+    for number, frame in enumerate(frames):
         try:
             plain.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            plain.poll(20, zmq.POLLOUT)
-            continue
-        done += 1
-    return done
+            return number
+    return len(frames)
 
 
-def _hear(fuzz: Fuzz, plain: "zmq.Socket[bytes]", mark: bytes) -> None:
-    while True:
-        try:
-            data = b"".join(plain.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            return
-        fuzz.tally.answered += len(data)
-        fuzz.check(mark, data)
+def _hear(fuzz: Fuzz, there: dict["zmq.Socket[bytes]", bytes]) -> None:
+    """Takes in the answers, until each connection has that to its fence, or nothing comes any more."""
+    poller = zmq.Poller()
+    for plain in there:
+        poller.register(plain, zmq.POLLIN)
+    behind = set(there)
+    while behind and (events := poller.poll(1000 * SILENT_SECONDS)):
+        for plain, _ in events:
+            data = b"".join(plain.recv_multipart())
+            fuzz.tally.answered += len(data)
+            fuzz.check(there[plain], data)
+            if FENCE_ANSWER in data:
+                behind.discard(plain)
 
 
 @contextmanager
@@ -497,7 +430,7 @@ def fuzz_socket(frames: int, seed: int, *, with_keys: bool, workers: Workers) ->
 
 
 def main(frames: int, seed: int) -> None:
-    """Plays nine tenths of the frames without keys, and a tenth with keys; says what was played."""
+    """Plays until servers have looked at so many frames, a tenth of them with keys; says what was played."""
     workers = Workers()
     try:
         for with_keys, share in ((False, frames - frames // 10), (True, frames // 10)):

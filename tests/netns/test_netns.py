@@ -30,6 +30,6 @@ def test_a_member_that_is_cut_off_for_ever_is_named():
 
 def test_a_scenario_finds_what_is_wrong(monkeypatch):
     """Other weights, and an error that nobody expects."""
-    monkeypatch.setattr("netns_scenarios.undisturbed", lambda _: ("other",) * WORLD)
+    monkeypatch.setattr("netns.netns_scenarios.undisturbed", lambda _: ("other",) * WORLD)
     with pytest.raises(Finding, match="not those of an undisturbed run"):
         weather(2)(seed=0)

@@ -1,0 +1,138 @@
+"""What a fuzzed connection says: its handshake, sound frames, changed ones, and between them fences.
+
+A fence is a frame to which any server has the same answer. Whoever waits for that sends no more than the server has
+time to look at.
+"""
+
+import random
+import struct
+from dataclasses import dataclass
+
+from attacks.peers import LONG, MORE, framed, greeting, handshake, ready
+from fuzzing.fuzz_target import JOBS, SOUND, TOKENS
+from statsd_bn.messages import Heartbeat, StatusRequest
+from statsd_bn.tokens import digest
+from statsd_bn.wire import encode
+
+# Where a connection's mark goes.
+NO_MARK = b"000000"
+
+# What a ROUTER that nobody has seeded gives first.
+UNSEEDED = 0x6B8B4567
+
+# The most frames of a connection beside its fences; it says a part of them.
+BURST = 3000
+
+# Which part of a burst is no sound frame.
+CHANGES = (0.005, 0.005, 0.005, 0.65)
+
+# A heartbeat of a session that nobody has, and what its answer has once.
+FENCE = encode(Heartbeat(b"a fence!"))
+FENCE_ANSWER = f"{digest(b'a fence!').hex()} is not registered".encode()
+
+# How many frames come before a fence: half of those that may wait until the server has time for a stranger.
+BETWEEN_FENCES = 32
+
+
+def templates() -> list[bytes]:
+    """Sound frames with room for a mark in the job's name and the session."""
+    found = []
+    for frame in SOUND:
+        if frame == encode(StatusRequest()):
+            continue  # without keys it tells of all jobs
+        marked = frame
+        for number, token in enumerate(TOKENS):
+            marked = marked.replace(token, bytes([64 + number]) + b"-" + NO_MARK)
+        for job in JOBS:
+            marked = marked.replace(job.encode(), b"e" * (len(job) - len(NO_MARK)) + NO_MARK)
+        found.append(marked)
+    return found
+
+
+def changed(frame: bytes, chance: random.Random) -> bytes:
+    """A frame with some of its bytes changed, cut or repeated; the mark stays, or several would have the same."""
+    found = bytearray(frame)
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        found[chance.randrange(len(found))] = chance.randrange(256)
+    if found.count(NO_MARK) < frame.count(NO_MARK):
+        return frame
+    cut = chance.random()
+    if cut < 0.1:
+        return bytes(found[: chance.randrange(len(found))])
+    return bytes(found) * 2 if cut < 0.13 else bytes(found)
+
+
+def random_frames(chance: random.Random, number: int) -> list[bytes]:
+    """Frames as a connection may say them, one after the other; in most lists few are changed.
+
+    A connection with many that make no sense is soon ended, and the rest of them is not looked at.
+    """
+    changes = chance.choice(CHANGES)
+    sound = templates()
+    frames = []
+    for _ in range(number):
+        what = chance.random()
+        if what > changes:
+            frames.append(chance.choice(sound))
+        elif what < 0.85 * changes:
+            frames.append(changed(chance.choice(sound), chance))
+        else:
+            frames.append(chance.randbytes(chance.choice((0, 1, 8, 40, 300))))
+    return frames
+
+
+@dataclass(slots=True)
+class Burst:
+    """Frames as bytes of ZMTP, and where each of them, and each fence, ends."""
+
+    data: bytes
+    ends: list[int]
+    fences: list[int]
+
+    @classmethod
+    def random(cls, chance: random.Random) -> "Burst":
+        burst, waiting = bytearray(), 0
+        ends: list[int] = []
+        fences: list[int] = []
+        for frame in random_frames(chance, chance.randrange(1, BURST)):
+            flags = chance.choice((0,) * 40 + (MORE, LONG))
+            burst += framed(frame, flags)
+            ends.append(len(burst))
+            waiting += 1
+            # What follows a frame with MORE belongs to it.
+            if waiting >= BETWEEN_FENCES and flags != MORE:
+                burst += framed(FENCE)
+                ends.append(len(burst))
+                fences.append(len(burst))
+                waiting = 0
+        return cls(bytes(burst), ends, fences)
+
+
+def identities(chance: random.Random, lives: int) -> tuple[bytes, ...]:
+    """The routing ids that a handshake names: none, one or two."""
+    kinds = (
+        (),
+        (),
+        (chance.randbytes(chance.randrange(1, 20)),),
+        (b"\0" + struct.pack(">I", (UNSEEDED + lives + chance.randrange(-50, 200)) % 2**32),),
+        (chance.choice((b"one", b"two", b"three")),),
+        (b"i" * 255,),
+        (chance.randbytes(5), b"\0" + chance.randbytes(4)),
+        (b"\0",),
+    )
+    return chance.choice(kinds)
+
+
+def beginning(chance: random.Random, lives: int) -> bytes:
+    """The handshake of a connection, sound or not."""
+    what = chance.random()
+    kind = chance.choice((b"DEALER",) * 6 + (b"REQ", b"ROUTER", b"PUB"))
+    if what < 0.9:
+        return handshake(*identities(chance, lives), kind=kind)
+    if what < 0.93:
+        return greeting(chance.choice((b"CURVE", b"PLAIN", b"GSSAPI", b"")), chance.randrange(256)) + ready([])
+    if what < 0.96:
+        found = bytearray(handshake())
+        found[chance.randrange(len(found))] = chance.randrange(256)
+        return bytes(found)
+    return chance.randbytes(chance.randrange(200))
