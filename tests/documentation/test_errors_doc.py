@@ -61,7 +61,7 @@ def test_what_travels_has_the_same_fields_in_the_protocol():
 
 def test_causes_in_the_page_are_those_of_the_code():
     sources = "\n".join(
-        path.read_text() for folder in ("server", "client") for path in (DOCS.parent / folder).glob("*.py")
+        path.read_text() for folder in ("server", "client") for path in (DOCS.parent / folder).rglob("*.py")
     )
     for cause in (
         "the connection was lost",

@@ -166,9 +166,12 @@ def test_the_module_itself_never_takes_a_seat():
 
 def test_replicas_of_replicas_are_refused_where_they_would_miss_their_cousins():
     layer = client.SynchronizedBatchNorm1d(2)
+    layer.layer_name = "features.0"
     nested = DataParallelWithCallback(DataParallelWithCallback(nn.Sequential(layer), ["cpu"] * 2), ["cpu"] * 2)
     x = torch.randn(8, 2)
-    with pytest.raises(ConfigurationError, match=r"none inside a replica of another, got one around layer '0'"):
+    with pytest.raises(
+        ConfigurationError, match=r"none inside a replica of another, got one around layer 'features.0'"
+    ):
         nested(x)
     torch.testing.assert_close(nested.eval()(x), layer(x))
 
