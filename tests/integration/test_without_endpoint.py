@@ -27,6 +27,7 @@ from statsd_bn.private_folder import check_private
 from support.launched import PROC, Launched
 from support.memory_members import in_threads, outcome
 from support.paths import TESTS
+from support.ports import free_port
 
 PROGRAMS = TESTS / "programs" / "launch_programs.py"
 
@@ -50,12 +51,6 @@ SEVERAL_NODES = {**NODES, "STATSD_BN_SECRET": SECRET}
 by_name = pytest.mark.skipif(not resolves(socket.gethostname()), reason="this host does not know its own name")
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return str(found.getsockname()[1])
-
-
 @pytest.fixture
 def launch(tmp_path):
     """Starts the processes of a job as a launcher does that keeps no store; nothing of them is left."""
@@ -66,7 +61,7 @@ def launch(tmp_path):
                 "WORLD_SIZE": str(processes),
                 "LOCAL_WORLD_SIZE": str(processes),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": free_port(),
+                "MASTER_PORT": str(free_port("")),
                 **environ,
             }
             command = [sys.executable, PROGRAMS, program]
@@ -177,7 +172,7 @@ for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, member=1, w
 @with_proc
 def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(launch):
     """The path is no secret: whoever reaches the store learns it. The folder is closed."""
-    port = free_port()
+    port = str(free_port(""))
     first, second = launch("go_on_after_member_0", 2, MASTER_PORT=port)
     first.line("at the end")
     known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
