@@ -168,9 +168,8 @@ class Shell:
             environs = [{**one, **environ} for one in self._environs(int(options.nproc_per_node))]
             self._python(Run(script.page, script.line, script.text, str(self._folder), environs))
         else:
-            (self._folder / options.training_script).write_text(
-                f"from documentation.docs_stand_ins import *\n\n{script.text}"
-            )
+            text = f"from documentation.docs_stand_ins import *\n\n{script.text}"
+            (self._folder / options.training_script).write_text(text)
             self._launch_nodes(nodes, words, options.rdzv_endpoint, environ)
 
     def _launch_nodes(self, number: int, words: Words, meeting: str, environ: Mapping[str, str]) -> None:

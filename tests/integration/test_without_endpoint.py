@@ -14,8 +14,7 @@ import pytest
 import zmq
 from torch import distributed
 
-from client.launch import own_server, server_process
-from client.launch import store as meeting_store
+from client.launch import own_server, server_process, store
 from client.launch.environment import member_from
 from client.launch.launchers import MeetingPlace
 from client.launch.own_server import binding, reached_by
@@ -76,20 +75,20 @@ def launch(tmp_path):
 @pytest.fixture
 def environ(monkeypatch):
     """That of one process on one node whose launcher keeps a store."""
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(meeting_store, "_stores", {})
+    launchers = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(store, "_stores", {})
     # Threads that play processes would number their meetings together.
-    monkeypatch.setattr(meeting_store, "_meetings", _Zeros())
+    monkeypatch.setattr(store, "_meetings", _Zeros())
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     yield {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": str(launchers.port),
     }
     for master in list(server_process._started):
         master.stop()
-    meeting_store._stores.clear()
+    store._stores.clear()
 
 
 class _Zeros:
@@ -153,12 +152,12 @@ def test_on_one_node_the_master_listens_in_a_private_folder_without_keys(environ
 STRANGER = """
 import client
 from client.launch.launchers import MeetingPlace
-from client.launch.store import Meeting
+from client.launch import store
 from server.cli.status import ask
 from statsd_bn.errors import StatsdBNError
 be_another_user()
 place = MeetingPlace("127.0.0.1", int(os.environ["MASTER_PORT"]))
-endpoint = Meeting(place, 1, 2, "job default/latest life", 20.0).hear().endpoint
+endpoint = store.Meeting(place, 1, 2, "job default/latest life", 20.0).hear().endpoint
 store._meetings = iter([0])
 for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, member=1, world_size=2), client.connect):
     try:
@@ -227,7 +226,7 @@ def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ, t
     assert endpoint.startswith(f"tcp://{socket.gethostname()}:")
     assert (other, same_keys, who.epoch) == (endpoint, keys, 3)
     assert keys is not None
-    told = next(iter(meeting_store._stores.values())).get("statsd_bn/job default/latest life/0").decode()
+    told = next(iter(store._stores.values())).get("statsd_bn/job default/latest life/0").decode()
     assert not [key for key in (SECRET, keys.pair.secret, keys.server) if key in told]
     assert ('"secret": ""' in told) == (way != "store")
     assert ("whoever can reach MASTER_ADDR:MASTER_PORT can read it" in caplog.text) == (way == "store")
@@ -272,7 +271,7 @@ def test_a_member_0_that_takes_several_hosts_for_one_is_told_of_by_the_others(en
     join(environ, 0)
     place = MeetingPlace(socket.gethostname(), int(environ["MASTER_PORT"]))
     # That another host reaches the store by its name is not what this is about.
-    meeting_store._stores[os.getpid(), place] = meeting_store._stores[os.getpid(), place._replace(address="127.0.0.1")]
+    store._stores[os.getpid(), place] = store._stores[os.getpid(), place._replace(address="127.0.0.1")]
     with pytest.raises(ConfigurationError, match=r"MASTER_ADDR: expected the same on all .* at ipc://\S+\. Give"):
         join({**environ, "MASTER_ADDR": place.address, "STATSD_BN_SECRET": SECRET}, 1)
 
@@ -283,7 +282,7 @@ def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_maste
     with pytest.raises(ServerUnreachable, match="has told nobody of a master"):
         join(anew, 1, fill_deadline=0.1)
     endpoint, _, _ = join(anew, 0)
-    meeting_store._stores.clear()
+    store._stores.clear()
     assert join(anew, 1)[0] == endpoint
 
 

@@ -302,7 +302,7 @@ else:
 
 @pytest.mark.parametrize("how", ["connected", "left open"])
 def test_a_script_that_never_closes_ends_all_the_same(server, job, how):
-    subprocess.run([sys.executable, "-c", UNTIDY, server.endpoint, how, job], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", UNTIDY, server.endpoint, how, job], check=True, timeout=100)
 
 
 def test_the_frame_is_a_heartbeat_of_the_session():
