@@ -1,4 +1,7 @@
-"""The aggregation process: `python -m server`, or `run_master` in code. It needs no torch."""
+"""The aggregation process: `python -m server`, or `run_master` in code.
+
+It needs no torch. This file only hands on the public names; the packages say what belongs in them.
+"""
 
 # Before anything that needs a library.
 from server import search_path as search_path

@@ -1,4 +1,4 @@
 """The modules that users put into a model, and the conversion of whole models.
 
-Helpers around a training loop belong into `client.training`.
+Helpers around a training loop belong in `client.training`.
 """

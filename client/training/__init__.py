@@ -1,4 +1,4 @@
 """Helpers around a training loop: none is needed to synchronise a model.
 
-What runs inside of a layer belongs into `client.layers`.
+What runs inside of a layer belongs in `client.layers`.
 """

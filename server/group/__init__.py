@@ -1,4 +1,4 @@
 """One group of one job: its members, its rounds, its recovery after a restart of the server.
 
-Pure: no socket, thread or clock. What concerns several groups belongs into `server.core`.
+Pure: no socket, thread or clock. What concerns several groups belongs in `server.core`.
 """

@@ -1,11 +1,16 @@
+"""The house keeps its order: what imports what, how full a folder is, what a package says of itself."""
+
+import ast
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 
 import pytest
 
+from documentation import import_graph
 from support.paths import ROOT
 
 REPOSITORY = ROOT
@@ -54,3 +59,54 @@ def test_the_oldest_versions_are_tested_that_users_may_install():
     assert tested.keys() == admitted.keys()
     for name, version in tested.items():
         assert re.fullmatch(re.escape(admitted[name]) + r"(\.0)*", version), f"{name}: {admitted[name]}, {version}"
+
+
+MOST_OF_A_FOLDER = 18
+MOST_OF_TESTS = 40
+
+PACKAGES = [path for path in import_graph.modules().values() if path.name == "__init__.py"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "most"), [*((top, MOST_OF_A_FOLDER) for top in import_graph.ROOTS), ("tests", MOST_OF_TESTS)]
+)
+def test_a_folder_can_be_taken_in_at_a_glance(folder, most):
+    files = Counter(path.parent.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py"))
+    assert files
+    crowded = {name: number for name, number in files.items() if number > most}
+    assert not crowded, f"expected at most {most} Python files in a folder; put some into a package of their own"
+
+
+def test_no_file_imports_one_that_imports_it():
+    ring = import_graph.cycle(import_graph.imports())
+    assert not ring, " -> ".join(ring)
+
+
+def test_a_ring_of_imports_is_found_wherever_the_import_stands(tmp_path):
+    for name, text in {
+        "server/one.py": "def late():\n    from server import two\n",
+        "server/two.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import statsd_bn.three\n",
+        "statsd_bn/three.py": "from server.one import late\n",
+        "client/four.py": "from server import one\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert set(import_graph.cycle(import_graph.imports(tmp_path))) == {"server.one", "server.two", "statsd_bn.three"}
+
+
+def test_packages_import_only_from_lower_floors():
+    assert import_graph.cycle(import_graph.packages(import_graph.imports())) == []
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.parent.relative_to(ROOT).as_posix())
+def test_a_package_says_what_belongs_there(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    first, _, more = docstring.partition("\n\n")
+    assert first, "expected a docstring that says what belongs there"
+    assert more, "expected a second paragraph: what does not belong there, or what it may not do, or how to get in"
+
+
+def test_the_conversation_with_the_server_imports_no_torch():
+    for path in (ROOT / "client" / "connection").glob("*.py"):
+        assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path

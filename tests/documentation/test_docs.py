@@ -26,6 +26,7 @@ BLOCKS = list(all_blocks())
 
 # Blocks of no language, of which nothing is run, by page: why they are there.
 NOTHING_TO_RUN = {
+    "docs/architecture.md": "a drawing that tests/documentation/test_architecture_page.py compares with the code",
     "docs/protocol.md": "drawings, and bytes that tests/documentation/test_protocol_doc.py compares with the code's",
 }
 

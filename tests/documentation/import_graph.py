@@ -1,0 +1,84 @@
+"""Which module imports which, read from the sources of client/, server/ and statsd_bn/.
+
+An import inside a function or under TYPE_CHECKING counts like any other: a reader follows it like any other.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+from support.paths import ROOT
+
+ROOTS = ("client", "server", "statsd_bn")
+
+Graph = Mapping[str, set[str]]
+
+
+@cache
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """The files of all packages, by the names of their modules."""
+    files = (path for top in ROOTS for path in sorted((root / top).rglob("*.py")))
+    return {_name(path.relative_to(root)): path for path in files}
+
+
+def _name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def imports(root: Path = ROOT) -> Graph:
+    """The modules that each module imports, of ours only."""
+    known = modules(root)
+    return {name: set(_imported(path, known)) - {name} for name, path in known.items()}
+
+
+def _imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: expected the whole name of the module, got a relative import"
+            for alias in node.names:
+                # `from package import name` means a module where there is one of this name, and else the package.
+                module = f"{node.module}.{alias.name}"
+                yield from (name for name in [module if module in known else node.module] if name in known)
+
+
+def cycle(graph: Graph) -> list[str]:
+    """Modules that import one another in a ring, the first one at both ends; empty if there is no ring."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def packages(graph: Graph) -> dict[str, set[str]]:
+    """Which package imports which.
+
+    A package is a folder of client/ or server/, a file of server/ that stands beside its folders, or all of statsd_bn.
+    `client` and `server` themselves only hand on public names, so they are left out.
+    """
+    edges: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        if "." in module:
+            package = package_of(module)
+            edges.setdefault(package, set()).update({package_of(name) for name in imported} - {package, "server"})
+    edges.setdefault("statsd_bn", set())
+    return edges
+
+
+def package_of(module: str) -> str:
+    """The package that a module is in, as `packages` counts them."""
+    return "statsd_bn" if module.startswith("statsd_bn") else ".".join(module.split(".")[:2])
+
+
+def floors(edges: Graph) -> dict[str, int]:
+    """How high each package stands: one floor above the highest that it imports."""
+    found: dict[str, int] = {}
+    for package in TopologicalSorter(edges).static_order():
+        found[package] = max((found[name] + 1 for name in edges[package]), default=0)
+    return found

@@ -1,0 +1,66 @@
+"""docs/architecture.md is what the code says, and names nothing that is not there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from documentation import architecture_page, import_graph
+from support.paths import ROOT
+
+PAGE = architecture_page.PAGE
+TEXT = PAGE.read_text()
+
+# [`Name.method`](../path): the file, or a file of the folder, defines it.
+NAMED = sorted(set(re.findall(r"\[`([\w.]+)`\]\(([^)#]+)\)", TEXT)))
+PATHS = sorted(set(re.findall(r"(?:[\[`])((?:client|server|statsd_bn|scripts|tests|benchmarks|docs)/[\w/.-]*)", TEXT)))
+
+
+def test_the_drawing_and_the_table_are_what_the_code_would_write():
+    parts = architecture_page.PART.findall(TEXT)
+    assert [name for _, name, _ in parts] == ["drawing", "packages"]
+    assert architecture_page.page(TEXT) == TEXT, "docs/architecture.md is older than the code; run scripts/architecture"
+
+
+def test_every_package_is_in_the_drawing_and_in_the_table():
+    drawing, table = architecture_page.drawing(), architecture_page.package_table()
+    for package in import_graph.packages(import_graph.imports()):
+        name = package.rpartition(".")[2]
+        assert re.search(rf"\[ *{name}(\.py)? *\]", drawing), package
+        assert re.search(rf"^\| \[{package.replace('.', '/')}(\.py)?\]", table, re.MULTILINE), package
+
+
+def test_the_page_names_paths_and_functions():
+    assert len(PATHS) > 20
+    assert len(NAMED) > 20
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_on_the_page_is_there(path):
+    assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize(("name", "target"), NAMED)
+def test_every_name_on_the_page_is_defined_where_its_link_leads(name, target):
+    place = PAGE.parent / target
+    files = [place] if place.is_file() else sorted(place.glob("*.py"))
+    assert any(_defines(file, name.split(".")) for file in files), f"{target} defines no {name}"
+
+
+def _defines(file: Path, names: list[str]) -> bool:
+    """Whether a file defines a function or class, or a class with such a method."""
+    found = ast.parse(file.read_text()).body
+    for name in names:
+        kinds = (node for node in found if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
+        node = next(kinds, None)
+        if node is None:
+            return False
+        found = node.body
+    return True
+
+
+def test_the_page_answers_at_least_fifteen_questions():
+    section = TEXT.partition("## Where do I change ...?")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 15
