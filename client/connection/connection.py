@@ -13,11 +13,12 @@ from typing import Self
 
 import numpy as np
 
-from client.connection import all_gather, groups
+from client.connection import all_gather, driver, groups
 from client.connection.groups import Group
 from client.connection.member import Member
-from client.connection.registration import Sessions, cause_of
+from client.connection.registration import cause_of
 from client.connection.round_trip import RoundTrip
+from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
 from client.connection.transport import Transport
 from statsd_bn.errors import (
@@ -232,7 +233,7 @@ class Connection:
         switching.begin()
         try:
             with self._transport.channel() as channel:
-                aggregate = RoundTrip(session, self._transport.endpoint, key, rows).run(channel, frame)
+                aggregate = driver.run(RoundTrip(session, self._transport.endpoint, key, rows, frame), channel)
         finally:
             switching.end()
         self._round_trips.append(time.perf_counter() - started)

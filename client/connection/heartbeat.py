@@ -1,7 +1,7 @@
 """Heartbeat: the thread that says for silent sessions that this process is alive.
 
 It is Python on purpose. ZeroMQ has heartbeats of its own, but its I/O thread answers them even where no line of Python
-runs any more. A session that takes part in rounds is heard by that, and sends none.
+runs any more. Which sessions speak, and when, is in `client.connection.pulse`.
 """
 
 import threading
@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from client.connection.heartbeat_socket import Beacon
+from client.connection.pulse import Pulse
 from client.connection.session import Session
-from statsd_bn import limits
 
 
 class Heartbeat:
@@ -29,8 +29,7 @@ class Heartbeat:
         self._sessions = sessions
         self._reconnected = reconnected
         self._has_connected = False
-        # Who has spoken over the beacon's connection, and so made it known to the master.
-        self._introduced: set[bytes] = set()
+        self._pulse = Pulse()
         self._stopping = False
         # A daemon, so that a process that ends without `stop` ends all the same.
         self._thread = threading.Thread(target=self._run, name="statsd_bn heartbeat", daemon=True)
@@ -49,8 +48,8 @@ class Heartbeat:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if self._beacon.wait(self._pause()):
-                    self._introduced.clear()
+                if self._beacon.wait(self._pulse.pause(time.monotonic(), self._sessions())):
+                    self._pulse.connected_anew()
                     if self._has_connected:
                         self._reconnected()
                     self._has_connected = True
@@ -60,27 +59,11 @@ class Heartbeat:
             self._beacon.close()
 
     def _listen(self) -> None:
-        """A member that is between two rounds returns to a restarted master from here, so that nobody waits for it."""
         for frame in self._beacon.received():
-            for session in self._known():
-                for reply in session.overhear(frame):
-                    self._beacon.send(reply)
-
-    def _pause(self) -> float:
-        """Seconds until the next heartbeat is due, if nothing is said until then."""
-        latest = time.monotonic()
-        spoken = min((session.spoke for session in self._known()), default=latest)
-        return limits.HEARTBEAT_SECONDS - (latest - spoken)
+            for reply in self._pulse.overhear(frame, self._sessions()):
+                self._beacon.send(reply)
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        for session in self._known():
-            is_due = now - session.spoke >= limits.HEARTBEAT_SECONDS
-            if is_due or session.token not in self._introduced:
-                # One that cannot be sent is not tried again before its next time.
-                session.spoke = now
-                if self._beacon.send(session.heartbeat()):
-                    self._introduced.add(session.token)
-
-    def _known(self) -> list[Session]:
-        return [session for session in self._sessions() if session.is_known]
+        for session in self._pulse.due(time.monotonic(), self._sessions()):
+            if self._beacon.send(session.heartbeat()):
+                self._pulse.sent(session)

@@ -1,6 +1,6 @@
 """Member: who this process is among the replicas of its job."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DEFAULT_DEADLINE = 600.0
 
@@ -44,3 +44,7 @@ class Member:
     def patience(self) -> float:
         """How long it waits for the group to fill, in seconds."""
         return self.deadline if self.fill_deadline is None else self.fill_deadline
+
+    def in_group(self, name: str, size: int) -> "Member":
+        """Returns who this process is in a group of the job."""
+        return replace(self, group=name, world_size=size, min_members=min(self.min_members, size))

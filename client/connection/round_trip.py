@@ -6,10 +6,10 @@ sent again without harm: a contribution is known by its key, and the first bytes
 
 import logging
 import random
-import time
+from collections.abc import Callable, Sequence
 
+from client.connection.machine import Turn
 from client.connection.session import Session
-from client.connection.transport import Channel
 from statsd_bn.errors import RoundTimeout, UnknownSession
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
@@ -27,60 +27,72 @@ GRACE_SECONDS = 5.0
 ASK_AGAIN_SECONDS = 1.0
 ASK_AGAIN_AT_MOST = 3.0
 
-# From when on, and then in growing intervals, a wait is worth a warning.
+# Warn after a wait of this length, then at doubling intervals.
 WARN_SECONDS = 10.0
 
 
 class RoundTrip:
-    """One exchange with the master.
+    """One exchange with the master, a `Machine` whose result is the aggregate.
 
     Args:
         session: who speaks.
         endpoint: where the master is, for people.
         key: of the round.
         rows: what to contribute.
+        frame: the contribution of the rows, encoded.
+        chance: returns a number from 0 to 1, so that members do not ask in step.
     """
 
-    def __init__(self, session: Session, endpoint: str, key: RoundKey, rows: Rows) -> None:
+    def __init__(
+        self,
+        session: Session,
+        endpoint: str,
+        key: RoundKey,
+        rows: Rows,
+        frame: bytes,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
         self._session = session
         self._endpoint = endpoint
         self._key = key
         self._rows = rows
+        self._frame = frame
+        self._chance = chance
         self._attempt = 0
-        self._started = self._heard = time.monotonic()
         self._next_warning = WARN_SECONDS
         self._told = ""
 
-    def run(self, channel: Channel, frame: bytes) -> Aggregate:
-        """Sends `frame`, the contribution, and returns the aggregate.
+    def begin(self, now: float) -> Turn[Aggregate]:
+        """Sends the contribution."""
+        self._heard = self._session.spoke = now
+        self._expiry = now + self._session.member.deadline + GRACE_SECONDS
+        return self._wait(now, (self._frame,))
+
+    def step(self, now: float, frame: bytes | None) -> Turn[Aggregate]:
+        """Reads a frame; without one, asks again.
 
         Raises:
             StatsdBNError: the round failed, with the reason.
         """
-        channel.send(frame)
-        self._session.spoke = self._started
-        expiry = self._started + self._session.member.deadline + GRACE_SECONDS
-        while (left := expiry - time.monotonic()) > 0:
-            answer = channel.receive(min(left, self._patience()))
-            aggregate = None if answer is None else self._read(answer, channel)
-            if aggregate is not None:
-                return aggregate
-            if answer is None:
-                self._ask_again(channel)
-        raise self._timeout()
+        frames: Sequence[bytes] = ()
+        if frame is not None:
+            self._heard = now
+            try:
+                if (aggregate := self._read(frame)) is not None:
+                    return (), now, aggregate
+            except UnknownSession:
+                frames = self._introduction(now)
+        if now >= self._expiry:
+            raise self._timeout()
+        return self._wait(now, frames if frame is not None else (self._ask_again(now),))
 
-    def _patience(self) -> float:
-        growing = min(ASK_AGAIN_SECONDS * (1 + self._attempt), ASK_AGAIN_AT_MOST)
-        return growing * (0.9 + 0.2 * random.random())  # noqa: S311 - so that members do not ask in step
+    def _wait(self, now: float, frames: Sequence[bytes]) -> Turn[Aggregate]:
+        seconds = min(ASK_AGAIN_SECONDS * (1 + self._attempt), ASK_AGAIN_AT_MOST) * (0.9 + 0.2 * self._chance())
+        return frames, min(now + seconds, self._expiry), None
 
-    def _read(self, frame: bytes, channel: Channel) -> Aggregate | None:
-        self._heard = time.monotonic()
+    def _read(self, frame: bytes) -> Aggregate | None:
         before = self._session.members
-        try:
-            answer = self._session.answer(self._key, frame)
-        except UnknownSession:
-            self._introduce(channel)
-            return None
+        answer = self._session.answer(self._key, frame)
         if isinstance(answer, Aggregate):
             self._tell_changes(before, answer)
             return answer
@@ -94,22 +106,20 @@ class RoundTrip:
         if self._session.member.is_elastic and answer.members != before:
             logger.warning("%s: from now on members %s, not %s", answer.key, answer.members, before)
 
-    def _introduce(self, channel: Channel) -> None:
+    def _introduction(self, now: float) -> list[bytes]:
         logger.info("the master at %s has been restarted; taking part again", self._endpoint)
-        for frame in self._session.introduction():
-            channel.send(frame)
-        self._ask_again(channel)
+        return [*self._session.introduction(), self._ask_again(now)]
 
-    def _ask_again(self, channel: Channel) -> None:
-        silent = time.monotonic() - self._heard
+    def _ask_again(self, now: float) -> bytes:
+        silent = now - self._heard
         self._warn(silent, f"{self._key}: the master at {self._endpoint} has not answered for {silent:.0f} s")
         self._attempt += 1
-        channel.send(self._session.contribution(self._key, self._rows, self._attempt))
-        self._session.spoke = time.monotonic()
+        self._session.spoke = now
+        return self._session.contribution(self._key, self._rows, self._attempt)
 
     def _warn(self, seconds: float, text: str) -> None:
         if seconds >= self._next_warning:
-            self._next_warning = seconds * 2
+            self._next_warning = 2 * seconds
             logger.warning("%s", text)
 
     def _timeout(self) -> RoundTimeout:

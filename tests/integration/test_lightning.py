@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import client
-from client.connection.registration import Sessions
+from client.connection.sessions import Sessions
 from programs import lightning_training as training
 from support.groups_of_processes import run_to_its_end
 from support.paths import TESTS

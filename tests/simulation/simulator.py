@@ -325,6 +325,8 @@ def virtual(world: World) -> Iterator[None]:
     logger = logging.getLogger("statsd_bn")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
+    # A round trip draws when to ask again from `random.random` itself.
+    random.seed(world.seed)
     for module, name, real in changed:
         setattr(module, name, fakes[real])
     # A frame comes to many, and what it says is the same for all.

@@ -1,0 +1,145 @@
+"""Sessions: how this process comes to belong to its groups.
+
+It has a session for each group, made and registered when the group is first used: a group that nobody uses costs
+nothing, and one that does not fill disturbs no other.
+"""
+
+import os
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from client.connection import driver
+from client.connection.groups import Group
+from client.connection.heartbeat import Heartbeat
+from client.connection.member import Member
+from client.connection.registration import Registration, cause_of
+from client.connection.session import Session
+from client.connection.transport import Transport
+from statsd_bn import limits
+from statsd_bn.errors import ConfigurationError, ConnectionClosed
+from statsd_bn.messages import Stand
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A group's session; `opened` is done when the group has opened, or has failed to."""
+
+    group: Group
+    session: Session
+    opened: Future[None] = field(default_factory=Future)
+
+
+class Sessions:
+    """This process's sessions, one for each group that it has used.
+
+    Args:
+        transport: how to reach the master.
+        member: who this process is.
+    """
+
+    def __init__(self, transport: Transport, member: Member) -> None:
+        self._transport = transport
+        self._member = member
+        self._lock = threading.Lock()
+        self._seats: dict[str, _Seat] = {}
+        self._closed = False
+        # Those that need no lock and no wait any more, which is what all rounds but the first find.
+        self._open_sessions: dict[Group, Session] = {}
+        beacon = transport.beacon()
+        self._heartbeat = Heartbeat(beacon, self.all, transport.close_idle) if beacon else None
+
+    def of(self, group: Group) -> Session:
+        """Returns the session of a group; the first use of the group registers, and waits until it is open.
+
+        Of threads that ask at the same time one registers, and all share what comes of it.
+
+        Raises:
+            ConfigurationError: the group has been used with another size.
+            ServerUnreachable: nobody answers at the endpoint.
+            RegistrationRefused: the master does not take this member, or the group did not fill in time. A later use
+                tries again.
+            ConnectionClosed: the sessions have ended.
+        """
+        session = self._open_sessions.get(group)
+        return session or self._of_a_new_one(group)
+
+    def _of_a_new_one(self, group: Group) -> Session:
+        with self._lock:
+            if self._closed:
+                raise ConnectionClosed("expected an open connection; it was closed by another thread")
+            seat = self._seats.get(group.name)
+            is_first = seat is None
+            if seat is None:
+                seat = self._seats[group.name] = _Seat(group, self._session(group))
+        if seat.group.size != group.size:
+            raise ConfigurationError(
+                f"group {group.name!r}: expected size {seat.group.size}, with which this process uses it already, "
+                f"got {group.size}"
+            )
+        if is_first:
+            self._open(seat)
+        # Whoever opens it has a deadline, so this ends.
+        seat.opened.result()
+        with self._lock:
+            if not self._closed:
+                self._open_sessions[group] = seat.session
+        return seat.session
+
+    def change_stand(self, group: Group, stand: Stand) -> None:
+        """Tells the master how this member stands to a group's rounds from now on; BACK waits for all others.
+
+        Raises:
+            GroupIncomplete: the others did not come back in time.
+            ReplicaLost: one of them has left for good, or the group is broken.
+        """
+        session = self.of(group)
+        session.stand = stand
+        self._register(session, session.member.deadline)
+
+    def all(self) -> list[Session]:
+        """Returns the sessions there are, registered or about to be."""
+        with self._lock:
+            return [seat.session for seat in self._seats.values()]
+
+    def leave(self, cause: str) -> None:
+        """Says goodbye for every session; there will be no further ones."""
+        # Before the goodbye, or a heartbeat could come after it.
+        if self._heartbeat:
+            self._heartbeat.stop()
+        with self._lock:
+            self._closed = True
+            self._open_sessions.clear()
+            self._say_goodbye(list(self._seats.values()), cause)
+
+    def _session(self, group: Group) -> Session:
+        return Session(os.urandom(limits.TOKEN_BYTES), self._member.in_group(group.name, group.size))
+
+    def _open(self, seat: _Seat) -> None:
+        try:
+            self._register(seat.session, seat.session.member.patience)
+        except BaseException as error:  # noqa: BLE001 - every thread that waits for the group raises it
+            self._give_up(seat, error)
+        else:
+            if self._heartbeat:
+                self._heartbeat.look()
+            seat.opened.set_result(None)
+
+    def _register(self, session: Session, timeout: float) -> None:
+        with self._transport.channel() as channel:
+            driver.run(Registration(session, self._transport.endpoint, timeout), channel)
+
+    def _give_up(self, seat: _Seat, error: BaseException) -> None:
+        with self._lock:
+            # Under the lock, so that no goodbye is said on a transport that another thread has closed meanwhile.
+            if not self._closed:
+                del self._seats[seat.group.name]
+                self._say_goodbye([seat], cause_of(error))
+        seat.opened.set_exception(error)
+
+    def _say_goodbye(self, seats: list[_Seat], cause: str) -> None:
+        if not seats:
+            return
+        with self._transport.channel() as channel:
+            for seat in seats:
+                channel.send(seat.session.leave(cause))
