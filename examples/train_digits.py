@@ -48,7 +48,7 @@ def main() -> None:
     # Before this process connects, since torch imports its compiler here. Where a machine has little time for that, it
     # holds Python's global lock for so long that the server takes the process for lost.
     model = parallel(network, options)
-    connecting = client.connect(deadline=options.deadline) if options.synchronise else nullcontext()
+    connecting = client.connect(round_timeout=options.deadline) if options.synchronise else nullcontext()
     with connecting as connection, naming_the_lost():
         for step, loss in train(model, options.steps, rank, world_size):
             if rank == 0 and step % TELL_EVERY == 0:

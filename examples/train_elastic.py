@@ -49,7 +49,7 @@ def main() -> None:
             state.commit()
             state.epoch += 1
 
-    with client.connect(policy="elastic", deadline=options.deadline):
+    with client.connect(policy="elastic", round_timeout=options.deadline):
         state = client.ElasticState(model, optimizer, client.ElasticSampler(dataset), epoch=0)
         client.run_elastic(train, state)
     if options.save:

@@ -110,7 +110,7 @@ def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[...
 
 
 def _member(program: Callable[..., Any], endpoint: str, member: int, given: dict[str, Any], arguments: Any) -> Any:
-    with client.connect(endpoint, member=member, deadline=30.0, **given) as connection:
+    with client.connect(endpoint, rank=member, round_timeout=30.0, **given) as connection:
         return program(connection, *arguments)
 
 

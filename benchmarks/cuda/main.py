@@ -105,7 +105,7 @@ def _member(
     torch.cuda.set_device(0)
     torch.manual_seed(rank)
     x, factors = torch.randn(sizes, device="cuda", requires_grad=True), torch.randn(sizes, device="cuda")
-    with client.connect(endpoint, member=rank, world_size=members):
+    with client.connect(endpoint, rank=rank, world_size=members):
         layers = {
             "ours": client.convert_model(nn.Sequential(nn.BatchNorm2d(sizes[1]))).cuda(),
             "SyncBatchNorm": nn.SyncBatchNorm(sizes[1]).cuda(),

@@ -132,7 +132,7 @@ def _member(
         with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", _believe):
             queue.put(_both_layers(case, calls, start))
         return
-    with client.connect(endpoint, member=rank, world_size=case["members"]):
+    with client.connect(endpoint, rank=rank, world_size=case["members"]):
         queue.put(_both_layers(case, calls, start))
 
 

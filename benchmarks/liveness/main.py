@@ -89,7 +89,7 @@ def _receive(pipe: Pipe) -> float:
 
 def _member(pipe: Pipe, endpoint: str, job: str, member: int) -> None:
     rows = Rows((1,), np.ones((1, 2, 64)))
-    with client.connect(endpoint, job=job, member=member, world_size=MEMBERS) as connection:
+    with client.connect(endpoint, job=job, rank=member, world_size=MEMBERS) as connection:
         connection.exchange("bn", rows)
         pipe.send(0.0)
         pipe.recv()

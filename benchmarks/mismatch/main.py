@@ -68,7 +68,7 @@ def _member(endpoint: str, job: str, member: int, members: int) -> tuple[float, 
     """Returns when this member began the step and when it knew, on the clock that all processes share."""
     torch.set_num_threads(1)
     layers = client.convert_model(nn.ModuleList(nn.BatchNorm1d(CHANNELS) for _ in range(3)))
-    with client.connect(endpoint, job=job, member=member, world_size=members):
+    with client.connect(endpoint, job=job, rank=member, world_size=members):
         for _ in range(STEPS):
             _step(layers, (0, 1, 2))
         began = time.monotonic()

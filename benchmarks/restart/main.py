@@ -28,7 +28,7 @@ UP_SECONDS = 0.5
 
 def member(endpoint: str, number: int, ends: Pipe) -> None:
     """Exchanges until the parent closes its end, and sends when each round ended."""
-    pipe = client.SlavePipe(client.connect(endpoint, member=number, world_size=MEMBERS, deadline=60.0), "bn")
+    pipe = client.SlavePipe(client.connect(endpoint, rank=number, world_size=MEMBERS, round_timeout=60.0), "bn")
     rows = Rows((1,), np.ones((1, 2, 256)))
     while True:
         pipe.run_slave(rows)

@@ -114,7 +114,7 @@ def _member(
     rows = Rows((1,), np.ones((1, 2, channels)))
     payload = bytes(16 * channels + FRAME_BYTES)
     with (
-        client.connect(endpoint, member=rank, world_size=replicas) as connection,
+        client.connect(endpoint, rank=rank, world_size=replicas) as connection,
         zmq.Context() as context,
         context.socket(zmq.REQ) as request,
     ):

@@ -103,7 +103,7 @@ def _member(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", members), rank=rank, world_size=members)
     in_rounds = _timed_rounds()
-    with client.connect(endpoint, member=rank, world_size=members):
+    with client.connect(endpoint, rank=rank, world_size=members):
         ways = {
             "ours": _trainer(client.convert_model(_network(width))),
             "unsynchronised": _trainer(_network(width)),

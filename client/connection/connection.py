@@ -85,8 +85,7 @@ class Connection:
         who = self.member
         state = "closed" if self._closed else "open"
         return (
-            f"<Connection to {self._transport.endpoint}: job {who.job!r}, member {who.member} of "
-            f"{who.world_size}, {state}>"
+            f"<Connection to {self._transport.endpoint}: job {who.job!r}, rank {who.rank} of {who.world_size}, {state}>"
         )
 
     @property
@@ -105,15 +104,21 @@ class Connection:
         return list(self._sessions.of(self._world).members)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """This member's place among those of the job, from 0, and how many they are, for shares of the data.
+    def rank(self) -> int:
+        """This process's number in the job, the same for as long as it is connected."""
+        return self.member.rank
 
-        In a strict job these are its number and `world_size`, whoever is away; in an elastic one as `members` has it.
+    @property
+    def rank_and_size(self) -> tuple[int, int]:
+        """This process's index among the members, from 0, and how many there are; for splitting data.
+
+        In a strict job these are `rank` and `world_size`, whoever is away. In an elastic job they count the members
+        that are there now, so the index may be less than `rank`.
         """
         if not self.member.is_elastic:
-            return self.member.member, self.member.world_size
+            return self.member.rank, self.member.world_size
         members = self.members
-        return members.index(self.member.member), len(members)
+        return members.index(self.member.rank), len(members)
 
     @property
     def first_step(self) -> int:
@@ -199,7 +204,7 @@ class Connection:
             )
         return aggregate
 
-    def gather(self, name: str, data: bytes) -> dict[int, bytes]:
+    def all_gather(self, name: str, data: bytes) -> dict[int, bytes]:
         """Gives this member's bytes to all members of the job, and returns theirs.
 
         All members call it in the same order among their rounds. One that is away, see `client.join`, comes back for
@@ -207,11 +212,11 @@ class Connection:
         members less), and one more for each 512 KiB of all members together.
 
         Args:
-            name: what is gathered, the same on every member; as the name of a layer.
+            name: what is gathered, the same on every member; chosen like the name of a layer.
             data: of any length, which may differ between the members.
 
         Returns:
-            Each member's bytes, by member, in order; in an elastic job of those who were there to the end.
+            Each member's bytes, by rank, in order; in an elastic job of those who were there to the end.
 
         Raises:
             StatsdBNError: a round failed, with the reason; most kinds are RoundFailed.
@@ -221,7 +226,7 @@ class Connection:
             return self._round(name, Rows((0,), part[np.newaxis, np.newaxis]), None, self._world, GATHER)
 
         self.end_absence(None)
-        return all_gather.gather(join, data, self.member.member, len(self.members))
+        return all_gather.gather(join, data, self.member.rank, len(self.members))
 
     def _round(self, layer: str, rows: Rows, key: RoundKey | None, group: Group, phase: str = FORWARD) -> Aggregate:
         self._check_usable()

@@ -65,7 +65,7 @@ class RoundTrip:
     def begin(self, now: float) -> Turn[Aggregate]:
         """Sends the contribution."""
         self._heard = self._session.spoke = now
-        self._expiry = now + self._session.member.deadline + GRACE_SECONDS
+        self._expiry = now + self._session.member.round_timeout + GRACE_SECONDS
         return self._wait(now, (self._frame,))
 
     def step(self, now: float, frame: bytes | None) -> Turn[Aggregate]:
@@ -123,7 +123,7 @@ class RoundTrip:
             logger.warning("%s", text)
 
     def _timeout(self) -> RoundTimeout:
-        seconds = self._session.member.deadline + GRACE_SECONDS
+        seconds = self._session.member.round_timeout + GRACE_SECONDS
         # A restarted master counts the round's time anew, so it may have had no reason to end it yet.
         reason = f"; the latest was: {self._told}" if self._told else ""
         return RoundTimeout(

@@ -79,11 +79,11 @@ class Session:
                 who.job,
                 who.group,
                 who.epoch,
-                who.member,
+                who.rank,
                 who.world_size,
                 who.min_members,
-                who.deadline,
-                who.place,
+                who.round_timeout,
+                who.host_and_pid,
                 self.stand.value,
                 self._server,
                 self._step,
@@ -187,13 +187,13 @@ class Session:
 
     def _take(self, aggregate: Aggregate) -> None:
         who = self.member
-        if who.member not in aggregate.members:
+        if who.rank not in aggregate.members:
             raise ReplicaLost(
-                f"{aggregate.key}: member {who.member} was taken for lost, and members {aggregate.members} have gone "
+                f"{aggregate.key}: rank {who.rank} was taken for lost, and ranks {aggregate.members} have gone "
                 "on without it",
                 job=who.job,
                 group=who.group,
-                member=who.member,
+                member=who.rank,
                 step=aggregate.key.step,
                 cause="taken for lost",
             )

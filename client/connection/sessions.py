@@ -95,7 +95,7 @@ class Sessions:
         """
         session = self.of(group)
         session.stand = stand
-        self._register(session, session.member.deadline)
+        self._register(session, session.member.round_timeout)
 
     def all(self) -> list[Session]:
         """Returns the sessions there are, registered or about to be."""
@@ -117,7 +117,7 @@ class Sessions:
 
     def _open(self, seat: _Seat) -> None:
         try:
-            self._register(seat.session, seat.session.member.patience)
+            self._register(seat.session, seat.session.member.seconds_to_join)
         except BaseException as error:  # noqa: BLE001 - every thread that waits for the group raises it
             self._give_up(seat, error)
         else:

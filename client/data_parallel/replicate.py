@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from client.connection.current import current_connection
-from client.connection.member import DEFAULT_DEADLINE
+from client.connection.member import DEFAULT_ROUND_TIMEOUT
 from client.data_parallel import any_device
 from client.data_parallel.barrier import Rendezvous
 
@@ -39,7 +39,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
         ConfigurationError: they are made inside a replica, and have synchronised layers in training.
     """
     connection = current_connection()
-    deadline = DEFAULT_DEADLINE if connection is None else connection.member.deadline
+    deadline = DEFAULT_ROUND_TIMEOUT if connection is None else connection.member.round_timeout
     rendezvous = Rendezvous(len(modules), deadline)
     contexts = [CallbackContext(rendezvous) for _ in modules[0].modules()]
     for copy_id, module in enumerate(modules):

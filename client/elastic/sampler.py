@@ -131,7 +131,7 @@ class ElasticSampler(Sampler[int]):
         """
         if rank is None or world_size is None:
             connection = current_connection()
-            rank, world_size = connection.place if connection else (0, 1)
+            rank, world_size = connection.rank_and_size if connection else (0, 1)
         self.rank, self.world_size = rank, world_size
         self.recorded = []
         order = self._order()

@@ -138,7 +138,7 @@ class ElasticState:
         while True:
             connection.come_back(None)
             votes = _votes(connection, self._vote(is_latecomer=connection.is_latecomer))
-            commit_reports.check_not_too_late(votes, connection.member.job, connection.member.member)
+            commit_reports.check_not_too_late(votes, connection.member.job, connection.rank)
             if self._agree(connection, votes):
                 return commit_reports.lost(votes), commit_reports.new(votes)
             logger.warning("the member whose state the others were to take over was lost; meeting again")
@@ -167,12 +167,12 @@ class ElasticState:
         self._members = list(votes)
         self._keep(votes[leader].generation + 1)
         if is_changed and self.sampler is not None:
-            self.sampler.reset(self._members.index(connection.member.member), len(votes))
+            self.sampler.reset(self._members.index(connection.rank), len(votes))
         return True
 
     def _take_over(self, connection: Connection, leader: int, *, with_sampler: bool) -> bool:
-        mine = packing.pack(self._copy()) if leader == connection.member.member else b""
-        given = connection.gather(STATE, mine)
+        mine = packing.pack(self._copy()) if leader == connection.rank else b""
+        given = connection.all_gather(STATE, mine)
         if leader not in given:
             return False
         state = self._unpacked(leader, given[leader])
@@ -271,7 +271,7 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
 
 
 def _votes(connection: Connection, vote: bytes) -> Votes:
-    return {member: Vote.unpacked(data) for member, data in connection.gather(MEETING, vote).items()}
+    return {member: Vote.unpacked(data) for member, data in connection.all_gather(MEETING, vote).items()}
 
 
 def _has_state(part: Any) -> bool:

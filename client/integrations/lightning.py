@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class StatsdBNLayerSync(TorchSyncBatchNorm):
     """Synchronises a model's batch norms through an aggregation server while `Trainer.fit` runs.
 
-    It connects as `client.connect()` does, with the process group's rank and size for `member` and `world_size`, and
+    It connects as `client.connect()` does, with the process group's rank and size for `rank` and `world_size`, and
     disconnects when the model is reverted. A process that is connected already keeps its connection, and one that is
     alone in its process group needs none.
 
@@ -45,7 +45,7 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
         converted = convert(model, None, stacklevel=3)
         if _needs_a_connection():
             self._handled = sys.exception()
-            self._connection = connect(member=distributed.get_rank(), world_size=distributed.get_world_size())
+            self._connection = connect(rank=distributed.get_rank(), world_size=distributed.get_world_size())
         return converted
 
     def revert(self, model: nn.Module) -> nn.Module:

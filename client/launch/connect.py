@@ -10,7 +10,7 @@ from pathlib import Path
 
 from client.connection.connection import Connection
 from client.connection.current import current_connection, hold
-from client.connection.member import DEFAULT_DEADLINE, STRICT, Member
+from client.connection.member import DEFAULT_ROUND_TIMEOUT, STRICT, Member
 from client.connection.registration import cause_of
 from client.connection.transport import ZmqTransport
 from client.launch import own_server, server_process
@@ -32,10 +32,10 @@ def connect(
     endpoint: str | None = None,
     *,
     job: str | None = None,
-    member: int | None = None,
+    rank: int | None = None,
     world_size: int | None = None,
-    deadline: float = DEFAULT_DEADLINE,
-    fill_deadline: float | None = None,
+    round_timeout: float = DEFAULT_ROUND_TIMEOUT,
+    join_timeout: float | None = None,
     policy: str = STRICT,
     min_members: int | None = None,
     curve: str | Path | None = None,
@@ -50,10 +50,10 @@ def connect(
         endpoint: where `python -m server` listens, `tcp://host:port` or `ipc://path`; else STATSD_BN_ENDPOINT; else a
             master is started for this job under a launcher, and without one this user's own server is meant.
         job: the training run's name; else STATSD_BN_JOB, else as the launcher calls it, else "default".
-        member: this process's number; else RANK, else as SLURM numbers the tasks, else 0.
+        rank: this process's number in the job; else RANK, else as SLURM numbers the tasks, else 0.
         world_size: how many processes the job begins with; else WORLD_SIZE, else the number of SLURM's tasks, else 1.
-        deadline: seconds that any round may take to complete.
-        fill_deadline: seconds that the members may take to come; else as long as a round.
+        round_timeout: how long a round may take, in seconds.
+        join_timeout: how long the processes may take to connect, in seconds; else as long as a round.
         policy: what happens when a member is lost. "strict": all others raise `ReplicaLost`. "elastic": they go on
             without it, and newcomers may join at a step boundary, see `Connection.first_step`.
         min_members: how few members an elastic job may go on with; with fewer all wait for newcomers, as long as a
@@ -71,7 +71,7 @@ def connect(
         ServerUnreachable: nobody answers at the endpoint, within seconds, or it is closed to this user; or member 0
             could not start a master, or told the others of none in time.
         AuthenticationRefused: server and client do not accept each other's keys.
-        DuplicateMember: another process is this member.
+        DuplicateMember: another process has this rank.
         WorldSizeMismatch: the members disagree on `world_size`.
         GroupIncomplete: not all members came in time.
         RegistrationRefused: the members do not agree on the policy, or another reason that it names.
@@ -84,10 +84,10 @@ def connect(
     who = member_from(
         os.environ,
         job=job,
-        member=member,
+        rank=rank,
         world_size=world_size,
-        deadline=deadline,
-        fill_deadline=fill_deadline,
+        round_timeout=round_timeout,
+        join_timeout=join_timeout,
         policy=policy,
         min_members=min_members,
     )

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from client.connection.member import DEFAULT_DEADLINE, ELASTIC, STRICT, Member
+from client.connection.member import DEFAULT_ROUND_TIMEOUT, ELASTIC, STRICT, Member
 from client.launch import launchers
 from statsd_bn import limits
 from statsd_bn.checks import check_name
@@ -22,10 +22,10 @@ def member_from(
     environ: Mapping[str, str],
     *,
     job: str | None = None,
-    member: int | None = None,
+    rank: int | None = None,
     world_size: int | None = None,
-    deadline: float = DEFAULT_DEADLINE,
-    fill_deadline: float | None = None,
+    round_timeout: float = DEFAULT_ROUND_TIMEOUT,
+    join_timeout: float | None = None,
     policy: str = STRICT,
     min_members: int | None = None,
 ) -> Member:
@@ -36,19 +36,19 @@ def member_from(
     """
     if job is None:
         job = environ.get("STATSD_BN_JOB") or launchers.job(environ) or "default"
-    if world_size is None and member is None:
+    if world_size is None and rank is None:
         _check_is_numbered(environ)
     world_size = _first(world_size, launchers.world_size, environ, 1)
-    member = _first(member, launchers.rank, environ, 0)
+    rank = _first(rank, launchers.rank, environ, 0)
     if not 1 <= world_size <= limits.MAX_MEMBERS:
         raise ConfigurationError(f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {world_size}")
     least = _min_members(policy, min_members, world_size)
     # Newcomers to an elastic job may bring it above the size that it began with.
     numbers = limits.MAX_MEMBERS if least else world_size
-    if not 0 <= member < numbers:
+    if not 0 <= rank < numbers:
         what = "MAX_MEMBERS" if least else "world_size"
-        raise ConfigurationError(f"member: expected a number in [0, {what}), here [0, {numbers}), got {member}")
-    for name, seconds in (("deadline", deadline), ("fill_deadline", fill_deadline)):
+        raise ConfigurationError(f"rank: expected a number in [0, {what}), here [0, {numbers}), got {rank}")
+    for name, seconds in (("round_timeout", round_timeout), ("join_timeout", join_timeout)):
         if seconds is not None and not 0 < seconds <= limits.MAX_DEADLINE:
             raise ConfigurationError(f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {seconds}")
     try:
@@ -59,12 +59,12 @@ def member_from(
         job=job,
         group=WORLD,
         epoch=launchers.epoch(environ),
-        member=member,
+        rank=rank,
         world_size=world_size,
-        deadline=float(deadline),
-        place=f"{plain(socket.gethostname())[:200]}, pid {os.getpid()}",
+        round_timeout=float(round_timeout),
+        host_and_pid=f"{plain(socket.gethostname())[:200]}, pid {os.getpid()}",
         min_members=least,
-        fill_deadline=fill_deadline,
+        join_timeout=join_timeout,
     )
 
 
@@ -79,12 +79,12 @@ def _first(
 
 
 def _check_is_numbered(environ: Mapping[str, str]) -> None:
-    """Of several processes that nobody has numbered each would take itself for member 0."""
+    """Of several processes that nobody has numbered each would take itself for rank 0."""
     processes = launchers.world_size(environ)
     if processes is not None and processes > 1 and launchers.rank(environ) is None:
         raise ConfigurationError(
             f"RANK: expected this process's number, since WORLD_SIZE says {processes}, got none; set it for each "
-            "process, or give member"
+            "process, or pass rank"
         )
 
 

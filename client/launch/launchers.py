@@ -50,7 +50,7 @@ def world_size(environ: Mapping[str, str]) -> int | None:
         raise ConfigurationError(
             f"WORLD_SIZE: expected the number of processes, got {given}, which counts nodes: {evidence}. Start the "
             "processes of each node by torchrun, which sets RANK and WORLD_SIZE for each, or set both yourself, or "
-            "give member and world_size"
+            "pass rank and world_size"
         )
     return given
 

@@ -59,11 +59,11 @@ def join(who: Member, environ: Mapping[str, str], place: MeetingPlace, join_at: 
     life = _life(who, environ, is_one_node=is_one_node)
 
     def meet() -> Meeting:
-        return Meeting(place, who.member, who.world_size, f"job {who.job}/{life}", who.patience)
+        return Meeting(place, who.rank, who.world_size, f"job {who.job}/{life}", who.seconds_to_join)
 
     if is_one_node:
-        return _with_own_master(who, "", News(), meet, join_at) if who.member == 0 else _on_one_node(who, meet, join_at)
-    if who.member == 0:
+        return _with_own_master(who, "", News(), meet, join_at) if who.rank == 0 else _on_one_node(who, meet, join_at)
+    if who.rank == 0:
         made = "" if secret else job_secret.make()
         return _with_own_master(who, place.address, News(secret=made), meet, join_at, secret or made)
     return _on_several_nodes(who, secret, meet, join_at)
@@ -78,10 +78,10 @@ def _with_own_master(
         master = OwnMaster(
             binding(address) if address else None,
             keys=job_secret.server_keys(secret, who.job) if secret else None,
-            patience=who.deadline,
+            patience=who.round_timeout,
         )
     except (ServerUnreachable, ConfigurationError) as error:
-        meet().tell(News(problem=f"{who.place}: {error}"))
+        meet().tell(News(problem=f"{who.host_and_pid}: {error}"))
         raise
     try:
         endpoint = reached_by(address, master.endpoint) if address else master.endpoint

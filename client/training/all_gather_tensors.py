@@ -55,7 +55,7 @@ def share(connection: Connection | None, make: Callable[[], Mapping[Any, Tensor]
 
 
 def _gathered(connection: Connection | None, message: bytes) -> dict[int, bytes]:
-    return {0: message} if connection is None else connection.gather(LANE, message)
+    return {0: message} if connection is None else connection.all_gather(LANE, message)
 
 
 def _packed(tensors: Mapping[Any, Tensor]) -> bytes:

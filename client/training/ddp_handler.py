@@ -45,7 +45,7 @@ class DDPHandler:
         called again when the members have changed.
 
         Args:
-            world_size: how many members there are; default: as `Connection.place` says.
+            world_size: how many members there are; default: as `Connection.rank_and_size` says.
             rank: which of them this one is; default: the same.
 
         Raises:
@@ -56,9 +56,9 @@ class DDPHandler:
             UserWarning: a loader's own sampler, neither sequential nor random, is replaced by a sequential one.
         """
         connection = self._connection
-        place, size = connection.place if connection else (0, 1)
+        own_rank, size = connection.rank_and_size if connection else (0, 1)
         world_size = size if world_size is None else world_size
-        rank = place if rank is None else rank
+        rank = own_rank if rank is None else rank
         loaders = {name: getattr(self.train_loop_obj, name) for name in LOADERS}
         split = {
             name: data_loaders.split(loader, data_loaders.is_shuffled(loader), world_size, rank)

@@ -32,7 +32,7 @@ VICTIM = """
 import sys, types
 import client
 from statsd_bn.errors import StatsdBNError
-with client.connect(sys.argv[1], job=sys.argv[2], member=0, world_size=2, deadline=60.0, policy="elastic"):
+with client.connect(sys.argv[1], job=sys.argv[2], rank=0, world_size=2, round_timeout=60.0, policy="elastic"):
     loop = types.SimpleNamespace(train_loader=None, val_loader=None, test_loader=None)
     try:
         print(client.DDPHandler(loop).mp_sync([1.0]))
@@ -74,7 +74,7 @@ def give(job: str, data: bytes) -> str:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
         try:
             with Connection(ZmqTransport(ENDPOINT), Member(job, "world", 0, 1, 2, SECONDS, "hostile", 1)) as hostile:
-                hostile.gather("mp_sync()", data)
+                hostile.all_gather("mp_sync()", data)
         except StatsdBNError as error:
             # A victim that has ended takes its epoch with it.
             print(f"the attacker: {error}", file=sys.stderr)

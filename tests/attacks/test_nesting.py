@@ -27,7 +27,7 @@ import sys, types
 import client
 from statsd_bn.errors import StatsdBNError
 endpoint, job, curve = sys.argv[1:]
-with client.connect(endpoint, job=job, member=0, world_size=2, deadline=10.0, policy="elastic", curve=curve or None):
+with client.connect(endpoint, job=job, rank=0, world_size=2, round_timeout=10.0, policy="elastic", curve=curve or None):
     loop = types.SimpleNamespace(train_loader=None, val_loader=None, test_loader=None)
     try:
         print("result", client.DDPHandler(loop).mp_sync([1.0]))
@@ -77,7 +77,7 @@ def gather_with_victim(endpoint: str, job: str, structure: bytes, command: list[
             who = Member(job, "world", 0, 1, 2, 20.0, "hostile", 1)
             with Connection(ZmqTransport(endpoint), who) as hostile:
                 data = struct.pack("<I", len(structure)) + structure + parts(packing.pack([]))[1]
-                outcome(lambda: hostile.gather("mp_sync()", data))
+                outcome(lambda: hostile.all_gather("mp_sync()", data))
             said, _ = victim.communicate(timeout=60)
         finally:
             victim.kill()

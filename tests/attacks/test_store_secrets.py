@@ -17,7 +17,7 @@ from support.ports import free_port
 
 RANK_0 = """
 import client
-client.connect(deadline=20.0, fill_deadline=15.0)
+client.connect(round_timeout=20.0, join_timeout=15.0)
 """
 
 SECONDS = 15.0

@@ -153,7 +153,7 @@ def _sound_frames() -> Iterator[bytes]:
 def _gather(session: Session) -> Iterator[bytes]:
     """What a member brings to a gather, whose rows may differ in length, and what it was given."""
     key = session.forward_key("bytes", GATHER)
-    channels = 2 + session.member.member
+    channels = 2 + session.member.rank
     yield session.contribution(key, Rows((0,), np.arange(float(channels)).reshape(1, 1, channels)))
     joined = Aggregate(key, WORLD, 0, Members.of(range(WORLD)), np.arange(5.0).reshape(1, 5))
     yield encode(Result(session.token, joined))

@@ -43,10 +43,10 @@ CHILD_SECONDS = 5
 
 def test_arguments_win_over_the_environment():
     environ = {"STATSD_BN_JOB": "env", "RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}
-    given = member_from(environ, job="mine", member=2, world_size=3, deadline=5)
-    assert (given.job, given.member, given.world_size, given.deadline, given.epoch) == ("mine", 2, 3, 5.0, 2)
+    given = member_from(environ, job="mine", rank=2, world_size=3, round_timeout=5)
+    assert (given.job, given.rank, given.world_size, given.round_timeout, given.epoch) == ("mine", 2, 3, 5.0, 2)
     found = member_from(environ)
-    assert (found.job, found.member, found.world_size, found.deadline) == ("env", 1, 4, 600.0)
+    assert (found.job, found.rank, found.world_size, found.round_timeout) == ("env", 1, 4, 600.0)
 
 
 def test_the_job_falls_back_to_torchruns_id_and_then_to_default():
@@ -56,25 +56,25 @@ def test_the_job_falls_back_to_torchruns_id_and_then_to_default():
 
 
 def test_alone_it_is_member_0_of_1():
-    assert (member_from({}).member, member_from({}).world_size) == (0, 1)
+    assert (member_from({}).rank, member_from({}).world_size) == (0, 1)
 
 
 @pytest.mark.parametrize(
     ("environ", "arguments", "message"),
     [
         ({"RANK": "four"}, {}, "RANK: expected an integer, got 'four'"),
-        ({}, {"member": 3, "world_size": 3}, r"member: expected a number in \[0, world_size\), here \[0, 3\), got 3"),
+        ({}, {"rank": 3, "world_size": 3}, r"rank: expected a number in \[0, world_size\), here \[0, 3\), got 3"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, {}, "got -1"),
         ({}, {"world_size": 0}, "world_size: expected 1 to"),
-        ({}, {"deadline": 0.0}, "deadline: expected seconds in"),
-        ({}, {"deadline": float("nan")}, "deadline: expected seconds in"),
-        ({}, {"fill_deadline": 0.0}, "fill_deadline: expected seconds in"),
+        ({}, {"round_timeout": 0.0}, "round_timeout: expected seconds in"),
+        ({}, {"round_timeout": float("nan")}, "round_timeout: expected seconds in"),
+        ({}, {"join_timeout": 0.0}, "join_timeout: expected seconds in"),
         ({}, {"policy": "loose"}, "policy: expected 'strict' or 'elastic', got 'loose'"),
         ({}, {"min_members": 1}, "min_members: expected none under the policy 'strict', got 1"),
         ({}, {"policy": "elastic", "min_members": 0}, "min_members: expected 1 to world_size, here 1, got 0"),
         ({}, {"policy": "elastic", "world_size": 2, "min_members": 3}, "here 2, got 3"),
         ({}, {"policy": "elastic", "min_members": True}, "got True"),
-        ({}, {"policy": "elastic", "member": limits.MAX_MEMBERS}, r"member: expected a number in \[0, MAX_MEMBERS\)"),
+        ({}, {"policy": "elastic", "rank": limits.MAX_MEMBERS}, r"rank: expected a number in \[0, MAX_MEMBERS\)"),
         ({}, {"job": ""}, "job: expected printable text"),
         ({}, {"job": "x" * 300}, "job: expected printable text"),
     ],
@@ -91,7 +91,7 @@ def test_a_job_is_strict_unless_it_is_told_to_be_elastic():
 
 
 def test_a_newcomer_to_an_elastic_job_may_have_a_number_beyond_those_it_began_with():
-    assert member_from({}, world_size=4, member=7, policy="elastic").member == 7
+    assert member_from({}, world_size=4, rank=7, policy="elastic").rank == 7
 
 
 def test_without_an_endpoint_and_a_server_of_this_user_it_says_so(monkeypatch, tmp_path):
@@ -174,14 +174,14 @@ def test_a_member_that_expects_another_world_is_refused_and_the_others_go_on():
 def test_connect_waits_until_all_members_are_there_and_names_who_is_missing():
     master = MemoryMaster()
     with pytest.raises(GroupIncomplete, match=r"of 3: members \[1, 2\] did not connect within 0.1 s") as caught:
-        master.connect(0, 3, deadline=0.1)
+        master.connect(0, 3, round_timeout=0.1)
     assert caught.value.fields == {"job": "job", "group": "world", "size": 3, "present": [0], "missing": [1, 2]}
     assert master.dispatcher.report(0.0)["groups"] == []
 
 
 def test_the_group_has_its_own_time_to_fill(server, job):
     with pytest.raises(GroupIncomplete, match=r"members \[1\] did not connect within 0.2 s"):
-        client.connect(server.endpoint, job=job, world_size=2, deadline=50.0, fill_deadline=0.2)
+        client.connect(server.endpoint, job=job, world_size=2, round_timeout=50.0, join_timeout=0.2)
 
 
 def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monkeypatch):
@@ -196,14 +196,14 @@ def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monk
 
     monkeypatch.setattr(master.transport, "_receive", answer_later)
     with pytest.raises(GroupIncomplete, match=r"members \[1\] did not connect within 0.15 s"):
-        master.connect(0, 2, deadline=0.15)
+        master.connect(0, 2, round_timeout=0.15)
 
 
 def test_a_long_wait_for_the_group_to_fill_is_told(monkeypatch, caplog):
     monkeypatch.setattr(registration, "WARN_SECONDS", 0.1)
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
     with pytest.raises(GroupIncomplete), caplog.at_level("WARNING", "statsd_bn.client"):
-        MemoryMaster().connect(0, 2, deadline=0.6)
+        MemoryMaster().connect(0, 2, round_timeout=0.6)
     told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
     assert told[0] == "job 'job', group 'world': waiting since 0 s for members [1] to connect"
     assert 2 <= len(told) <= 4, "in growing intervals"
@@ -241,7 +241,7 @@ def test_a_member_that_leaves_early_is_named_to_those_who_wait():
     master = MemoryMaster()
 
     def leave(connection):
-        return None if connection.member.member else outcome(lambda: connection.exchange("bn", ROW))
+        return None if connection.rank else outcome(lambda: connection.exchange("bn", ROW))
 
     lost, _ = run_members(2, leave, master)
     assert isinstance(lost, ReplicaLost)
@@ -253,7 +253,7 @@ def test_a_member_that_does_not_arrive_is_named_at_the_deadline():
     arrived = threading.Event()
 
     def first(connection):
-        if connection.member.member == 1:
+        if connection.rank == 1:
             arrived.wait(20)
             return None
         result = outcome(lambda: connection.exchange("layer1.0.bn2", ROW))
@@ -273,7 +273,7 @@ def test_a_member_that_does_not_arrive_is_named_at_the_deadline():
 def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
     monkeypatch.setattr(round_trip, "GRACE_SECONDS", 0.1)
     master = MemoryMaster()
-    connection = master.connect(0, 1, deadline=0.1)
+    connection = master.connect(0, 1, round_timeout=0.1)
     monkeypatch.setattr(master.dispatcher, "receive", lambda *_: [])
     with pytest.raises(RoundTimeout, match=r"no aggregate from the master at memory:// within 0.2 s"):
         connection.exchange("bn", ROW)
@@ -290,7 +290,7 @@ def test_a_stopping_master_tells_those_who_wait():
     stopped = threading.Event()
 
     def wait(connection):
-        if connection.member.member == 1:
+        if connection.rank == 1:
             stopped.wait(20)
             return None
         result = outcome(lambda: connection.exchange("bn", ROW))
@@ -310,7 +310,7 @@ def test_a_closed_connection_says_so():
 
 def test_a_forked_child_must_not_use_its_parents_connection(server, job):
     """DataLoader workers inherit sockets; a child that used them would corrupt the parent's."""
-    with client.connect(server.endpoint, job=job, deadline=5.0) as connection:
+    with client.connect(server.endpoint, job=job, round_timeout=5.0) as connection:
         told = _told_by_forked_child(lambda: connection.exchange("bn", ROW), connection.close)
         assert "cannot be used by its forked child" in told
         assert connection.exchange("bn", ROW).count == 1
@@ -318,9 +318,9 @@ def test_a_forked_child_must_not_use_its_parents_connection(server, job):
 
 def test_a_forked_child_connects_by_itself_while_its_parent_is_connected(server, job):
     def connect():
-        return client.connect(server.endpoint, job=f"{job} child", deadline=5.0).exchange("bn", ROW).count
+        return client.connect(server.endpoint, job=f"{job} child", round_timeout=5.0).exchange("bn", ROW).count
 
-    with client.connect(server.endpoint, job=job, deadline=5.0) as connection:
+    with client.connect(server.endpoint, job=job, round_timeout=5.0) as connection:
         assert _told_by_forked_child(connect, client.disconnect) == "1"
         assert connection.exchange("bn", ROW).count == 1
 
@@ -366,7 +366,7 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
 
     def connect(restarts):
         environ = {"STATSD_BN_JOB": job, "TORCHELASTIC_RESTART_COUNT": restarts}
-        return Connection(ZmqTransport(server.endpoint), member_from(environ, deadline=20.0))
+        return Connection(ZmqTransport(server.endpoint), member_from(environ, round_timeout=20.0))
 
     with connect("0") as before, connect("1") as after:
         with pytest.raises(RegistrationRefused, match="a new run of the group was begun by member 0"):

@@ -123,10 +123,10 @@ def test_where_nobody_listens_a_client_with_a_key_says_so(keys, tmp_path, monkey
 
 def test_connect_takes_the_key_from_its_argument_or_the_environment(service, keys, monkeypatch):
     monkeypatch.setenv("STATSD_BN_CURVE", str(secret(keys, "alice")))
-    with client.connect(service.endpoints[0], member=0, world_size=1):
+    with client.connect(service.endpoints[0], rank=0, world_size=1):
         pass
     monkeypatch.setenv("STATSD_BN_CURVE", "/nowhere")
-    with client.connect(service.endpoints[0], member=0, world_size=1, curve=secret(keys, "bob")):
+    with client.connect(service.endpoints[0], rank=0, world_size=1, curve=secret(keys, "bob")):
         pass
 
 

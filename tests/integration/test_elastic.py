@@ -367,8 +367,8 @@ def test_one_that_finds_its_master_empty_again_waits_for_nobody_who_has_failed_t
 
 def test_the_only_member_of_an_elastic_job_may_get_company(server, job):
     layer = client.convert_model(torch.nn.BatchNorm1d(2))
-    given = {"job": job, "policy": "elastic", "deadline": 20.0}
-    with client.connect(server.endpoint, member=0, world_size=1, **given) as connection:
+    given = {"job": job, "policy": "elastic", "round_timeout": 20.0}
+    with client.connect(server.endpoint, rank=0, world_size=1, **given) as connection:
         layer(torch.randn(3, 2))
         assert (connection.rounds, connection.members) == (1, [0])
 

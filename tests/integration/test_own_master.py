@@ -44,7 +44,7 @@ def start():
 
 
 def member(endpoint, keys=None):
-    return Connection(ZmqTransport(endpoint, keys), member_from({}, deadline=20.0))
+    return Connection(ZmqTransport(endpoint, keys), member_from({}, round_timeout=20.0))
 
 
 def has_ended(master):
@@ -110,7 +110,7 @@ def test_it_ends_when_its_members_have_left(start):
 
 def test_it_stays_while_a_member_is_there_however_many_have_left(start):
     master = start()
-    who = {"deadline": 20.0, "world_size": 1}
+    who = {"round_timeout": 20.0, "world_size": 1}
     first = Connection(ZmqTransport(master.endpoint), member_from({}, job="a", **who))
     with Connection(ZmqTransport(master.endpoint), member_from({}, job="b", **who)):
         first.close()
@@ -169,9 +169,9 @@ def test_a_server_that_is_killed_is_started_again_where_it_was(start, caplog, tm
     master = start(LOOPBACK, keys=job_secret.server_keys(SECRET, "job")) if with_keys else start()
     keys = job_secret.member_keys(SECRET, "job") if with_keys else None
     with member(master.endpoint, keys) as connection:
-        before = connection.gather("first", b"1")
+        before = connection.all_gather("first", b"1")
         kill(master)
-        assert (before, connection.gather("second", b"2")) == ({0: b"1"}, {0: b"2"})
+        assert (before, connection.all_gather("second", b"2")) == ({0: b"1"}, {0: b"2"})
     wait_until(lambda: has_ended(master))
     assert master._process.returncode == 0
     assert list(tmp_path.iterdir()) == []

@@ -387,7 +387,7 @@ def test_members_in_rounds_return_by_themselves():
     master.transport.deliver = deliver_to_one
 
     def program(connection):
-        rounds = [connection.exchange(layer, rows_of(connection.member.member)) for layer in ("bn", "bn2")]
+        rounds = [connection.exchange(layer, rows_of(connection.rank)) for layer in ("bn", "bn2")]
         return [aggregate.values.tobytes() for aggregate in rounds]
 
     expected = run_in_memory(2, program, undisturbed)

@@ -408,7 +408,7 @@ def test_members_that_do_not_come_back_are_named_at_the_deadline():
     done = threading.Event()
 
     def waiting():
-        with master.connect(0, 2, deadline=0.3) as connection:
+        with master.connect(0, 2, round_timeout=0.3) as connection:
             error = outcome(lambda: connection.come_back(None))
             done.set()
             return error

@@ -98,7 +98,7 @@ class _Zeros:
 
 def join(environ, rank, join_at=lambda *found: found, **given):
     environ = {**environ, "RANK": str(rank)}
-    who = member_from(environ, **{"deadline": 20.0, **given})
+    who = member_from(environ, **{"round_timeout": 20.0, **given})
     return own_server.join(who, environ, own_server.place(who, environ), join_at)
 
 
@@ -145,7 +145,7 @@ def test_on_one_node_the_master_listens_in_a_private_folder_without_keys(environ
     endpoint, keys, who = join(environ, 0)
     folder = Path(endpoint.removeprefix("ipc://")).parent
     check_private(folder)
-    assert (keys, who.member) == (None, 0)
+    assert (keys, who.rank) == (None, 0)
     assert join(environ, 1)[:2] == (endpoint, None)
 
 
@@ -159,7 +159,7 @@ be_another_user()
 place = MeetingPlace("127.0.0.1", int(os.environ["MASTER_PORT"]))
 endpoint = store.Meeting(place, 1, 2, "job default/latest life", 20.0).hear().endpoint
 store._meetings = iter([0])
-for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, member=1, world_size=2), client.connect):
+for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, rank=1, world_size=2), client.connect):
     try:
         print("IN", look())
     except StatsdBNError as error:
@@ -280,7 +280,7 @@ def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_maste
     join({**environ, "TORCHELASTIC_RESTART_COUNT": "0"}, 0)
     anew = {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}
     with pytest.raises(ServerUnreachable, match="has told nobody of a master"):
-        join(anew, 1, fill_deadline=0.1)
+        join(anew, 1, join_timeout=0.1)
     endpoint, _, _ = join(anew, 0)
     store._stores.clear()
     assert join(anew, 1)[0] == endpoint

@@ -38,7 +38,7 @@ def main() -> None:
 
     def run() -> str:
         with client.connect(
-            endpoint, member=int(member), world_size=int(world_size), deadline=float(deadline), fill_deadline=120.0
+            endpoint, rank=int(member), world_size=int(world_size), round_timeout=float(deadline), join_timeout=120.0
         ):
             return train(int(steps), int(member))
 

@@ -86,7 +86,7 @@ def take_part(part: Part, pipe: Pipe, progress: Any) -> None:
 
     def run() -> Any:
         with client.connect(
-            part.endpoint, job=part.job, member=part.member, world_size=part.world_size, deadline=part.deadline
+            part.endpoint, job=part.job, rank=part.member, world_size=part.world_size, round_timeout=part.deadline
         ):
             pipe.send(READY)
             pipe.send(Told(outcome(lambda: train(part, pipe, progress)), time.monotonic()))

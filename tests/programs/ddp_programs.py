@@ -93,7 +93,7 @@ def train_on_the_whole_batch(training: Training) -> Buffers:
 
 def train(connection: client.Connection, store: str, training: Training) -> Buffers:
     """One member's shard under DistributedDataParallel, which averages the members' gradients."""
-    rank = connection.member.member
+    rank = connection.rank
     model = client.convert_model(network(training))
     optimizer = optimizer_for(model)
     with process_group(store, connection):
@@ -142,7 +142,7 @@ def process_group(store: str, connection: client.Connection) -> Iterator[None]:
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{store}",
-        rank=who.member,
+        rank=who.rank,
         world_size=who.world_size,
         timeout=timedelta(seconds=SECONDS),
     )

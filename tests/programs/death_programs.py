@@ -47,7 +47,7 @@ COMMANDS: dict[str, Callable[[Connection], Any]] = {
 
 def take_commands(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int) -> None:
     """Connects, says so, and carries out what comes until the pipe ends."""
-    with client.connect(endpoint, job=job, member=member, world_size=world_size, deadline=100.0) as connection:
+    with client.connect(endpoint, job=job, rank=member, world_size=world_size, round_timeout=100.0) as connection:
         pipe.send("ready")
         while True:
             try:

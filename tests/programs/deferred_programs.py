@@ -41,7 +41,7 @@ def share(connection: client.Connection, sizes: Sizes, chunks: int) -> list[Numb
     layer = client.convert_model(nn.BatchNorm2d(1).double(), chunks=chunks)
     seen = []
     for mini_batch in range(2):
-        for x in own(connection.member.member, sizes, seed=mini_batch):
+        for x in own(connection.rank, sizes, seed=mini_batch):
             layer(x)
             seen.append(copy.deepcopy(buffers(layer)))
         client.commit_running_statistics(layer)
@@ -59,7 +59,7 @@ def compiled(connection: client.Connection, sizes: Sizes, momentum: float | None
             layer.momentum = momentum
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
         for mini_batch in range(2):
-            for x in own(connection.member.member, sizes, seed=mini_batch):
+            for x in own(connection.rank, sizes, seed=mini_batch):
                 run(x).square().sum().backward()
         found.append(buffers(model))
     return found
@@ -71,7 +71,7 @@ def recomputed(connection: client.Connection, sizes: Sizes, reentrant: bool) -> 
     for wrapped in (True, False):
         model = client.convert_model(network(), chunks=len(sizes))
         outputs = []
-        for x in own(connection.member.member, sizes):
+        for x in own(connection.rank, sizes):
             x.requires_grad_()
             outputs.append(checkpoint(model, x, use_reentrant=reentrant) if wrapped else model(x))
         for output in outputs:

@@ -72,8 +72,8 @@ def _train(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int) ->
     torch.manual_seed(0)
     model = client.convert_model(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))).double()
     generator = torch.Generator().manual_seed(member)
-    given = {"job": job, "member": member, "world_size": world_size, "policy": "elastic", "min_members": 2}
-    with client.connect(endpoint, deadline=50.0, **given) as connection:
+    given = {"job": job, "rank": member, "world_size": world_size, "policy": "elastic", "min_members": 2}
+    with client.connect(endpoint, round_timeout=50.0, **given) as connection:
         pipe.send("connected")
         while (command := _next(pipe)) is not None:
             if command == "step":

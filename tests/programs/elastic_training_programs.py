@@ -100,7 +100,13 @@ def _live(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, epo
     pipe.send(0)
     pipe.recv()
     with client.connect(
-        endpoint, job=job, member=member, world_size=world_size, policy="elastic", min_members=1, deadline=WAIT_SECONDS
+        endpoint,
+        job=job,
+        rank=member,
+        world_size=world_size,
+        policy="elastic",
+        min_members=1,
+        round_timeout=WAIT_SECONDS,
     ):
         client.run_elastic(train, state)
     bits = b"".join(value.detach().numpy().tobytes() for value in model.state_dict().values())

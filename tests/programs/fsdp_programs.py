@@ -46,7 +46,7 @@ def train(connection: client.Connection, store: str, way: str) -> Buffers:
     model = client.convert_model(network(TRAINING))
     with process_group(store, connection):
         sharded = WAYS[way](model)
-        train_shard(sharded, optimizer_for(sharded), TRAINING, connection.member.member)
+        train_shard(sharded, optimizer_for(sharded), TRAINING, connection.rank)
         state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
     return {name: value.numpy() for name, value in state.items()}
 

@@ -76,7 +76,7 @@ def as_member(connection: client.Connection) -> list[tuple[Result, int]]:
     for program in PROGRAMS:
         layer = CASE.layer(synchronised=True)
         before = connection.rounds
-        x, factors = (whole.split(CASE.sizes)[connection.member.member] for whole in CASE.tensors()[:2])
+        x, factors = (whole.split(CASE.sizes)[connection.rank] for whole in CASE.tensors()[:2])
         result = _run(program, layer, layer, x, factors)
         results.append((result, connection.rounds - before))
     return results
@@ -91,7 +91,7 @@ def as_virtual_replicas() -> Iterator[Result]:
 
 def with_torch_func(connection: client.Connection) -> list[list[Tensor]]:
     """Gradients by torch.func.grad around functional_call, and by backward(): weight, bias, input, running mean."""
-    x, factors = (whole.split(CASE.sizes)[connection.member.member] for whole in CASE.tensors()[:2])
+    x, factors = (whole.split(CASE.sizes)[connection.rank] for whole in CASE.tensors()[:2])
     layer = CASE.layer(synchronised=True)
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}

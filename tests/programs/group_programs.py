@@ -32,7 +32,7 @@ def pair_case(pair: int) -> Case:
 
 def as_member_of_a_pair(connection: client.Connection) -> Result:
     """Members 0 and 1 have one whole batch, 2 and 3 another, in layers of the same name."""
-    pair, index = divmod(connection.member.member, 2)
+    pair, index = divmod(connection.rank, 2)
     case = pair_case(pair)
     layer = client.convert_model(
         nn.ModuleDict({"bn": case.layer(synchronised=False)}), group=client.Group(f"pair {pair}", 2)
@@ -79,7 +79,7 @@ def whole_model() -> tuple[list[Tensor], Tensor, list[Tensor]]:
 
 def as_member_of_many_groups(connection: client.Connection, backend: str | None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """This member's output, its input's gradient and its parameters' gradients."""
-    member = connection.member.member
+    member = connection.rank
     x, factors = (whole.split(SIZES)[member] for whole in _tensors())
     x = x.clone().requires_grad_()
     with _on_host(member):
@@ -114,7 +114,7 @@ def _tensors() -> tuple[Tensor, Tensor]:
 
 def train_in_a_pair_or_leave(connection: client.Connection, steps: int) -> int:
     """Members 0 and 1 train together; member 2 is in no group of theirs and leaves at once. Returns the rounds."""
-    if connection.member.member < 2:
+    if connection.rank < 2:
         layer = client.SynchronizedBatchNorm1d(3, group=client.Group("two", 2))
         layer.layer_name = "bn"
         for _ in range(steps):
@@ -125,7 +125,7 @@ def train_in_a_pair_or_leave(connection: client.Connection, steps: int) -> int:
 
 def recalibrate_in_pairs(connection: client.Connection) -> tuple[Tensor, Tensor, int]:
     """Running mean and variance of a layer of this member's pair, and the number of batches."""
-    member = connection.member.member
+    member = connection.rank
     layer = client.SynchronizedBatchNorm1d(CHANNELS, group=client.Group(f"pair {member // 2}", 2)).double()
     layer.layer_name = "bn"
     batches = client.recalibrate(layer, [_tensors()[0].split(SIZES)[member]] * (member + 1))

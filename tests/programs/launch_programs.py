@@ -23,7 +23,7 @@ def say(*words: object) -> None:
 def meet_twice() -> None:
     """Meets, leaves and meets again; then the process group that every training has uses the same store."""
     for _ in range(2):
-        with client.connect(deadline=DEADLINE) as connection:
+        with client.connect(round_timeout=DEADLINE) as connection:
             say("covers", connection.exchange("bn", ROW).count, repr(connection))
     distributed.init_process_group("gloo")
     distributed.barrier()
@@ -33,9 +33,9 @@ def meet_twice() -> None:
 
 def go_on_after_member_0() -> None:
     """Member 0 has less data than the others, and its script ends."""
-    connection = client.connect(deadline=DEADLINE)
+    connection = client.connect(round_timeout=DEADLINE)
     connection.exchange("bn", ROW)
-    if connection.member.member == 0:
+    if connection.rank == 0:
         connection.stay_away(None)
         say("at the end")
     else:
@@ -59,7 +59,7 @@ def go_on_after_member_0_in_forked_children() -> None:
 
 def be_busy_when_member_0_ends() -> None:
     """Member 0 stops for ever; another is busy for so long that the master is gone when it comes back."""
-    connection = client.connect(deadline=DEADLINE)
+    connection = client.connect(round_timeout=DEADLINE)
     say("covers", connection.exchange("bn", ROW).count)
     sys.stdin.readline()
     connection.exchange("bn", ROW)

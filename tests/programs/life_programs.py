@@ -47,7 +47,7 @@ def shard(connection: client.Connection | None, step: int) -> Batch:
     if connection is None:
         return batch
     who = connection.member
-    return tuple(whole.chunk(who.world_size)[who.member] for whole in batch)
+    return tuple(whole.chunk(who.world_size)[who.rank] for whole in batch)
 
 
 def take_step(
@@ -92,7 +92,7 @@ def train(connection: client.Connection | None, renew: Callable[[nn.Module], nn.
 
 
 def train_where_member_0_copies(connection: client.Connection) -> Buffers:
-    return train(connection, deepcopied if connection.member.member == 0 else lambda model: model)
+    return train(connection, deepcopied if connection.rank == 0 else lambda model: model)
 
 
 def deepcopied(model: nn.Module) -> nn.Module:
@@ -153,7 +153,7 @@ def train_with_averages(connection: client.Connection | None) -> tuple[Buffers, 
     model = network_of(connection)
     by_hand = copy.deepcopy(model).eval()
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True).eval()
-    first = connection is None or connection.member.member == 0
+    first = connection is None or connection.rank == 0
     said = []
 
     def evaluate() -> None:

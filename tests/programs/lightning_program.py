@@ -86,7 +86,7 @@ def main(folder: Path) -> None:
 def with_a_connection_of_its_own(module: Module, rank: int) -> list[Any]:
     """Returns how many rounds it had after one more training, and whether it was open still."""
     job = os.environ["STATSD_BN_JOB"] + "-own"
-    with client.connect(job=job, member=rank, world_size=training.MEMBERS) as connection:
+    with client.connect(job=job, rank=rank, world_size=training.MEMBERS) as connection:
         trainer().fit(module)
         return [connection.rounds, connection.closed]
 

@@ -23,7 +23,7 @@ def train(connection: client.Connection, steps: int) -> Buffers:
     model = nn.Module()
     model.bn = nn.BatchNorm2d(5)
     client.convert_model(model)
-    generator = torch.Generator().manual_seed(connection.member.member)
+    generator = torch.Generator().manual_seed(connection.rank)
     for _ in range(steps):
         x = torch.randn(4, 5, 3, 3, generator=generator, requires_grad=True)
         (model.bn(x) * torch.randn(4, 5, 3, 3, generator=generator)).sum().backward()
@@ -32,7 +32,7 @@ def train(connection: client.Connection, steps: int) -> Buffers:
 
 def connected(endpoint: str, job: str, member: int, n: int, case: whole_batch.Case, times: int) -> whole_batch.Result:
     """Connects by itself and runs the same case several times; returns the first."""
-    with client.connect(endpoint, job=job, member=member, world_size=n, deadline=30.0) as connection:
+    with client.connect(endpoint, job=job, rank=member, world_size=n, round_timeout=30.0) as connection:
         results = [whole_batch.as_member(connection, case) for _ in range(times)]
     return results[0]
 
@@ -42,7 +42,7 @@ def evaluate_on_one_member_only(connection: client.Connection) -> tuple[np.ndarr
     layer = client.SynchronizedBatchNorm2d(5).eval()
     x = torch.randn(4, 5, 3, 3, generator=torch.Generator().manual_seed(0))
     expected = nn.BatchNorm2d(5).eval()(x)
-    found = layer(x) if connection.member.member == 0 else expected
+    found = layer(x) if connection.rank == 0 else expected
     return found.detach().numpy(), expected.detach().numpy()
 
 
@@ -83,7 +83,7 @@ def train_small_model(connection: client.Connection, steps: int) -> Buffers:
     model = client.convert_model(small_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
-        x, factors = (whole.chunk(who.world_size)[who.member] for whole in batch(step))
+        x, factors = (whole.chunk(who.world_size)[who.rank] for whole in batch(step))
         optimizer.zero_grad()
         (model(x) * factors).sum().backward()
         _sum_gradients(connection, model)
@@ -100,7 +100,7 @@ def _sum_gradients(connection: client.Connection, model: nn.Module) -> None:
 
 def sum_in_pairs_and_world(connection: client.Connection) -> list[float]:
     """Each member brings its power of ten to a pair, to all, and to the pair again."""
-    member = connection.member.member
+    member = connection.rank
     rows = Rows((1,), np.full((1, 1, 1), 10.0**member))
     pair = client.Group(f"pair {member // 2}", 2)
     return [client.SlavePipe(connection, "sums", group).run_slave(rows).values.item() for group in (pair, None, pair)]
@@ -112,7 +112,7 @@ def fail_on_member_1(connection: client.Connection) -> Exception | str:
     layer.layer_name = "bn"
     try:
         with connection:
-            if connection.member.member == 1:
+            if connection.rank == 1:
                 _raise(ValueError("out of memory, say"))
             layer(torch.ones(2, 3))
     except ValueError as error:
@@ -128,7 +128,7 @@ def _raise(error: Exception) -> None:
 
 CRASHING_SCRIPT = """
 import sys, client
-client.connect(sys.argv[1], job=sys.argv[2], member=1, world_size=2)
+client.connect(sys.argv[1], job=sys.argv[2], rank=1, world_size=2)
 raise RuntimeError("the script crashed")
 """
 
@@ -139,7 +139,7 @@ def wait_for_a_crashing_script(_: client.Connection, endpoint: str, job: str) ->
     arguments = [sys.executable, "-c", CRASHING_SCRIPT, endpoint, job]
     with (
         subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as script,
-        client.connect(endpoint, job=job, member=0, world_size=2, deadline=30.0) as connection,
+        client.connect(endpoint, job=job, rank=0, world_size=2, round_timeout=30.0) as connection,
     ):
         try:
             connection.exchange("bn", Rows((1,), np.ones((1, 2, 3))))
@@ -166,12 +166,12 @@ def _told(program: Callable[[], object]) -> str:
 
 def one_value_per_channel(connection: client.Connection) -> str:
     """One member has one sample, the other none."""
-    return _told(lambda: _layer(3)(torch.ones(1 - connection.member.member, 3)))
+    return _told(lambda: _layer(3)(torch.ones(1 - connection.rank, 3)))
 
 
 def other_channels(connection: client.Connection) -> str:
     """The members' models differ."""
-    channels = 64 if connection.member.member == 0 else 32
+    channels = 64 if connection.rank == 0 else 32
     return _told(lambda: _layer(channels)(torch.ones(4, channels)))
 
 
@@ -192,7 +192,7 @@ def _nan_batch() -> torch.Tensor:
 def nan_in_one_channel(connection: client.Connection) -> np.ndarray:
     """Which outputs and running statistics are NaN; the NaN is in member 0's shard."""
     layer = _layer(3)
-    output = layer(_nan_batch().chunk(2)[connection.member.member])
+    output = layer(_nan_batch().chunk(2)[connection.rank])
     return torch.cat([output, layer.running_mean[None], layer.running_var[None]]).isnan().numpy()
 
 
@@ -206,7 +206,7 @@ def nan_on_whole_batch() -> list[np.ndarray]:
 
 HOLDING_SCRIPT = """
 import sys, client
-connection = client.connect(sys.argv[1], job=sys.argv[2], member=int(sys.argv[3]), world_size=2)
+connection = client.connect(sys.argv[1], job=sys.argv[2], rank=int(sys.argv[3]), world_size=2)
 print("connected", flush=True)
 sys.stdin.read()
 """
@@ -218,7 +218,7 @@ def kill_a_run_and_start_again(_: client.Connection, endpoint: str, job: str) ->
     _start_and_kill(endpoint, job)
     with (
         _holding(endpoint, job, 1) as sibling,
-        client.connect(endpoint, job=job, member=0, world_size=2, deadline=30.0) as connection,
+        client.connect(endpoint, job=job, rank=0, world_size=2, round_timeout=30.0) as connection,
     ):
         count = connection.member.world_size
         sibling.kill()
@@ -244,7 +244,7 @@ def train_with_checkpoints(connection: client.Connection, steps: int, reentrant:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients, rounds = [], 0
     for step in range(steps):
-        x, factors = (whole.chunk(who.world_size)[who.member] for whole in batch(step))
+        x, factors = (whole.chunk(who.world_size)[who.rank] for whole in batch(step))
         x.requires_grad_()
         optimizer.zero_grad()
         before = connection.rounds
@@ -272,7 +272,7 @@ def call_twice_in_a_checkpoint(connection: client.Connection, reentrant: bool) -
     results = []
     for wrap in (lambda run, x: checkpoint(run, x, use_reentrant=reentrant), lambda run, x: run(x)):
         layer = _layer(3).double()
-        (x,) = _batches_of(connection.member.member, 1)
+        (x,) = _batches_of(connection.rank, 1)
         (wrap(lambda x, layer=layer: layer(layer(x).tanh() * 2 + 1), x) ** 3).sum().backward()
         results.append(_state(layer, [x]))
     return results
@@ -308,8 +308,8 @@ def call_on_what_one_member_cannot_tell_apart(
     results = []
     for kinds in (reentrant, ()):
         layer = _layer(3).double()
-        inputs = _batches_of(connection.member.member, len(order))
-        if connection.member.member == 0:
+        inputs = _batches_of(connection.rank, len(order))
+        if connection.rank == 0:
             inputs = [inputs[0].detach().clone().requires_grad_() for _ in inputs]
         outputs = [_inside(kinds, lambda x, layer=layer: REGIONS[region](layer, x), x) for x in inputs]
         for number in order:
@@ -328,7 +328,7 @@ def checkpoint_that_begins_before_what_learns(connection: client.Connection, ste
     """Rounds, and batches tracked, of a layer whose output needs no gradient."""
     layer = _layer(3).double().requires_grad_(requires_grad=False)
     head = nn.Linear(3, 2).double()
-    for x in _batches_of(connection.member.member, steps):
+    for x in _batches_of(connection.rank, steps):
         checkpoint(lambda x: head(layer(x)).sigmoid(), x.detach(), use_reentrant=False).sum().backward()
     return connection.rounds, int(layer.num_batches_tracked)
 
@@ -338,7 +338,7 @@ def pipeline_of_checkpoints(connection: client.Connection, reentrant: bool) -> l
     results = []
     for wrap in (lambda run, x: checkpoint(run, x, use_reentrant=reentrant), lambda run, x: run(x)):
         layer = _layer(3).double()
-        inputs = _batches_of(connection.member.member, 3)
+        inputs = _batches_of(connection.rank, 3)
         losses = []
         for kind, number in ("F0", "F1", "B0", "F2", "B1", "B2"):
             if kind == "F":
@@ -351,7 +351,7 @@ def pipeline_of_checkpoints(connection: client.Connection, reentrant: bool) -> l
 
 def walk_a_checkpoint_twice(connection: client.Connection) -> tuple[list[list[np.ndarray]], list[np.ndarray], int]:
     layer = _layer(3).double()
-    (x,) = _batches_of(connection.member.member, 1)
+    (x,) = _batches_of(connection.rank, 1)
     loss = (checkpoint(layer, x, use_reentrant=False) ** 3).sum()
     leaves = (x, layer.weight, layer.bias)
     found = [[g.numpy() for g in torch.autograd.grad(loss, leaves, retain_graph=True)] for _ in range(2)]
@@ -362,7 +362,7 @@ def walk_a_checkpoint_twice(connection: client.Connection) -> tuple[list[list[np
 
 def forward_in_a_backward_hook(connection: client.Connection) -> tuple[int, int]:
     layer = _layer(3).double()
-    x, other = _batches_of(connection.member.member, 2)
+    x, other = _batches_of(connection.rank, 2)
     output = layer(x)
 
     def hook(_: torch.Tensor) -> None:
@@ -406,15 +406,15 @@ def train_compiled(connection: client.Connection, backend: str, momentum: float 
     torch.compiler.reset()
     model = _network(momentum)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    found = _trained(compiled, model, connection.member.member, steps)
+    found = _trained(compiled, model, connection.rank, steps)
     model = _network(momentum)
-    return [found, _trained(model, model, connection.member.member, steps)]
+    return [found, _trained(model, model, connection.rank, steps)]
 
 
 def train_with_member_0_compiled(connection: client.Connection, backend: str, steps: int) -> list[Buffers]:
     """First member 0 compiled and member 1 eager, then both eager."""
     torch.compiler.reset()
-    member = connection.member.member
+    member = connection.rank
     model = _network(0.1)
     run = torch.compile(model, fullgraph=True, backend=backend) if member == 0 else model
     found = _trained(run, model, member, steps)
@@ -445,7 +445,7 @@ def order_of_compiled_branches(connection: client.Connection, backend: str) -> l
 
     connection.exchange = recorded
     model = client.convert_model(_Branches())
-    x = torch.randn(2 + 5 * connection.member.member, 3, requires_grad=True)
+    x = torch.randn(2 + 5 * connection.rank, 3, requires_grad=True)
     (torch.compile(model, fullgraph=True, backend=backend)(x) ** 2).sum().backward()
     return order
 
@@ -463,7 +463,7 @@ def compiled_twice_on_the_same_input(connection: client.Connection, backend: str
 def compiled_masks(connection: client.Connection, backend: str) -> list[Buffers]:
     """Each kind of layer, compiled and eager, with a mask."""
     torch.compiler.reset()
-    generator = torch.Generator().manual_seed(connection.member.member)
+    generator = torch.Generator().manual_seed(connection.rank)
     x = torch.randn(4, 3, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(4, 5, generator=generator) > 0.4
     found: list[Buffers] = [{}, {}]
@@ -486,7 +486,7 @@ def compiled_masks_in_eval(connection: client.Connection, backend: str) -> tuple
     layer = client.SynchronizedBatchNorm1d(3, track_running_stats=False).double().eval()
     results = []
     for run in (torch.compile(layer, fullgraph=True, backend=backend), layer):
-        (x,) = _batches_of(connection.member.member, 1)
+        (x,) = _batches_of(connection.rank, 1)
         output = run(x, torch.arange(len(x)) % 3 > 0)
         (output**3).sum().backward()
         results.append({"output": output.detach().numpy(), "gradient": x.grad.numpy()})
@@ -502,8 +502,8 @@ def walk_compiled_again(
     results = []
     for members in (who, ()):
         layer = _layer(3).double()
-        run = torch.compile(layer, fullgraph=True, backend=backend) if connection.member.member in members else layer
-        x, other = _batches_of(connection.member.member, 2)
+        run = torch.compile(layer, fullgraph=True, backend=backend) if connection.rank in members else layer
+        x, other = _batches_of(connection.rank, 2)
         loss = ((checkpoint(run, x, use_reentrant=False) if is_checkpointed else run(x)) ** 3).sum()
         gradients = torch.autograd.grad(loss, x, retain_graph=True)
         between = (run(other) ** 3).sum()
@@ -543,7 +543,7 @@ def compiled_checkpoint(connection: client.Connection, backend: str) -> list[tup
             return checkpoint(run, x, use_reentrant=False, context_fn=keep)
 
         compiled = torch.compile(inside if kind == "inside" else run, fullgraph=True, backend=backend)
-        (x,) = _batches_of(connection.member.member, 1)
+        (x,) = _batches_of(connection.rank, 1)
         before = connection.rounds
         output = checkpoint(compiled, x, use_reentrant=False) if kind == "around" else compiled(x)
         (output**3).sum().backward()
@@ -557,7 +557,7 @@ def compiled_with_growing_batches(connection: client.Connection, backend: str) -
     for result, backend_of in zip(results, (backend, None), strict=True):
         layer = _layer(3).double()
         run = torch.compile(layer, fullgraph=True, backend=backend_of) if backend_of else layer
-        for size in (2, 5, 1 + connection.member.member, 7, 0):
+        for size in (2, 5, 1 + connection.rank, 7, 0):
             x = torch.linspace(-1, 2, 3 * size, dtype=torch.float64).view(size, 3).sin().requires_grad_()
             output = run(x)
             (output**3).sum().backward()

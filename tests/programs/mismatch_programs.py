@@ -28,7 +28,7 @@ def last_member_differs(connection: client.Connection, odd: Callable[[nn.ModuleD
     for _ in range(STEPS):
         alike(layers)
     who = connection.member
-    return outcome(odd if who.member == who.world_size - 1 else alike, layers)
+    return outcome(odd if who.rank == who.world_size - 1 else alike, layers)
 
 
 def all_but_the_last_wait_for_a_group(connection: client.Connection) -> Outcome:
@@ -39,7 +39,7 @@ def all_but_the_last_wait_for_a_group(connection: client.Connection) -> Outcome:
     paired = client.SynchronizedBatchNorm1d(CHANNELS, group=client.Group("paired", who.world_size))
     paired.layer_name = "paired.bn"
     layers["paired"] = paired
-    return outcome(alike if who.member == who.world_size - 1 else paired_first, layers)
+    return outcome(alike if who.rank == who.world_size - 1 else paired_first, layers)
 
 
 def outcome(program: Callable[[nn.ModuleDict], None], layers: nn.ModuleDict) -> Outcome:

@@ -71,18 +71,18 @@ def on_shards(connection: client.Connection, run: Run) -> tuple[Buffers, int]:
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
     rounds = 0
     for step in range(run.steps):
-        x, factors = (whole.chunk(who.world_size)[who.member] for whole in member_programs.batch(step))
+        x, factors = (whole.chunk(who.world_size)[who.rank] for whole in member_programs.batch(step))
         run.before(ours, step)
         optimizer.zero_grad()
         before = connection.rounds
         loss = (ours(x) * factors).sum()
-        if who.member == 0:
+        if who.rank == 0:
             run.between(ours, step)
         loss.backward()
         rounds += connection.rounds - before
         _sum_gradients(connection, ours)
         optimizer.step()
-        if who.member == 0:
+        if who.rank == 0:
             before = connection.rounds
             run.after(ours, step)
             rounds += connection.rounds - before
@@ -129,7 +129,7 @@ def freeze_the_beginning(model: nn.Sequential, _step: int) -> None:
 
 def eval_on_its_own(connection: client.Connection, options: dict[str, object]) -> tuple[list[torch.Tensor], int]:
     """Output and input gradient in eval of this member's own input, ours and torch's, and the rounds it took."""
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(connection.member.member), dtype=torch.float64)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(connection.rank), dtype=torch.float64)
     found = []
     for kind in (client.SynchronizedBatchNorm1d, nn.BatchNorm1d):
         layer = kind(3, dtype=torch.float64, **options).eval()

@@ -37,7 +37,7 @@ def recalibrate_shard(connection: client.Connection, sizes: Sizes) -> tuple[Buff
     """Returns the buffers, the number of batches over all members, and how many rounds it took."""
     network = model()
     rounds = connection.rounds
-    total = client.recalibrate(network, batches(sizes)[connection.member.member])
+    total = client.recalibrate(network, batches(sizes)[connection.rank])
     return statistics(network), total, connection.rounds - rounds
 
 
@@ -57,8 +57,8 @@ def recalibrate_nothing(_: client.Connection) -> tuple[str, bool]:
 
 
 def recalibrate_nan_of_member_0(connection: client.Connection) -> tuple[str, bool]:
-    loader = batches([[3], [2]])[connection.member.member]
-    if connection.member.member == 0:
+    loader = batches([[3], [2]])[connection.rank]
+    if connection.rank == 0:
         loader[0][1, 0, 2, 3] = float("nan")
     return told(model(), loader)
 
@@ -66,7 +66,7 @@ def recalibrate_nan_of_member_0(connection: client.Connection) -> tuple[str, boo
 def recalibrate_other_layers(connection: client.Connection) -> tuple[str, bool]:
     """The members have frozen different layers of equal size."""
     network = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
-    network[connection.member.member].eval()
+    network[connection.rank].eval()
     return told(network, [torch.eye(3)])
 
 
@@ -74,5 +74,5 @@ def recalibrate_where_a_layer_keeps_nothing(connection: client.Connection) -> in
     """Returns the rounds it took; the members have different numbers of batches."""
     network = client.convert_model(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3)))
     rounds = connection.rounds
-    client.recalibrate(network, [torch.eye(3)] * (2 + connection.member.member))
+    client.recalibrate(network, [torch.eye(3)] * (2 + connection.rank))
     return connection.rounds - rounds

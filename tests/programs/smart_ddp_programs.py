@@ -19,7 +19,7 @@ def train(connection: client.Connection, store: str, training: Training, *static
     with ddp_programs.process_group(store, connection):
         parallel = ddp_programs.keep(client.smart_ddp(model, **options))
         try:
-            ddp_programs.train_shard(parallel, optimizer, training, connection.member.member)
+            ddp_programs.train_shard(parallel, optimizer, training, connection.rank)
         except RuntimeError as error:
             return str(error)
     return ddp_programs._state(parallel.module)
@@ -31,7 +31,7 @@ def train_in_micro_batches(connection: client.Connection, store: str, sizes: tup
     model = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double(), chunks=2)
     with ddp_programs.process_group(store, connection):
         parallel = ddp_programs.keep(client.smart_ddp(model, static_graph=False))
-        first, second = (part.split(sizes)[connection.member.member] for part in micro_batches(sizes))
+        first, second = (part.split(sizes)[connection.rank] for part in micro_batches(sizes))
         with parallel.no_sync():
             parallel(first).square().sum().backward()
         parallel(second).square().sum().backward()

@@ -29,7 +29,7 @@ def model_() -> nn.BatchNorm1d:
 
 def train_passes(connection: Connection, batches: tuple[int, ...]) -> tuple[list, list, list]:
     """Outputs and input gradients of all steps, and the buffers at the end."""
-    member = connection.member.member
+    member = connection.rank
     model = client.convert_model(model_())
     outputs, gradients = [], []
     for number_of_pass in range(PASSES):
@@ -47,9 +47,9 @@ def recalibrate_after_a_pass(connection: Connection) -> tuple[int, list[float]]:
     """Returns how many batches all members have measured, and the mean."""
     model = client.convert_model(model_())
     with client.join(model):
-        for number in range(1 + connection.member.member):
-            model(batch(connection.member.member, number))
-    nr_batches = client.recalibrate(model, [batch(connection.member.member, 0)])
+        for number in range(1 + connection.rank):
+            model(batch(connection.rank, number))
+    nr_batches = client.recalibrate(model, [batch(connection.rank, 0)])
     return nr_batches, model.running_mean.tolist()
 
 
@@ -59,8 +59,8 @@ def mini_batches_that_moved(connection: Connection) -> list[int]:
     moved = []
     for _ in range(PASSES):
         with client.join(model):
-            for number in range(4 if connection.member.member == 0 else 2):
-                model(batch(connection.member.member, number))
+            for number in range(4 if connection.rank == 0 else 2):
+                model(batch(connection.rank, number))
         moved.append(int(model.num_batches_tracked))
     return moved
 
@@ -96,7 +96,7 @@ def whole_batches(batches: tuple[int, ...]) -> Expected:
 
 def train_under_ddp(connection: Connection, batches: tuple[int, ...], rendezvous: str) -> bytes:
     """The weights at the end, under both joins."""
-    member, size = connection.member.member, connection.member.world_size
+    member, size = connection.rank, connection.member.world_size
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=member, world_size=size)
     torch.manual_seed(0)
     model = client.convert_model(nn.Sequential(nn.Conv1d(3, 3, 1), model_().float()))

@@ -45,7 +45,7 @@ def lying(number: int) -> Iterator[None]:
         key, shape = latest.get(self.token, (None, ()))
         told = {result.key for result in self._results}
         # Before its first result it would pretend to be in a run that others have not begun: another lie than this.
-        if self.member.member != number or not told or key in told:
+        if self.member.rank != number or not told or key in told:
             return frames
         return with_a_lie(frames, lie(self.token, key, Members.of(range(self.member.world_size)), shape))
 

@@ -28,7 +28,7 @@ def restarted(**given):
 def come_back(world, session, key, forged=b""):
     frames = session.introduction()
     world.say(session, *(with_a_lie(frames, forged) if forged else frames))
-    world.say(session, session.contribution(key, rows_of(session.member.member)))
+    world.say(session, session.contribution(key, rows_of(session.member.rank)))
 
 
 def answers(world, session):
@@ -74,7 +74,7 @@ def test_a_lie_about_a_round_to_come_decides_nothing():
     for session in world.members:
         world.inboxes.pop(session.token)
     for session in reversed(world.members):
-        world.say(session, session.contribution(later, rows_of(session.member.member)))
+        world.say(session, session.contribution(later, rows_of(session.member.rank)))
     assert [sums(world, session) for session in world.members] == [[6.0], [6.0], [6.0]]
 
 
@@ -126,7 +126,7 @@ def test_a_member_that_the_others_had_gone_on_without_is_told_so(keeps_key):
         world.deliver(world.dispatcher.tick(world.now))
     for session in (first, second):
         world.inboxes.pop(session.token, None)
-        world.say(session, session.contribution(key, rows_of(session.member.member)))
+        world.say(session, session.contribution(key, rows_of(session.member.rank)))
     assert world.take(first, key) == world.take(second, key)
     world.restart(b"server-1")
     for session in (late, first, second):

@@ -135,7 +135,7 @@ def _count_rounds(
     connection: Connection, death: int | None, arrivals: dict[tuple[int, int], Callable[[], None]]
 ) -> None:
     through = connection._round
-    member = connection.member.member
+    member = connection.rank
 
     def counted(*arguments: Any) -> Any:
         if connection.rounds == death:

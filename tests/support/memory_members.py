@@ -22,9 +22,9 @@ class MemoryMaster:
         self.transport = MemoryTransport(lambda peer, frame: self.dispatcher.receive(self.now, peer, frame))
 
     def connect(
-        self, member: int, world_size: int, *, job: str = "job", deadline: float = 20.0, min_members: int = 0
+        self, member: int, world_size: int, *, job: str = "job", round_timeout: float = 20.0, min_members: int = 0
     ) -> Connection:
-        who = Member(job, "world", 0, member, world_size, deadline, f"thread {member}", min_members)
+        who = Member(job, "world", 0, member, world_size, round_timeout, f"thread {member}", min_members)
         return Connection(self.transport, who)
 
     def report(self, group: str) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def with_many_values(connection: client.Connection) -> tuple[float, float, list[
     """
     layer = client.SynchronizedBatchNorm1d(1, momentum=1.0, dtype=torch.float64)
     layer.layer_name = "bn"
-    rows, part = ((MANY - 1) // 4, 0) if connection.member.member == 0 else (1, 1)
+    rows, part = ((MANY - 1) // 4, 0) if connection.rank == 0 else (1, 1)
     leaf, factors = (torch.tensor(both[part]).view(1, 1, -1) for both in MANY_VALUES)
     x = leaf.requires_grad_().expand(rows, -1, -1)
     output = layer(x)
@@ -210,7 +210,7 @@ def as_autocast_member(connection: client.Connection, dtype: str) -> bytes:
     """Two samples on member 0, three on member 1."""
     model = client.convert_model(autocast_model())
     file = io.BytesIO()
-    own = slice(2) if connection.member.member == 0 else slice(2, 5)
+    own = slice(2) if connection.rank == 0 else slice(2, 5)
     torch.save(autocast_step(model, model, "cpu", dtype, own), file)
     return file.getvalue()
 
@@ -225,7 +225,7 @@ def refused(connection: client.Connection, cases: list[Shards]) -> list[tuple[st
     """For each case, what this member is told, and whether its layer has kept its state; then a step that all take."""
     told = []
     for case in cases:
-        shard, layer = case.shards()[connection.member.member], case.layer(synchronised=True)
+        shard, layer = case.shards()[connection.rank], case.layer(synchronised=True)
         try:
             layer(shard.x, shard.mask)
         except ValueError as error:
@@ -325,7 +325,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 def _as_member(connection: client.Connection, case: Shards) -> Outcome:
-    shard = case.shards()[connection.member.member]
+    shard = case.shards()[connection.rank]
     layer = case.layer(synchronised=True)
     output = layer(shard.x) if shard.mask is None else layer(shard.x, shard.mask)
     (output * shard.factors).sum().backward()

@@ -79,7 +79,7 @@ def on_the_whole_batch(case: Case) -> Result:
 
 def as_member(connection: client.Connection, case: Case) -> Result:
     """One member process with one replica."""
-    return run_shard(case, case.layer(synchronised=True), connection.member.member)
+    return run_shard(case, case.layer(synchronised=True), connection.rank)
 
 
 def run_shard(case: Case, layer: nn.Module, shard: int) -> Result:
@@ -115,7 +115,7 @@ def as_virtual_replicas(case: Case, sizes: tuple[int, ...] | None = None, skip: 
 
 def as_member_with_virtual_replicas(connection: client.Connection, case: Case, sizes: list[Any]) -> Result:
     """One member process with several replicas."""
-    member = connection.member.member
+    member = connection.rank
     skip = sum(sum(before) for before in sizes[:member])
     return as_virtual_replicas(case, tuple(sizes[member]), skip)
 

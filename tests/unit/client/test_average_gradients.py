@@ -36,7 +36,7 @@ def gradients(network: nn.Module) -> list[torch.Tensor]:
 
 def averaged(connection: Connection) -> tuple[int, list[torch.Tensor]]:
     use(connection)
-    network, mine = model(), INPUTS[SHARES[connection.member.member]]
+    network, mine = model(), INPUTS[SHARES[connection.rank]]
     if len(mine):
         network(mine).square().mean().backward()
     return average_gradients(network, len(mine)), gradients(network)
@@ -60,7 +60,7 @@ def test_more_elements_than_a_round_takes_go_in_several():
     def average(connection: Connection) -> Any:
         use(connection)
         weight = nn.Parameter(torch.zeros(size))
-        weight.grad = torch.arange(size, dtype=torch.float32) * (connection.member.member + 1)
+        weight.grad = torch.arange(size, dtype=torch.float32) * (connection.rank + 1)
         average_gradients([weight])
         return weight.grad, connection.rounds
 
@@ -74,8 +74,8 @@ def test_a_stale_gradient_of_a_member_without_samples_does_not_count():
     def average(connection: Connection) -> Any:
         use(connection)
         weight = nn.Parameter(torch.zeros(2))
-        weight.grad = torch.tensor([1.0, 2.0]) if connection.member.member else torch.full((2,), torch.nan)
-        average_gradients([weight], connection.member.member)
+        weight.grad = torch.tensor([1.0, 2.0]) if connection.rank else torch.full((2,), torch.nan)
+        average_gradients([weight], connection.rank)
         return weight.grad.tolist()
 
     with own_connections():
@@ -98,7 +98,7 @@ def test_a_parameter_that_nobody_used_is_not_moved():
     def average(connection: Connection) -> Any:
         use(connection)
         used_by_one, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
-        if connection.member.member:
+        if connection.rank:
             used_by_one.grad = torch.ones(2)
         average_gradients([unused, used_by_one])
         return unused.grad, used_by_one.grad.tolist()
@@ -112,7 +112,7 @@ def test_complex_gradients_keep_both_parts():
         use(connection)
         real, weight = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, 2, dtype=torch.complex64))
         real.grad = torch.ones(1)
-        weight.grad = torch.tensor([[1 + 2j, 3 - 4j]]).conj() * connection.member.member
+        weight.grad = torch.tensor([[1 + 2j, 3 - 4j]]).conj() * connection.rank
         average_gradients([weight, real])
         return weight.grad.tolist(), real.grad.tolist()
 
@@ -151,7 +151,7 @@ def test_without_a_connection_gradients_are_their_own_average():
 def test_models_of_different_sizes_are_told():
     def average(connection: Connection) -> Any:
         use(connection)
-        return outcome(lambda: average_gradients(nn.Linear(2, 2 + connection.member.member)))
+        return outcome(lambda: average_gradients(nn.Linear(2, 2 + connection.rank)))
 
     with own_connections():
         assert [type(error) for error in run_members(2, average)] == [RoundMismatch] * 2

@@ -42,9 +42,7 @@ def handler(connection: client.Connection) -> DDPHandler:
 
 def synced(values: list[Any], **options: Any) -> list[Any]:
     """What each member gets where each gives one of the values."""
-    return run_members(
-        len(values), lambda connection: handler(connection).mp_sync(values[connection.member.member], **options)
-    )
+    return run_members(len(values), lambda connection: handler(connection).mp_sync(values[connection.rank], **options))
 
 
 def assert_all_get(results: list[Any], expected: torch.Tensor) -> None:
@@ -57,7 +55,7 @@ def test_between_two_passes_all_members_are_there_again():
     """After `client.join` each has seen other members leave last, and is away itself."""
 
     def measure(connection: client.Connection) -> Any:
-        mine = connection.member.member
+        mine = connection.rank
         loop = SimpleNamespace(train_loader=DataLoader(range(6)), validation_loader=None, test_loader=None)
         connection.come_back(None)
         for _ in range(1 + mine):
@@ -158,7 +156,7 @@ def test_a_result_is_ones_own():
 
 def test_a_dict_of_values_takes_one_round():
     def sync(connection):
-        mine = connection.member.member
+        mine = connection.rank
         keys = ["loss", "labels", 3] if mine else [3, "labels", "loss"]
         values = {"loss": mine + 0.5, "labels": [mine] * (mine + 1), 3: np.ones((1, 2))}
         results = handler(connection).mp_sync_dict({key: values[key] for key in keys})
@@ -174,7 +172,7 @@ def test_an_empty_dict_gives_an_empty_dict():
 
 def after(connection: client.Connection, sync: Any) -> tuple[Any, list[int], int]:
     """What came of it, and whether the members are in step afterwards."""
-    return outcome(sync), handler(connection).mp_sync(connection.member.member).tolist(), connection.rounds
+    return outcome(sync), handler(connection).mp_sync(connection.rank).tolist(), connection.rounds
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,7 @@ def after(connection: client.Connection, sync: Any) -> tuple[Any, list[int], int
 )
 def test_a_bad_value_on_one_member_is_told_to_all_and_nobody_hangs(bad, kind, what):
     def sync(connection):
-        value = bad if connection.member.member == 1 else 1.0
+        value = bad if connection.rank == 1 else 1.0
         return after(connection, lambda: handler(connection).mp_sync(value))
 
     (first, *_), (second, *_), (third, *_) = results = run_members(3, sync)
@@ -220,7 +218,7 @@ def test_a_number_that_is_too_large_for_double_precision_is_refused():
 
 def test_a_cause_that_is_too_long_or_no_text_is_told_all_the_same():
     def sync(connection):
-        return outcome(lambda: share(connection, lambda: fail() if connection.member.member else {}))
+        return outcome(lambda: share(connection, lambda: fail() if connection.rank else {}))
 
     def fail():
         raise OSError("\udc80" * 100_000)
@@ -235,7 +233,7 @@ def test_a_cause_that_is_too_long_or_no_text_is_told_all_the_same():
 @pytest.mark.parametrize("values", [["a", None], ["a", "a"]])
 def test_where_all_give_what_is_bad_each_raises_its_own(values):
     def sync(connection):
-        return after(connection, lambda: handler(connection).mp_sync(values[connection.member.member]))
+        return after(connection, lambda: handler(connection).mp_sync(values[connection.rank]))
 
     for error, *told in run_members(2, sync):
         assert type(error) is TypeError
@@ -256,7 +254,7 @@ def test_where_all_give_what_is_bad_each_raises_its_own(values):
 )
 def test_values_that_cannot_be_joined_are_named_on_every_member(values, what):
     def sync(connection):
-        return after(connection, lambda: handler(connection).mp_sync(values[connection.member.member]))
+        return after(connection, lambda: handler(connection).mp_sync(values[connection.rank]))
 
     results = run_members(len(values), sync)
     for error, *told in results:
@@ -269,7 +267,7 @@ def test_different_keys_are_named_on_every_member():
     dicts = [{"loss": 1.0, "f1": 1.0}, {"loss": 1.0, 7: 1.0}, {"loss": 1.0, "f1": 1.0}]
 
     def sync(connection):
-        return after(connection, lambda: handler(connection).mp_sync_dict(dicts[connection.member.member]))
+        return after(connection, lambda: handler(connection).mp_sync_dict(dicts[connection.rank]))
 
     for error, *told in run_members(3, sync):
         with pytest.raises(RoundMismatch, match=r"same keys from members 0-2, got 'f1' only from 0, 2; 7 only from 1$"):
@@ -279,7 +277,7 @@ def test_different_keys_are_named_on_every_member():
 
 def test_a_value_of_a_dict_that_cannot_be_joined_is_named():
     def sync(connection):
-        value = 1 if connection.member.member else 1.0
+        value = 1 if connection.rank else 1.0
         return outcome(lambda: handler(connection).mp_sync_dict({"loss": 1.0, "f1": value}))
 
     for error in run_members(2, sync):
@@ -296,7 +294,7 @@ def test_a_value_of_a_dict_that_cannot_be_joined_is_named():
 )
 def test_a_bad_dict_on_one_member_is_told_to_all(bad, what):
     def sync(connection):
-        given = {"loss": 1.0} if connection.member.member else bad
+        given = {"loss": 1.0} if connection.rank else bad
         return after(connection, lambda: handler(connection).mp_sync_dict(given))
 
     (first, *_), (second, *_) = results = run_members(2, sync)
@@ -310,9 +308,7 @@ def test_a_bad_dict_on_one_member_is_told_to_all(bad, what):
 def test_one_member_with_a_dict_and_one_with_a_value_are_told():
     def sync(connection):
         mine = handler(connection)
-        return after(
-            connection, lambda: mine.mp_sync_dict({"loss": 1}) if connection.member.member else mine.mp_sync(1)
-        )
+        return after(connection, lambda: mine.mp_sync_dict({"loss": 1}) if connection.rank else mine.mp_sync(1))
 
     for error, *told in run_members(2, sync):
         assert "got 'data' only from 0; 'loss' only from 1" in str(error)
@@ -339,7 +335,7 @@ def test_in_an_elastic_job_the_values_are_those_of_the_members_that_are_there():
     master = MemoryMaster()
     connections = in_threads([lambda n=n: master.connect(n, 3, min_members=1) for n in range(3)])
     connections.pop(0).close(cause="OutOfMemoryError: full")
-    results = in_threads([lambda one=one: handler(one).mp_sync(one.member.member).tolist() for one in connections])
+    results = in_threads([lambda one=one: handler(one).mp_sync(one.rank).tolist() for one in connections])
     assert results == [[1, 2]] * 2
 
 
@@ -358,8 +354,8 @@ def test_in_an_elastic_job_the_values_are_those_of_the_members_that_are_there():
 )
 def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
     def sync(connection):
-        if connection.member.member == 1:
-            connection.gather(LANE, foreign)
+        if connection.rank == 1:
+            connection.all_gather(LANE, foreign)
             return None
         return outcome(lambda: handler(connection).mp_sync(1))
 
@@ -378,8 +374,8 @@ def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
 )
 def test_what_a_member_says_is_short_and_plain_in_the_others_error(foreign, what):
     def sync(connection):
-        if connection.member.member == 1:
-            connection.gather(LANE, foreign)
+        if connection.rank == 1:
+            connection.all_gather(LANE, foreign)
             return None
         return outcome(lambda: handler(connection).mp_sync_dict({"value": 1}))
 
@@ -397,7 +393,7 @@ def test_many_members_in_an_error_are_told_in_short():
 
 
 def _sync_in_a_process(connection: client.Connection) -> list[Any]:
-    mine = connection.member.member
+    mine = connection.rank
     current = DDPHandler(LOOP)
     large = torch.full((mine * 200_000, 1), mine, dtype=torch.bfloat16, requires_grad=True)
     # Member 1 gives a text.

@@ -90,7 +90,7 @@ def together() -> Iterator[Callable[[int, Callable[[Connection], Any]], list[Any
 
 def test_what_all_take_over_at_the_beginning_is_member_0s(together):
     def begin(connection: Connection) -> Any:
-        mine = connection.member.member
+        mine = connection.rank
         model = nn.Linear(2, 1)
         nn.init.constant_(model.weight, float(mine))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + mine, betas=(0.5, 0.6 + mine / 10))
@@ -117,7 +117,7 @@ def test_a_tensor_stays_on_its_members_device(together):
     """`meta` stands for a device that is not the CPU; what is there has no values, so a member gives it that has."""
 
     def begin(connection: Connection) -> Any:
-        device = "meta" if connection.member.member else "cpu"
+        device = "meta" if connection.rank else "cpu"
         state = ElasticState(
             nn.Linear(1, 1), best=torch.ones(2, device=device), lists=[{"a": (torch.ones(1, device=device), 2)}, 3]
         )
@@ -155,7 +155,7 @@ def test_a_batch_that_was_not_recorded_does_not_change_the_shares(together):
         state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(12)))
         state.sync()
         before = list(state.sampler)
-        if connection.member.member:
+        if connection.rank:
             state.sampler.record_batch(0, 2)
         state.commit()
         return before == list(state.sampler), len(state.sampler.processed_indices)
@@ -198,7 +198,7 @@ def test_members_that_commit_at_different_places_are_told(together):
     def wander(connection: Connection) -> Any:
         state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4)))
         state.sync()
-        state.sampler.set_epoch(connection.member.member)
+        state.sampler.set_epoch(connection.rank)
         state.commit()
 
     for error in together(2, wander):
@@ -210,7 +210,7 @@ def test_who_has_come_and_gone_is_said(together):
     def leave(connection: Connection) -> Any:
         state = ElasticState(nn.Linear(1, 1))
         state.sync()
-        if connection.member.member == 1:
+        if connection.rank == 1:
             return None
         return outcome(state.commit)
 
@@ -258,9 +258,9 @@ def test_a_newcomer_that_comes_before_the_first_meeting_is_one_of_those_who_begi
 
 def test_a_vote_of_something_else_is_refused(together):
     def meet(connection: Connection) -> Any:
-        if connection.member.member:
+        if connection.rank:
             connection.come_back(None)
-            return connection.gather(MEETING, pack([0, 0, [], "no"]))
+            return connection.all_gather(MEETING, pack([0, 0, [], "no"]))
         return ElasticState(nn.Linear(1, 1)).sync()
 
     error, _ = together(2, meet)
@@ -287,9 +287,9 @@ def test_a_vote_that_cannot_be_is_refused(vote):
 
 def test_a_vote_for_samples_that_the_dataset_has_not_is_refused(together):
     def meet(connection: Connection) -> Any:
-        if connection.member.member:
+        if connection.rank:
             connection.come_back(None)
-            return connection.gather(MEETING, pack([0, 0, [], False, 1, np.array([99])]))
+            return connection.all_gather(MEETING, pack([0, 0, [], False, 1, np.array([99])]))
         return ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4))).sync()
 
     error, _ = together(2, meet)
@@ -316,10 +316,10 @@ NOTHING = {"model": STATE_OF_A_LINEAR, "optimizer": None, "sampler": None}
 )
 def test_a_state_that_does_not_fit_is_refused_and_says_nothing_to_a_terminal(together, state, what):
     def meet(connection: Connection) -> Any:
-        if connection.member.member:
+        if connection.rank:
             connection.come_back(None)
-            connection.gather(MEETING, pack([5, 0, [0, 1], False, 0, np.zeros(0, "i8")]))
-            connection.gather(STATE, pack(state))
+            connection.all_gather(MEETING, pack([5, 0, [0, 1], False, 0, np.zeros(0, "i8")]))
+            connection.all_gather(STATE, pack(state))
             return None
         return ElasticState(nn.Linear(1, 1)).sync()
 

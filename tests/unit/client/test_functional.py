@@ -76,7 +76,7 @@ def test_gradients_through_members_of_a_master():
     factors = [torch.randn_like(x) for x in inputs]
 
     def member(connection):
-        number = connection.member.member
+        number = connection.rank
         x, weight, bias = (part[number].clone().requires_grad_() for part in (inputs, weights, biases))
         (output,) = batch_norm([Slice(x, weight, bias)], exchange(SlavePipe(connection, "bn")))
         (output * factors[number]).sum().backward()
@@ -132,7 +132,7 @@ def test_every_walk_of_a_kept_graph_is_a_round_of_its_own():
 
 def test_a_graph_that_is_kept_may_be_walked_again_even_after_another_forward():
     def member(connection):
-        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(connection.member.member)).requires_grad_()
+        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(connection.rank)).requires_grad_()
         pipe = SlavePipe(connection, "bn")
         (output,) = batch_norm([Slice(x, None, None)], exchange(pipe))
         (first,) = torch.autograd.grad((output**2)[0].sum(), x, retain_graph=True)
@@ -187,7 +187,7 @@ def test_one_value_per_channel_over_all_replicas_is_refused_everywhere():
         batch_norm([Slice(one, None, None), Slice(torch.empty(0, 2), None, None)], exchange())
 
     def member(connection):
-        mine = one if connection.member.member == 0 else torch.empty(0, 2)
+        mine = one if connection.rank == 0 else torch.empty(0, 2)
         with pytest.raises(ValueError, match="expected more than 1 value"):
             batch_norm([Slice(mine, None, None)], exchange(SlavePipe(connection, "bn")))
         return True

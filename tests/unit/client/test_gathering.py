@@ -31,19 +31,19 @@ BEYOND_THREE = 2 * WORD_BYTES * limits.MAX_CHANNELS + 5
 )
 def test_everybody_gets_everybodys_bytes(sizes):
     sent = {member: os.urandom(size) for member, size in enumerate(sizes)}
-    results = run_members(len(sizes), lambda connection: connection.gather("all", sent[connection.member.member]))
+    results = run_members(len(sizes), lambda connection: connection.all_gather("all", sent[connection.rank]))
     assert results == [sent] * len(sizes)
 
 
 def test_bits_that_are_no_numbers_are_left_alone():
     # Signalling NaN, a negative zero, a subnormal number.
     sent = bytes.fromhex("010000000000f07f" + "0000000000000080" + "0100000000000000") * 400
-    assert run_members(2, lambda connection: connection.gather("all", sent)) == [{0: sent, 1: sent}] * 2
+    assert run_members(2, lambda connection: connection.all_gather("all", sent)) == [{0: sent, 1: sent}] * 2
 
 
 def test_little_data_takes_one_round():
     def rounds(connection: Connection) -> int:
-        connection.gather("all", bytes(1000))
+        connection.all_gather("all", bytes(1000))
         return connection.rounds
 
     assert run_members(3, rounds) == [1, 1, 1]
@@ -55,9 +55,9 @@ def test_processes_gather_through_a_real_server(members):
 
 
 def _gather_twice(connection: Connection) -> tuple[list[bytes], list[int]]:
-    mine = connection.member.member
-    small = connection.gather("names", f"m{mine}".encode() * (mine + 1))
-    large = connection.gather("weights", bytes(BEYOND_FIRST * (mine + 1)))
+    mine = connection.rank
+    small = connection.all_gather("names", f"m{mine}".encode() * (mine + 1))
+    large = connection.all_gather("weights", bytes(BEYOND_FIRST * (mine + 1)))
     return list(small.values()), [len(data) for data in large.values()]
 
 
@@ -65,7 +65,7 @@ def test_after_a_backward_round_a_gather_begins_a_step():
     def steps(connection: Connection) -> list[int]:
         forward = connection.exchange("bn", ROW)
         connection.exchange("bn", ROW, forward.key.of_phase(BACKWARD))
-        connection.gather("all", b"")
+        connection.all_gather("all", b"")
         return [forward.key.step, connection.exchange("bn", ROW).key.step]
 
     assert run_members(2, steps) == [[0, 1], [0, 1]]
@@ -76,7 +76,7 @@ def test_members_that_gather_different_things_are_told():
     connections = in_threads([lambda n=n: master.connect(n, 2) for n in range(2)])
 
     def gather(connection: Connection) -> Any:
-        return outcome(lambda: connection.gather(f"thing {connection.member.member}", b""))
+        return outcome(lambda: connection.all_gather(f"thing {connection.rank}", b""))
 
     def let_time_pass() -> None:
         wait_until(lambda: len(master.report("world")["waiting"]) == 2)
@@ -98,7 +98,7 @@ def test_whoever_is_lost_meanwhile_is_left_out():
         lost._round("all", Rows((0,), part[np.newaxis, np.newaxis]), None, lost._world, GATHER)
         lost.close(cause="OutOfMemoryError: full")
 
-    survivors = [lambda one=one: one.gather("all", sent[one.member.member]) for one in connections]
+    survivors = [lambda one=one: one.all_gather("all", sent[one.rank]) for one in connections]
     first, second, _ = in_threads([*survivors, leave_after_the_first_round])
     assert first == second == {0: sent[0], 1: sent[1]}
 

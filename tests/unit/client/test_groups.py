@@ -39,7 +39,7 @@ def row(value: float) -> Rows:
 
 def total(connection: Connection, group: Group | str | None = None, value: float | None = None) -> float:
     """The sum over the group of what each member brings: its power of ten, unless a value is given."""
-    brought = row(10.0**connection.member.member if value is None else value)
+    brought = row(10.0**connection.rank if value is None else value)
     return SlavePipe(connection, "bn", group).run_slave(brought).values.item()
 
 
@@ -49,7 +49,7 @@ def connected(master: MemoryMaster, n: int, deadline_of_last: float = 20.0) -> I
     with ThreadPoolExecutor(n) as threads:
         others = [threads.submit(master.connect, member, n) for member in range(n - 1)]
         wait_until(lambda: len(master.members("world")) == n - 1)
-        last = master.connect(n - 1, n, deadline=deadline_of_last)
+        last = master.connect(n - 1, n, round_timeout=deadline_of_last)
         connections = [*(other.result(20) for other in others), last]
     with ExitStack() as stack:
         yield [stack.enter_context(connection) for connection in connections]
@@ -152,7 +152,7 @@ def test_two_groups_have_their_rounds_at_the_same_time():
     begun = threading.Barrier(4)
 
     def program(connection):
-        group = LOW if connection.member.member < 2 else HIGH
+        group = LOW if connection.rank < 2 else HIGH
         first = total(connection, group)
         begun.wait(20)
         return first, total(connection, group)
@@ -164,7 +164,7 @@ def test_a_member_may_be_in_several_groups():
     """A chain of three members, in which the middle one is in both links."""
 
     def program(connection):
-        mine = connection.member.member
+        mine = connection.rank
         return [total(connection, Group(f"link {link}", 2)) for link in (mine - 1, mine) if link in {0, 1}]
 
     assert run_members(3, program) == [[11.0], [11.0, 110.0], [110.0]]
@@ -172,7 +172,7 @@ def test_a_member_may_be_in_several_groups():
 
 def test_rounds_of_the_world_and_of_groups_may_alternate():
     def program(connection):
-        group = LOW if connection.member.member < 2 else HIGH
+        group = LOW if connection.rank < 2 else HIGH
         return [total(connection, where) for where in (None, group, group, None, group, None)]
 
     world = 1111.0
@@ -184,10 +184,10 @@ def test_threads_of_one_member_may_wait_for_different_groups_in_opposite_orders(
     master = MemoryMaster()
 
     def program(connection):
-        first, second = (LOW, HIGH) if connection.member.member else (HIGH, LOW)
+        first, second = (LOW, HIGH) if connection.rank else (HIGH, LOW)
         with ThreadPoolExecutor(1) as thread:
             early = thread.submit(total, connection, first)
-            wait_until(lambda: connection.member.member in master.members(first.name))
+            wait_until(lambda: connection.rank in master.members(first.name))
             return [total(connection, second), early.result(20)]
 
     assert run_members(2, program, master) == [[11.0, 11.0]] * 2
@@ -199,7 +199,7 @@ def test_a_member_outside_of_a_group_does_not_wait_for_it():
     is_through = threading.Event()
 
     def program(connection):
-        mine = connection.member.member
+        mine = connection.rank
         if mine == 2:
             wait_until(lambda: bool(master.report("pair")["waiting"]))
             is_through.set()
@@ -220,9 +220,9 @@ def test_a_groups_rows_are_added_by_member_number_whoever_comes_first():
     master = MemoryMaster()
 
     def program(connection):
-        if connection.member.member not in members:
+        if connection.rank not in members:
             return None
-        place = members.index(connection.member.member)
+        place = members.index(connection.rank)
         total(connection, four)
         # From the highest number down: each comes when only those below it are missing.
         still_missing = members[: place + 1]
@@ -247,17 +247,17 @@ def test_each_group_counts_its_own_steps_and_calls():
 
 def test_a_backward_round_stays_in_its_group():
     def program(connection):
-        pipe = SlavePipe(connection, "bn", LOW if connection.member.member < 2 else HIGH)
+        pipe = SlavePipe(connection, "bn", LOW if connection.rank < 2 else HIGH)
         forward = pipe.run_slave(row(1.0))
         assert pipe.key(0, 0, FORWARD) == forward.key
-        return pipe.run_slave(row(10.0**connection.member.member), forward.key.of_phase(BACKWARD)).values.item()
+        return pipe.run_slave(row(10.0**connection.rank), forward.key.of_phase(BACKWARD)).values.item()
 
     assert run_members(4, program) == [11.0, 11.0, 1100.0, 1100.0]
 
 
 def test_the_members_of_two_hosts_form_two_groups():
     hosts = [groups.local({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": rank}) for rank in "01"]
-    assert run_members(4, lambda c: total(c, hosts[c.member.member // 2])) == [11.0, 11.0, 1100.0, 1100.0]
+    assert run_members(4, lambda c: total(c, hosts[c.rank // 2])) == [11.0, 11.0, 1100.0, 1100.0]
 
 
 def test_the_rule_asks_the_environment(monkeypatch):

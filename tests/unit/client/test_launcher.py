@@ -45,25 +45,25 @@ SLURM = {
 
 def test_torchrun():
     found = member_from(TORCHRUN)
-    assert (found.member, found.world_size, found.job, found.epoch) == (5, 8, "run-7", 2)
+    assert (found.rank, found.world_size, found.job, found.epoch) == (5, 8, "run-7", 2)
     assert launchers.meeting_place(TORCHRUN) == MeetingPlace("node1", 29500)
 
 
 def test_kubeflow():
     found = member_from(KUBEFLOW)
-    assert (found.member, found.world_size, found.job, found.epoch) == (1, 3, "default", 0)
+    assert (found.rank, found.world_size, found.job, found.epoch) == (1, 3, "default", 0)
     assert launchers.meeting_place(KUBEFLOW) == MeetingPlace("digits-master-0", 23456)
 
 
 def test_srun():
     found = member_from(SLURM)
-    assert (found.member, found.world_size, found.job, found.epoch) == (5, 8, "slurm-4711.3", 1)
+    assert (found.rank, found.world_size, found.job, found.epoch) == (5, 8, "slurm-4711.3", 1)
     assert launchers.meeting_place(SLURM) == MeetingPlace("node01", 15_000 + 4711 + 303)
 
 
 def test_variables_without_a_number_in_their_name_win_over_slurms():
     found = member_from({**SLURM, **TORCHRUN, "RANK": "7", "TORCHELASTIC_RESTART_COUNT": "0"})
-    assert (found.member, found.world_size, found.job, found.epoch) == (7, 8, "run-7", 0)
+    assert (found.rank, found.world_size, found.job, found.epoch) == (7, 8, "run-7", 0)
     assert launchers.meeting_place({**SLURM, "MASTER_ADDR": "here"}) == MeetingPlace("here", 15_000 + 4711 + 303)
     assert launchers.meeting_place({**SLURM, "MASTER_PORT": "1234"}) == MeetingPlace("node01", 1234)
 
@@ -77,7 +77,7 @@ def test_a_batch_script_is_no_task():
     """sbatch sets SLURM_PROCID and SLURM_NTASKS in the script itself, which is one process."""
     script = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_RESTART_COUNT")}
     found = member_from({**script, "SLURM_PROCID": "0"})
-    assert (found.member, found.world_size, found.job, found.epoch) == (0, 1, "default", 0)
+    assert (found.rank, found.world_size, found.job, found.epoch) == (0, 1, "default", 0)
     assert launchers.meeting_place({**script, "SLURM_PROCID": "0"}) is None
 
 
@@ -128,7 +128,7 @@ def test_a_world_size_that_counts_nodes_is_told(environ, evidence):
     with pytest.raises(ConfigurationError, match=r"WORLD_SIZE: .*counts nodes: .*torchrun") as caught:
         member_from(environ)
     assert caught.match(evidence)
-    assert member_from(environ, world_size=8, member=0).world_size == 8
+    assert member_from(environ, world_size=8, rank=0).world_size == 8
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_one_of_several_processes_has_a_number(rank):
     environ = {"WORLD_SIZE": "4", **rank}
     with pytest.raises(ConfigurationError, match=r"RANK: expected this process's number, since WORLD_SIZE says 4"):
         member_from(environ)
-    assert member_from(environ, member=0).world_size == 4
-    assert member_from({"WORLD_SIZE": "1", **rank}).member == 0
+    assert member_from(environ, rank=0).world_size == 4
+    assert member_from({"WORLD_SIZE": "1", **rank}).rank == 0
 
 
 def test_without_a_launcher_there_is_no_place_to_meet():

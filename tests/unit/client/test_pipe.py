@@ -19,7 +19,7 @@ def rows_of(member: int, size: int) -> Rows:
 
 
 def test_a_slave_pipe_returns_the_sum_over_all_members():
-    aggregates = run_members(3, lambda c: SlavePipe(c, "bn").run_slave(rows_of(c.member.member, 2)))
+    aggregates = run_members(3, lambda c: SlavePipe(c, "bn").run_slave(rows_of(c.rank, 2)))
     for aggregate in aggregates:
         assert (aggregate.replicas, aggregate.count) == (6, 9)
         assert aggregate.values.tobytes() == aggregates[0].values.tobytes()
@@ -28,7 +28,7 @@ def test_a_slave_pipe_returns_the_sum_over_all_members():
 def test_the_local_lane_adds_to_the_same_bits_as_the_master():
     local = LocalPipe("bn").run_slave(Rows((1,) * 6, ROWS))
     for members, size in ((1, 6), (2, 3), (3, 2), (6, 1)):
-        found = run_members(members, lambda c, size=size: SlavePipe(c, "bn").run_slave(rows_of(c.member.member, size)))
+        found = run_members(members, lambda c, size=size: SlavePipe(c, "bn").run_slave(rows_of(c.rank, size)))
         assert {aggregate.values.tobytes() for aggregate in found} == {local.values.tobytes()}
     assert local.values.tobytes() != ROWS[::-1].sum(axis=0).tobytes()
 
@@ -46,7 +46,7 @@ def test_the_aggregate_names_its_round_and_backward_follows_it():
 
 def test_members_with_other_channel_counts_are_all_told_the_numbers():
     def contribute(connection):
-        channels = 64 if connection.member.member == 0 else 32
+        channels = 64 if connection.rank == 0 else 32
         return outcome(lambda: SlavePipe(connection, "stem.bn").run_slave(Rows((1,), np.ones((1, 2, channels)))))
 
     errors = run_members(3, contribute)
@@ -62,7 +62,7 @@ def test_threads_of_one_member_may_exchange_at_the_same_time(threads):
     """In opposite orders on two members: with one socket for all, each would wait for the other, for ever."""
 
     def both_ways(connection):
-        order = range(threads) if connection.member.member == 0 else reversed(range(threads))
+        order = range(threads) if connection.rank == 0 else reversed(range(threads))
         programs = [
             lambda layer=layer: SlavePipe(connection, f"bn{layer}").run_slave(
                 Rows((1,), np.full((1, 1, 1), float(layer)))

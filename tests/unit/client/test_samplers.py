@@ -221,7 +221,7 @@ def test_in_an_elastic_job_the_ranks_are_those_that_are_there():
     def split(connection):
         loop = train_loop(train=DataLoader(SAMPLES, batch_size=5))
         handler = DDPHandler(loop, connection=connection)
-        told = handler.mp_sync(connection.member.member).tolist()
+        told = handler.mp_sync(connection.rank).tolist()
         handler.add_distributed_samplers()
         return told, samples(loop.train_loader)
 

@@ -85,7 +85,7 @@ def test_a_gradient_penalty_through_members_equals_the_whole_batchs():
     *inputs, weight, bias = (leaf.detach() for leaf in leaves())
 
     def member(connection):
-        x, w, b = (part.clone().requires_grad_() for part in (inputs[connection.member.member], weight, bias))
+        x, w, b = (part.clone().requires_grad_() for part in (inputs[connection.rank], weight, bias))
         exchange = Exchange(SlavePipe(connection, "bn"), "bn", 1e-5, "plus")
         (output,) = batch_norm([Slice(x, w, b)], exchange)
         penalty(output, x).backward()

@@ -54,7 +54,7 @@ def test_a_round_has_the_short_interval_and_leaves_the_usual_one(usual, monkeypa
 @pytest.mark.usefixtures("fresh")
 def test_a_round_that_fails_leaves_the_usual_interval(usual):
     def program(connection):
-        channels = 2 + connection.member.member
+        channels = 2 + connection.rank
         with pytest.raises(RoundMismatch):
             connection.exchange("bn", Rows((1,), np.ones((1, 2, channels))))
 

@@ -58,7 +58,7 @@ def test_evaluation_and_replicas_in_one_process_need_no_connection(monkeypatch, 
 
 def test_whoever_was_connected_before_is_told_nothing(monkeypatch, told, server, job):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with client.connect(server.endpoint, job=job, member=0, world_size=1):
+    with client.connect(server.endpoint, job=job, rank=0, world_size=1):
         pass
     layer()(X)
     assert told() == []
@@ -72,7 +72,10 @@ def test_a_member_that_closes_without_a_round_is_told(told):
 
 @pytest.mark.parametrize(
     "program",
-    [lambda connection: connection.gather("hello", b""), lambda connection: connection.close("ValueError: bad data")],
+    [
+        lambda connection: connection.all_gather("hello", b""),
+        lambda connection: connection.close("ValueError: bad data"),
+    ],
     ids=["a round", "a failure"],
 )
 def test_a_member_that_had_a_round_or_that_failed_is_told_nothing(told, program):

@@ -152,7 +152,7 @@ def test_a_folder_of_another_user_is_refused_by_server_and_client(environ):
 SCRIPT = """
 import sys, client, numpy as np
 from statsd_bn import Rows
-with client.connect(member=int(sys.argv[1]), world_size=2, deadline=60.0) as connection:
+with client.connect(rank=int(sys.argv[1]), world_size=2, round_timeout=60.0) as connection:
     print(connection.exchange("bn", Rows((1,), np.ones((1, 2, 3)))).count, flush=True)
 """
 

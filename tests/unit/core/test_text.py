@@ -108,7 +108,7 @@ def test_an_unusual_job_is_none_the_worse():
 
 def test_the_place_is_printable_whatever_the_host_is_called(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "host\x1b\n")
-    assert member_from({}).place.startswith(r"host\x1b\n, pid ")
+    assert member_from({}).host_and_pid.startswith(r"host\x1b\n, pid ")
 
 
 def test_a_line_of_the_log_is_short():
