@@ -1,8 +1,11 @@
 """Dispatcher: from a frame to the group it is for, and back to frames.
 
-The whole server minus its socket. It is pure like the masters it holds: `receive` takes a time, a peer and a
-frame and returns the frames to send. Nothing that comes from a peer raises out of it: a bad frame costs its sender an
-error and nobody else anything.
+This is the whole server without its socket. It is pure like the masters it holds: `receive` takes a time, a peer and a
+frame, and returns the frames to send. No frame makes it raise: a bad one costs its sender an error, and others nothing.
+
+    received = dispatcher.receive(time.monotonic(), peer, frame)
+    for peer, frame in received.replies:
+        socket.send_multipart([peer, frame])
 """
 
 import logging
@@ -12,8 +15,9 @@ from typing import Any
 from server.core import deadlock, report
 from server.core.eviction import Eviction
 from server.core.mismatches import Mismatches
+from server.core.received import Received
 from server.core.registration import Registration
-from server.core.registry import Registry, Seat
+from server.core.registry import Registry, SessionRecord
 from server.core.report import Reports
 from server.group.master import SyncMaster, unknown
 from server.group.rounds import Reply, failure
@@ -47,8 +51,8 @@ from statsd_bn.wire import decode_request, encode, named_session
 
 logger = logging.getLogger("statsd_bn.server")
 
-# Why a member is lost that has come back after a restart: it had been lost before; or its results did not arrive, and
-# without them nobody knows what the others are to be given.
+# Why a member that came back after a restart is lost: it had been lost before; or its results did not arrive, and
+# without them nobody knows what to give the others.
 OVERTAKEN = "the others had gone on without it before the server was restarted"
 INCOMPLETE = "what it was given did not come back after the server was restarted"
 
@@ -59,23 +63,23 @@ class Dispatcher:
     Args:
         server: a random id of this life of the server.
         started: the time it began, on the clock that `receive` is given.
-        quota: how much it takes and keeps; default: as much as the protocol allows.
-        seals: how it knows its own aggregates again after a restart; default: it does not.
+        quota: how much it accepts and keeps; default: as much as the protocol allows.
+        seals: how it recognises its own aggregates after a restart; default: it does not.
 
     Attributes:
-        probe: a frame that means nothing to any member, to try whether it can be reached.
+        probe: a frame that every member ignores; shows whether a member can be reached.
         tally: what was refused.
         received: how many frames have come.
         bad_frames: how many of them were unsound.
-        refused: how many of them were unsound, or refused in a group's name, or of no session that has a seat.
     """
 
     def __init__(self, server: bytes, started: float, quota: Quota | None = None, seals: Seals | None = None) -> None:
         self._server = server
         self._started = started
-        # No session has a digest of zero bytes, so nobody takes it for an answer.
+        # No session has a digest of zero bytes, so no member takes it for an answer.
         self.probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
         self._budget = Budget(quota)
+        self._max_frame_bytes = self._budget.quota.max_frame_bytes
         self._registry = Registry(started, self._budget.quota.silence_seconds)
         self._eviction = Eviction(self._registry, self._budget)
         self._registration = Registration(server, self._registry, self._budget, self._eviction, seals)
@@ -84,19 +88,26 @@ class Dispatcher:
         self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
-        self.refused = 0
 
-    def receive(self, now: float, peer: bytes, frame: bytes, tenant: Tenant = ANYBODY) -> list[Reply]:
-        """Takes one frame from a peer and returns the frames to send; `tenant` is whose key the peer has."""
+    def receive(self, now: float, peer: bytes, frame: bytes, tenant: Tenant = ANYBODY) -> Received:
+        """Handle one frame.
+
+        Args:
+            now: the time.
+            peer: where it came from.
+            frame: its bytes.
+            tenant: the owner of the peer's key.
+        """
         self.received += 1
         try:
-            self._budget.check_frame(frame)
+            if len(frame) > self._max_frame_bytes:
+                self._budget.check_frame(frame)
             return self._handle(now, peer, decode_request(frame), tenant)
         except StatsdBNError as error:
-            return [(peer, self._refuse(error))]
+            return self._refuse(peer, error)
 
     def tick(self, now: float) -> list[Reply]:
-        """Ends what is over its time, members and rounds; to be called several times a second."""
+        """End members and rounds whose time is over; call it several times a second."""
         # Members first: who is lost says more than who is late.
         registry = self._registry
         replies = self._lose(now, registry.liveness.lost(now))
@@ -105,79 +116,70 @@ class Dispatcher:
         lost += [(slave.session, OVERTAKEN) for membership in memberships for slave in membership.overtaken]
         replies += self._lose(now, lost)
         replies += [reply for master in registry.masters.values() for reply in master.expire(now)]
-        replies += [reply for master in registry.masters.values() for reply in registry.mourn(master)]
+        replies += [reply for master in registry.masters.values() for reply in registry.tell_of_loss(master)]
         return replies + self._end_deadlocks(now)
 
     @property
     def has_members(self) -> bool:
-        """Whether anybody is registered."""
-        return bool(self._registry.seats)
+        """Whether any member is registered."""
+        return bool(self._registry.sessions)
 
     @property
     def has_had_members(self) -> bool:
-        """Whether anybody is registered, or was."""
+        """Whether any member is registered, or was."""
         return self._registry.has_had_members
 
     def payer(self, frame: bytes, tenant: Tenant) -> str:
-        """Returns for whom the work is that a frame makes, see `server.limits.fair_share`."""
+        """Whom a frame's work is counted for, see `server.limits.fair_share`; known before the frame is decoded."""
         if tenant is not ANYBODY:
             return tenant.owner("")
-        seat = self._registry.seats.get(named_session(frame))
-        return seat.master.owner if seat else STRANGERS
+        record = self._registry.sessions.get(named_session(frame))
+        return record.master.owner if record else STRANGERS
 
     @property
     def account(self) -> Account:
-        """What is kept."""
+        """The bytes that are kept."""
         return self._budget.account
 
-    def member_of(self, frame: bytes) -> bytes:
-        """Returns the session that a frame names if it has a seat; else nothing."""
-        try:
-            session: bytes = getattr(decode_request(frame), "session", b"")
-        except ProtocolError:
-            return b""
-        return session if self.has_seat(session) else b""
-
-    def has_seat(self, session: bytes) -> bool:
-        """Returns whether a session has a seat."""
-        return session in self._registry.seats
+    def is_registered(self, session: bytes) -> bool:
+        """Whether a session is registered."""
+        return session in self._registry.sessions
 
     def exceeded(self, text: str, limit: int, what: str) -> LimitExceeded:
-        """Counts a refusal for want of room, and returns its error."""
+        """Count a refusal over a limit, and return its error."""
         return self._budget.exceeded(text, limit, what)
 
     def expel(self, now: float, access: Access) -> list[Reply]:
-        """Takes those for lost whose keys are no longer let in, or no longer for their job."""
-        seats = self._registry.seats.items()
-        refused = (session for session, seat in seats if not access.allows(seat.key, seat.master.membership.job))
+        """End the members whose keys are revoked, or no longer for their job."""
+        records = self._registry.sessions.items()
+        refused = (
+            session for session, record in records if not access.allows(record.key, record.master.membership.job)
+        )
         return self._lose(now, [(session, REVOKED) for session in refused])
 
     def probes(self, since: float) -> list[Reply]:
-        """Returns harmless frames to the members not heard since a time.
-
-        Whoever cannot be sent one may have gone, see `unreachable`.
-        """
+        """Probes for the members not heard since a time; one that cannot be sent tells `unreachable`."""
         return [(peer, self.probe) for peer in self._registry.liveness.addresses(since)]
 
     def unreachable(self, now: float, peer: bytes) -> list[Reply]:
-        """Takes note that nothing can be delivered to a peer; returns harmless frames to where else its members are.
+        """Note that a peer cannot be reached; returns probes for the other addresses of its members.
 
-        A member that is nowhere to be reached, and is not heard again in time, is lost at a later `tick`.
+        A member that has no address left, and is not heard again in time, is lost at a later `tick`.
         """
         return [(other, self.probe) for other in self._registry.liveness.unreachable(now, peer)]
 
     def farewell(self) -> list[Reply]:
-        """Tells all members that this server ends for good; those who are busy find it before their next round."""
+        """Tell all members that this server ends for good; a busy member reads it before its next round."""
         stopped = MasterStopped("the master stopped with the process that had started it")
-        seats = self._registry.seats.values()
-        return [(seat.slave.peer, failure(seat.master.membership.lost or stopped)) for seat in seats]
+        records = self._registry.sessions.values()
+        return [(record.slave.peer, failure(record.master.membership.lost or stopped)) for record in records]
 
     def stop(self) -> list[Reply]:
-        """Ends all waits because the server stops."""
+        """End all waits because the server stops."""
         return [reply for master in self._registry.masters.values() for reply in master.stop()]
 
     def report(self, now: float, tenant: Tenant = ANYBODY) -> dict[str, Any]:
-        """Returns the status report, as far as it concerns a tenant."""
+        """Status report of the jobs that a tenant may see."""
         return {**self._counts(now), **report.groups(self._masters(tenant), now)}
 
     def _counts(self, now: float) -> dict[str, Any]:
@@ -189,36 +191,34 @@ class Dispatcher:
             **asdict(self.tally),
         }
 
-    def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> list[Reply]:
+    def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> Received:
+        if isinstance(message, StatusRequest):
+            return Received([(peer, self._reports.frame(now, tenant, self._masters(tenant)))])
+        record = self._registry.sessions.get(message.session)
         if tenant is not ANYBODY:
-            self._check_owner(message, tenant)
+            self._check_owner(message, record, tenant)
         match message:
             case Contribution():
-                self._registry.liveness.hear(now, message.session, peer)
-                replies = self._contribute(now, message, peer)
+                return self._contribute(now, message, record, peer)
             case Heartbeat():
-                replies = self._beat(now, message, peer)
+                return self._beat(now, message, record, peer)
             case Register():
                 replies = self._registration.register(now, message, peer, tenant)
                 self._registry.liveness.begin(now, message.session, peer)
+                return Received(replies, message.session)
             case Result():
-                self._registry.liveness.hear(now, message.session, peer)
-                replies = self._recall(now, message, peer)
+                return self._recall(now, message, record, peer)
             case Leave():
-                replies = self._registry.leave(now, message.session, message.cause)
-            case StatusRequest():
-                replies = [(peer, self._reports.frame(now, tenant, self._masters(tenant)))]
-        return replies
+                return Received(self._registry.leave(now, message.session, message.cause))
 
-    def _check_owner(self, message: Request, tenant: Tenant) -> None:
-        """What one key has begun another neither goes on with nor ends, and nobody sees or joins a foreign job."""
+    def _check_owner(self, message: Request, record: SessionRecord | None, tenant: Tenant) -> None:
+        """Refuse a session that registered with another key, and a job that this key is not for."""
         if isinstance(message, Register) and not tenant.may(message.job):
             raise RegistrationRefused(
                 f"job {message.job!r}: expected a job that the key of {tenant.name!r} is for, "
                 f"{' or '.join(tenant.jobs)}; give the run such a name, or a key for this one"
             )
-        seat = self._registry.seats.get(getattr(message, "session", b""))
-        if seat and seat.key != tenant.key:
+        if record and record.key != tenant.key:
             raise AuthenticationRefused(
                 f"authentication refused: the session that {tenant.name!r} names is another key's",
                 reason="foreign session",
@@ -227,61 +227,60 @@ class Dispatcher:
     def _masters(self, tenant: Tenant) -> list[SyncMaster]:
         return [master for (job, _), master in self._registry.masters.items() if tenant.may(job)]
 
-    def _refuse(self, error: StatsdBNError) -> bytes:
-        self.refused += 1
-        if isinstance(error, ProtocolError):
-            self.bad_frames += 1
+    def _refuse(self, peer: bytes, error: StatsdBNError) -> Received:
+        is_unsound = isinstance(error, ProtocolError)
+        self.bad_frames += is_unsound
         logger.warning("refused: %s", error)
-        return failure(error)
+        return Received([(peer, failure(error))], is_refused=True, is_unsound=is_unsound)
 
-    def _contribute(self, now: float, contribution: Contribution, peer: bytes) -> list[Reply]:
-        seat = self._registry.seats.get(contribution.session)
-        if seat is None:
-            self._count_stranger()
-            return [(peer, failure(self._stranger(contribution.session), contribution.key))]
+    def _refuse_stranger(self, replies: list[Reply]) -> Received:
+        self.tally.strangers += 1
+        return Received(replies, is_refused=True)
+
+    def _contribute(
+        self, now: float, contribution: Contribution, record: SessionRecord | None, peer: bytes
+    ) -> Received:
+        session = contribution.session
+        if record is None:
+            return self._refuse_stranger([(peer, failure(self._why_not(session), contribution.key))])
+        self._registry.liveness.hear(now, session, peer)
         if self._budget.narrows_contributions:
             try:
                 self._budget.check_contribution(contribution)
             except LimitExceeded as error:
-                return [(peer, failure(error, contribution.key))]
-        if self._budget.is_crowded:
-            made_room = self._make_room(seat, contribution)
-            return made_room + seat.master.contribute(now, seat.slave, contribution, peer)
-        return seat.master.contribute(now, seat.slave, contribution, peer)
+                return Received([(peer, failure(error, contribution.key))], session)
+        made_room = self._make_room(record, contribution) if self._budget.is_crowded else []
+        replies = record.master.contribute(now, record.slave, contribution, peer)
+        return Received(made_room + replies if made_room else replies, session)
 
-    def _make_room(self, seat: Seat, contribution: Contribution) -> list[Reply]:
-        size = size_of(contribution.rows) + ROUND_BYTES + FUTURE_BYTES * seat.master.nr_slaves
-        return self._eviction.for_bytes(seat.master.owner, size, has_key=bool(seat.key))
+    def _make_room(self, record: SessionRecord, contribution: Contribution) -> list[Reply]:
+        size = size_of(contribution.rows) + ROUND_BYTES + FUTURE_BYTES * record.master.nr_slaves
+        return self._eviction.for_bytes(record.master.owner, size, has_key=bool(record.key))
 
-    def _recall(self, now: float, result: Result, peer: bytes) -> list[Reply]:
-        seat = self._registry.seats.get(result.session)
-        if seat is None:
-            self._count_stranger()
+    def _recall(self, now: float, result: Result, record: SessionRecord | None, peer: bytes) -> Received:
+        if record is None:
             # Many come together, and each answer would ask for all again. A contribution will be answered.
-            return []
-        return seat.master.recall(now, seat.slave, result.aggregate, peer)
+            return self._refuse_stranger([])
+        self._registry.liveness.hear(now, result.session, peer)
+        return Received(record.master.recall(now, record.slave, result.aggregate, peer), result.session)
 
-    def _beat(self, now: float, heartbeat: Heartbeat, peer: bytes) -> list[Reply]:
-        known = self._registry.liveness.beat(now, heartbeat.session, peer)
-        if known and not self._registry.seats[heartbeat.session].slave.owes:
-            return []
-        if not known:
-            self._count_stranger()
-        return [(peer, failure(self._stranger(heartbeat.session)))]
+    def _beat(self, now: float, heartbeat: Heartbeat, record: SessionRecord | None, peer: bytes) -> Received:
+        session = heartbeat.session
+        if record is None:
+            return self._refuse_stranger([(peer, failure(self._why_not(session)))])
+        self._registry.liveness.beat(now, session, peer)
+        # A member that owes results is told that it is unknown: it then registers again, and sends them.
+        return Received([(peer, failure(self._why_not(session)))] if record.slave.owes else [], session)
 
-    def _count_stranger(self) -> None:
-        self.tally.strangers += 1
-        self.refused += 1
-
-    def _stranger(self, session: bytes) -> StatsdBNError:
-        """Returns what somebody is told who has no seat: why it has none any more, or that it is unknown."""
-        return self._registry.past.fate(session) or unknown(session)
+    def _why_not(self, session: bytes) -> StatsdBNError:
+        """Error that tells a session why it is not registered: it has ended, or was never known."""
+        return self._registry.ended.why(session) or unknown(session)
 
     def _lose(self, now: float, lost: list[tuple[bytes, str]]) -> list[Reply]:
         return [reply for session, cause in lost for reply in self._registry.lose(now, session, cause)]
 
     def _end_deadlocks(self, now: float) -> list[Reply]:
-        """Tells members that wait for one another; only the members of a job can."""
+        """Tell the members that wait for one another; such members are always of one job."""
         replies: list[Reply] = []
         for waits in self._mismatches.find(now, dict(self._registry.masters)):
             table = deadlock.Table(waits, now)

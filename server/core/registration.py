@@ -1,10 +1,10 @@
-"""Registration: from a Register message to a seat, in a group that is there or one that begins."""
+"""Registration: from a Register message to a registered session, in a group that exists or a new one."""
 
 import logging
 
 from server.core.ended import Name
 from server.core.eviction import Eviction
-from server.core.registry import Registry, Seat, failed_member
+from server.core.registry import Registry, SessionRecord, failed_member
 from server.group.admission import too_late
 from server.group.master import SyncMaster
 from server.group.rounds import Reply
@@ -20,14 +20,14 @@ logger = logging.getLogger("statsd_bn.server")
 
 
 class Registration:
-    """How sessions come to their seats.
+    """Registers sessions.
 
     Args:
         server: the random id of this life of the server.
-        registry: where the seats are.
+        registry: the groups and the registered sessions.
         budget: how many groups and members there may be.
-        eviction: who gives way where there is no more room.
-        seals: how the server knows its own aggregates again.
+        eviction: ends a group where there is no more room.
+        seals: how the server recognises its own aggregates.
     """
 
     def __init__(
@@ -40,16 +40,15 @@ class Registration:
         self._seals = seals
 
     def register(self, now: float, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
-        """Gives a session its seat, if it may have one, and returns what its group is told.
+        """Register a session; returns the answers to its group.
 
         Raises:
-            StatsdBNError: it may not, and why.
+            StatsdBNError: it is refused; the error says why.
         """
-        past = self._registry.past
         name = (register.job, register.group)
         self._budget.check_registration(register)
-        if fate := past.fate(register.session, register.epoch):
-            raise fate
+        if error := self._registry.ended.why(register.session, register.epoch):
+            raise error
         self._check_session(register)
         if self._is_late(register):
             return []
@@ -62,7 +61,6 @@ class Registration:
         return made_room + self._take_in(now, name, register, peer, tenant)
 
     def _take_in(self, now: float, name: Name, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
-        past = self._registry.past
         master = self._registry.masters.get(name)
         if master is None or self._is_replaced(master, register):
             return self._begin(now, name, register, peer, tenant)
@@ -70,13 +68,13 @@ class Registration:
         try:
             slave, told = master.register_slave(now, register, peer)
         except ReplicaLost as loss:
-            past.end_session(register.session, register.epoch, loss)
+            self._registry.ended.end_session(register.session, register.epoch, loss)
             raise
-        self._sit(now, Seat(master, slave, tenant.key), register, was_open=was_open)
+        self._add(now, SessionRecord(master, slave, tenant.key), register, was_open=was_open)
         return told
 
     def _begin(self, now: float, name: Name, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
-        """Begins a life of a group; one that is refused its first member never was, and replaces none."""
+        """Begin a group; one whose first member is refused replaces no other."""
         masters = self._registry.masters
         made_room = self._eviction.for_group(name, tenant) if name not in masters else []
         master = SyncMaster(self._server, register, self._budget, self._seals, tenant.owner(register.job))
@@ -85,54 +83,54 @@ class Registration:
         except StatsdBNError:
             master.retire()
             raise
-        reason = f"a new run of the group was begun by member {register.member} ({register.place})"
+        reason = f"a new run of the group was begun by rank {register.member} ({register.place})"
         replies = [reply for replaced in self._replaced(name) for reply in self._registry.close(replaced, reason)]
         self._registry.begin(name, master, peer)
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
-        self._sit(now, Seat(master, slave, tenant.key), register, was_open=False)
+        self._add(now, SessionRecord(master, slave, tenant.key), register, was_open=False)
         return made_room + replies + told
 
-    def _sit(self, now: float, seat: Seat, register: Register, *, was_open: bool) -> None:
-        name, master, slave = (register.job, register.group), seat.master, seat.slave
-        former = self._registry.seats.get(register.session)
+    def _add(self, now: float, record: SessionRecord, register: Register, *, was_open: bool) -> None:
+        name, master, slave = (register.job, register.group), record.master, record.slave
+        former = self._registry.sessions.get(register.session)
         if former is None or former.slave is not slave:
             slave.since = now
-        self._registry.give_seat(register.session, seat)
+        self._registry.add(register.session, record)
         if register.server not in {NO_SERVER, self._server}:
             logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
         if master.membership.is_open and not was_open:
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
 
     def _is_late(self, register: Register) -> bool:
-        """Whether it was sent before something that has come since; whoever still waits for an answer asks again."""
-        seat = self._registry.seats.get(register.session)
-        return seat is not None and register.epoch == seat.master.epoch and register.step < seat.slave.step
+        """Whether a later message of the session has overtaken it; the member asks again if it needs the answer."""
+        record = self._registry.sessions.get(register.session)
+        return record is not None and register.epoch == record.master.epoch and register.step < record.slave.step
 
     def _check_end(self, register: Register) -> None:
-        """A run that was over with this server may have left somebody behind who knows only an earlier life of it."""
-        past = self._registry.past
+        """Refuse a member that comes from before a restart of the server, to a run that ended after it."""
+        ended = self._registry.ended
         comes_from_before = register.server not in {NO_SERVER, self._server}
-        if comes_from_before and past.has_ended((register.job, register.group), register.epoch):
+        if comes_from_before and ended.has_ended((register.job, register.group), register.epoch):
             loss = too_late(register)
-            past.end_session(register.session, register.epoch, loss)
+            ended.end_session(register.session, register.epoch, loss)
             raise loss
 
     def _check_session(self, register: Register) -> None:
-        """One session is one member of one group, or leaving could not end what registering began."""
-        seat = self._registry.seats.get(register.session)
-        if seat is None:
+        """Refuse a session that is registered as another member, or in another group: leaving would end only one."""
+        record = self._registry.sessions.get(register.session)
+        if record is None:
             return
-        membership = seat.master.membership
+        membership = record.master.membership
         now, before = (
             (register.job, register.group, register.member),
-            (membership.job, membership.group, seat.slave.member),
+            (membership.job, membership.group, record.slave.member),
         )
         if now != before:
             name = digest(register.session).hex()
             raise ProtocolError(f"the session with digest {name}: registered as {before}, cannot also be {now}")
 
     def _check_world(self, register: Register) -> None:
-        """A group that is not open yet would wait in vain for a member that has failed."""
+        """Refuse to wait for a group that cannot open because a member of the job has failed."""
         masters = self._registry.masters
         world = masters.get((register.job, WORLD))
         if register.group == WORLD or world is None or world.epoch != register.epoch:
@@ -143,22 +141,22 @@ class Registration:
             raise lost
 
     def _replaced(self, name: Name) -> list[Name]:
-        """Returns the groups whose lives a new one ends: a new world is a new run, and ends all groups of the old."""
+        """Groups that a new group replaces: a new world is a new run, and replaces all groups of the job."""
         masters = self._registry.masters
         if name not in masters:
             return []
         return [other for other in masters if other[0] == name[0]] if name[1] == WORLD else [name]
 
     def _is_replaced(self, master: SyncMaster, register: Register) -> bool:
-        """A later epoch replaces a life; so does any newcomer once a life is broken."""
+        """Whether a registration begins the group anew: a later epoch does, and any new session once it is broken."""
         if register.epoch < master.epoch:
             raise StaleEpoch(
                 f"job {register.job!r}, group {register.group!r}: expected epoch {master.epoch} or later, got "
-                f"{register.epoch} from member {register.member} ({register.place})",
+                f"{register.epoch} from rank {register.member} ({register.place})",
                 job=register.job,
                 group=register.group,
                 expected=master.epoch,
                 got=register.epoch,
             )
-        newcomer = register.session not in self._registry.seats
+        newcomer = register.session not in self._registry.sessions
         return register.epoch > master.epoch or (newcomer and master.membership.lost is not None)

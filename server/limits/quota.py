@@ -185,8 +185,6 @@ class Budget:
         self.quota = quota or Quota()
         self.tally = Tally()
         self.account = Account(self.quota.max_server_bytes, self.quota.max_tenant_bytes)
-        # Asked for each frame.
-        self._max_frame_bytes = self.quota.max_frame_bytes
         self._crowded = self.quota.max_server_bytes - 2 * limits.MAX_FRAME_BYTES
         self.narrows_contributions = self.quota.narrows_contributions
 
@@ -197,8 +195,7 @@ class Budget:
 
     def check_frame(self, frame: bytes) -> None:
         """Raises LimitExceeded for a frame that is too large."""
-        if len(frame) > self._max_frame_bytes:
-            self._check("frame", len(frame), self._max_frame_bytes, "bytes")
+        self._check("frame", len(frame), self.quota.max_frame_bytes, "bytes")
 
     def check_registration(self, register: Register) -> None:
         """Raises LimitExceeded for a name that is too long, or a group that is too big."""

@@ -92,13 +92,13 @@ class Connections:
             self.members[peer] = tenant
         return not key or self._of_key[key] <= self._most_of_key
 
-    def leave(self, now: float, has_seat: Callable[[bytes], bool]) -> None:
+    def leave(self, now: float, is_registered: Callable[[bytes], bool]) -> None:
         """Takes note of those whose member has no seat any more; they may be silent as long as any other from now on.
 
         Where another member speaks over it as well, its next message makes the connection a member's again.
         """
         for connection in self._connections.values():
-            if connection.peer and not has_seat(connection.session):
+            if connection.peer and not is_registered(connection.session):
                 self.members.pop(connection.peer, None)
                 connection.heard, connection.peer, connection.session = now, b"", b""
 

@@ -265,23 +265,22 @@ class Service:
 
     def _process(self, now: float, peer: bytes, frame: bytes, tenant: Tenant) -> None:
         is_known = peer in self._connections.members
-        refused_before, bad_before = self._dispatcher.refused, self._dispatcher.bad_frames
         # What members are refused is counted only: this clock would cost each of their rounds a hundredth.
         began = 0.0 if is_known else time.thread_time()
-        replies = self._dispatcher.receive(now, peer, frame, tenant)
+        received = self._dispatcher.receive(now, peer, frame, tenant)
         spent = 0.0 if is_known else time.thread_time() - began
-        self._send(replies)
+        self._send(received.replies)
         # What is refused does not keep its connection open.
-        if self._dispatcher.refused != refused_before:
-            if excess := self._refusals.add(peer, spent, is_bad=self._dispatcher.bad_frames != bad_before):
+        if received.is_refused:
+            if excess := self._refusals.add(peer, spent, is_bad=received.is_unsound):
                 self._dispatcher.tally.flooding_connections += 1
                 self._end(peer, excess)
         elif not is_known:
-            self._get_to_know(peer, frame, tenant)
+            self._get_to_know(peer, received.session, tenant)
 
-    def _get_to_know(self, peer: bytes, frame: bytes, tenant: Tenant) -> None:
+    def _get_to_know(self, peer: bytes, session: bytes, tenant: Tenant) -> None:
         """Takes note of a connection that something sound has come over, perhaps from a member."""
-        session, descriptor = self._dispatcher.member_of(frame), self._unread.descriptor(peer)
+        descriptor = self._unread.descriptor(peer)
         if not self._connections.heard(time.monotonic(), descriptor, tenant, peer, session):
             most = self._listener.most_of_key
             text = f"expected at most {most} connections with the key of {tenant.name!r}, got more; this one ends"
@@ -310,7 +309,7 @@ class Service:
     def _close_connections(self) -> None:
         """Ends those over which no member speaks, or nobody."""
         now = time.monotonic()
-        self._connections.leave(now, self._dispatcher.has_seat)
+        self._connections.leave(now, self._dispatcher.is_registered)
         for descriptor in self._connections.overdue(now):
             self._dispatcher.tally.idle_connections += 1
             self._connections.cut(descriptor)

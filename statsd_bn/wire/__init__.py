@@ -68,6 +68,7 @@ _packed: dict[RoundKey, bytes] = {}
 
 # How msgpack begins an array of 16 fields or more, with two bytes for their number.
 _LONG_ARRAY = b"\xdc"
+_FIRST_BYTE = slice(_PRELUDE.size, _PRELUDE.size + 1)
 
 # Where a session stands: behind the array's beginning, the type, and two bytes for its own length.
 _IN_ARRAY = slice(_PRELUDE.size + 4, _PRELUDE.size + 4 + limits.TOKEN_BYTES)
@@ -156,7 +157,7 @@ def named_session(frame: bytes) -> bytes:
 
     It is the first field of every message that has one.
     """
-    return frame[_IN_LONG_ARRAY] if frame.startswith(_LONG_ARRAY, _PRELUDE.size) else frame[_IN_ARRAY]
+    return frame[_IN_LONG_ARRAY] if frame[_FIRST_BYTE] == _LONG_ARRAY else frame[_IN_ARRAY]
 
 
 def _padded(size: int) -> int:

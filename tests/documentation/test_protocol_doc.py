@@ -315,7 +315,7 @@ def play(*said: Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: N
     dispatcher = Dispatcher(b"server-0", 0.0)
     replies: Any = []
     for message in said:
-        replies = dispatcher.receive(0.0, b"peer", message if isinstance(message, bytes) else encode(message))
+        replies = dispatcher.receive(0.0, b"peer", message if isinstance(message, bytes) else encode(message)).replies
     replies = then(dispatcher) or replies
     return [decode(frame) for _, frame in replies]
 
@@ -336,10 +336,10 @@ MOST = rows(1.0, count=limits.MAX_COUNT)
 # The ways to a failure that the document names.
 WAYS: dict[str, Callable[[], list[Message]]] = {
     "a foreign session": lambda: play(
-        *OPEN, then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(Heartbeat(session_of(0))), EVE)
+        *OPEN, then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(Heartbeat(session_of(0))), EVE).replies
     ),
     "a foreign job": lambda: play(
-        register(0), then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(register(1)), EVE)
+        register(0), then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(register(1)), EVE).replies
     ),
     "an unsound frame": lambda: play(b"garbage"),
     "a session that registers as somebody else": lambda: play(register(0), register(1, session=session_of(0))),

@@ -95,7 +95,7 @@ class Play:
 
     def _hear(self, peer: bytes, frame: bytes) -> None:
         self.frames += 1
-        self._check(self.dispatcher.receive(self._now, peer, frame))
+        self._check(self.dispatcher.receive(self._now, peer, frame).replies)
 
     def _check(self, replies: list[Reply]) -> None:
         for peer, frame in replies:

@@ -369,7 +369,7 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
         return Connection(ZmqTransport(server.endpoint), member_from(environ, round_timeout=20.0))
 
     with connect("0") as before, connect("1") as after:
-        with pytest.raises(RegistrationRefused, match="a new run of the group was begun by member 0"):
+        with pytest.raises(RegistrationRefused, match="a new run of the group was begun by rank 0"):
             before.exchange("bn", ROW)
         with pytest.raises(StaleEpoch, match="expected epoch 1 or later, got 0 from member 0") as caught:
             connect("0")

@@ -158,7 +158,7 @@ def test_a_round_that_ended_without_a_member_is_no_answer_to_it(world):
     late = world.members[3]
     frame = world.dispatcher.receive(
         world.now, b"", world.members[0].session.contribution(world.members[0].key, world.members[0].rows, 1)
-    )[0][1]
+    ).replies[0][1]
     late.key = world.members[0].key
     late.hear(frame)
     assert "members 0-2 have gone on without it" in str(late.latest(ReplicaLost))

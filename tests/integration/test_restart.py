@@ -109,7 +109,7 @@ class World:
 
     def say(self, session, *frames):
         for frame in frames:
-            self.deliver(self.dispatcher.receive(self.now, session.token, frame))
+            self.deliver(self.dispatcher.receive(self.now, session.token, frame).replies)
 
     def deliver(self, replies):
         for to, frame in replies:
@@ -355,7 +355,7 @@ def test_a_newcomer_cannot_be_among_members_that_are_far_into_a_run():
     world.restart(b"server-1")
     world.say(old, old.register())
     newcomer = Session(b"newcomer", Member("job", "world", 0, 1, N, 60.0, "elsewhere"))
-    frames = [frame for _, frame in world.dispatcher.receive(0.0, b"peer", newcomer.register())]
+    frames = [frame for _, frame in world.dispatcher.receive(0.0, b"peer", newcomer.register()).replies]
     with pytest.raises(RegistrationRefused, match=r"member 0 \(place 0\) is at step 1, and member 1 \(elsewhere\) has"):
         newcomer.registered(frames[0])
 

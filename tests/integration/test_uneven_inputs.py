@@ -130,7 +130,9 @@ def test_whoever_waits_for_another_pass_is_told_once(world):
     stand(one, Stand.AWAY)
     stand(two, Stand.AWAY)
     stand(zero, Stand.BACK)
-    first, second = (world.dispatcher.receive(world.now, b"", member.session.leave("")) for member in (one, two))
+    first, second = (
+        world.dispatcher.receive(world.now, b"", member.session.leave("")).replies for member in (one, two)
+    )
     assert [to for to, _ in first] == [zero.session.token]
     assert second == []
 
@@ -229,7 +231,7 @@ def test_a_late_answer_does_not_let_anyone_go_on_that_is_back(world):
     """A Register was sent twice, and its second answer comes when the member has asked for something else."""
     one = world.members[1]
     stand(one, Stand.AWAY)
-    answers = world.dispatcher.receive(world.now, b"", one.session.register())
+    answers = world.dispatcher.receive(world.now, b"", one.session.register()).replies
     one.session.stand = Stand.BACK
     assert [one.session.registered(frame) for _, frame in answers] == [None]
     assert one.session.stand is Stand.BACK

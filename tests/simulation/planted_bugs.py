@@ -18,6 +18,7 @@ from client.connection.session import Session
 from server.core import deadlock
 from server.core.dispatcher import Dispatcher
 from server.core.liveness import Liveness
+from server.core.received import Received
 from server.group.claims import Claims
 from server.group.master import SyncMaster
 from server.group.membership import Membership
@@ -192,8 +193,8 @@ def one_is_not_answered() -> Any:
 def session_not_checked() -> Any:
     """A session that is not known is not told so."""
 
-    def contribute(right: Any, self: Dispatcher, now: float, contribution: Any, peer: bytes) -> Any:
-        return right(self, now, contribution, peer) if contribution.session in self._registry.seats else []
+    def contribute(right: Any, self: Dispatcher, now: float, contribution: Any, record: Any, peer: bytes) -> Any:
+        return right(self, now, contribution, record, peer) if record else Received([])
 
     return instead(Dispatcher, "_contribute", contribute)
 

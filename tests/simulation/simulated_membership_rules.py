@@ -141,7 +141,7 @@ def note_arrival(world: "World", frame: bytes) -> None:
     message = _sound(frame, CONTRIBUTION)
     if not isinstance(message, Contribution):
         return
-    seat = world.server.dispatcher._registry.seats.get(message.session)
+    seat = world.server.dispatcher._registry.sessions.get(message.session)
     if seat and not seat.master.membership.recovery and message.key not in world.sent:
         world.arrived.setdefault(message.key, set()).add(seat.slave.member)
 

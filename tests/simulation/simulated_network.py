@@ -365,7 +365,7 @@ class SimulatedServer:
     def _take(self, link: Link, frame: bytes) -> None:
         self._trace.append((self._clock.now, "to server", link.channel.owner, frame))
         self.on_receive(link.channel.owner, frame)
-        self._send(self.dispatcher.receive(self._clock.now, link.peer, frame))
+        self._send(self.dispatcher.receive(self._clock.now, link.peer, frame).replies)
 
     def _wake_up(self, life: int) -> None:
         if life != self.lives or self._backlog is None:

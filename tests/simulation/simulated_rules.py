@@ -57,7 +57,7 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
 def check_memory(world: "World") -> None:
     """Nothing that the server keeps grows without bound."""
     dispatcher = world.server.dispatcher
-    seats, pulses = len(dispatcher._registry.seats), len(dispatcher._registry.liveness._pulses)
+    seats, pulses = len(dispatcher._registry.sessions), len(dispatcher._registry.liveness._pulses)
     most = len(world.processes) * (1 + len(world.plan.groups))
     if seats > most or pulses > most or pulses > seats:
         world.find("memory is bounded", f"{seats} seats and {pulses} pulses for {len(world.processes)} processes")
@@ -85,14 +85,16 @@ def check_end(world: "World") -> None:
 def is_empty(world: "World") -> bool:
     """Whether the server keeps nothing any more."""
     dispatcher = world.server.dispatcher
-    return not (dispatcher._registry.masters or dispatcher._registry.seats or dispatcher._registry.liveness._pulses)
+    return not (dispatcher._registry.masters or dispatcher._registry.sessions or dispatcher._registry.liveness._pulses)
 
 
 def check_nothing_is_left(world: "World") -> None:
     """All have ended, and as much time has passed as anything may take: the server has forgotten everything."""
     if not is_empty(world):
         dispatcher = world.server.dispatcher
-        world.find("nothing is left", f"{list(dispatcher._registry.masters)}, {len(dispatcher._registry.seats)} seats")
+        world.find(
+            "nothing is left", f"{list(dispatcher._registry.masters)}, {len(dispatcher._registry.sessions)} seats"
+        )
 
 
 def _ends_within_its_bound(world: "World", outcome: "Outcome") -> None:

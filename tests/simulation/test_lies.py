@@ -40,7 +40,7 @@ def sums(world, session):
 
 
 def tally(world):
-    (_, frame), *_ = world.dispatcher.receive(world.now, b"anybody", encode(StatusRequest()))
+    (_, frame), *_ = world.dispatcher.receive(world.now, b"anybody", encode(StatusRequest())).replies
     return decode(frame).report["forged_results"]
 
 

@@ -19,7 +19,7 @@ class MemoryMaster:
     def __init__(self) -> None:
         self.now = 0.0
         self.dispatcher = Dispatcher(SERVER, self.now)
-        self.transport = MemoryTransport(lambda peer, frame: self.dispatcher.receive(self.now, peer, frame))
+        self.transport = MemoryTransport(lambda peer, frame: self.dispatcher.receive(self.now, peer, frame).replies)
 
     def connect(
         self, member: int, world_size: int, *, job: str = "job", round_timeout: float = 20.0, min_members: int = 0

@@ -119,7 +119,7 @@ class PureWorld:
         self.dispatcher = Dispatcher(b"server%02d" % self.lives, self.now)
 
     def send(self, member: PureMember, frame: bytes) -> None:
-        self._deliver(self.dispatcher.receive(self.now, member.session.token, frame))
+        self._deliver(self.dispatcher.receive(self.now, member.session.token, frame).replies)
 
     def pass_time(self, seconds: float) -> None:
         """Time passes, with the heartbeats of all that are not silent."""
@@ -128,7 +128,9 @@ class PureWorld:
             self.now = min(end, self.now + 0.25)
             for member in self.members:
                 if member not in self.silent:
-                    answers = self.dispatcher.receive(self.now, member.session.token, member.session.heartbeat())
+                    answers = self.dispatcher.receive(
+                        self.now, member.session.token, member.session.heartbeat()
+                    ).replies
                     for _, answer in answers:
                         for frame in member.session.overhear(answer):
                             self.send(member, frame)

@@ -39,7 +39,7 @@ class World:
         self.say(contribution(0, 1.0, key(**MINE)), ALICE, b"alice 0")
 
     def say(self, message: Message, tenant: Tenant, peer: bytes = b"bob") -> dict[bytes, Any]:
-        replies = self.dispatcher.receive(0.0, peer, encode(message), tenant)
+        replies = self.dispatcher.receive(0.0, peer, encode(message), tenant).replies
         return {whom: decode(frame) for whom, frame in replies}
 
     @property
@@ -159,7 +159,7 @@ def test_a_tenant_leaves_room_for_others():
         message = register(
             0, job="shared", group=f"{tenant.name} {group}", session=b"%s %02d" % (tenant.key[-5:].encode(), group)
         )
-        (reply,) = dispatcher.receive(0.0, b"peer", encode(message), tenant)
+        (reply,) = dispatcher.receive(0.0, b"peer", encode(message), tenant).replies
         return decode(reply[1])
 
     assert [type(begin(ALICE, group)).__name__ for group in range(3)] == ["Registered", "Registered", "Failure"]
@@ -173,10 +173,10 @@ def test_a_tenant_leaves_room_for_others():
 
 def test_a_server_without_keys_asks_for_none():
     dispatcher = Dispatcher(b"server-0", 0.0)
-    (first,) = dispatcher.receive(0.0, b"one", encode(register(0, 1)))
+    (first,) = dispatcher.receive(0.0, b"one", encode(register(0, 1))).replies
     assert isinstance(decode(first[1]), Registered)
     message: Contribution = contribution(0)
-    (answer,) = dispatcher.receive(0.0, b"another", encode(message))
+    (answer,) = dispatcher.receive(0.0, b"another", encode(message)).replies
     assert isinstance(decode(answer[1]), Aggregate)
 
 

@@ -32,7 +32,9 @@ class Play:
         self.dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(**quota))
 
     def say(self, message: Message, **given: Any) -> dict[bytes, Any]:
-        replies = self.dispatcher.receive(0.0, getattr(message, "session", b"anybody"), encode(message), **given)
+        replies = self.dispatcher.receive(
+            0.0, getattr(message, "session", b"anybody"), encode(message), **given
+        ).replies
         return {peer: decode(frame) for peer, frame in replies}
 
     def open(self, members: int = 2, **given: Any) -> None:
@@ -60,13 +62,13 @@ def grown(act: Callable[[], None]) -> int:
 def many_futures(play: Play) -> Callable[[], None]:
     play.open(64)
     frames = [encode(contribution(0, key=key(step=step))) for step in range(100)]
-    return lambda: [play.dispatcher.receive(0.0, b"peer", frame) for frame in frames] and None
+    return lambda: [play.dispatcher.receive(0.0, b"peer", frame).replies for frame in frames] and None
 
 
 def many_rows(play: Play) -> Callable[[], None]:
     play.open(8)
     frames = [encode(contribution(member, key=key(step=step))) for step in range(100) for member in range(7)]
-    return lambda: [play.dispatcher.receive(0.0, b"peer", bytes(bytearray(frame))) for frame in frames] and None
+    return lambda: [play.dispatcher.receive(0.0, b"peer", bytes(bytearray(frame))).replies for frame in frames] and None
 
 
 def many_members(_: Play) -> list[Message]:

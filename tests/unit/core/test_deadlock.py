@@ -49,7 +49,7 @@ class Job:
             )
 
     def say(self, message: Message, at: bytes) -> dict[bytes, Message]:
-        return read(self.dispatcher.receive(self.now, at, encode(message)))
+        return read(self.dispatcher.receive(self.now, at, encode(message)).replies)
 
     def bring(
         self, member: int, where: RoundKey, thread: str = "", channels: int = 1, attempt: int = 0
@@ -65,7 +65,7 @@ class Job:
         told: dict[bytes, Message] = {}
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
-            for session in list(self.dispatcher._registry.seats):
+            for session in list(self.dispatcher._registry.sessions):
                 self.dispatcher.receive(self.now, b"beacon", encode(Heartbeat(session)))
             told |= read(self.dispatcher.tick(self.now))
         return told

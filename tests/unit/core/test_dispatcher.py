@@ -12,7 +12,18 @@ from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES,
 from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Aggregate, Failure, Leave, Message, Pending, Registered, Result, Status, StatusRequest
+from statsd_bn.messages import (
+    Aggregate,
+    Failure,
+    Heartbeat,
+    Leave,
+    Message,
+    Pending,
+    Registered,
+    Result,
+    Status,
+    StatusRequest,
+)
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
@@ -34,7 +45,7 @@ class Play:
         self.dispatcher = Dispatcher(SERVER, self.now)
 
     def say(self, message: Message, at: bytes) -> Answers:
-        return read(self.dispatcher.receive(self.now, at, encode(message)))
+        return read(self.dispatcher.receive(self.now, at, encode(message)).replies)
 
     def join(self, member: int, world_size: int = 2, at: bytes = b"", **given: Any) -> Answers:
         registration = register(member, world_size, **given)
@@ -109,7 +120,7 @@ def test_everybody_gets_the_same_bytes_whatever_the_order_of_arrival(play):
         for member in order:
             brought = rows((1e16, 1.0, -1e16, 1.0)[member])
             sent = encode(contribution(member, brought, key(step=step)))
-            replies = play.dispatcher.receive(play.now, peer(member), sent)
+            replies = play.dispatcher.receive(play.now, peer(member), sent).replies
         assert {whom for whom, _ in replies} == {peer(member) for member in range(4)}
         (frame,) = {frame for _, frame in replies}
         frames.add(decode(frame).values.tobytes())
@@ -253,7 +264,7 @@ def test_an_earlier_epoch_is_stale(play):
     play.open(epoch=4)
     answers = play.join(0, at=b"late", epoch=3, session=STRANGER, place="host 2")
     assert codes(answers) == {b"late": "stale_epoch"}
-    assert "expected epoch 4 or later, got 3 from member 0 (host 2)" in answers[b"late"].message
+    assert "expected epoch 4 or later, got 3 from rank 0 (host 2)" in answers[b"late"].message
     assert answers[b"late"].fields == {"job": "job", "group": "world", "expected": 4, "got": 3}
     assert play.groups == [("job", "world", 4)]
 
@@ -264,7 +275,7 @@ def test_a_later_epoch_replaces_the_group_and_tells_who_waits(play):
     answers = play.join(1, at=b"new", epoch=2, session=STRANGER, place="host 2")
     failed = answers.pop(peer(0))
     assert (failed.code, failed.key) == ("refused", key(epoch=1))
-    assert "a new run of the group was begun by member 1 (host 2)" in failed.message
+    assert "a new run of the group was begun by rank 1 (host 2)" in failed.message
     assert {whom: (answer.epoch, answer.present) for whom, answer in answers.items()} == {b"new": (2, Members.of([1]))}
     assert play.groups == [("job", "world", 2)]
     assert codes(play.bring(0, 1.0, key(epoch=1))) == {peer(0): "refused"}
@@ -319,7 +330,7 @@ def test_a_new_run_can_begin_under_the_name_of_a_broken_one(play):
     # The survivor of the broken run is not taken for the new run's member.
     for answers in (play.bring(0), play.join(0)):
         assert codes(answers) == {peer(0): "refused"}
-        assert "a new run of the group was begun by member 1 (place 1)" in answers[peer(0)].message
+        assert "a new run of the group was begun by rank 1 (place 1)" in answers[peer(0)].message
 
 
 def test_a_new_run_may_have_another_number_of_members(play):
@@ -550,7 +561,7 @@ def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
     play.open()
     play.bring(0)
     for garbage in (b"", b"GET / HTTP/1.1", encode(StatusRequest())[:-1], b"SBN\x02" + bytes(4)):
-        answers = read(play.dispatcher.receive(play.now, b"stranger", garbage))
+        answers = read(play.dispatcher.receive(play.now, b"stranger", garbage).replies)
         assert codes(answers) == {b"stranger": "protocol"}
     assert (play.dispatcher.received, play.dispatcher.bad_frames) == (7, 4)
     assert set(play.bring(1)) == {peer(0), peer(1)}
@@ -559,7 +570,7 @@ def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
 def test_another_protocol_version_is_answered_by_name(play):
     frame = bytearray(encode(register()))
     frame[3] = 3
-    (answer,) = read(play.dispatcher.receive(play.now, b"new", bytes(frame))).values()
+    (answer,) = read(play.dispatcher.receive(play.now, b"new", bytes(frame)).replies).values()
     assert (answer.code, answer.fields) == ("version", {"expected": 2, "got": 3})
     assert play.dispatcher.bad_frames == 1
 
@@ -569,7 +580,7 @@ def test_a_deeply_nested_frame_costs_its_sender_an_error_and_nobody_else_anythin
     play.open()
     header = b"\x91" * 1000 + b"\xc0"
     frame = b"SBN\x02" + len(header).to_bytes(4, "little") + header
-    assert codes(read(play.dispatcher.receive(play.now, b"stranger", frame))) == {b"stranger": "protocol"}
+    assert codes(read(play.dispatcher.receive(play.now, b"stranger", frame).replies)) == {b"stranger": "protocol"}
     assert play.bring(0) == {}
 
 
@@ -608,7 +619,7 @@ def test_whatever_comes_in_never_raises_and_every_answer_is_sound(received):
     play.open(3, job="fuzz")
     play.bring(0, 1.0, key(job="fuzz"))
     for at, frame in received:
-        for whom, answer in play.dispatcher.receive(play.now, at, frame):
+        for whom, answer in play.dispatcher.receive(play.now, at, frame).replies:
             assert isinstance(whom, bytes)
             assert isinstance(decode(answer), (Registered, Aggregate, Failure, Status, Pending))
         play.now += 200.0
@@ -635,7 +646,7 @@ def test_members_in_any_disorder_get_each_round_once_and_alike(events):
             2: contribution(member, float(member), key(call=1)),
             3: Leave(session_of(member), "boom"),
         }[what]
-        for _, frame in play.dispatcher.receive(play.now, peer(member), encode(message)):
+        for _, frame in play.dispatcher.receive(play.now, peer(member), encode(message)).replies:
             answer = decode(frame)
             if isinstance(answer, Aggregate):
                 assert (answer.replicas, answer.values) == (3, 3.0)
@@ -723,3 +734,23 @@ def test_who_is_there_is_told_where_a_member_registered_last_not_where_it_contri
     returning.say(contribution(0, 1.0, LATE), b"another socket")
     told = returning.join(2, 3, **BEFORE)
     assert isinstance(told[peer(0)], Registered)
+
+
+def test_the_dispatcher_says_what_became_of_a_frame(play):
+    def became(message):
+        frame = message if isinstance(message, bytes) else encode(message)
+        received = play.dispatcher.receive(play.now, b"peer", frame)
+        return received.session, received.is_refused, received.is_unsound
+
+    session = session_of(0)
+    accepted = (session, False, False)
+    assert became(register(0, 1)) == accepted
+    assert became(contribution(0)) == accepted
+    assert became(Heartbeat(session)) == accepted
+    assert became(StatusRequest()) == (b"", False, False)
+    assert became(b"garbage") == (b"", True, True)
+    assert became(register(1, 1, session=session)) == (b"", True, True), "one session, two members"
+    assert became(register(0, 2, session=session_of(5))) == (b"", True, False), "another size of the group"
+    assert became(Heartbeat(session_of(7))) == (b"", True, False), "no such session"
+    assert became(Leave(session, "")) == (b"", False, False), "it has just left"
+    assert became(contribution(0)) == (b"", True, False)

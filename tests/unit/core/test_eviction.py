@@ -19,7 +19,9 @@ class Play:
         self.dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(**{"max_groups": FULL, **quota}))
 
     def say(self, peer: bytes, message: Message, **given: Any) -> dict[bytes, Any]:
-        return {whom: decode(frame) for whom, frame in self.dispatcher.receive(0.0, peer, encode(message), **given)}
+        return {
+            whom: decode(frame) for whom, frame in self.dispatcher.receive(0.0, peer, encode(message), **given).replies
+        }
 
     def begin(self, number: int, peer: bytes, tenant: Tenant = ANYBODY, **given: Any) -> dict[bytes, Any]:
         """A group that waits for a second member."""

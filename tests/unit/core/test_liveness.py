@@ -32,7 +32,7 @@ class Clock:
         self.dispatcher = Dispatcher(b"server-0", self.now)
 
     def say(self, message: Message, at: bytes) -> Answers:
-        return read(self.dispatcher.receive(self.now, at, encode(message)))
+        return read(self.dispatcher.receive(self.now, at, encode(message)).replies)
 
     def open(self, world_size: int = 3, **given: Any) -> None:
         for member in range(world_size):

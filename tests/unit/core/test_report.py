@@ -31,7 +31,7 @@ class Play:
             self.say(register(member, members, job=job, session=session, **given))
 
     def say(self, message: Any, **given: Any) -> list[bytes]:
-        return [frame for _, frame in self.dispatcher.receive(self.now, b"peer", encode(message), **given)]
+        return [frame for _, frame in self.dispatcher.receive(self.now, b"peer", encode(message), **given).replies]
 
     def ask(self, **given: Any) -> dict[str, Any]:
         (frame,) = self.say(StatusRequest(), **given)

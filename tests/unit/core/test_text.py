@@ -156,7 +156,7 @@ def test_a_stranger_with_a_hostile_place_begins_nothing_and_the_log_stays_plain(
     dispatcher = Dispatcher(b"server-0", 0.0)
     header = msgpack.unpackb(encode(register(place="here"))[8:])
     stranger = framed(*["\x1b[2J\r\n" if field == "here" else field for field in header])
-    ((_, answer),) = dispatcher.receive(0.0, b"stranger", stranger)
+    ((_, answer),) = dispatcher.receive(0.0, b"stranger", stranger).replies
     assert (decode(answer).code, dispatcher.report(0.0)["groups"]) == ("protocol", [])
     assert r"place: expected printable text of 1 to 256 bytes, got '\x1b[2J\r\n'" in decode(answer).message
     assert not hidden(caplog.text)

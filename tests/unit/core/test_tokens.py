@@ -25,7 +25,7 @@ def test_no_frame_and_no_line_of_the_log_holds_a_token(dispatcher, caplog):
     told = []
 
     def say(now, message, peer=b"peer"):
-        told.extend(dispatcher.receive(now, peer, encode(message)))
+        told.extend(dispatcher.receive(now, peer, encode(message)).replies)
 
     for member in range(2):
         say(0.0, register(member))
@@ -53,12 +53,12 @@ def test_no_frame_and_no_line_of_the_log_holds_a_token(dispatcher, caplog):
 def test_whoever_is_sent_a_members_answers_cannot_speak_in_its_name(dispatcher):
     """The member registered from a place that is a stranger's by now."""
     dispatcher.receive(0.0, b"stolen", encode(register(0)))
-    answers = dict(dispatcher.receive(0.0, b"one", encode(register(1))))
+    answers = dict(dispatcher.receive(0.0, b"one", encode(register(1))).replies)
     overheard = decode(answers[b"stolen"])
     assert isinstance(overheard, Registered)
     for eight in re.findall(b"(?=(.{8}))", answers[b"stolen"], re.DOTALL):
         for forged in (contribution(0, session=eight), Heartbeat(eight)):
-            ((_, refusal),) = dispatcher.receive(0.1, b"stolen", encode(forged))
+            ((_, refusal),) = dispatcher.receive(0.1, b"stolen", encode(forged)).replies
             assert decode(refusal).code == "unknown_session"
         dispatcher.receive(0.1, b"stolen", encode(Leave(eight, "")))
     assert len(dispatcher.report(0.2)["groups"][0]["members"]) == 2

@@ -51,7 +51,8 @@ class Play:
         replies: Any = []
         for message in messages:
             peer = getattr(message, "session", b"anybody")
-            replies = self.dispatcher.receive(self.now, peer, encode(message))
+            self.received = self.dispatcher.receive(self.now, peer, encode(message))
+            replies = self.received.replies
         return [decode(frame) for _, frame in replies]
 
     def open(self, n: int = 2, **given: Any) -> None:
@@ -656,10 +657,14 @@ def test_messages_of_strangers_are_counted_and_those_of_members_are_not():
     messages = contribution(0), Heartbeat(session_of(0)), Result(session_of(0), play_aggregate())
     for number, message in enumerate(messages, start=1):
         play.say(message)
-        assert play.dispatcher.refused == play.dispatcher.tally.strangers == number
+        assert play.received.is_refused
+        assert not play.received.is_unsound
+        assert play.dispatcher.tally.strangers == number
     # One who is back after a restart, and has not yet told what it announced, is no stranger.
-    play.say(register(0, **PAST), Heartbeat(session_of(0)), contribution(0), StatusRequest())
-    assert play.dispatcher.refused == 3
+    for message in (register(0, **PAST), Heartbeat(session_of(0)), contribution(0), StatusRequest()):
+        play.say(message)
+        assert not play.received.is_refused
+    assert play.dispatcher.tally.strangers == 3
 
 
 def test_a_client_is_told_of_a_limit_by_its_error(serve):
