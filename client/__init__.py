@@ -18,7 +18,7 @@ from client.data_parallel.replicate import (
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import ElasticState, MembersChanged, run_elastic
 from client.kernels.numba_backend import use_compiled_kernels
-from client.lanes.lane import SlavePipe
+from client.lanes.zeromq import SlavePipe
 from client.launch.connect import connect
 from client.layers.batchnorm import (
     SynchronizedBatchNorm,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from client.autograd.exchange import Exchange, Turn
-from client.lanes.lane import Pipe
+from client.lanes.lane import Lane
 from statsd_bn.moments import Moments
 
 # Nothing keeps the exchange of a reentrant checkpoint's first run, of a layer before the first parameter that learns,
@@ -73,7 +73,7 @@ class Exchanges:
         if self._nr_without_graph - self._latest[oldest] > KEPT_WITHOUT_GRAPH * len(layers):
             del layers[oldest], self._latest[oldest]
 
-    def find(self, layer: str, pipe: Pipe, replica: int, moments: Moments) -> Exchange | None:
+    def find(self, layer: str, lane: Lane, replica: int, moments: Moments) -> Exchange | None:
         """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
 
         Where several calls come near, as those of micro-batches may, it is the nearest. Calls that are equal here may
@@ -92,7 +92,7 @@ class Exchanges:
                 call,
             )
             for call in calls
-            if call.pipe == pipe and (distance := _distance(call, replica, moments)) <= TOLERANCE
+            if call.lane == lane and (distance := _distance(call, replica, moments)) <= TOLERANCE
         ]
         if not near:
             return None

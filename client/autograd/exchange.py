@@ -9,7 +9,7 @@ from torch import Tensor
 
 from client.autograd.backward_passes import phase_of
 from client.kernels.dispatch import Statistics
-from client.lanes.lane import Pipe
+from client.lanes.lane import Lane
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.messages import Aggregate
 from statsd_bn.moments import Moments
@@ -51,7 +51,7 @@ class Exchange:
     """One layer's call: how it reaches the other replicas, and what they know together.
 
     Attributes:
-        pipe: the lane to the others.
+        lane: the way to the others.
         layer: the layer's name, for errors.
         eps: the layer's.
         eps_mode: the layer's.
@@ -64,7 +64,7 @@ class Exchange:
         computed_again: the local replicas whose checkpoints have run it a second time.
     """
 
-    pipe: Pipe
+    lane: Lane
     layer: str
     eps: float
     eps_mode: str
@@ -87,7 +87,7 @@ class Exchange:
         rows = Rows(
             tuple(moments.count for moments in local), np.array([(moments.sums, moments.squares) for moments in local])
         )
-        self.take(rows, self.pipe.run_slave(rows))
+        self.take(rows, self.lane.run_slave(rows))
 
     def take(self, rows: Rows, aggregate: Aggregate) -> None:
         """The forward round gave this aggregate for these rows."""
@@ -113,7 +113,7 @@ class Exchange:
         walk = self._walks[phase] = self._walks.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
         key = self.key.of_phase(phase_of(phase, walk))
-        return self.pipe.run_slave(Rows(self.rows.counts, local), key).values
+        return self.lane.run_slave(Rows(self.rows.counts, local), key).values
 
     def check_count(self, x: Tensor) -> None:
         """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`."""

@@ -1,4 +1,5 @@
-"""Lanes: the ways on which a layer's rows reach the others, and their sum comes back.
+"""Lanes: how a layer's rows reach the other members, and how their sum comes back.
 
-One contract, and a file for each way. What rows mean is not known here.
+`lane` has the contract, `choose` picks the lane of a layer, and each kind of lane has a file of its own. What the rows
+mean is not known here.
 """

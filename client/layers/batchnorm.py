@@ -19,7 +19,9 @@ from client.connection.current import current_connection
 from client.connection.groups import Group
 from client.data_parallel import any_device
 from client.kernels import dispatch
-from client.lanes.lane import LocalPipe, Pipe, pipe_of
+from client.lanes.choose import lane_for
+from client.lanes.in_process import LocalPipe
+from client.lanes.lane import Lane
 from client.layers import custom_op, input_checks, running_stats, unsynchronized
 from client.layers.convert import convert
 from client.layers.micro_batches import Deferred, check_chunks
@@ -221,10 +223,10 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             unconnected.tell(self.layer_name)
         return False
 
-    def _pipe(self) -> Pipe:
+    def _lane(self) -> Lane:
         if self._is_tallied() or not self.training:
             return LocalPipe(self.layer_name)
-        return pipe_of(self.layer_name, self.group)
+        return lane_for(self.layer_name, self.group)
 
     def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The same as one operator, in which the compiler does not look."""
@@ -269,7 +271,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             return None
         with torch.no_grad():
             moments = dispatch.moments(mine.input, mine.mask)
-        return exchanges.find(self.layer_name, self._pipe(), replica, moments)
+        return exchanges.find(self.layer_name, self._lane(), replica, moments)
 
     def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Moments | None]]:
         """Runs in the thread of the last to come, whose grad mode is only its own."""
@@ -277,7 +279,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             return self._normalise(slices)
 
     def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Moments | None]]:
-        exchange = Exchange(self._pipe(), self.layer_name, self.eps, self.eps_mode)
+        exchange = Exchange(self._lane(), self.layer_name, self.eps, self.eps_mode)
         outputs = batch_norm(slices, exchange)
         if self._tally is None:
             exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))

@@ -17,7 +17,9 @@ from client.autograd.exchange import Exchange
 from client.connection.groups import LOCAL, Group
 from client.kernels import dispatch
 from client.kernels.dispatch import Statistics
-from client.lanes.lane import LocalPipe, Pipe, pipe_of
+from client.lanes.choose import lane_for
+from client.lanes.in_process import LocalPipe
+from client.lanes.lane import Lane
 from client.layers import running_stats
 from client.layers.micro_batches import numbered
 from statsd_bn.moments import Moments
@@ -47,11 +49,11 @@ def named(group: Group | str | None) -> tuple[str, int]:
     return group or "", 0
 
 
-def _pipe(layer: str, group: str, size: int) -> Pipe:
+def _lane(layer: str, group: str, size: int) -> Lane:
     """Returns the lane of a layer whose group is written as `named` does it, or as `ALONE`."""
     if (group, size) == ALONE:
         return LocalPipe(layer)
-    return pipe_of(layer, Group(group, size) if size else group or None)
+    return lane_for(layer, Group(group, size) if size else group or None)
 
 
 @torch.library.custom_op("statsd_bn::batch_norm", mutates_args=())
@@ -85,7 +87,7 @@ def batch_norm(
         The output; the statistics, shape (5, C), float64; the ticket, shape (6,), int64; their rows and entries are
         named above.
     """
-    fresh = Exchange(_pipe(layer, group, size), layer, eps, eps_mode)
+    fresh = Exchange(_lane(layer, group, size), layer, eps, eps_mode)
     exchange = _exchange(x, mask, fresh)
     exchange.check_count(x)
     assert exchange.key is not None  # noqa: S101 - the forward round has set it
@@ -109,7 +111,7 @@ def _due(moments: Moments, deferred: int) -> Moments | None:
 def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
     """Returns an exchange that has had its forward round; an earlier one if a checkpoint computes again."""
     local = dispatch.moments(x, mask)
-    if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.pipe, 0, local)):
+    if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.lane, 0, local)):
         return earlier
     fresh.forward([local])
     exchanges.remember(fresh, has_graph=False)  # the graph has the ticket instead
@@ -153,10 +155,10 @@ def batch_norm_backward(
     local = dispatch.backward_sums(grad, x, found, mask)
     by_input = x.new_empty(0)
     if needs_input:
-        pipe = _pipe(layer, group, size)
-        key = pipe.key(step, call, phase_of(BACKWARD, _walks.count(number)))
+        lane = _lane(layer, group, size)
+        key = lane.key(step, call, phase_of(BACKWARD, _walks.count(number)))
         rows = Rows((dispatch.count(x, mask),), local[np.newaxis])
-        total = pipe.run_slave(rows, key).values
+        total = lane.run_slave(rows, key).values
         by_input = dispatch.input_gradient(grad, x, found, total, weight, mask)
     return by_input, dispatch.vector(local[1] * found.invstd, x), dispatch.vector(local[0], x)
 

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from client.connection.current import current_connection
 from client.connection.groups import Group
-from client.lanes.lane import pipe_of
+from client.lanes.choose import lane_for
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.layers.recalibration_moments import Tally
 from statsd_bn import limits
@@ -216,8 +216,8 @@ def _over_all_members(
     vectors = np.concatenate([share.vectors for share in shares], axis=1)
     if connection := current_connection():
         connection.end_absence(group)
-    pipe = pipe_of(LANE, group)
-    aggregates = [pipe.run_slave(Rows((batches,), part[None])) for part in _parts(vectors)]
+    lane = lane_for(LANE, group)
+    aggregates = [lane.run_slave(Rows((batches,), part[None])) for part in _parts(vectors)]
     ends = np.cumsum([layer.num_features for layer in layers])[:-1]
     totals = np.split(np.concatenate([aggregate.values for aggregate in aggregates], axis=1), ends, axis=1)
     last = aggregates[-1]

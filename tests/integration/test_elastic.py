@@ -10,7 +10,7 @@ import torch
 import client
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
-from client.lanes.lane import SlavePipe
+from client.lanes.zeromq import SlavePipe
 from programs import elastic_programs
 from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch
 from statsd_bn.members import NOBODY

@@ -6,7 +6,8 @@ from torch.autograd import gradcheck
 
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
-from client.lanes.lane import LocalPipe, SlavePipe
+from client.lanes.in_process import LocalPipe
+from client.lanes.zeromq import SlavePipe
 from support.memory_members import MemoryMaster, run_members
 
 SIZES = (3, 1, 2)
@@ -24,8 +25,8 @@ class CountingPipe:
         return self._pipe.run_slave(contribution, key)
 
 
-def exchange(pipe=None, eps_mode="plus"):
-    return Exchange(pipe or LocalPipe("bn"), "bn", 1e-5, eps_mode)
+def exchange(lane=None, eps_mode="plus"):
+    return Exchange(lane or LocalPipe("bn"), "bn", 1e-5, eps_mode)
 
 
 def tensors(sizes=SIZES, *, affine=True, dtype=torch.float64):

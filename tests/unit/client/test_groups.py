@@ -12,7 +12,8 @@ import client
 from client.connection import groups, registration
 from client.connection.connection import Connection
 from client.connection.groups import Group
-from client.lanes.lane import LocalPipe, SlavePipe
+from client.lanes.in_process import LocalPipe
+from client.lanes.zeromq import SlavePipe
 from programs import member_programs
 from server.cli.status import ask
 from statsd_bn import Rows, limits

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import client
 from client.autograd.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
 from client.autograd.exchange import Exchange
-from client.lanes.lane import LocalPipe
+from client.lanes.in_process import LocalPipe
 from programs import member_programs
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.moments import Moments

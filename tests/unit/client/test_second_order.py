@@ -6,7 +6,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
-from client.lanes.lane import LocalPipe, SlavePipe
+from client.lanes.in_process import LocalPipe
+from client.lanes.zeromq import SlavePipe
 from support.memory_members import run_members
 
 SIZES = (3, 1, 2)

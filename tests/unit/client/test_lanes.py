@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from client.lanes.lane import LocalPipe, SlavePipe
+from client.lanes.in_process import LocalPipe
+from client.lanes.zeromq import SlavePipe
 from statsd_bn import Rows
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.round_key import BACKWARD

@@ -1,0 +1,46 @@
+"""SlavePipe: the lane to the aggregation server, over this process's connection."""
+
+from dataclasses import dataclass
+
+from client.connection.connection import Connection
+from client.connection.groups import Group
+from statsd_bn.messages import Aggregate
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class SlavePipe:
+    """The lane to the server.
+
+    Args:
+        connection: this process's connection.
+        layer: the layer's name, the same on every member.
+        group: the members that take part, as `Connection.group` takes it; None for all.
+    """
+
+    connection: Connection
+    layer: str
+    group: Group | str | None = None
+
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
+        """Sends this process's rows and waits for the sum over all members of the group.
+
+        Args:
+            contribution: counts, and float64 values of shape (replicas, vectors, channels): Σx and Σx² forward,
+                Σdy and Σdy·(x-mean) backward.
+            key: None for the layer's next forward round; for a backward round the forward aggregate's `key` with
+                another phase, one that no earlier round of the same call had.
+
+        Returns:
+            The aggregate; its values have shape (vectors, channels).
+
+        Raises:
+            StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
+        """
+        return self.connection.exchange(self.layer, contribution, key, self.group)
+
+    def key(self, step: int, call: int, phase: str) -> RoundKey:
+        """Returns the key of a round of an earlier call."""
+        who, group = self.connection.member, self.connection.group(self.group)
+        return RoundKey(who.job, group.name, who.epoch, step, self.layer, call, phase)
