@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from client.autograd.backward_passes import phase_of
-from client.kernels.dispatch import Statistics
+from client.kernels.statistics import Statistics
 from client.lanes.lane import Lane
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.messages import Aggregate

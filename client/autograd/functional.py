@@ -14,7 +14,7 @@ from torch import Tensor
 
 from client.autograd.exchange import Exchange
 from client.autograd.second_order import SecondOrder
-from client.kernels import dispatch
+from client.kernels import dispatch, vectors
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
 
@@ -247,10 +247,10 @@ def _input_gradients(
 
 
 def _where_needed(
-    needs: tuple[bool, ...], vectors: list[FloatArray], inputs: Sequence[Tensor]
+    needs: tuple[bool, ...], found: list[FloatArray], inputs: Sequence[Tensor]
 ) -> Iterator[Tensor | None]:
-    for need, vector, x in zip(needs, vectors, inputs, strict=True):
-        yield dispatch.vector(vector, x) if need else None
+    for need, values, x in zip(needs, found, inputs, strict=True):
+        yield vectors.vector(values, x) if need else None
 
 
 def _split(values: Any, parts: int) -> list[Any]:

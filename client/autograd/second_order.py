@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from client.kernels import dispatch
-from client.kernels.dispatch import Statistics
+from client.kernels import elementwise, vectors
+from client.kernels.statistics import Statistics
 from statsd_bn.reduction import FloatArray
 
 VECTORS = 5
@@ -52,21 +52,21 @@ class SecondOrder:
         by_weight = _host(self.by_weight, 0.0, self.first[0])
         if self.input.numel() == 0:
             return np.zeros((VECTORS, self.input.shape[1]))
-        centred, rest = dispatch.centred(self.input, statistics)
+        centred, rest = elementwise.centred(self.input, statistics)
         assert self.by_input is not None  # noqa: S101 - see its description
         by_input = self.by_input.to(centred.dtype)
-        counted = dispatch.where(self.mask, by_input)
-        product, total, moment = dispatch.to_host(
-            dispatch.total(by_input * self.grad),
-            dispatch.total(counted),
-            dispatch.total(counted * dispatch.where(self.mask, centred)),
+        counted = elementwise.where(self.mask, by_input)
+        product, total, moment = vectors.to_host(
+            elementwise.total(by_input * self.grad),
+            elementwise.total(counted),
+            elementwise.total(counted * elementwise.where(self.mask, centred)),
         )
         return np.stack((product, total, moment - rest * total, *(by_weight * self.first)))
 
     def without_input(self, statistics: Statistics) -> Tensor:
         """Returns the gradient of g where the first backward gave dw and dbias only."""
         by_weight, by_bias = _host(self.by_weight, 0.0, self.first[0]), _host(self.by_bias, 0.0, self.first[0])
-        return dispatch.affine(self.input, statistics, statistics.invstd * by_weight, by_bias).to(self.grad.dtype)
+        return elementwise.affine(self.input, statistics, statistics.invstd * by_weight, by_bias).to(self.grad.dtype)
 
     def gradients(
         self, statistics: Statistics, first: FloatArray, second: FloatArray, local: FloatArray
@@ -97,16 +97,16 @@ class SecondOrder:
         by_centred = by_centred - cubic * weighted_moments
         constant = weight * cubic * (moments * totals + second_moments * grads) / n - invstd * weighted_grads / n
 
-        grad_of_grad = dispatch.affine(x, statistics, mixed, by_bias - weight * invstd * totals / n)
-        grad_of_grad.add_(dispatch.scaled(self.by_input, weight * invstd))
-        counted = dispatch.affine(x, statistics, by_centred, constant)
-        counted.add_(dispatch.scaled(self.by_input, -weight * cubic * moments))
-        grad_of_input = dispatch.where(self.mask, counted).add_(dispatch.scaled(self.grad, mixed))
+        grad_of_grad = elementwise.affine(x, statistics, mixed, by_bias - weight * invstd * totals / n)
+        grad_of_grad.add_(elementwise.scaled(self.by_input, weight * invstd))
+        counted = elementwise.affine(x, statistics, by_centred, constant)
+        counted.add_(elementwise.scaled(self.by_input, -weight * cubic * moments))
+        grad_of_input = elementwise.where(self.mask, counted).add_(elementwise.scaled(self.grad, mixed))
         grad_of_weight = invstd * (local[0] - local[1] * grads / n - square * local[2] * moments)
         return (
             grad_of_grad.to(self.grad.dtype),
             grad_of_input.to(x.dtype),
-            None if self.weight is None else dispatch.vector(grad_of_weight, x),
+            None if self.weight is None else vectors.vector(grad_of_weight, x),
         )
 
 
@@ -114,4 +114,4 @@ def _host(vector: Tensor | None, default: float, like: FloatArray) -> FloatArray
     """Returns a parameter-like vector as float64 on the host."""
     if vector is None:
         return np.full_like(like, default)
-    return dispatch.on_host(vector)
+    return vectors.on_host(vector)

@@ -1,11 +1,11 @@
-"""The kernels' way on a CPU: torch's vectorised operators, fed with our statistics.
+"""On a CPU: torch's vectorised operators, fed with our statistics.
 
 What torch's own layer spends on a CPU goes mostly into reductions that are slow. Other operators of torch take the same
 sums at the speed of memory: that of its group norm's backward takes Σg and Σg·x of each plane in one pass, and that of
 its batch norm's backward, where channels lie last, of each channel. Elementwise work goes through eval mode,
 `x*factor + addend`, in blocks that stay in the cache where more than one operator works on them.
 
-Every function wants dense tensors, as `kernels.laid_out` returns them, and sees them in one of two shapes: planes
+Every function wants dense tensors, as `layout.dense` returns them, and sees them in one of two shapes: planes
 (N, C, *) of a contiguous one, or rows (R, C) of one whose channels lie last.
 """
 

@@ -1,4 +1,4 @@
-"""The kernels' way on CUDA: the fused operators of torch's own SyncBatchNorm, fed with our statistics.
+"""On CUDA: the fused operators of torch's own SyncBatchNorm, fed with our statistics.
 
 Each of the four steps reads its tensors once. One copy brings vectors to the host or to the device, through pinned
 memory, and only the copy to the host is waited for.

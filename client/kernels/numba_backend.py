@@ -1,4 +1,4 @@
-"""The kernels' compiled way on a CPU: each step in one pass over memory, by numba, which is an extra.
+"""Compiled kernels on a CPU: each step in one pass over memory, by numba, which is an extra.
 
 Torch's operators, put together in `client.kernels.cpu`, take several passes wherever bfloat16 meets float32. Here each
 value is widened, computed with in float32 and rounded once, to the nearest even. Values are centred on the way, so that
@@ -122,7 +122,7 @@ def backward_sums(grad: Tensor, x: Tensor, mean: FloatArray) -> FloatArray:
 def input_gradient(
     grad: Tensor, x: Tensor, mean: FloatArray, invstd: FloatArray, means: FloatArray, weight: Tensor | None
 ) -> Tensor:
-    """Returns dx, rounded to the type of a dense `x` once: see `kernels.input_gradient`.
+    """Returns dx, rounded to the type of a dense `x` once: see `dispatch.input_gradient`.
 
     Args:
         grad: dy, of the type and layout of `x`.

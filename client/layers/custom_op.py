@@ -15,8 +15,8 @@ from client.autograd.backward_passes import Walks, phase_of
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.exchange import Exchange
 from client.connection.groups import LOCAL, Group
-from client.kernels import dispatch
-from client.kernels.dispatch import Statistics
+from client.kernels import dispatch, layout, vectors
+from client.kernels.statistics import Statistics
 from client.lanes.choose import lane_for
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
@@ -26,7 +26,7 @@ from statsd_bn.moments import Moments
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
 
-# Rows of the statistics: those of `kernels.Statistics`, and what the running statistics move towards.
+# Rows of the statistics: those of `Statistics`, and what the running statistics move towards.
 MEAN, INVSTD, SLOPE, NEWEST_MEAN, NEWEST_VARIANCE = range(5)
 
 # Entries of the ticket: the round's count, step and call; 1 if the running statistics move, and by how many values; the
@@ -133,7 +133,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     del weight, bias, mask, layer, group, size, eps, eps_mode, deferred
     statistics = torch.empty(5, x.shape[1], dtype=torch.float64, device="cpu")
-    return dispatch.laid_out(torch.empty_like(x)), statistics, torch.empty(6, dtype=torch.int64, device="cpu")
+    return layout.laid_out(torch.empty_like(x)), statistics, torch.empty(6, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("statsd_bn::batch_norm_backward", mutates_args=())
@@ -160,7 +160,7 @@ def batch_norm_backward(
         rows = Rows((dispatch.count(x, mask),), local[np.newaxis])
         total = lane.run_slave(rows, key).values
         by_input = dispatch.input_gradient(grad, x, found, total, weight, mask)
-    return by_input, dispatch.vector(local[1] * found.invstd, x), dispatch.vector(local[0], x)
+    return by_input, vectors.vector(local[1] * found.invstd, x), vectors.vector(local[0], x)
 
 
 @batch_norm_backward.register_fake
@@ -177,8 +177,8 @@ def _(
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     del grad, weight, mask, statistics, ticket, layer, group, size
-    by_parameter = torch.empty(x.shape[1], dtype=dispatch.compute_type(x), device=x.device)
-    by_input = dispatch.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
+    by_parameter = torch.empty(x.shape[1], dtype=vectors.compute_type(x), device=x.device)
+    by_input = layout.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
     return by_input, by_parameter, torch.empty_like(by_parameter)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client.kernels.dispatch import compute_type, to_device
+from client.kernels.vectors import compute_type, to_device
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import client
 from client.kernels import dispatch
+from client.kernels.vectors import to_device
 from client.layers import running_stats
 from programs import member_programs
 from support import whole_batch
@@ -153,7 +154,7 @@ def test_an_empty_batch_is_counted_and_leaves_infinite_statistics_as_they_are(dt
 def test_mean_and_variance_go_to_the_running_statistics_in_one_copy(monkeypatch):
     layer = client.SynchronizedBatchNorm1d(2)
     copies = []
-    monkeypatch.setattr(running_stats, "to_device", lambda *given: copies.append(given) or dispatch.to_device(*given))
+    monkeypatch.setattr(running_stats, "to_device", lambda *given: copies.append(given) or to_device(*given))
     batch = dispatch.moments(torch.randn(8, 2))
     running_stats.move_by(layer, batch)
     ((to, *vectors),) = copies

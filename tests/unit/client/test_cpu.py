@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from client.kernels import cpu, dispatch
-from client.kernels.dispatch import Statistics
+from client.kernels.statistics import Statistics
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 

@@ -8,16 +8,18 @@ import functools
 import pytest
 import torch
 
-from client.kernels import cpu, cuda, dispatch
+from client.kernels import cpu, cuda, dispatch, elementwise, layout
+from client.kernels.statistics import Statistics
+from client.kernels.vectors import compute_type
 from unit.client import test_kernels
 from unit.client.test_kernels import *  # noqa: F403 - all its tests run here too
 
 
 def check(x, *vectors):
     """What the operators' code asks for."""
-    assert x.is_contiguous() or x.is_contiguous(memory_format=dispatch._CHANNELS_LAST[x.dim()])
+    assert x.is_contiguous() or x.is_contiguous(memory_format=layout.CHANNELS_LAST[x.dim()])
     for vector in vectors:
-        assert vector.dtype == dispatch.compute_type(x)
+        assert vector.dtype == compute_type(x)
         assert vector.shape == (x.shape[1],)
         assert vector.is_contiguous()
 
@@ -37,7 +39,7 @@ def batch_norm_backward_reduce(grad, x, mean, invstd, weight, *wanted):
     check(x, mean, invstd, weight)
     assert (grad.dtype, grad.stride()) == (x.dtype, x.stride())
     wide = grad.to(mean.dtype)
-    return dispatch.total(wide), dispatch.total(wide * (x.to(mean.dtype) - spread(mean, x))), None, None
+    return elementwise.total(wide), elementwise.total(wide * (x.to(mean.dtype) - spread(mean, x))), None, None
 
 
 def batch_norm_backward_elemt(grad, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
@@ -54,9 +56,9 @@ def batch_norm_backward_elemt(grad, x, mean, invstd, weight, sum_dy, sum_dy_xmu,
 def batch_norm_update_stats(x, running_mean, running_var, momentum):
     check(x)
     assert (running_mean, running_var, momentum) == (None, None, 0.0)
-    wide = x.to(dispatch.compute_type(x))
-    mean = dispatch.total(wide) / (x.numel() // x.shape[1])
-    return mean, dispatch.total((wide - spread(mean, x)).square()) / (x.numel() // x.shape[1])
+    wide = x.to(compute_type(x))
+    mean = elementwise.total(wide) / (x.numel() // x.shape[1])
+    return mean, elementwise.total((wide - spread(mean, x)).square()) / (x.numel() // x.shape[1])
 
 
 STAND_INS = (batch_norm_elemt, batch_norm_backward_reduce, batch_norm_backward_elemt, batch_norm_update_stats)
@@ -118,7 +120,7 @@ def test_a_count_beyond_32_bits_is_no_trouble():
     """The operator's count is an int32, so it gets means instead of sums."""
     x, grad = (test_kernels.random((4, 3, 5), torch.float64, seed) for seed in range(2))
     small = test_kernels.statistics_of(x)
-    large = dispatch.Statistics(2**40, small.mean, small.invstd, small.slope)
+    large = Statistics(2**40, small.mean, small.invstd, small.slope)
     sums = dispatch.backward_sums(grad, x, small)
     found = dispatch.input_gradient(grad, x, large, sums * (2**40 / small.count), None)
     torch.testing.assert_close(found, dispatch.input_gradient(grad, x, small, sums, None), rtol=1e-12, atol=1e-12)

@@ -18,7 +18,7 @@ from support.paths import ROOT, TESTS
 pytest.importorskip("numba", reason="the compiled kernels come with statsd-bn[compiled]")
 
 from client.kernels import dispatch, numba_backend, torch_threads
-from client.kernels.dispatch import Statistics
+from client.kernels.statistics import Statistics
 from statsd_bn.errors import ConfigurationError
 
 PLANES = [(7, 3, 5, 9), (4, 3, 64), (2, 5, 1, 17), (3, 1, 12, 12), (2, 2, 7, 900), (5, 4, 2, 3, 7)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from client.kernels import dispatch
-from client.kernels.dispatch import Statistics
+from client.kernels import dispatch, vectors
+from client.kernels.statistics import Statistics
 from statsd_bn import Moments
 
 SHAPES = [(7, 3), (4, 3, 5), (4, 3, 5, 2), (2, 3, 2, 3, 2)]
@@ -141,7 +141,7 @@ def test_the_statistics_of_moments_are_mean_and_inverse_standard_deviation():
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_vectors_go_to_the_device_in_the_compute_type_and_share_no_memory(dtype):
     given = np.array([0.5, 2.0]), np.array([1.0, 4.0])
-    found = dispatch.to_device(torch.empty(0, dtype=dtype), *given)
+    found = vectors.to_device(torch.empty(0, dtype=dtype), *given)
     for vector in given:
         vector.fill(9.0)
     assert {vector.dtype for vector in found} == {torch.float64 if dtype == torch.float64 else torch.float32}
@@ -150,8 +150,8 @@ def test_vectors_go_to_the_device_in_the_compute_type_and_share_no_memory(dtype)
 
 def test_all_vectors_go_to_cuda_in_one_copy_through_pinned_memory(monkeypatch):
     copies = []
-    monkeypatch.setattr(dispatch.cuda, "to_device", lambda *arguments: copies.append(arguments) or arguments[1:])
+    monkeypatch.setattr(vectors.cuda, "to_device", lambda *arguments: copies.append(arguments) or arguments[1:])
     x = types.SimpleNamespace(is_cpu=False, is_cuda=True)
     first, second = np.array([0.5]), np.array([2.0])
-    assert dispatch.to_device(x, first, second) == (first, second)
+    assert vectors.to_device(x, first, second) == (first, second)
     assert copies == [(x, first, second)]
