@@ -1,11 +1,11 @@
-"""Rendezvous: where the replica threads of one process meet, and leave with one result each.
+"""Barrier: where the replica threads of one process meet, and leave with one result each.
 
-The replicas of one process must form one autograd node (CPU autograd walks the graph in a single thread, so a
-backward node that waited for its sibling would wait for a node behind it). So each brings what it has to a
-meeting, the last to arrive combines everything, and each leaves with its part.
+The replicas of one process must form one node of autograd: on a CPU one thread runs the whole backward pass, so a node
+that waited for its sibling would wait for a node that only the same thread can run. So each replica brings its part to
+the barrier, the last to arrive combines all parts, and each leaves with its result.
 
-Nobody waits for somebody who cannot come. Every replica is running, waiting at a place, or finished, so the
-moment none is running the meeting either takes place or never will, and then all are told who waits where.
+No replica waits for one that cannot come. A replica is running, waiting or finished. As soon as none is running, the
+meeting either takes place or never will; then all are told which replica waits where.
 """
 
 import threading
@@ -20,65 +20,65 @@ Combine = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(slots=True)
 class _Waiting:
-    """A replica at a meeting place; it sleeps until `asleep` is released."""
+    """A replica at a meeting point; it sleeps until `asleep` is released."""
 
-    place: str
+    point: str
     offer: Any
     asleep: threading.Lock
     result: Any = None
     served: bool = False
 
 
-class Rendezvous:
-    """The meeting of the replicas of one parallel forward pass.
+class Barrier:
+    """Where the replicas of one parallel forward pass meet.
 
     Args:
         nr_replicas: how many threads take part, numbered from 0.
-        deadline: seconds a replica waits for its siblings.
+        timeout: seconds that a replica waits for its siblings.
     """
 
-    def __init__(self, nr_replicas: int, deadline: float) -> None:
+    def __init__(self, nr_replicas: int, timeout: float) -> None:
         self.nr_replicas = nr_replicas
-        self._deadline = deadline
+        self._timeout = timeout
         self._lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
         self._finished: set[int] = set()
         self._failure: BaseException | None = None
 
-    def meet(self, replica: int, place: str, offer: Any, combine: Combine) -> Any:
-        """Waits for all replicas at `place` and returns this replica's part of what was combined.
+    def meet(self, replica: int, point: str, offer: Any, combine: Combine) -> Any:
+        """Waits for all replicas at `point` and returns this replica's part of the result.
 
         Args:
             replica: the caller's number.
-            place: where it waits; all must name the same.
-            offer: what it brings.
-            combine: takes all offers in replica order and returns a result for each; called once, by the
-                last to arrive.
+            point: where it waits; all must name the same.
+            offer: its part.
+            combine: takes all offers in replica order and returns a result for each. The last to arrive calls it,
+                once.
 
         Raises:
-            RoundMismatch: the replicas wait at different places, or one has finished.
+            RoundMismatch: the replicas wait at different points, or one has finished.
             ReplicaLost: a sibling raised.
             RoundTimeout: a sibling did not come in time.
         """
-        me = _Waiting(place, offer, threading.Lock())
+        me = _Waiting(point, offer, threading.Lock())
         me.asleep.acquire()
         with self._lock:
             self._waiting[replica] = me
             self._settle(combine)
-        me.asleep.acquire(timeout=self._deadline)
+        me.asleep.acquire(timeout=self._timeout)
         if not me.served:
-            with self._lock:  # it is taken while the results are made, which may end after the deadline
+            with self._lock:  # `combine` runs under the lock, and may take longer than the timeout
                 self._check_served(me, replica)
         return me.result
 
     def finish(self, replica: int) -> None:
-        """A replica is through with its forward pass."""
+        """Notes that a replica has ended its forward pass."""
         with self._lock:
             self._finished.add(replica)
             self._settle(None)
 
     def fail(self, replica: int, error: BaseException) -> None:
-        """A replica raised: its siblings raise too, at once and with the cause."""
+        """Makes the siblings of a replica that raised raise too, at once and with its error as the cause."""
         with self._lock:
             self._finished.add(replica)
             if self._failure is None:
@@ -86,12 +86,12 @@ class Rendezvous:
             self._wake()
 
     def _settle(self, combine: Combine | None) -> None:
-        """If nobody is running any more, holds the meeting or says why there is none."""
+        """Once no replica is running, holds the meeting, or finds the reason why there is none."""
         if self._failure is None:
             if not self._waiting or len(self._waiting) + len(self._finished) < self.nr_replicas:
                 return
-            places = {waiting.place for waiting in self._waiting.values()}
-            if combine is None or self._finished or len(places) > 1:
+            points = {waiting.point for waiting in self._waiting.values()}
+            if combine is None or self._finished or len(points) > 1:
                 self._failure = self._mismatch()
             else:
                 self._serve(combine)
@@ -109,13 +109,13 @@ class Rendezvous:
             waiting.served = True
 
     def _wake(self) -> None:
-        """Each by a lock of its own: those who wait for a common one would get in each other's way."""
+        """Releases a lock for each replica: with one lock for all, they would wait for each other to take it."""
         for waiting in self._waiting.values():
             waiting.asleep.release()
         self._waiting.clear()
 
     def _mismatch(self) -> RoundMismatch:
-        table = {replica: f"waits at {waiting.place}" for replica, waiting in self._waiting.items()}
+        table = {replica: f"waits at {waiting.point}" for replica, waiting in self._waiting.items()}
         table |= dict.fromkeys(self._finished, "has finished its forward pass")
         lines = "; ".join(f"replica {replica} {state}" for replica, state in sorted(table.items()))
         return RoundMismatch(
@@ -128,10 +128,10 @@ class Rendezvous:
             return
         if self._failure is None:
             self._failure = RoundTimeout(
-                f"replica {replica} waited {self._deadline:g} s at {me.place}; waiting there or elsewhere: "
+                f"replica {replica} waited {self._timeout:g} s at {me.point}; waiting there or elsewhere: "
                 f"{sorted(self._waiting)} of {self.nr_replicas} replicas",
                 waiting=sorted(self._waiting),
-                seconds=self._deadline,
+                seconds=self._timeout,
             )
             self._wake()
         raise self._failure

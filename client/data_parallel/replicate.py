@@ -15,18 +15,18 @@ from torch import nn
 from client.connection.current import current_connection
 from client.connection.member import DEFAULT_ROUND_TIMEOUT
 from client.data_parallel import any_device
-from client.data_parallel.barrier import Rendezvous
+from client.data_parallel.barrier import Barrier
 
 
 class CallbackContext:
     """What the copies of one sub-module share; modules may hang on it what they like.
 
     Attributes:
-        rendezvous: where the replicas of this parallel forward pass meet, the same for all sub-modules.
+        barrier: where the replicas of this parallel forward pass meet, the same for all sub-modules.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous = rendezvous
+    def __init__(self, barrier: Barrier) -> None:
+        self.barrier = barrier
 
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
@@ -39,11 +39,11 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
         ConfigurationError: they are made inside a replica, and have synchronised layers in training.
     """
     connection = current_connection()
-    deadline = DEFAULT_ROUND_TIMEOUT if connection is None else connection.member.round_timeout
-    rendezvous = Rendezvous(len(modules), deadline)
-    contexts = [CallbackContext(rendezvous) for _ in modules[0].modules()]
+    timeout = DEFAULT_ROUND_TIMEOUT if connection is None else connection.member.round_timeout
+    barrier = Barrier(len(modules), timeout)
+    contexts = [CallbackContext(barrier) for _ in modules[0].modules()]
     for copy_id, module in enumerate(modules):
-        vars(module)["_rendezvous"] = rendezvous
+        vars(module)["_barrier"] = barrier
         for context, submodule in zip(contexts, module.modules(), strict=True):
             callback = getattr(submodule, "__data_parallel_replicate__", None)
             if callback is not None:
@@ -139,8 +139,8 @@ def _parallel_apply(
     data_parallel: nn.DataParallel[Any], replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
 ) -> list[Any]:
     devices = [_device(device) for device in data_parallel.device_ids[: len(replicas)]]
-    rendezvous: Rendezvous = vars(replicas[0])["_rendezvous"]
-    return any_device.parallel_apply(replicas, inputs, kwargs, devices, rendezvous.finish, rendezvous.fail)
+    barrier: Barrier = vars(replicas[0])["_barrier"]
+    return any_device.parallel_apply(replicas, inputs, kwargs, devices, barrier.finish, barrier.fail)
 
 
 def _device(device: int | str | torch.device) -> torch.device:

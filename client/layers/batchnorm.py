@@ -121,7 +121,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         input_checks.check(self, input)
         if mask is not None:
             input_checks.check_mask(self, input, mask)
-        is_compiling = torch.compiler.is_compiling() and self._seat is None
+        is_compiling = torch.compiler.is_compiling() and self._replica is None
         if not self._uses_batch_statistics() or (mask is None and self._is_as_torchs(is_compiling=is_compiling)):
             return unsynchronized.forward(self, input, self._deferred_now())
         if is_compiling:
@@ -159,12 +159,12 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         return f"{super().extra_repr()}{eps_mode}{group}{chunks}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or pickle is a layer like any other: it has no seat among the replicas of its original.
+        """A copy or pickle is a layer like any other: it is no replica beside those of its original.
 
         What is pending of a mini-batch stays behind, and no class is named that is not public.
         """
         state: dict[str, Any] = super().__getstate__()
-        kept = {name: value for name, value in state.items() if name not in {"_seat", "_tally", "_deferred"}}
+        kept = {name: value for name, value in state.items() if name not in {"_replica", "_tally", "_deferred"}}
         return {**kept, "_chunks": self.chunks} if self.chunks > 1 else kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         self.forget_pending()
 
     def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
-        """Takes this copy's seat among the replicas of its process.
+        """Makes this copy one of the replicas of its process.
 
         Raises:
             ConfigurationError: these are replicas of a replica: the others in their process would be left out.
@@ -189,7 +189,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
                 "DataParallelWithCallback: expected none inside a replica of another, got one around layer "
                 f"{self.layer_name!r}; give the outer one all devices"
             )
-        self._seat = (context.rendezvous, copy_id)
+        self._replica = (context.barrier, copy_id)
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
         if input.dim() < 2:  # noqa: PLR2004 - the batch and the channels
@@ -217,8 +217,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         connection = current_connection()
         if connection is not None and not connection.is_alone(self.group):
             return True
-        if self._seat is not None:
-            return self._seat[0].nr_replicas > 1
+        if self._replica is not None:
+            return self._replica[0].nr_replicas > 1
         if not torch.compiler.is_compiling():
             unconnected.tell(self.layer_name)
         return False
@@ -249,7 +249,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         return output
 
     def _together(self, mine: Slice) -> Tensor:
-        seat = self._seat if self.training or self._is_tallied() else None
+        seat = self._replica if self.training or self._is_tallied() else None
         if seat is not None:
             mine = held(mine)
         if is_inside_backward() and (earlier := self._earlier(mine, 0 if seat is None else seat[1])):
@@ -257,9 +257,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         if seat is None:
             output, due = self._normalise([mine])[0]
         else:
-            rendezvous, replica = seat
-            place = f"layer {self.layer_name!r}"
-            output, due = rendezvous.meet(replica, place, mine, self._normalise_replicas)
+            barrier, replica = seat
+            point = f"layer {self.layer_name!r}"
+            output, due = barrier.meet(replica, point, mine, self._normalise_replicas)
             output = output if torch.is_grad_enabled() else output.detach()
         if due is not None:
             running_stats.move_by(self, due)

@@ -6,7 +6,7 @@ from typing import TypeVar
 from torch import nn
 
 from client.connection.groups import Group
-from client.data_parallel.barrier import Rendezvous
+from client.data_parallel.barrier import Barrier
 from client.layers import running_stats
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.recalibration_moments import Tally
@@ -39,7 +39,7 @@ class Synchronized:
     eps_mode: str
     layer_name: str
     group: Group | str | None = None
-    _seat: tuple[Rendezvous, int] | None = None
+    _replica: tuple[Barrier, int] | None = None
     _tally: Tally | None = None
     _deferred: Deferred | None = None
 

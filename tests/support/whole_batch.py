@@ -99,14 +99,14 @@ def as_virtual_replicas(case: Case, sizes: tuple[int, ...] | None = None, skip: 
     devices = [torch.device("cpu")] * len(sizes)
     replicas = any_device.replicate(layer, devices)
     execute_replication_callbacks(replicas)
-    rendezvous = vars(replicas[0])["_rendezvous"]
+    barrier = vars(replicas[0])["_barrier"]
     outputs = any_device.parallel_apply(
         replicas,
         [(shard,) for shard in x.split(sizes)],
         [{}] * len(sizes),
         devices,
-        rendezvous.finish,
-        rendezvous.fail,
+        barrier.finish,
+        barrier.fail,
     )
     output = torch.cat(outputs)
     (output * factors).sum().backward()

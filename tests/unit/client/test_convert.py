@@ -485,7 +485,7 @@ def test_layers_made_by_hand_are_reverted_to_torchs_with_torchs_attributes(plain
     arguments = [] if "Lazy" in plain.__name__ else [4]
     made = TWINS[plain](*arguments, eps_mode="clamp")
     made.group = "local"
-    made._seat = (None, 0)
+    made._replica = (None, 0)
     reverted = client.revert_model(made)
     assert type(reverted) is plain
     assert vars(reverted).keys() == vars(plain(*arguments)).keys()

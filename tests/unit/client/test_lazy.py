@@ -85,11 +85,11 @@ def test_its_first_forward_is_synchronised(kind, masked):
     """Torch looks up `forward` before the hook that changes the class, so the lazy class must have ours."""
     replicas = [client.convert_model(kind.torchs()) for _ in range(2)]
     execute_replication_callbacks(replicas)
-    rendezvous = vars(replicas[0])["_rendezvous"]
+    barrier = vars(replicas[0])["_barrier"]
     x = kind.input(6)
     shards = [(shard, torch.ones(3, *kind.positions, dtype=torch.bool)) if masked else (shard,) for shard in x.split(3)]
     devices = [torch.device("cpu")] * 2
-    outputs = any_device.parallel_apply(replicas, shards, [{}, {}], devices, rendezvous.finish, rendezvous.fail)
+    outputs = any_device.parallel_apply(replicas, shards, [{}, {}], devices, barrier.finish, barrier.fail)
     torch.testing.assert_close(torch.cat(outputs), kind.plain(4)(x))
 
 

@@ -158,20 +158,17 @@ def test_replica_0_keeps_the_running_statistics_in_the_module():
     assert (layer.running_mean > 0.2).all()
 
 
-def test_the_module_itself_never_takes_a_seat():
+def test_the_module_itself_is_never_a_replica():
     layer = client.SynchronizedBatchNorm1d(2)
     DataParallelWithCallback(layer, ["cpu"] * 3)(torch.randn(6, 2))
-    assert "_seat" not in vars(layer)
+    assert "_replica" not in vars(layer)
 
 
 def test_replicas_of_replicas_are_refused_where_they_would_miss_their_cousins():
     layer = client.SynchronizedBatchNorm1d(2)
-    layer.layer_name = "features.0"
     nested = DataParallelWithCallback(DataParallelWithCallback(nn.Sequential(layer), ["cpu"] * 2), ["cpu"] * 2)
     x = torch.randn(8, 2)
-    with pytest.raises(
-        ConfigurationError, match=r"none inside a replica of another, got one around layer 'features.0'"
-    ):
+    with pytest.raises(ConfigurationError, match=f"got one around layer '{layer.layer_name}'"):
         nested(x)
     torch.testing.assert_close(nested.eval()(x), layer(x))
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from client.data_parallel.barrier import Rendezvous
+from client.data_parallel.barrier import Barrier
 from statsd_bn.errors import ReplicaLost, RoundMismatch, RoundTimeout
 from support.memory_members import in_threads, outcome
 
@@ -14,7 +14,7 @@ def double_all(offers):
 
 
 def test_the_offers_are_combined_once_in_replica_order():
-    rendezvous = Rendezvous(3, 20.0)
+    barrier = Barrier(3, 20.0)
     calls = []
 
     def combine(offers):
@@ -22,17 +22,17 @@ def test_the_offers_are_combined_once_in_replica_order():
         return [f"{offer} of {len(offers)}" for offer in offers]
 
     programs = [
-        lambda replica=replica: rendezvous.meet(replica, "bn", f"offer {replica}", combine) for replica in (2, 0, 1)
+        lambda replica=replica: barrier.meet(replica, "bn", f"offer {replica}", combine) for replica in (2, 0, 1)
     ]
     assert in_threads(programs) == ["offer 2 of 3", "offer 0 of 3", "offer 1 of 3"]
     assert calls == [["offer 0", "offer 1", "offer 2"]]
 
 
 def test_they_meet_again_and_again():
-    rendezvous = Rendezvous(2, 20.0)
+    barrier = Barrier(2, 20.0)
 
     def replica(number):
-        return [rendezvous.meet(number, f"layer {step}", number + step, double_all) for step in range(100)]
+        return [barrier.meet(number, f"layer {step}", number + step, double_all) for step in range(100)]
 
     first, second = in_threads([lambda: replica(0), lambda: replica(1)])
     assert first == [2 * step for step in range(100)]
@@ -40,11 +40,11 @@ def test_they_meet_again_and_again():
 
 
 def test_replicas_at_different_layers_are_told_who_waits_where_without_any_deadline():
-    rendezvous = Rendezvous(2, 3600.0)
+    barrier = Barrier(2, 3600.0)
     errors = in_threads(
         [
-            lambda place=place, number=number: outcome(lambda: rendezvous.meet(number, place, None, double_all))
-            for number, place in enumerate(("layer 'a'", "layer 'b'"))
+            lambda point=point, number=number: outcome(lambda: barrier.meet(number, point, None, double_all))
+            for number, point in enumerate(("layer 'a'", "layer 'b'"))
         ]
     )
     for error in errors:
@@ -53,22 +53,20 @@ def test_replicas_at_different_layers_are_told_who_waits_where_without_any_deadl
 
 
 def test_a_replica_that_has_finished_is_not_waited_for():
-    rendezvous = Rendezvous(2, 3600.0)
-    error, _ = in_threads(
-        [lambda: outcome(lambda: rendezvous.meet(0, "bn", None, double_all)), lambda: rendezvous.finish(1)]
-    )
+    barrier = Barrier(2, 3600.0)
+    error, _ = in_threads([lambda: outcome(lambda: barrier.meet(0, "bn", None, double_all)), lambda: barrier.finish(1)])
     assert isinstance(error, RoundMismatch)
     assert "replica 0 waits at bn; replica 1 has finished its forward pass" in str(error)
 
 
 def test_a_replica_that_raises_frees_its_siblings_with_the_cause():
-    rendezvous = Rendezvous(3, 3600.0)
+    barrier = Barrier(3, 3600.0)
     cause = MemoryError("too large")
     first, second, _ = in_threads(
         [
-            lambda: outcome(lambda: rendezvous.meet(0, "bn", None, double_all)),
-            lambda: outcome(lambda: rendezvous.meet(1, "bn", None, double_all)),
-            lambda: rendezvous.fail(2, cause),
+            lambda: outcome(lambda: barrier.meet(0, "bn", None, double_all)),
+            lambda: outcome(lambda: barrier.meet(1, "bn", None, double_all)),
+            lambda: barrier.fail(2, cause),
         ]
     )
     for error in (first, second):
@@ -78,38 +76,38 @@ def test_a_replica_that_raises_frees_its_siblings_with_the_cause():
 
 
 def test_what_combining_raises_is_raised_in_every_replica():
-    rendezvous = Rendezvous(2, 3600.0)
+    barrier = Barrier(2, 3600.0)
 
     def refuse(_offers):
         raise ValueError("one value per channel")
 
     errors = in_threads(
-        [lambda number=number: outcome(lambda: rendezvous.meet(number, "bn", 0, refuse)) for number in range(2)]
+        [lambda number=number: outcome(lambda: barrier.meet(number, "bn", 0, refuse)) for number in range(2)]
     )
     assert [str(error) for error in errors] == ["one value per channel"] * 2
 
 
 def test_a_sibling_that_does_not_come_is_waited_for_until_the_deadline():
-    rendezvous = Rendezvous(2, 0.05)
+    barrier = Barrier(2, 0.05)
     with pytest.raises(RoundTimeout, match=r"replica 0 waited 0.05 s at bn; .*\[0\] of 2 replicas"):
-        rendezvous.meet(0, "bn", None, double_all)
+        barrier.meet(0, "bn", None, double_all)
 
 
 def test_who_comes_after_a_sibling_has_failed_does_not_wait():
-    rendezvous = Rendezvous(3, 3600.0)
-    rendezvous.fail(2, MemoryError("too large"))
+    barrier = Barrier(3, 3600.0)
+    barrier.fail(2, MemoryError("too large"))
     for replica in (0, 1):
         with pytest.raises(ReplicaLost, match="replica 2 failed"):
-            rendezvous.meet(replica, "bn", None, double_all)
+            barrier.meet(replica, "bn", None, double_all)
 
 
 def test_the_deadline_is_for_siblings_and_not_for_what_they_wait_for_together():
-    rendezvous = Rendezvous(2, 0.05)
+    barrier = Barrier(2, 0.05)
     late = threading.Event()
 
     def slowly(offers):
         late.wait(0.2)
         return double_all(offers)
 
-    programs = [lambda number=number: rendezvous.meet(number, "bn", number, slowly) for number in range(2)]
+    programs = [lambda number=number: barrier.meet(number, "bn", number, slowly) for number in range(2)]
     assert in_threads(programs) == [0, 2]
