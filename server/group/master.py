@@ -11,6 +11,7 @@ from server.group.claims import Claims
 from server.group.membership import Membership
 from server.group.open_rounds import OpenRounds, pending
 from server.group.parked_contributions import Deferral
+from server.group.reduction import reduce_round
 from server.group.results import Archive, Room
 from server.group.rounds import Reply, Round, failure
 from server.group.seals import Seals
@@ -25,10 +26,8 @@ from statsd_bn.errors import (
     StatsdBNError,
     UnknownSession,
 )
-from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Contribution, Register, Registered, Stand
-from statsd_bn.reduction import join_in_order, sum_in_order
-from statsd_bn.round_key import GATHER, RoundKey
+from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
@@ -57,6 +56,9 @@ class SyncMaster:
         is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.
     """
 
+    # The seed's name.
+    run_master = staticmethod(reduce_round)
+
     def __init__(
         self,
         server: bytes,
@@ -79,7 +81,7 @@ class SyncMaster:
         self._archive = Archive(self._room)
         self._claims = Claims(self._room, are_genuine=are_genuine)
         self.open_rounds = OpenRounds(
-            self.epoch, self.membership, self._budget, self._archive, self._claims, self.run_master, self._seals
+            self.epoch, self.membership, self._budget, self._archive, self._claims, self._seals
         )
         self._is_broken = False
         self._is_departure_told = False
@@ -148,19 +150,6 @@ class SyncMaster:
             self._claims.add(slave, aggregate)
         # With a thousand members there are thousands of results, and only the last of each can make a difference.
         return [] if slave.owes else self._settle(now)
-
-    @staticmethod
-    def run_master(round_: Round) -> Aggregate:
-        """Reduces one complete round: adds all rows in replica order, or joins them in that order if it is a gather.
-
-        Raises:
-            LookupError: a contribution is missing.
-        """
-        contributions = [future.get() for future in round_.futures.values()]
-        rows = [row for contribution in contributions for row in contribution.values]
-        combine = join_in_order if round_.key.phase == GATHER else sum_in_order
-        total = combine(rows) if len(rows) > 1 else rows[0]
-        return Aggregate(round_.key, len(rows), round_.count, Members.of(round_.futures), total)
 
     def remove_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
         """Takes a slave out that says goodbye.

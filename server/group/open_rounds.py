@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from server.group.claims import Claims
 from server.group.membership import Membership
+from server.group.reduction import reduce_round
 from server.group.results import Archive
 from server.group.rounds import FutureResult, Reply, Round, failed, failure
 from server.group.seals import Seals
@@ -21,7 +22,7 @@ from statsd_bn.errors import (
     StatsdBNError,
 )
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Contribution, Pending, missing_members
+from statsd_bn.messages import Contribution, Pending, missing_members
 from statsd_bn.round_key import RoundKey
 from statsd_bn.wire import encode
 
@@ -38,7 +39,6 @@ class OpenRounds:
         budget: what the server agrees to keep.
         archive: of this life.
         claims: what members were given before a restart of the server.
-        reduce: returns the aggregate of a complete round.
         seals: makes the answers that an aggregate ends a round with.
 
     Attributes:
@@ -54,7 +54,6 @@ class OpenRounds:
         budget: Budget,
         archive: Archive,
         claims: Claims,
-        reduce: Callable[[Round], Aggregate],
         seals: Seals,
     ) -> None:
         self.done = 0
@@ -66,7 +65,6 @@ class OpenRounds:
         self._budget = budget
         self._archive = archive
         self._claims = claims
-        self._reduce = reduce
         self._seals = seals
         self._open: dict[RoundKey, Round] = {}
         # No open round ends before; the one that was first may have ended since.
@@ -211,7 +209,7 @@ class OpenRounds:
 
     def _sum(self, round_: Round) -> bytes:
         """Returns the answer that the rows make."""
-        total = self._reduce(round_)
+        total = reduce_round(round_)
         if self._claims.of:
             self._claims.check(total)
         return self._seals.sealed(total)

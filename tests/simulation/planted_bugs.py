@@ -19,6 +19,7 @@ from server.core import deadlock
 from server.core.dispatcher import Dispatcher
 from server.core.liveness import Liveness
 from server.core.received import Received
+from server.group import open_rounds
 from server.group.claims import Claims
 from server.group.master import SyncMaster
 from server.group.membership import Membership
@@ -62,11 +63,11 @@ def no_duplicate_check() -> Iterator[None]:
         if was_done and self._pending > 1:
             self._pending -= 1
 
-    def run_master(_right: Any, round_: Round) -> Aggregate:
+    def reduce_round(_right: Any, round_: Round) -> Aggregate:
         there = [member for member, future in round_.futures.items() if future.done]
         return _reduced(round_, [round_.futures[member].get() for member in there])
 
-    with instead(Round, "put", put), instead(SyncMaster, "run_master", run_master):
+    with instead(Round, "put", put), instead(open_rounds, "reduce_round", reduce_round):
         yield
 
 
@@ -74,11 +75,11 @@ def no_duplicate_check() -> Iterator[None]:
 def arrival_order_sum() -> Any:
     """Rows are added as they came."""
 
-    def run_master(_right: Any, round_: Round) -> Aggregate:
+    def reduce_round(_right: Any, round_: Round) -> Aggregate:
         futures = sorted(round_.futures.values(), key=lambda future: future.since)
         return _reduced(round_, [future.get() for future in futures])
 
-    return instead(SyncMaster, "run_master", run_master)
+    return instead(open_rounds, "reduce_round", reduce_round)
 
 
 @bug
@@ -360,12 +361,12 @@ def steps_count_by_forward() -> Any:
 def gathered_backwards() -> Any:
     """What the members gather stands in the opposite order."""
 
-    def run_master(right: Any, round_: Round) -> Aggregate:
+    def reduce_round(right: Any, round_: Round) -> Aggregate:
         if round_.key.phase != GATHER:
             return right(round_)
         return _reduced(round_, [future.get() for future in reversed(round_.futures.values())])
 
-    return instead(SyncMaster, "run_master", run_master)
+    return instead(open_rounds, "reduce_round", reduce_round)
 
 
 def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:
