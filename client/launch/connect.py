@@ -1,6 +1,7 @@
 """connect(): this process's place among the replicas, and the goodbye at its end."""
 
 import atexit
+import logging
 import multiprocessing
 import os
 import sys
@@ -14,11 +15,13 @@ from client.connection.member import DEFAULT_ROUND_TIMEOUT, STRICT, Member
 from client.connection.registration import cause_of
 from client.connection.transport import ZmqTransport
 from client.launch import own_server, server_process
-from client.launch.environment import keys_from, member_from
+from client.launch.settings import resolve
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.keys import ClientKeys
 from statsd_bn.private_folder import find_server
 from statsd_bn.reach import check_is_open_to_us
+
+logger = logging.getLogger("statsd_bn.client")
 
 # A child of multiprocessing has sent what its queues hold before it says goodbye, and perhaps waits for other members.
 AFTER_QUEUES = -100
@@ -80,9 +83,9 @@ def connect(
     # A forked child may have its own beside its parent's, which it can neither use nor close.
     if open_connection and open_connection.is_own:
         raise ConfigurationError(f"already connected: {open_connection!r}; call client.disconnect() first")
-    endpoint = endpoint or os.environ.get("STATSD_BN_ENDPOINT")
-    who = member_from(
+    settings = resolve(
         os.environ,
+        endpoint=endpoint,
         job=job,
         rank=rank,
         world_size=world_size,
@@ -90,12 +93,13 @@ def connect(
         join_timeout=join_timeout,
         policy=policy,
         min_members=min_members,
+        curve=curve,
     )
-    place = None if endpoint else own_server.place(who, os.environ)
-    if place:
-        connection = own_server.join(who, os.environ, place, _join)
+    logger.info("connecting with %s", settings)
+    if settings.store:
+        connection = own_server.join(settings, settings.store.value, os.environ, _join)
     else:
-        connection = _join(endpoint or _own_server(), keys_from(os.environ, curve), who)
+        connection = _join(settings.endpoint.value or _own_server(), settings.keys(), settings.member())
     hold(connection)
     if multiprocessing.parent_process():
         # Where such a child was forked it ends without a word to atexit.

@@ -14,6 +14,7 @@ from ipaddress import IPv6Address
 from typing import NamedTuple
 
 from client.launch import slurm
+from client.launch.sources import Setting, found
 from statsd_bn.environment import integer, optional_integer
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.reach import is_loopback
@@ -24,20 +25,21 @@ LAST_PORT = 65_535
 _NAME = re.compile(r"[\w.-]+")
 
 
-class MeetingPlace(NamedTuple):
-    """Where the processes of a job find torch's rendezvous store."""
+class StoreAddress(NamedTuple):
+    """Where torch's store of a job listens."""
 
-    address: str
+    host: str
     port: int
 
 
-def rank(environ: Mapping[str, str]) -> int | None:
-    """Returns this process's number; None where no launcher says it."""
-    given = optional_integer(environ, "RANK")
-    return slurm.rank(environ) if given is None else given
+def rank(environ: Mapping[str, str]) -> Setting[int] | None:
+    """Returns this process's rank; None where no launcher says it."""
+    return found("rank", optional_integer(environ, "RANK"), "RANK") or found(
+        "rank", slurm.rank(environ), "SLURM_PROCID"
+    )
 
 
-def world_size(environ: Mapping[str, str]) -> int | None:
+def world_size(environ: Mapping[str, str]) -> Setting[int] | None:
     """Returns how many processes there are; None where no launcher says it.
 
     Raises:
@@ -45,51 +47,57 @@ def world_size(environ: Mapping[str, str]) -> int | None:
     """
     given = optional_integer(environ, "WORLD_SIZE")
     if given is None:
-        return slurm.tasks(environ)
+        return found("world_size", slurm.tasks(environ), "SLURM_STEP_NUM_TASKS")
     if evidence := _counts_nodes(environ, given):
         raise ConfigurationError(
             f"WORLD_SIZE: expected the number of processes, got {given}, which counts nodes: {evidence}. Start the "
             "processes of each node by torchrun, which sets RANK and WORLD_SIZE for each, or set both yourself, or "
             "pass rank and world_size"
         )
-    return given
+    return Setting("world_size", given, "WORLD_SIZE")
 
 
-def job(environ: Mapping[str, str]) -> str | None:
+def job(environ: Mapping[str, str]) -> Setting[str] | None:
     """Returns the run's name; None where no launcher has given it one."""
-    return environ.get("TORCHELASTIC_RUN_ID") or slurm.job(environ)
+    return found("job", environ.get("TORCHELASTIC_RUN_ID") or None, "TORCHELASTIC_RUN_ID") or found(
+        "job", slurm.job(environ), "SLURM_JOB_ID"
+    )
 
 
-def epoch(environ: Mapping[str, str]) -> int:
-    """Returns how often the launcher has started the processes anew."""
+def epoch(environ: Mapping[str, str]) -> Setting[int] | None:
+    """Returns how often the launcher has restarted the processes; None where it does not say."""
     restarts = optional_integer(environ, "TORCHELASTIC_RESTART_COUNT")
-    return (slurm.restarts(environ) or 0) if restarts is None else restarts
+    return found("epoch", restarts, "TORCHELASTIC_RESTART_COUNT") or found(
+        "epoch", slurm.restarts(environ), "SLURM_RESTART_COUNT"
+    )
 
 
-def meeting_place(environ: Mapping[str, str]) -> MeetingPlace | None:
-    """Returns where the processes meet; None where no launcher says it.
+def store_address(environ: Mapping[str, str]) -> Setting[StoreAddress] | None:
+    """Returns where torch's store of this job listens; None where no launcher says it.
 
     Raises:
         ConfigurationError: a value is unusable.
     """
-    address = environ.get("MASTER_ADDR") or slurm.address(environ)
+    address = found("store", environ.get("MASTER_ADDR") or None, "MASTER_ADDR") or found(
+        "store", slurm.address(environ), "SLURM_STEP_NODELIST"
+    )
     given = optional_integer(environ, "MASTER_PORT")
     port = slurm.port(environ) if given is None else given
     if not address or port is None:
         return None
     if not 1 <= port <= LAST_PORT:
         raise ConfigurationError(f"MASTER_PORT: expected a port from 1 to {LAST_PORT}, got {port}")
-    if not (_NAME.fullmatch(address) or _is_ipv6(address)):
+    if not (_NAME.fullmatch(address.value) or _is_ipv6(address.value)):
         raise ConfigurationError(
-            f"MASTER_ADDR: expected a host's name or address and nothing else, got {address!r:.80}"
+            f"MASTER_ADDR: expected a host's name or address and nothing else, got {address.value!r:.80}"
         )
-    return MeetingPlace(address, port)
+    return Setting("store", StoreAddress(address.value, port), address.source)
 
 
-def is_one_node(environ: Mapping[str, str], place: MeetingPlace, processes: int) -> bool:
+def is_one_node(environ: Mapping[str, str], store: StoreAddress, processes: int) -> bool:
     """Returns whether all processes are on this host, as far as their launcher says."""
-    if is_loopback(place.address):
-        # Whoever is elsewhere could not come.
+    if is_loopback(store.host):
+        # A process on another host could not reach it.
         return True
     local = optional_integer(environ, "LOCAL_WORLD_SIZE")
     if local is None:

@@ -10,9 +10,10 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
 from client.connection.member import Member
-from client.launch import job_secret, launchers
-from client.launch.launchers import MeetingPlace
+from client.launch import job_secret
+from client.launch.launchers import StoreAddress
 from client.launch.server_process import OwnMaster
+from client.launch.settings import Settings
 from client.launch.store import Meeting, News
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
 from statsd_bn.keys import ClientKeys
@@ -35,37 +36,28 @@ Join = Callable[[str, ClientKeys | None, Member], "Connection"]
 """Joins a job: where its master listens, the keys for it, and who this process is."""
 
 
-def place(who: Member, environ: Mapping[str, str]) -> MeetingPlace | None:
-    """Returns where the processes of this job meet; None if no launcher has started them.
+def join(settings: Settings, store: StoreAddress, environ: Mapping[str, str], join_at: Join) -> "Connection":
+    """Returns a connection to the server that rank 0 starts for this job, and announces in torch's store.
 
     Raises:
-        ConfigurationError: a variable is unusable.
+        ConfigurationError: this process is set up otherwise than rank 0, or the job runs on several nodes and has no
+            secret.
+        ServerUnreachable: there is no server, with the reason.
     """
-    found = launchers.meeting_place(environ)
-    return None if who.world_size == 1 and launchers.world_size(environ) is None else found
-
-
-def join(who: Member, environ: Mapping[str, str], place: MeetingPlace, join_at: Join) -> "Connection":
-    """Returns a connection to the master that member 0 starts for this job.
-
-    Raises:
-        ConfigurationError: the environment does not say who this process is, or not the same as that of member 0, or
-            the job has no secret and is on several nodes.
-        ServerUnreachable: there is no master, with the reason.
-    """
-    is_one_node = launchers.is_one_node(environ, place, who.world_size)
-    # Before anybody is met: where there is none, all are told so at once.
+    is_one_node = settings.is_one_node
+    # Before the store is asked: without a secret all processes say so at once.
     secret = None if is_one_node else job_secret.given(environ)
-    life = _life(who, environ, is_one_node=is_one_node)
+    who = settings.member()
+    life = _life(settings)
 
     def meet() -> Meeting:
-        return Meeting(place, who.rank, who.world_size, f"job {who.job}/{life}", who.seconds_to_join)
+        return Meeting(store, who.rank, who.world_size, f"job {who.job}/{life}", who.seconds_to_join)
 
     if is_one_node:
         return _with_own_master(who, "", News(), meet, join_at) if who.rank == 0 else _on_one_node(who, meet, join_at)
     if who.rank == 0:
         made = "" if secret else job_secret.make()
-        return _with_own_master(who, place.address, News(secret=made), meet, join_at, secret or made)
+        return _with_own_master(who, store.host, News(secret=made), meet, join_at, secret or made)
     return _on_several_nodes(who, secret, meet, join_at)
 
 
@@ -156,12 +148,13 @@ def _not_the_same(news: News, here: str, there: str) -> ConfigurationError:
     )
 
 
-def _life(who: Member, environ: Mapping[str, str], *, is_one_node: bool) -> str:
-    """Returns what tells the meetings of this life from those before, in a store that outlives the processes.
+def _life(settings: Settings) -> str:
+    """Returns what tells this life of the job from earlier ones, in a store that outlives the processes.
 
-    That is torchrun's, for those that it starts anew. On one node all know how often it has.
+    Only torchrun's store does, and on one node its count of restarts is the same for all processes.
     """
-    return f"life {who.epoch}" if is_one_node and environ.get("TORCHELASTIC_RESTART_COUNT") else "latest life"
+    is_counted = settings.is_one_node and settings.epoch.source == "TORCHELASTIC_RESTART_COUNT"
+    return f"life {settings.epoch.value}" if is_counted else "latest life"
 
 
 def binding(address: str) -> str:

@@ -35,7 +35,7 @@ STOP_SECONDS = 5.0
 WARN_SECONDS = 10.0
 
 # Where `client` and `server` lie; a program named server in the script's folder is none of ours.
-PACKAGES = Path(__file__).parents[1]
+PACKAGES = Path(__file__).parents[2]
 
 # Of the script's variables, those that would make this server another one than its arguments say.
 NOT_INHERITED = {"STATSD_BN_BIND", "STATSD_BN_CURVE", "STATSD_BN_INSECURE", "STATSD_BN_SECRET"}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torch import distributed
 
 from client.launch.bounded import within
-from client.launch.launchers import MeetingPlace
+from client.launch.launchers import StoreAddress
 from statsd_bn.errors import ConfigurationError, ProtocolError, ServerUnreachable
 from statsd_bn.text import plain, readable
 
@@ -42,7 +42,7 @@ WARN_SECONDS = 10.0
 
 # The stores that this process has opened: one that were forgotten would be closed, and member 0's for everybody. A
 # forked child must not use its parent's.
-_stores: dict[tuple[int, MeetingPlace], "Store"] = {}
+_stores: dict[tuple[int, StoreAddress], "Store"] = {}
 
 # A process may connect again when it has disconnected, to another master.
 _meetings = itertools.count()
@@ -98,7 +98,7 @@ class Meeting:
         ServerUnreachable: there is no store, or it did not become one in time.
     """
 
-    def __init__(self, place: MeetingPlace, member: int, world_size: int, life: str, patience: float) -> None:
+    def __init__(self, place: StoreAddress, member: int, world_size: int, life: str, patience: float) -> None:
         self._place = place
         self._key = f"{life}/{next(_meetings)}"
         self._expiry = time.monotonic() + patience
@@ -154,7 +154,7 @@ class Meeting:
 
     def _unheard(self, waited: float) -> ServerUnreachable:
         return ServerUnreachable(
-            f"member 0 has told nobody of a master, in the store at {self._place.address}:{self._place.port}, within "
+            f"member 0 has told nobody of a master, in the store at {self._place.host}:{self._place.port}, within "
             f"{waited:.1f} s; does it call client.connect() as often as this process, for the same job, and without an "
             "endpoint too?",
             endpoint="",
@@ -162,7 +162,7 @@ class Meeting:
         )
 
 
-def _open(place: MeetingPlace, member: int, world_size: int, patience: float) -> "Store":
+def _open(place: StoreAddress, member: int, world_size: int, patience: float) -> "Store":
     if not distributed.is_available():
         raise ConfigurationError("endpoint: expected one, since this torch was built without torch.distributed")
     from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - where there is one
@@ -170,7 +170,7 @@ def _open(place: MeetingPlace, member: int, world_size: int, patience: float) ->
 
     identity = (os.getpid(), place)
     if identity not in _stores:
-        host = f"[{place.address}]" if ":" in place.address else place.address
+        host = f"[{place.host}]" if ":" in place.host else place.host
         try:
             _stores[identity], _, _ = within(
                 patience + ANSWER_SECONDS,
@@ -183,11 +183,11 @@ def _open(place: MeetingPlace, member: int, world_size: int, patience: float) ->
     return PrefixStore(PREFIX, _stores[identity])
 
 
-def _no_store(place: MeetingPlace, error: RuntimeError | TimeoutError) -> ServerUnreachable:
+def _no_store(place: StoreAddress, error: RuntimeError | TimeoutError) -> ServerUnreachable:
     # torch adds the frames of its own code.
     reason = str(error).partition("\n")[0] or "it does not answer; its process may be frozen, or its host cut off"
     return ServerUnreachable(
-        f"torch's rendezvous store at MASTER_ADDR {place.address}, MASTER_PORT {place.port}, through which member 0 "
+        f"torch's rendezvous store at MASTER_ADDR {place.host}, MASTER_PORT {place.port}, through which member 0 "
         f"tells where its master is: {reason}",
-        endpoint=f"tcp://{place.address}:{place.port}",
+        endpoint=f"tcp://{place.host}:{place.port}",
     )

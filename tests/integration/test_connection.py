@@ -16,7 +16,7 @@ from client.connection.connection import Connection
 from client.connection.member import Member
 from client.connection.transport import ZmqTransport
 from client.launch import connect as launch
-from client.launch.environment import member_from
+from client.launch.settings import resolve
 from programs import member_programs
 from statsd_bn import Rows, limits, private_folder
 from statsd_bn.errors import (
@@ -43,20 +43,20 @@ CHILD_SECONDS = 5
 
 def test_arguments_win_over_the_environment():
     environ = {"STATSD_BN_JOB": "env", "RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}
-    given = member_from(environ, job="mine", rank=2, world_size=3, round_timeout=5)
+    given = resolve(environ, job="mine", rank=2, world_size=3, round_timeout=5).member()
     assert (given.job, given.rank, given.world_size, given.round_timeout, given.epoch) == ("mine", 2, 3, 5.0, 2)
-    found = member_from(environ)
+    found = resolve(environ).member()
     assert (found.job, found.rank, found.world_size, found.round_timeout) == ("env", 1, 4, 600.0)
 
 
 def test_the_job_falls_back_to_torchruns_id_and_then_to_default():
-    assert member_from({"TORCHELASTIC_RUN_ID": "run-7"}).job == "run-7"
-    assert member_from({"STATSD_BN_JOB": "mine", "TORCHELASTIC_RUN_ID": "run-7"}).job == "mine"
-    assert member_from({}).job == "default"
+    assert resolve({"TORCHELASTIC_RUN_ID": "run-7"}).member().job == "run-7"
+    assert resolve({"STATSD_BN_JOB": "mine", "TORCHELASTIC_RUN_ID": "run-7"}).member().job == "mine"
+    assert resolve({}).member().job == "default"
 
 
 def test_alone_it_is_member_0_of_1():
-    assert (member_from({}).rank, member_from({}).world_size) == (0, 1)
+    assert (resolve({}).member().rank, resolve({}).member().world_size) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_alone_it_is_member_0_of_1():
         ({}, {"round_timeout": float("nan")}, "round_timeout: expected seconds in"),
         ({}, {"join_timeout": 0.0}, "join_timeout: expected seconds in"),
         ({}, {"policy": "loose"}, "policy: expected 'strict' or 'elastic', got 'loose'"),
-        ({}, {"min_members": 1}, "min_members: expected none under the policy 'strict', got 1"),
-        ({}, {"policy": "elastic", "min_members": 0}, "min_members: expected 1 to world_size, here 1, got 0"),
-        ({}, {"policy": "elastic", "world_size": 2, "min_members": 3}, "here 2, got 3"),
+        ({}, {"min_members": 1}, "min_members: expected no value under the policy 'strict', got 1"),
+        ({}, {"policy": "elastic", "min_members": 0}, r"min_members: expected 1 to world_size 1 \(default\), got 0"),
+        ({}, {"policy": "elastic", "world_size": 2, "min_members": 3}, r"world_size 2 \(argument\), got 3"),
         ({}, {"policy": "elastic", "min_members": True}, "got True"),
         ({}, {"policy": "elastic", "rank": limits.MAX_MEMBERS}, r"rank: expected a number in \[0, MAX_MEMBERS\)"),
         ({}, {"job": ""}, "job: expected printable text"),
@@ -81,17 +81,17 @@ def test_alone_it_is_member_0_of_1():
 )
 def test_a_wrong_value_is_named(environ, arguments, message):
     with pytest.raises(ConfigurationError, match=message):
-        member_from(environ, **arguments)
+        resolve(environ, **arguments).member()
 
 
 def test_a_job_is_strict_unless_it_is_told_to_be_elastic():
-    assert member_from({}, world_size=4).min_members == 0
-    assert member_from({}, world_size=4, policy="elastic").min_members == 1
-    assert member_from({}, world_size=4, policy="elastic", min_members=3).min_members == 3
+    assert resolve({}, world_size=4).member().min_members == 0
+    assert resolve({}, world_size=4, policy="elastic").member().min_members == 1
+    assert resolve({}, world_size=4, policy="elastic", min_members=3).member().min_members == 3
 
 
 def test_a_newcomer_to_an_elastic_job_may_have_a_number_beyond_those_it_began_with():
-    assert member_from({}, world_size=4, rank=7, policy="elastic").rank == 7
+    assert resolve({}, world_size=4, rank=7, policy="elastic").member().rank == 7
 
 
 def test_without_an_endpoint_and_a_server_of_this_user_it_says_so(monkeypatch, tmp_path):
@@ -366,7 +366,7 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
 
     def connect(restarts):
         environ = {"STATSD_BN_JOB": job, "TORCHELASTIC_RESTART_COUNT": restarts}
-        return Connection(ZmqTransport(server.endpoint), member_from(environ, round_timeout=20.0))
+        return Connection(ZmqTransport(server.endpoint), resolve(environ, round_timeout=20.0).member())
 
     with connect("0") as before, connect("1") as after:
         with pytest.raises(RegistrationRefused, match="a new run of the group was begun by rank 0"):

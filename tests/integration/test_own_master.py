@@ -15,8 +15,8 @@ import zmq
 from client.connection.connection import Connection
 from client.connection.transport import ZmqTransport
 from client.launch import job_secret, restarts, server_process
-from client.launch.environment import member_from
 from client.launch.server_process import OwnMaster
+from client.launch.settings import resolve
 from server.cli.status import ask
 from statsd_bn.errors import AuthenticationRefused, ServerUnreachable
 from support.launched import PROC, Launched
@@ -44,7 +44,7 @@ def start():
 
 
 def member(endpoint, keys=None):
-    return Connection(ZmqTransport(endpoint, keys), member_from({}, round_timeout=20.0))
+    return Connection(ZmqTransport(endpoint, keys), resolve({}, round_timeout=20.0).member())
 
 
 def has_ended(master):
@@ -111,8 +111,8 @@ def test_it_ends_when_its_members_have_left(start):
 def test_it_stays_while_a_member_is_there_however_many_have_left(start):
     master = start()
     who = {"round_timeout": 20.0, "world_size": 1}
-    first = Connection(ZmqTransport(master.endpoint), member_from({}, job="a", **who))
-    with Connection(ZmqTransport(master.endpoint), member_from({}, job="b", **who)):
+    first = Connection(ZmqTransport(master.endpoint), resolve({}, job="a", **who).member())
+    with Connection(ZmqTransport(master.endpoint), resolve({}, job="b", **who).member()):
         first.close()
         wait_until(lambda: [group["job"] for group in ask(master.endpoint)["groups"]] == ["b"])
         assert master._process.poll() is None
@@ -368,3 +368,8 @@ def _children():
     for thread in (PROC / "self/task").glob("*/children"):
         found |= set(thread.read_text().split())
     return found
+
+
+def test_the_server_is_the_one_that_lies_beside_this_package():
+    assert (server_process.PACKAGES / "server" / "__main__.py").is_file()
+    assert (server_process.PACKAGES / "client" / "launch" / "server_process.py").is_file()

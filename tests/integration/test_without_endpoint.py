@@ -15,9 +15,9 @@ import zmq
 from torch import distributed
 
 from client.launch import own_server, server_process, store
-from client.launch.environment import member_from
-from client.launch.launchers import MeetingPlace
+from client.launch.launchers import StoreAddress
 from client.launch.own_server import binding, reached_by
+from client.launch.settings import resolve
 from client.launch.store import Meeting, News
 from programs.other_user import NOBODY, as_another_user, needs_another_user
 from server.__main__ import main
@@ -75,7 +75,7 @@ def launch(tmp_path):
 @pytest.fixture
 def environ(monkeypatch):
     """That of one process on one node whose launcher keeps a store."""
-    launchers = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(store, "_stores", {})
     # Threads that play processes would number their meetings together.
     monkeypatch.setattr(store, "_meetings", _Zeros())
@@ -84,7 +84,7 @@ def environ(monkeypatch):
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(launchers.port),
+        "MASTER_PORT": str(kept.port),
     }
     for master in list(server_process._started):
         master.stop()
@@ -98,8 +98,8 @@ class _Zeros:
 
 def join(environ, rank, join_at=lambda *found: found, **given):
     environ = {**environ, "RANK": str(rank)}
-    who = member_from(environ, **{"round_timeout": 20.0, **given})
-    return own_server.join(who, environ, own_server.place(who, environ), join_at)
+    settings = resolve(environ, **{"round_timeout": 20.0, **given})
+    return own_server.join(settings, settings.store.value, environ, join_at)
 
 
 @by_name
@@ -151,13 +151,14 @@ def test_on_one_node_the_master_listens_in_a_private_folder_without_keys(environ
 
 STRANGER = """
 import client
-from client.launch.launchers import MeetingPlace
 from client.launch import store
+from client.launch.launchers import StoreAddress
+from client.launch.store import Meeting
 from server.cli.status import ask
 from statsd_bn.errors import StatsdBNError
 be_another_user()
-place = MeetingPlace("127.0.0.1", int(os.environ["MASTER_PORT"]))
-endpoint = store.Meeting(place, 1, 2, "job default/latest life", 20.0).hear().endpoint
+place = StoreAddress("127.0.0.1", int(os.environ["MASTER_PORT"]))
+endpoint = Meeting(place, 1, 2, "job default/latest life", 20.0).hear().endpoint
 store._meetings = iter([0])
 for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, rank=1, world_size=2), client.connect):
     try:
@@ -189,21 +190,21 @@ def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(l
 def test_a_server_in_a_folder_that_others_can_enter_is_not_joined(environ, tmp_path, mode):
     """Whoever reaches the store can name a server there, of another user's."""
     tmp_path.chmod(mode)
-    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    place = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News(f"ipc://{tmp_path}/server"))
     with pytest.raises(ConfigurationError, match=rf"expected the folder {tmp_path} to be closed to other users"):
         join(environ, 1)
 
 
 def test_a_server_that_is_not_on_this_node_is_not_joined_by_those_who_meet_on_one(environ):
-    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    place = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://192.0.2.1:1"))
     with pytest.raises(ConfigurationError, match=r"MASTER_ADDR: expected the same on all processes; .*//192.0.2.1:1"):
         join(environ, 1)
 
 
 def test_a_folder_that_this_process_does_not_see_is_told_with_what_to_do(environ):
-    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    place = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("ipc:///nowhere/statsd_bn-job-a/server"))
     with pytest.raises(ConfigurationError, match=r"no such folder\. They may be in different containers"):
         join(environ, 1)
@@ -269,11 +270,11 @@ def test_a_member_0_that_takes_several_hosts_for_one_is_told_of_by_the_others(en
     """Some launchers say "localhost" to the process that the others come to, by its name."""
     del environ["LOCAL_WORLD_SIZE"]
     join(environ, 0)
-    place = MeetingPlace(socket.gethostname(), int(environ["MASTER_PORT"]))
+    place = StoreAddress(socket.gethostname(), int(environ["MASTER_PORT"]))
     # That another host reaches the store by its name is not what this is about.
-    store._stores[os.getpid(), place] = store._stores[os.getpid(), place._replace(address="127.0.0.1")]
+    store._stores[os.getpid(), place] = store._stores[os.getpid(), place._replace(host="127.0.0.1")]
     with pytest.raises(ConfigurationError, match=r"MASTER_ADDR: expected the same on all .* at ipc://\S+\. Give"):
-        join({**environ, "MASTER_ADDR": place.address, "STATSD_BN_SECRET": SECRET}, 1)
+        join({**environ, "MASTER_ADDR": place.host, "STATSD_BN_SECRET": SECRET}, 1)
 
 
 def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_master_before(environ):
@@ -339,7 +340,7 @@ def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refus
     """On several nodes a process that is started anew may come before member 0, and hear of the master before."""
     environ |= SEVERAL_NODES
     member_0 = Meeting(
-        MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "job default/latest life", 20.0
+        StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "job default/latest life", 20.0
     )
     member_0.tell(News("tcp://old:1", 1))
     tried = []
@@ -368,7 +369,7 @@ def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refus
 def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ, monkeypatch, ways, told, secret):
     monkeypatch.setattr(own_server, "ANEW_SECONDS", 0.1)
     environ |= {**NODES, **ways}
-    place = MeetingPlace(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    place = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://behind-a-wall:1", secret=secret))
 
     def join_at(*_):
@@ -380,7 +381,7 @@ def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ
 
 @pytest.mark.parametrize("environ", [{"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {}])
 def test_processes_that_no_launcher_has_started_do_not_meet(environ):
-    assert own_server.place(member_from(environ), environ) is None
+    assert resolve(environ).store is None
 
 
 def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):

@@ -3,8 +3,8 @@
 import pytest
 
 from client.launch import launchers, slurm
-from client.launch.environment import member_from
-from client.launch.launchers import MeetingPlace
+from client.launch.launchers import StoreAddress
+from client.launch.settings import resolve
 from statsd_bn.errors import ConfigurationError
 
 TORCHRUN = {
@@ -44,46 +44,46 @@ SLURM = {
 
 
 def test_torchrun():
-    found = member_from(TORCHRUN)
+    found = resolve(TORCHRUN).member()
     assert (found.rank, found.world_size, found.job, found.epoch) == (5, 8, "run-7", 2)
-    assert launchers.meeting_place(TORCHRUN) == MeetingPlace("node1", 29500)
+    assert launchers.store_address(TORCHRUN).value == StoreAddress("node1", 29500)
 
 
 def test_kubeflow():
-    found = member_from(KUBEFLOW)
+    found = resolve(KUBEFLOW).member()
     assert (found.rank, found.world_size, found.job, found.epoch) == (1, 3, "default", 0)
-    assert launchers.meeting_place(KUBEFLOW) == MeetingPlace("digits-master-0", 23456)
+    assert launchers.store_address(KUBEFLOW).value == StoreAddress("digits-master-0", 23456)
 
 
 def test_srun():
-    found = member_from(SLURM)
+    found = resolve(SLURM).member()
     assert (found.rank, found.world_size, found.job, found.epoch) == (5, 8, "slurm-4711.3", 1)
-    assert launchers.meeting_place(SLURM) == MeetingPlace("node01", 15_000 + 4711 + 303)
+    assert launchers.store_address(SLURM).value == StoreAddress("node01", 15_000 + 4711 + 303)
 
 
 def test_variables_without_a_number_in_their_name_win_over_slurms():
-    found = member_from({**SLURM, **TORCHRUN, "RANK": "7", "TORCHELASTIC_RESTART_COUNT": "0"})
+    found = resolve({**SLURM, **TORCHRUN, "RANK": "7", "TORCHELASTIC_RESTART_COUNT": "0"}).member()
     assert (found.rank, found.world_size, found.job, found.epoch) == (7, 8, "run-7", 0)
-    assert launchers.meeting_place({**SLURM, "MASTER_ADDR": "here"}) == MeetingPlace("here", 15_000 + 4711 + 303)
-    assert launchers.meeting_place({**SLURM, "MASTER_PORT": "1234"}) == MeetingPlace("node01", 1234)
+    assert launchers.store_address({**SLURM, "MASTER_ADDR": "here"}).value == StoreAddress("here", 15_000 + 4711 + 303)
+    assert launchers.store_address({**SLURM, "MASTER_PORT": "1234"}).value == StoreAddress("node01", 1234)
 
 
 def test_the_job_that_was_named_for_us_wins():
-    assert member_from({**SLURM, "STATSD_BN_JOB": "mine"}).job == "mine"
-    assert member_from({**TORCHRUN, "STATSD_BN_JOB": "mine"}).job == "mine"
+    assert resolve({**SLURM, "STATSD_BN_JOB": "mine"}).member().job == "mine"
+    assert resolve({**TORCHRUN, "STATSD_BN_JOB": "mine"}).member().job == "mine"
 
 
 def test_a_batch_script_is_no_task():
     """sbatch sets SLURM_PROCID and SLURM_NTASKS in the script itself, which is one process."""
     script = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_RESTART_COUNT")}
-    found = member_from({**script, "SLURM_PROCID": "0"})
+    found = resolve({**script, "SLURM_PROCID": "0"}).member()
     assert (found.rank, found.world_size, found.job, found.epoch) == (0, 1, "default", 0)
-    assert launchers.meeting_place({**script, "SLURM_PROCID": "0"}) is None
+    assert launchers.store_address({**script, "SLURM_PROCID": "0"}) is None
 
 
 def test_two_steps_of_one_job_are_two_jobs_with_ports_of_their_own():
     other = {**SLURM, "SLURM_STEP_ID": "4"}
-    assert member_from(SLURM).job != member_from(other).job
+    assert resolve(SLURM).member().job != resolve(other).member().job
     assert slurm.port(SLURM) != slurm.port(other)
 
 
@@ -112,7 +112,7 @@ def test_the_first_host_of_a_list(listed, first):
 @pytest.mark.parametrize("listed", [",a", "node[", "node[1", "node]", "node[a-b]", "node[1-2]]", "[", " ", "a b"])
 def test_a_list_of_hosts_that_is_none_is_named(listed):
     with pytest.raises(ConfigurationError, match=r"SLURM_STEP_NODELIST: expected hosts such as .*set MASTER_ADDR"):
-        launchers.meeting_place({**SLURM, "SLURM_STEP_NODELIST": listed})
+        launchers.store_address({**SLURM, "SLURM_STEP_NODELIST": listed})
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_a_list_of_hosts_that_is_none_is_named(listed):
 )
 def test_a_world_size_that_counts_nodes_is_told(environ, evidence):
     with pytest.raises(ConfigurationError, match=r"WORLD_SIZE: .*counts nodes: .*torchrun") as caught:
-        member_from(environ)
+        resolve(environ).member()
     assert caught.match(evidence)
-    assert member_from(environ, world_size=8, rank=0).world_size == 8
+    assert resolve(environ, world_size=8, rank=0).member().world_size == 8
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_world_size_that_counts_nodes_is_told(environ, evidence):
     ],
 )
 def test_a_world_size_that_counts_processes_is_taken(environ):
-    assert member_from(environ).world_size == int(environ["WORLD_SIZE"])
+    assert resolve(environ).member().world_size == int(environ["WORLD_SIZE"])
 
 
 @pytest.mark.parametrize(
@@ -164,42 +164,42 @@ def test_a_world_size_that_counts_processes_is_taken(environ):
     ],
 )
 def test_whether_all_processes_are_on_one_node(environ, expected):
-    assert launchers.is_one_node(environ, MeetingPlace("node1", 29500), 4) is expected
+    assert launchers.is_one_node(environ, StoreAddress("node1", 29500), 4) is expected
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])
 def test_who_meets_on_loopback_is_on_one_node(address):
-    assert launchers.is_one_node({}, MeetingPlace(address, 29500), 4)
+    assert launchers.is_one_node({}, StoreAddress(address, 29500), 4)
 
 
 def test_one_process_is_on_one_node():
-    assert launchers.is_one_node({}, MeetingPlace("node1", 29500), 1)
+    assert launchers.is_one_node({}, StoreAddress("node1", 29500), 1)
 
 
 @pytest.mark.parametrize("address", ["node-1", "a_b.example.org", "192.0.2.1", "::1", "2001:db8::1"])
 def test_processes_meet_at_a_name_or_an_address(address):
-    assert launchers.meeting_place({"MASTER_ADDR": address, "MASTER_PORT": "1"}) == MeetingPlace(address, 1)
+    assert launchers.store_address({"MASTER_ADDR": address, "MASTER_PORT": "1"}).value == StoreAddress(address, 1)
 
 
 @pytest.mark.parametrize("rank", [{}, {"RANK": ""}])
 def test_one_of_several_processes_has_a_number(rank):
     """Else each would be member 0, start a master of its own, and wait for the others there."""
     environ = {"WORLD_SIZE": "4", **rank}
-    with pytest.raises(ConfigurationError, match=r"RANK: expected this process's number, since WORLD_SIZE says 4"):
-        member_from(environ)
-    assert member_from(environ, rank=0).world_size == 4
-    assert member_from({"WORLD_SIZE": "1", **rank}).rank == 0
+    with pytest.raises(ConfigurationError, match=r"RANK: expected this process's rank, since WORLD_SIZE says 4"):
+        resolve(environ).member()
+    assert resolve(environ, rank=0).member().world_size == 4
+    assert resolve({"WORLD_SIZE": "1", **rank}).member().rank == 0
 
 
 def test_without_a_launcher_there_is_no_place_to_meet():
-    assert launchers.meeting_place({}) is None
-    assert launchers.meeting_place({"MASTER_ADDR": "a"}) is None
-    assert launchers.meeting_place({"MASTER_PORT": "1"}) is None
+    assert launchers.store_address({}) is None
+    assert launchers.store_address({"MASTER_ADDR": "a"}) is None
+    assert launchers.store_address({"MASTER_PORT": "1"}) is None
     assert (launchers.rank({}), launchers.world_size({}), launchers.job({}), launchers.epoch({})) == (
         None,
         None,
         None,
-        0,
+        None,
     )
 
 
@@ -217,9 +217,9 @@ def test_without_a_launcher_there_is_no_place_to_meet():
 )
 def test_a_wrong_variable_is_named(environ, message):
     with pytest.raises(ConfigurationError, match=message):
-        launchers.meeting_place(environ)
+        launchers.store_address(environ)
 
 
 @pytest.mark.parametrize("name", ["127.evil.example", "localhost.evil.example", "127.1.evil"])
 def test_a_name_that_only_looks_like_loopback_is_not_taken_for_this_host(name):
-    assert not launchers.is_one_node({"LOCAL_WORLD_SIZE": "1"}, MeetingPlace(name, 1), 2)
+    assert not launchers.is_one_node({"LOCAL_WORLD_SIZE": "1"}, StoreAddress(name, 1), 2)

@@ -9,7 +9,7 @@ import pytest
 from torch import distributed
 
 from client.launch import store as meeting_store
-from client.launch.launchers import MeetingPlace
+from client.launch.launchers import StoreAddress
 from client.launch.store import Meeting, News
 from statsd_bn.errors import ProtocolError, ServerUnreachable
 
@@ -28,7 +28,7 @@ def store(monkeypatch):
 @pytest.fixture
 def meet(store, monkeypatch):
     """A process's meetings; each process counts its own."""
-    place = MeetingPlace("127.0.0.1", store.port)
+    place = StoreAddress("127.0.0.1", store.port)
     counts = {}
 
     def run(member, life="life 0", patience=20.0):
@@ -127,7 +127,7 @@ def test_a_store_that_takes_connections_and_says_nothing_is_given_up(monkeypatch
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(meeting_store, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        place = MeetingPlace("127.0.0.1", silent.getsockname()[1])
+        place = StoreAddress("127.0.0.1", silent.getsockname()[1])
         with pytest.raises(ServerUnreachable, match=r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: "):
             Meeting(place, 1, 2, "life 0", 0.3)
 
@@ -137,7 +137,7 @@ def test_without_a_store_the_place_is_named(monkeypatch):
     with pytest.raises(
         ServerUnreachable, match=r"rendezvous store at MASTER_ADDR 127.0.0.1, MASTER_PORT 1, .*: "
     ) as caught:
-        Meeting(MeetingPlace("127.0.0.1", 1), 1, 2, "life 0", 0.3)
+        Meeting(StoreAddress("127.0.0.1", 1), 1, 2, "life 0", 0.3)
     assert "frame #" not in str(caught.value)
 
 

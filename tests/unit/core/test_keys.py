@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from client.launch import job_secret
-from client.launch.environment import keys_from
+from client.launch.settings import resolve
 from server.__main__ import main
 from server.limits.access import Access
 from server.secrets.keygen import generate
@@ -234,12 +234,12 @@ def test_the_command_names_the_files_and_no_key(tmp_path, capsys):
 
 def test_a_client_is_found_by_its_file_by_the_folder_and_by_the_environment(tmp_path):
     generate(tmp_path, ["client", "alice"])
-    alice = keys_from({"STATSD_BN_CURVE": str(tmp_path / "secrets" / "alice.key_secret")})
+    alice = resolve({"STATSD_BN_CURVE": str(tmp_path / "secrets" / "alice.key_secret")}).keys()
     assert alice == keys.load_client(tmp_path / "secrets" / "alice.key_secret")
-    default = keys_from({"STATSD_BN_CURVE": "/nowhere"}, tmp_path)
+    default = resolve({"STATSD_BN_CURVE": "/nowhere"}, curve=tmp_path).keys()
     assert default == keys.load_client(tmp_path / "secrets" / "client.key_secret")
     assert default != alice
-    assert keys_from({}) is keys_from({"STATSD_BN_CURVE": ""}) is None
+    assert resolve({}).keys() is resolve({"STATSD_BN_CURVE": ""}).keys() is None
 
 
 SOUND = f'public-key = "{KEY}"\nsecret-key = "{KEY}"\nserver-key = "{OTHER}"\n'

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from client.connection.member import Member
 from client.connection.session import Session
-from client.launch.environment import member_from
+from client.launch.settings import resolve
 from server.__main__ import main
 from server.cli.plain_logs import MAX_LINE, PlainFormatter
 from server.cli.status import _report, describe
@@ -99,16 +99,16 @@ def test_a_servers_own_error_is_told_escaped():
 @pytest.mark.parametrize("job", ["a\nb", "\x1b[2J", "", "x" * 257, "a\u202eb", "\ud800"])
 def test_a_job_that_cannot_be_a_name_is_refused_at_once(job):
     with pytest.raises(ConfigurationError, match="job: expected printable text of 1 to 256 bytes, got "):
-        member_from({"STATSD_BN_JOB": job} if job else {}, job=job)
+        resolve({"STATSD_BN_JOB": job} if job else {}, job=job).member()
 
 
 def test_an_unusual_job_is_none_the_worse():
-    assert member_from({}, job="naïve λ 層 🙂").job == "naïve λ 層 🙂"
+    assert resolve({}, job="naïve λ 層 🙂").member().job == "naïve λ 層 🙂"
 
 
 def test_the_place_is_printable_whatever_the_host_is_called(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "host\x1b\n")
-    assert member_from({}).host_and_pid.startswith(r"host\x1b\n, pid ")
+    assert resolve({}).member().host_and_pid.startswith(r"host\x1b\n, pid ")
 
 
 def test_a_line_of_the_log_is_short():

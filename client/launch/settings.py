@@ -1,0 +1,236 @@
+"""Settings: everything that `client.connect` has to know, and where each value came from.
+
+An argument wins over a variable named for us, that wins over the launcher's variables, and these win over the default.
+`resolve` is the only place that decides this. It is a function of its arguments, so a test needs no environment of its
+own; only `Settings.member` and `Settings.keys` ask the machine for something.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from client.connection.member import DEFAULT_ROUND_TIMEOUT, ELASTIC, STRICT, Member
+from client.launch import launchers
+from client.launch.launchers import StoreAddress
+from client.launch.sources import ARGUMENT, DEFAULT, Setting, found
+from statsd_bn import limits
+from statsd_bn.checks import check_name
+from statsd_bn.errors import ConfigurationError, ProtocolError
+from statsd_bn.keys import ClientKeys, load_client
+from statsd_bn.messages import WORLD
+from statsd_bn.text import plain
+
+JOB = "default"
+
+# What each argument may be, in words and in Python. A bool is an int to Python, and never meant here.
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "endpoint": ("a str", (str,)),
+    "job": ("a str", (str,)),
+    "rank": ("an int", (int,)),
+    "world_size": ("an int", (int,)),
+    "round_timeout": ("a number of seconds", (int, float)),
+    "join_timeout": ("a number of seconds", (int, float)),
+    "policy": ("a str", (str,)),
+    "min_members": ("an int", (int,)),
+    "curve": ("a path", (str, os.PathLike)),
+}
+_MAY_BE_NONE = _TYPES.keys() - {"round_timeout", "policy"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that `client.connect` has to know.
+
+    Attributes:
+        endpoint: where the server listens; None where rank 0 starts one, or this user's own is to be found.
+        job: the training run.
+        rank: this process's number in the job.
+        world_size: how many processes the job begins with.
+        round_timeout: how long a round may take, in seconds.
+        join_timeout: how long the processes may take to connect, in seconds.
+        policy: "strict" or "elastic".
+        min_members: how few members an elastic job may go on with; 0 in a strict job.
+        epoch: how often the launcher has restarted the processes.
+        curve: the file with this client's keys; None without.
+        store: where torch's store is, in which rank 0 says where its server is; None where there is an endpoint, or
+            no launcher.
+        is_one_node: whether all processes are on this host, as far as the launcher says.
+    """
+
+    endpoint: Setting[str | None]
+    job: Setting[str]
+    rank: Setting[int]
+    world_size: Setting[int]
+    round_timeout: Setting[float]
+    join_timeout: Setting[float]
+    policy: Setting[str]
+    min_members: Setting[int]
+    epoch: Setting[int]
+    curve: Setting[str | os.PathLike[str] | None]
+    store: Setting[StoreAddress] | None
+    is_one_node: bool
+
+    def __str__(self) -> str:
+        all_of_them = (getattr(self, each.name) for each in fields(self))
+        return ", ".join(str(one) for one in all_of_them if isinstance(one, Setting) and one.value is not None)
+
+    def member(self) -> Member:
+        """Returns who this process is, with the name of its host and its process id."""
+        return Member(
+            job=self.job.value,
+            group=WORLD,
+            epoch=self.epoch.value,
+            rank=self.rank.value,
+            world_size=self.world_size.value,
+            round_timeout=self.round_timeout.value,
+            host_and_pid=f"{plain(socket.gethostname())[:200]}, pid {os.getpid()}",
+            min_members=self.min_members.value,
+            join_timeout=self.join_timeout.value,
+        )
+
+    def keys(self) -> ClientKeys | None:
+        """Reads this client's keys; returns None where no file is named.
+
+        Raises:
+            ConfigurationError: there is no such file, or it is not a key file.
+        """
+        return load_client(Path(self.curve.value)) if self.curve.value else None
+
+
+def resolve(
+    environ: Mapping[str, str],
+    *,
+    endpoint: str | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    round_timeout: float = DEFAULT_ROUND_TIMEOUT,
+    join_timeout: float | None = None,
+    policy: str = STRICT,
+    min_members: int | None = None,
+    curve: str | Path | None = None,
+) -> Settings:
+    """Finds the value of each setting; the arguments are those of `client.connect`.
+
+    Raises:
+        ConfigurationError: a value is unusable; the text says what it is and where it came from.
+    """
+    _check_types(locals())
+    at: Setting[str | None] = (
+        found("endpoint", endpoint or None, ARGUMENT)
+        or found("endpoint", environ.get("STATSD_BN_ENDPOINT") or None, "STATSD_BN_ENDPOINT")
+        or Setting("endpoint", None, DEFAULT)
+    )
+    size = found("world_size", world_size, ARGUMENT) or launchers.world_size(environ)
+    number = found("rank", rank, ARGUMENT) or launchers.rank(environ)
+    if size and number is None:
+        _check_is_alone(size)
+    size, number = size or Setting("world_size", 1, DEFAULT), number or Setting("rank", 0, DEFAULT)
+    _check_world_size(size)
+    least = _min_members(policy, min_members, size)
+    _check_rank(number, size, is_elastic=least.value > 0)
+    in_round, to_join = _timeouts(round_timeout, join_timeout)
+    store = None if at.value else _store(environ, size)
+    return Settings(
+        endpoint=at,
+        job=_job(environ, job),
+        rank=number,
+        world_size=size,
+        round_timeout=in_round,
+        join_timeout=to_join,
+        policy=Setting("policy", policy, DEFAULT if policy == STRICT else ARGUMENT),
+        min_members=least,
+        epoch=launchers.epoch(environ) or Setting("epoch", 0, DEFAULT),
+        curve=(
+            found("curve", curve or None, ARGUMENT)
+            or found("curve", environ.get("STATSD_BN_CURVE") or None, "STATSD_BN_CURVE")
+            or Setting("curve", None, DEFAULT)
+        ),
+        store=store,
+        is_one_node=store is not None and launchers.is_one_node(environ, store.value, size.value),
+    )
+
+
+def _check_types(arguments: Mapping[str, Any]) -> None:
+    for name, (expected, types) in _TYPES.items():
+        value = arguments[name]
+        if value is None and name in _MAY_BE_NONE:
+            continue
+        if isinstance(value, bool) or not isinstance(value, types):
+            raise ConfigurationError(f"{name}: expected {expected}, got {value!r:.80}")
+
+
+def _job(environ: Mapping[str, str], given: str | None) -> Setting[str]:
+    job = (
+        found("job", given, ARGUMENT)
+        or found("job", environ.get("STATSD_BN_JOB") or None, "STATSD_BN_JOB")
+        or launchers.job(environ)
+        or Setting("job", JOB, DEFAULT)
+    )
+    try:
+        check_name("job", job.value, limits.MAX_NAME_BYTES)
+    except ProtocolError as error:
+        raise ConfigurationError(f"{error} ({job.source})") from None
+    return job
+
+
+def _check_is_alone(size: Setting[int]) -> None:
+    """Of several processes without ranks each would take itself for rank 0."""
+    if size.source != ARGUMENT and size.value > 1:
+        raise ConfigurationError(
+            f"RANK: expected this process's rank, since {size.source} says {size.value}, got nothing; set it for each "
+            "process, or pass rank"
+        )
+
+
+def _check_world_size(size: Setting[int]) -> None:
+    if not 1 <= size.value <= limits.MAX_MEMBERS:
+        raise ConfigurationError(f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {size.value} ({size.source})")
+
+
+def _check_rank(rank: Setting[int], size: Setting[int], *, is_elastic: bool) -> None:
+    # Newcomers to an elastic job may bring it above the size that it began with.
+    least_above, of = (limits.MAX_MEMBERS, "MAX_MEMBERS") if is_elastic else (size.value, "world_size")
+    if not 0 <= rank.value < least_above:
+        raise ConfigurationError(
+            f"rank: expected a number in [0, {of}), here [0, {least_above}), got {rank.value} ({rank.source}); {size}"
+        )
+
+
+def _min_members(policy: str, given: int | None, size: Setting[int]) -> Setting[int]:
+    if policy not in {STRICT, ELASTIC}:
+        raise ConfigurationError(f"policy: expected {STRICT!r} or {ELASTIC!r}, got {policy!r:.80}")
+    if policy == STRICT:
+        if given is not None:
+            raise ConfigurationError(
+                f"min_members: expected no value under the policy {STRICT!r}, got {given!r:.80} ({ARGUMENT})"
+            )
+        return Setting("min_members", 0, DEFAULT)
+    if given is None:
+        return Setting("min_members", 1, DEFAULT)
+    if not 1 <= given <= size.value:
+        raise ConfigurationError(f"min_members: expected 1 to {size}, got {given} ({ARGUMENT})")
+    return Setting("min_members", given, ARGUMENT)
+
+
+def _timeouts(in_round: float, to_join: float | None) -> tuple[Setting[float], Setting[float]]:
+    for name, seconds in (("round_timeout", in_round), ("join_timeout", to_join)):
+        if seconds is not None and not 0 < seconds <= limits.MAX_DEADLINE:
+            raise ConfigurationError(
+                f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {seconds} ({ARGUMENT})"
+            )
+    source = DEFAULT if in_round == DEFAULT_ROUND_TIMEOUT else ARGUMENT
+    round_timeout = Setting("round_timeout", float(in_round), source)
+    if to_join is None:
+        return round_timeout, Setting("join_timeout", float(in_round), source if source == DEFAULT else "round_timeout")
+    return round_timeout, Setting("join_timeout", float(to_join), ARGUMENT)
+
+
+def _store(environ: Mapping[str, str], size: Setting[int]) -> Setting[StoreAddress] | None:
+    store = launchers.store_address(environ)
+    # Variables that are left in a shell do not make a launcher.
+    is_launched = size.value > 1 or launchers.world_size(environ) is not None
+    return store if is_launched else None

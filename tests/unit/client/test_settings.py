@@ -1,0 +1,139 @@
+"""Settings: which source wins, what errors and the log say of it, and what an argument may not be."""
+
+from pathlib import Path
+
+import pytest
+
+import client
+from client.launch.settings import resolve
+from statsd_bn.errors import ConfigurationError
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "run-7"}
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_RESTART_COUNT": "3"}
+OURS = {"STATSD_BN_ENDPOINT": "tcp://a:1", "STATSD_BN_JOB": "mine", "STATSD_BN_CURVE": "a.key"}
+STORE = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+WRONG_TYPES = [
+    ({"rank": "1"}, "rank: expected an int, got '1'"),
+    ({"rank": 1.0}, "rank: expected an int, got 1.0"),
+    ({"rank": True}, "rank: expected an int, got True"),
+    ({"world_size": "4"}, "world_size: expected an int, got '4'"),
+    ({"world_size": [4]}, r"world_size: expected an int, got \[4\]"),
+    ({"round_timeout": "600"}, "round_timeout: expected a number of seconds, got '600'"),
+    ({"round_timeout": None}, "round_timeout: expected a number of seconds, got None"),
+    ({"join_timeout": "60"}, "join_timeout: expected a number of seconds, got '60'"),
+    ({"policy": None}, "policy: expected a str, got None"),
+    ({"policy": ["elastic"]}, r"policy: expected a str, got \['elastic'\]"),
+    ({"policy": "elastic", "min_members": "2"}, "min_members: expected an int, got '2'"),
+    ({"min_members": "2"}, "min_members: expected an int, got '2'"),
+    ({"job": 7}, "job: expected a str, got 7"),
+    ({"endpoint": 5555}, "endpoint: expected a str, got 5555"),
+    ({"endpoint": Path("a.socket")}, r"endpoint: expected a str, got PosixPath\('a.socket'\)"),
+    ({"curve": 1}, "curve: expected a path, got 1"),
+    ({"curve": b"a.key"}, "curve: expected a path, got b'a.key'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_TYPES)
+def test_an_argument_of_a_wrong_type_is_named(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        client.connect(**arguments)
+
+
+def test_a_long_value_is_cut():
+    with pytest.raises(ConfigurationError) as caught:
+        resolve({}, rank="x" * 10_000)
+    assert len(str(caught.value)) < 120
+
+
+@pytest.mark.parametrize("seconds", [1, 1.5])
+def test_a_timeout_may_be_an_int_or_a_float(seconds):
+    assert resolve({}, round_timeout=seconds).round_timeout.value == seconds
+
+
+def sources(environ, **arguments):
+    found = resolve(environ, **arguments)
+    names = ("endpoint", "job", "rank", "world_size", "epoch", "curve")
+    return [(getattr(found, name).value, getattr(found, name).source) for name in names]
+
+
+def test_without_anything_there_are_defaults():
+    assert sources({}) == [
+        *((None, "default"), ("default", "default"), (0, "default"), (1, "default"), (0, "default")),
+        (None, "default"),
+    ]
+
+
+def test_a_launchers_variables_win_over_defaults_and_torchruns_over_slurms():
+    assert sources(SLURM)[1:5] == [
+        ("slurm-4711.0", "SLURM_JOB_ID"),
+        (5, "SLURM_PROCID"),
+        (8, "SLURM_STEP_NUM_TASKS"),
+        (3, "SLURM_RESTART_COUNT"),
+    ]
+    assert sources({**SLURM, **TORCHRUN})[1:5] == [
+        ("run-7", "TORCHELASTIC_RUN_ID"),
+        (1, "RANK"),
+        (4, "WORLD_SIZE"),
+        (2, "TORCHELASTIC_RESTART_COUNT"),
+    ]
+
+
+def test_our_variables_win_over_a_launchers():
+    found = sources({**SLURM, **TORCHRUN, **OURS})
+    assert (found[0], found[1], found[5]) == (
+        ("tcp://a:1", "STATSD_BN_ENDPOINT"),
+        ("mine", "STATSD_BN_JOB"),
+        ("a.key", "STATSD_BN_CURVE"),
+    )
+
+
+def test_arguments_win_over_all_variables():
+    arguments = {"endpoint": "tcp://b:2", "job": "other", "rank": 2, "world_size": 3, "curve": "b.key"}
+    found = sources({**TORCHRUN, **OURS}, **arguments)
+    assert [one for one in found if one[1] == "argument"] == [(value, "argument") for value in arguments.values()]
+
+
+def test_an_empty_variable_counts_as_missing():
+    assert sources(dict.fromkeys([*OURS, *TORCHRUN, *SLURM], "")) == sources({})
+
+
+def test_the_time_to_join_is_that_of_a_round_unless_it_is_given():
+    assert str(resolve({}).join_timeout) == "join_timeout 600.0 (default)"
+    assert str(resolve({}, round_timeout=5).join_timeout) == "join_timeout 5.0 (round_timeout)"
+    assert str(resolve({}, round_timeout=5, join_timeout=9).join_timeout) == "join_timeout 9.0 (argument)"
+
+
+def test_the_store_is_looked_for_only_under_a_launcher_and_without_an_endpoint():
+    assert resolve({**TORCHRUN, **STORE}).store.value == ("a", 1)
+    assert resolve({**STORE, "WORLD_SIZE": "1"}).store.value == ("a", 1)
+    assert resolve(STORE, world_size=2, rank=0).store.source == "MASTER_ADDR"
+    assert resolve(STORE).store is None
+    assert resolve({**TORCHRUN, **STORE}, endpoint="tcp://a:1").store is None
+    assert resolve({**TORCHRUN, **STORE, "MASTER_PORT": "x"}, endpoint="tcp://a:1").store is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "message"),
+    [
+        ({"WORLD_SIZE": "0", "RANK": "0"}, {}, r"world_size: expected 1 to \d+, got 0 \(WORLD_SIZE\)$"),
+        (TORCHRUN, {"rank": 4}, r"got 4 \(argument\); world_size 4 \(WORLD_SIZE\)$"),
+        (TORCHRUN, {"world_size": 1}, r"got 1 \(RANK\); world_size 1 \(argument\)$"),
+        ({"STATSD_BN_JOB": "a\nb"}, {}, r"^job: expected printable text .* \(STATSD_BN_JOB\)$"),
+        ({"TORCHELASTIC_RUN_ID": "a\nb"}, {}, r"\(TORCHELASTIC_RUN_ID\)$"),
+        (TORCHRUN, {"policy": "elastic", "min_members": 5}, r"1 to world_size 4 \(WORLD_SIZE\), got 5 \(argument\)$"),
+    ],
+)
+def test_an_error_says_where_the_value_came_from(environ, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        resolve(environ, **arguments)
+
+
+def test_the_log_says_where_each_value_came_from(monkeypatch, caplog, tmp_path):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO", "statsd_bn.client"), pytest.raises(ConfigurationError):
+        client.connect("tcp://a:1", curve=tmp_path / "missing")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("connecting with endpoint 'tcp://a:1' (argument), job 'run-7' (TORCHELASTIC_RUN_ID), ")
+    assert "rank 1 (RANK), world_size 4 (WORLD_SIZE), round_timeout 600.0 (default), " in line
