@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.group.life import GroupState
 from server.group.master import SyncMaster
 from statsd_bn import limits
 from statsd_bn.errors import RoundMismatch
@@ -136,13 +137,13 @@ def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
 
 def _fills(master: SyncMaster) -> bool:
     """Whether members wait for the group to open; while they come back after a restart of the server they may run."""
-    return not master.membership.is_open and master.membership.recovery is None
+    return master.membership.state is GroupState.FILLING
 
 
 def _candidates(master: SyncMaster, masters: Iterable[SyncMaster]) -> Collection[int]:
     """Returns who may yet join a group: any other member of the world, if that is known to suffice."""
     for world in masters:
-        if world.membership.group == WORLD and world.membership.is_open:
+        if world.membership.group == WORLD and world.membership.has_opened:
             others = world.membership.slaves.keys() - master.membership.slaves.keys()
             return others if len(others) >= master.membership.missing else (ANYBODY,)
     return (ANYBODY,)

@@ -6,6 +6,7 @@ from server.core.ended import Name
 from server.core.eviction import Eviction
 from server.core.registry import Registry, SessionRecord, failed_member
 from server.group.admission import too_late
+from server.group.life import GroupState
 from server.group.master import SyncMaster
 from server.group.rounds import Reply
 from server.group.seals import Seals
@@ -136,7 +137,7 @@ class Registration:
         if register.group == WORLD or world is None or world.epoch != register.epoch:
             return
         group = masters.get((register.job, register.group))
-        stands = group is not None and group.membership.is_open and not group.membership.lost
+        stands = group is not None and group.membership.is_open
         if (lost := failed_member(world)) and not stands:
             raise lost
 
@@ -159,4 +160,4 @@ class Registration:
                 got=register.epoch,
             )
         newcomer = register.session not in self._registry.sessions
-        return register.epoch > master.epoch or (newcomer and master.membership.lost is not None)
+        return register.epoch > master.epoch or (newcomer and master.membership.state is GroupState.BROKEN)

@@ -78,7 +78,7 @@ class Registry:
         if record is None:
             return []
         _log_end(record, f"is lost: {cause}")
-        loss, replies = record.master.banish_slave(now, record.slave, cause)
+        loss, replies = record.master.lose_slave(now, record.slave, cause)
         if loss:
             self.ended.end_session(session, record.master.epoch, loss)
         return self._end_if_empty(record.master, replies)
@@ -109,14 +109,14 @@ class Registry:
         The member that they wait for may be the lost one.
         """
         job, lost = world.membership.job, failed_member(world)
-        if lost is None or world.is_mourned:
+        if lost is None or world.loss_is_told:
             return []
-        world.is_mourned = True
+        world.loss_is_told = True
         groups = [master for name, master in self.masters.items() if name[0] == job and master.epoch == world.epoch]
         return [
             (slave.peer, failure(lost))
             for master in groups
-            if master is not world and not master.membership.is_open
+            if master is not world and not master.membership.has_opened
             for slave in master.membership.slaves.values()
         ]
 
@@ -151,7 +151,7 @@ class Registry:
         if not master.nr_slaves and self.masters.get(name) is master:
             del self.masters[name], self.founders[name]
             master.retire()
-            if membership.is_open:
+            if membership.has_opened:
                 self.ended.end_group(name, master.epoch)
         return replies + self.tell_of_loss(master)
 

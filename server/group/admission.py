@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from server.group.recovery import Recovery
+from server.group import life
+from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
 from server.group.slave import Slave
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import Members
-from statsd_bn.messages import WORLD, Register, Stand
+from statsd_bn.messages import WORLD, Register
 
 
 class Group(Protocol):
@@ -17,10 +18,9 @@ class Group(Protocol):
     group: str
     world_size: int
     min_members: int
-    is_open: bool
-    lost: StatsdBNError | None
+    policy: Policy
+    state: GroupState
     departed: ReplicaLost | None
-    recovery: Recovery | None
 
     @property
     def name(self) -> str:
@@ -38,6 +38,14 @@ class Group(Protocol):
     def is_elastic(self) -> bool:
         """Whether it goes on when a member is lost."""
 
+    @property
+    def why_broken(self) -> StatsdBNError:
+        """The error that broke it."""
+
+    @property
+    def why_incomplete(self) -> ReplicaLost:
+        """The error of the member that has left while it was away."""
+
 
 def check(group: Group, register: Register) -> Slave | None:
     """Returns who registers again; None for a newcomer who may come in.
@@ -48,14 +56,16 @@ def check(group: Group, register: Register) -> Slave | None:
         RegistrationRefused: the member's policy is another; some members are far into a run that others have not begun.
         DuplicateMember: another process is this member already.
     """
-    if group.lost:
-        raise group.lost
-    _check_terms(group, register)
     slave = group.slaves.get(register.member)
+    state = slave.state if slave else MemberState.NEW
+    move = life.move(group.policy, group.state, life.arrival(register), state)
+    if move.told is Told.REFUSED_BROKEN:
+        raise group.why_broken
+    _check_terms(group, register)
     if slave and slave.session != register.session:
         raise _duplicate(group, register, slave)
     if slave is None:
-        _check_newcomer(group, register)
+        _check_newcomer(group, register, move)
     return slave
 
 
@@ -75,21 +85,23 @@ def _check_terms(group: Group, register: Register) -> None:
         )
 
 
-def _check_newcomer(group: Group, register: Register) -> None:
-    if register.stand == Stand.BACK and group.departed:
-        raise group.departed
-    if group.is_open and group.is_elastic:
-        _check_joiner(group, register)
-        return
-    if not group.is_elastic:
+def _check_newcomer(group: Group, register: Register, move: Move) -> None:
+    if life.change(register, one_left=group.departed is not None) is Event.COMES_BACK_IN_VAIN:
+        raise group.why_incomplete
+    if move.told is Told.REFUSED_LATE:
+        raise too_late(register)
+    if group.is_elastic:
+        if move.group is GroupState.OPEN:
+            _check_joiner(group, register)
+        # Whoever comes while an elastic group recovers may be one that nobody there has heard of.
+        if move.group is not GroupState.FILLING:
+            return
+    else:
         _check_past(group, register)
-    if not (group.is_elastic and (group.recovery or register.has_past)):
-        _check_room(group, register)
+    _check_room(group, register, move)
 
 
 def _check_joiner(group: Group, register: Register) -> None:
-    if register.has_past:
-        raise too_late(register)
     if group.group != WORLD:
         raise RegistrationRefused(
             f"{group.name}: expected one of the members that it began with, got member {register.member} "
@@ -109,7 +121,7 @@ def _check_past(group: Group, register: Register) -> None:
             )
 
 
-def _check_room(group: Group, register: Register) -> None:
+def _check_room(group: Group, register: Register, move: Move) -> None:
     number = register.member
     if group.group == WORLD and not group.is_elastic and number >= group.world_size:
         raise _mismatch(
@@ -118,9 +130,7 @@ def _check_room(group: Group, register: Register) -> None:
             f"expected a number in [0, {group.world_size}), as members {list(group.present)} have it, got {number}",
             number + 1,
         )
-    # One that was away when the server was restarted was not waited for.
-    was_away = register.has_past and register.stand != Stand.TAKES_PART
-    if len(group.slaves) == group.world_size or (group.is_open and not was_away):
+    if len(group.slaves) == group.world_size or move.told is Told.REFUSED_FULL:
         raise _mismatch(
             group,
             register,

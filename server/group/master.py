@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from server.group.claims import Claims
+from server.group.life import GroupState, MemberState, Told
 from server.group.membership import Membership
 from server.group.open_rounds import OpenRounds, pending
 from server.group.parked_contributions import Deferral
@@ -26,7 +27,7 @@ from statsd_bn.errors import (
     StatsdBNError,
     UnknownSession,
 )
-from statsd_bn.messages import Aggregate, Contribution, Register, Registered, Stand
+from statsd_bn.messages import Aggregate, Contribution, Register, Registered
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
@@ -53,7 +54,7 @@ class SyncMaster:
         membership: who belongs to the group.
         open_rounds: the rounds that have not ended.
         owner: as given.
-        is_mourned: whether all who wait elsewhere for members of the group were told that it is broken.
+        loss_is_told: whether all who wait in other groups for a member of this one were told why it is broken.
     """
 
     # The seed's name.
@@ -68,7 +69,7 @@ class SyncMaster:
         owner: str = "",
     ) -> None:
         self.epoch = register.epoch
-        self.is_mourned = False
+        self.loss_is_told = False
         self._server = server
         self._budget = budget or Budget()
         self._seals = seals or Seals(server)
@@ -83,8 +84,6 @@ class SyncMaster:
         self.open_rounds = OpenRounds(
             self.epoch, self.membership, self._budget, self._archive, self._claims, self._seals
         )
-        self._is_broken = False
-        self._is_departure_told = False
         self._deferral = Deferral(self._room)
 
     @property
@@ -105,9 +104,10 @@ class SyncMaster:
             self._room.check(more)
         slave = self.membership.admit(now, register, peer)
         self._weigh()
-        replies = self.open_rounds.withdraw(slave) if slave.stand is not Stand.TAKES_PART else []
+        takes_part = slave.state is MemberState.TAKES_PART
+        replies = [] if takes_part else self.open_rounds.withdraw(slave)
         replies += self._settle(now) or [(peer, self._registered(slave))]
-        return slave, replies + self.open_rounds.complete()
+        return slave, replies + self.open_rounds.complete() + self._tell_news()
 
     def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
         """Takes a slave's rows for one round.
@@ -119,10 +119,10 @@ class SyncMaster:
         """
         if kept := self._archive.get(contribution.key):
             return self._answer_again(kept, slave, contribution.rows, peer)
-        if self.membership.recovery and not self.membership.lost:
+        if self.membership.state is GroupState.RECOVERING:
             return self._defer(slave, contribution, peer)
         replies = self.open_rounds.contribute(now, slave, contribution, peer)
-        return replies + self._break_if_lost() if self.membership.lost else replies
+        return replies + self._tell_news() if self.membership.news else replies
 
     def recall(self, now: float, slave: Slave, aggregate: Aggregate, peer: bytes) -> list[Reply]:
         """Takes the aggregate that an earlier life of the server gave a slave for one round, as it says.
@@ -160,20 +160,20 @@ class SyncMaster:
         """
         return self._without(now, slave, self.membership.remove(slave, cause))
 
-    def banish_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
+    def lose_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
         """Takes a slave out that is lost without a goodbye; else as `remove_slave`."""
-        return self._without(now, slave, self.membership.banish(slave, cause))
+        return self._without(now, slave, self.membership.lose(slave, cause))
 
     def expire(self, now: float) -> list[Reply]:
         """Ends what is over its time: the wait for members after a restart of the server, and rounds."""
         self.membership.give_up_waiting(now)
         self._weigh()
-        return self._break_if_lost() + self._settle(now) + self.open_rounds.expire(now)
+        return self._tell_news() + self._settle(now) + self.open_rounds.expire(now)
 
     def stop(self) -> list[Reply]:
         """Ends all open rounds, and the wait of a group that is not open, because the master stops."""
         replies = self.break_all(lambda key: MasterStopped(f"the master stopped during {key}"))
-        if self.membership.is_open:
+        if self.membership.state not in {GroupState.FILLING, GroupState.RECOVERING}:
             return replies
         stopped = failure(MasterStopped(f"the master stopped before {self.membership.name} was open"))
         return replies + [(slave.peer, stopped) for slave in self.membership.slaves.values()]
@@ -191,7 +191,9 @@ class SyncMaster:
     def _more_for(self, register: Register) -> int:
         """Returns how many bytes a registration adds at most."""
         member = 0 if register.member in self.membership.slaves else MEMBER_BYTES
-        return member + (NAMED_BYTES * len(register.known) if register.has_past and not self.membership.is_open else 0)
+        return member + (
+            NAMED_BYTES * len(register.known) if register.has_past and not self.membership.has_opened else 0
+        )
 
     def _weigh(self) -> None:
         """Takes note of what the members take, and what they have told of the past until all are back."""
@@ -222,37 +224,38 @@ class SyncMaster:
         self._claims.count = True
         replies = self.open_rounds.complete()
         for contradiction in self._claims.contradictions(list(self.open_rounds)):
-            self.membership.lost = self.membership.lost or contradiction
-        return replies + self._break_if_lost()
+            self.membership.find_contradiction(contradiction)
+        return replies + self._tell_news()
 
     def _without(self, now: float, slave: Slave, loss: ReplicaLost | None) -> tuple[ReplicaLost | None, list[Reply]]:
         self._deferral.forget(slave)
         self._weigh()
-        if self.membership.lost:
-            return loss, self._break_if_lost()
-        return loss, self._tell_departure() + self.open_rounds.withdraw(slave) + self._settle(now)
+        replies = self._tell_news()
+        if self.membership.state is not GroupState.BROKEN:
+            replies += self.open_rounds.withdraw(slave) + self._settle(now) + self._tell_news()
+        return loss, replies
 
-    def _tell_departure(self) -> list[Reply]:
-        """Those who are back for another pass wait in vain for one that has left; whoever comes later is refused."""
-        departed = self.membership.departed
-        if departed is None or self._is_departure_told:
-            return []
-        self._is_departure_told = True
-        slaves = self.membership.slaves.values()
-        return [(slave.peer, failure(departed)) for slave in slaves if slave.stand is Stand.BACK]
+    def _tell_news(self) -> list[Reply]:
+        """Tells the members whom it concerns what has happened to the group."""
+        news, self.membership.news = self.membership.news, []
+        return [reply for told in news for reply in self._tell(told)]
 
-    def _break_if_lost(self) -> list[Reply]:
-        lost = self.membership.lost
-        if lost is None or self._is_broken:
-            return []
-        self._is_broken = True
-        with_a_round = self._deferral.members
-        waiting = [
+    def _tell(self, told: Told) -> list[Reply]:
+        if told is Told.DEPARTED:
+            departed = self.membership.why_incomplete
+            slaves = self.membership.slaves.values()
+            return [(slave.peer, failure(departed)) for slave in slaves if slave.state is MemberState.BACK]
+        lost, waiting = self.membership.why_broken, self._waiting()
+        return self.break_all(lambda _: lost) + [(slave.peer, failure(lost)) for slave in waiting]
+
+    def _waiting(self) -> list[Slave]:
+        """Returns who waits for the group to open, or for all to be back, and not for a round."""
+        has_opened, with_a_round = self.membership.has_opened, self._deferral.members
+        return [
             slave
             for slave in self.membership.slaves.values()
-            if slave.stand is Stand.BACK or not (self.membership.is_open or slave.member in with_a_round)
+            if slave.state is MemberState.BACK or not (has_opened or slave.member in with_a_round)
         ]
-        return self.break_all(lambda _: lost) + [(slave.peer, failure(lost)) for slave in waiting]
 
     def _registered(self, slave: Slave) -> bytes:
         missing, present = self.membership.missing_for(slave)

@@ -1,13 +1,14 @@
 """Who belongs to a group, since which step, until when.
 
-A group opens when `world_size` members have registered. A strict group is broken as soon as one leaves it after that:
-it answers everything with the reason, and the first member of a new run replaces it. In an elastic group the others go
-on, and newcomers take part from a step on that nobody has begun.
+What may happen to a group, and what follows, is the table of `server.group.life`. This file finds out when it happens,
+and keeps who is in the group. The first member of a new run replaces a group that is broken. Newcomers to an elastic
+group take part from a step on that nobody has begun.
 
 A member may be away for a while, because its data has ended, and takes part again when all others are back as well.
 """
 
-from server.group import admission
+from server.group import admission, life
+from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
 from server.group.recovery import Recovery
 from server.group.slave import Slave
 from statsd_bn import limits
@@ -28,10 +29,12 @@ class Membership:
     Attributes:
         slaves: by member number.
         latest_step: the highest step that any member has begun.
-        is_open: whether rounds can take place.
-        recovery: who is still to come back after a restart of the server; None if that is over, or never was.
+        policy: strict or elastic.
+        state: where the group is in its life.
+        recovery: who is still to come back to a recovering group; None in any other state.
         lost: why the group is broken; None while it is not.
-        departed: what those are told who come back for another pass that can never have all its members.
+        departed: who has left a strict group while it was away, so that all can never be back again; None if nobody.
+        news: what has happened that the members are still to be told.
     """
 
     def __init__(
@@ -45,15 +48,28 @@ class Membership:
         self.min_members = register.min_members
         self.slaves: dict[int, Slave] = {}
         self.latest_step = 0
-        self.is_open = False
+        self.policy = Policy.ELASTIC if register.min_members else Policy.STRICT
+        self.state = GroupState.FILLING
+        self._state_before = GroupState.FILLING
         self.recovery: Recovery | None = None
         self.lost: StatsdBNError | None = None
         self.departed: ReplicaLost | None = None
+        self.news: list[Told] = []
 
     @property
     def is_elastic(self) -> bool:
         """Whether the group goes on when a member is lost."""
-        return self.min_members > 0
+        return self.policy is Policy.ELASTIC
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rounds can take place."""
+        return self.state is GroupState.OPEN
+
+    @property
+    def has_opened(self) -> bool:
+        """Whether the group is open, or was until it was broken."""
+        return GroupState.OPEN in {self.state, self._state_before}
 
     @property
     def suffices(self) -> bool:
@@ -68,10 +84,10 @@ class Membership:
     @property
     def missing(self) -> int:
         """How many members the group still waits for before it opens."""
-        if self.is_open:
-            return 0
+        if self.state is GroupState.FILLING:
+            return self.world_size - len(self.slaves)
         # Nobody may begin before a recovery is over, though all who are known to be missing may be there before.
-        return max(1, len(self.absent)) if self.recovery else self.world_size - len(self.slaves)
+        return max(1, len(self.absent)) if self.state is GroupState.RECOVERING else 0
 
     @property
     def absent(self) -> list[int]:
@@ -84,9 +100,9 @@ class Membership:
 
     def missing_for(self, slave: Slave) -> tuple[int, Members]:
         """Returns how many members must come before a slave can go on, and who is there."""
-        if not self.is_open or slave.stand is not Stand.BACK:
+        if not self.is_open or slave.state is not MemberState.BACK:
             return self.missing, self.present
-        back = Members.of(other.member for other in self.slaves.values() if other.stand is Stand.BACK)
+        back = Members.of(other.member for other in self.slaves.values() if other.state is MemberState.BACK)
         # One that is back waits until it is called back, though all may be back the moment before.
         return max(1, self._size - len(back)), back
 
@@ -95,7 +111,7 @@ class Membership:
         return [
             slave.member
             for slave in self.slaves.values()
-            if slave.stand is Stand.TAKES_PART and slave.first_step <= step
+            if slave.state is MemberState.TAKES_PART and slave.first_step <= step
         ]
 
     def reach(self, step: int) -> None:
@@ -120,11 +136,12 @@ class Membership:
         """
         slave = admission.check(self, register)
         # Not before: one that is refused begins nothing.
-        if register.has_past and not self.is_open:
-            self.recovery = self.recovery or Recovery(now, self._silence, are_genuine=self._are_genuine)
+        self._move(life.arrival(register), slave.state if slave else MemberState.NEW)
+        if self.state is GroupState.RECOVERING and self.recovery is None:
+            self.recovery = Recovery(now, self._silence, are_genuine=self._are_genuine)
         slave = slave or self._take_in(register, peer)
         slave.peer = peer
-        self._change_stand(slave, register)
+        self._change_state(slave, register)
         if self.recovery:
             self.recovery.name(register.known)
             self.recovery.name(Members.of([register.member]))
@@ -132,7 +149,7 @@ class Membership:
 
     def settle(self, now: float) -> bool:
         """Opens the group, or lets its members begin another pass, if nobody is missing; returns whether it did."""
-        if self.lost:
+        if self.state is GroupState.BROKEN:
             return False
         return self._call_back() if self.is_open else self._open(now)
 
@@ -147,29 +164,60 @@ class Membership:
         """Who has come back to an elastic group that had lost it: the others were given a result without it."""
         if self.recovery is None or not self.is_elastic:
             return []
-        back = [slave for slave in self.slaves.values() if slave.has_past and slave.stand is Stand.TAKES_PART]
+        back = [slave for slave in self.slaves.values() if slave.has_past and slave.state is MemberState.TAKES_PART]
         return [slave for slave in back if self.recovery.is_left_out(slave, back)]
 
     def give_up_waiting(self, now: float) -> bool:
         """Takes members for lost that have not come back after a restart of the server; returns whether there are."""
-        # A group that is broken keeps the reason that came first.
-        late = self.recovery.late(now, self._returned) if self.recovery and not self.lost else []
-        if not late:
-            return False
-        if not self.is_elastic:
+        late = self.recovery.late(now, self._returned) if self.recovery else []
+        if late:
             cause = "did not come back after the server was restarted"
-            self.lost = self._loss(late[0], self.latest_step, f"members {late} {cause}", cause)
-            self.recovery = None
-        return True
+            loss = self._loss(late[0], self.latest_step, f"members {late} {cause}", cause)
+            self._break_if_told(self._move(Event.SOME_ARE_LATE), loss)
+        return bool(late)
+
+    def find_contradiction(self, error: StatsdBNError) -> None:
+        """Takes note that members have proved that they were given different results."""
+        self._break_if_told(self._move(Event.RESULTS_DIFFER), error)
 
     def remove(self, slave: Slave, cause: str) -> ReplicaLost | None:
         """Takes a member out that said goodbye; returns what it is told if it comes back."""
+        if cause:
+            return self._take_out(slave, Event.FAILS, f"failed with {cause}", cause)
         orderly = "left while others went on; for data of different lengths see client.join"
-        return self._take_out(slave, f"failed with {cause}" if cause else orderly, cause)
+        return self._take_out(slave, Event.LEAVES, orderly, cause)
 
-    def banish(self, slave: Slave, cause: str) -> ReplicaLost | None:
+    def lose(self, slave: Slave, cause: str) -> ReplicaLost | None:
         """Takes a member out that is lost without a goodbye; returns what it is told if it comes back."""
-        return self._take_out(slave, f"was lost: {cause}", cause)
+        return self._take_out(slave, Event.IS_LOST, f"was lost: {cause}", cause)
+
+    @property
+    def why_broken(self) -> StatsdBNError:
+        """The error that broke the group."""
+        if self.lost is None:
+            raise LookupError(f"{self.name} is not broken")
+        return self.lost
+
+    @property
+    def why_incomplete(self) -> ReplicaLost:
+        """The error of the member that has left while it was away."""
+        if self.departed is None:
+            raise LookupError(f"nobody has left {self.name}")
+        return self.departed
+
+    def _move(self, event: Event, member: MemberState | None = None) -> Move:
+        """Takes the step of the table that an event leads to."""
+        move = life.move(self.policy, self.state, event, member)
+        if move.group is not self.state:
+            self.state, self._state_before = move.group, self.state
+        if move.group is not GroupState.RECOVERING:
+            self.recovery = None
+        return move
+
+    def _break_if_told(self, move: Move, error: StatsdBNError) -> None:
+        if move.told is Told.BROKEN:
+            self.lost = error
+            self.news.append(move.told)
 
     def _take_in(self, register: Register, peer: bytes) -> Slave:
         self.reach(register.step)
@@ -183,31 +231,34 @@ class Membership:
             register.step,
             # Whoever is away begins when it is called back, and would take a later step for that.
             self._next_step if joins and register.stand == Stand.TAKES_PART else register.first_step,
-            Stand(register.stand),
+            life.state_of(register.stand),
             register.has_past,
             register.results if self.recovery else 0,
         )
         self.slaves[register.member] = slave
         return slave
 
-    def _change_stand(self, slave: Slave, register: Register) -> None:
+    def _change_state(self, slave: Slave, register: Register) -> None:
+        event = life.change(register, one_left=self.departed is not None)
         # One that was sent before the latest pass began says nothing any more.
-        if register.stand == Stand.TAKES_PART or register.step < slave.first_step:
+        if event is None or register.step < slave.first_step:
             return
-        if register.stand == Stand.BACK and self.departed:
-            raise self.departed
+        move = self._move(event, slave.state)
+        if move.told is Told.REFUSED_DEPARTED:
+            raise self.why_incomplete
         self.reach(register.step)
-        slave.stand = Stand(register.stand)
+        slave.state = move.member or slave.state
 
     def _open(self, now: float) -> bool:
         if self.recovery:
-            self.is_open = not self.overtaken and self.recovery.is_over(now, self._returned, is_elastic=self.is_elastic)
+            is_over = self.recovery.is_over(now, self._returned, is_elastic=self.is_elastic) and not self.overtaken
         else:
-            self.is_open = len(self.slaves) == self.world_size
-        if self.is_open and self.recovery:
+            is_over = len(self.slaves) == self.world_size
+        if not is_over:
+            return False
+        if self.recovery:
             self._let_in_after_recovery()
-            self.recovery = None
-        return self.is_open
+        return self._move(Event.NOBODY_IS_MISSING).told is Told.GO_ON
 
     def _let_in_after_recovery(self) -> None:
         """Whoever is new begins after the others; whoever was about to be called back begins with those who were."""
@@ -215,8 +266,8 @@ class Membership:
         for slave in self.slaves.values():
             if self.is_elastic and not slave.has_past and self._has_begun:
                 slave.first_step = self._next_step
-            elif slave.stand is Stand.BACK and slave.first_step < begun:
-                slave.first_step, slave.stand = begun, Stand.TAKES_PART
+            elif slave.state is MemberState.BACK and slave.first_step < begun:
+                slave.first_step, slave.state = begun, MemberState.TAKES_PART
 
     @property
     def _latest_call(self) -> int:
@@ -224,7 +275,7 @@ class Membership:
         if not self.is_elastic:
             return max((slave.first_step for slave in self.slaves.values()), default=0)
         # Those who wait may be newcomers, and so may those who take part: whoever was called begins before these.
-        takes_part = (slave.first_step for slave in self.slaves.values() if slave.stand is Stand.TAKES_PART)
+        takes_part = (slave.first_step for slave in self.slaves.values() if slave.state is MemberState.TAKES_PART)
         return min(takes_part, default=0)
 
     @property
@@ -235,24 +286,28 @@ class Membership:
     def _call_back(self) -> bool:
         slaves = self.slaves.values()
         # Whoever takes part is mostly the first to be asked: this is looked at for each message that changes anything.
-        if not slaves or len(slaves) < self._size or not all(slave.stand is Stand.BACK for slave in slaves):
+        if not slaves or len(slaves) < self._size or not all(slave.state is MemberState.BACK for slave in slaves):
             return False
+        move = self._move(Event.ALL_ARE_BACK)
         for slave in slaves:
-            slave.first_step, slave.stand = self._next_step, Stand.TAKES_PART
-        return True
+            slave.first_step, slave.state = self._next_step, move.member or slave.state
+        return move.told is Told.GO_ON
 
-    def _take_out(self, slave: Slave, reason: str, cause: str) -> ReplicaLost | None:
+    def _take_out(self, slave: Slave, event: Event, reason: str, cause: str) -> ReplicaLost | None:
         del self.slaves[slave.member]
-        if not (self.is_open or self.recovery):
+        was_missed = self.state is not GroupState.FILLING
+        move = self._move(event, slave.state)
+        slave.state = move.member or slave.state
+        if not was_missed:
             return None
+        if self.recovery and self.is_elastic:
+            self.recovery.forget(slave.member)
         loss = self._loss(slave.member, slave.step, f"{slave} {reason}", cause)
-        if self.is_elastic:
-            if self.recovery:
-                self.recovery.forget(slave.member)
-        elif slave.stand is Stand.AWAY and not cause:
-            self.departed = self.departed or loss
-        else:
-            self.lost = self.lost or loss
+        self._break_if_told(move, loss)
+        # Whoever was back when the first one left has been told then, and nobody can be back since.
+        if move.told is Told.DEPARTED and self.departed is None:
+            self.departed = loss
+            self.news.append(move.told)
         return loss
 
     def _loss(self, member: int, step: int, text: str, cause: str) -> ReplicaLost:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from server.group.claims import Claims
+from server.group.life import GroupState
 from server.group.membership import Membership
 from server.group.reduction import reduce_round
 from server.group.results import Archive
@@ -141,10 +142,10 @@ class OpenRounds:
 
     def _begin(self, now: float, slave: Slave, contribution: Contribution) -> Round:
         membership, key = self._membership, contribution.key
-        if membership.lost:
-            raise membership.lost
+        if membership.state is GroupState.BROKEN:
+            raise membership.why_broken
         self.check_key(slave, key)
-        if not membership.is_open:
+        if membership.state is not GroupState.OPEN:
             missing, present = membership.missing_for(slave)
             awaited = missing_members(membership.group, membership.world_size, present, missing)
             raise failed(key, f"the group is not open, it waits for {awaited}")
@@ -200,7 +201,7 @@ class OpenRounds:
         try:
             told = self._claims.take(round_) if self._claims.of else None
         except ContributionConflict as conflict:
-            self._membership.lost = self._membership.lost or conflict
+            self._membership.find_contradiction(conflict)
             return self._break(round_, conflict)
         self.done += 1
         # What a member was given is given to the others as it is, seal and all.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from statsd_bn.messages import Stand
+from server.group.life import MemberState
 from statsd_bn.round_key import RoundKey
 
 
@@ -19,7 +19,7 @@ class Slave:
         peer: whom to answer.
         step: the step it is in.
         first_step: the first step it takes part in.
-        stand: whether it takes part.
+        state: whether it takes part, see `server.group.life`.
         has_past: whether it was in the group when that was open in an earlier life of the server.
         owed: how many results of that life it has announced.
         replicas: rows in its latest contribution; 0 before the first.
@@ -35,7 +35,7 @@ class Slave:
     peer: bytes
     step: int
     first_step: int
-    stand: Stand
+    state: MemberState
     has_past: bool
     owed: int
     recalled: set[RoundKey] = field(default_factory=set)
@@ -61,7 +61,7 @@ class Slave:
         return {
             "member": self.member,
             "place": self.place,
-            "stand": self.stand.name.lower(),
+            "stand": self.state.name.lower(),
             "step": self.step,
             "replicas": self.replicas,
         }

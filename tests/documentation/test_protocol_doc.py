@@ -14,9 +14,10 @@ import pytest
 
 from client.connection import heartbeat_socket, registration, round_trip, transport
 from client.launch import connect
+from documentation import life_table
 from server.core import deadlock, ended, liveness
 from server.core.dispatcher import Dispatcher
-from server.group import results
+from server.group import life, results
 from server.group.rounds import TRANSITIONS
 from server.limits import quota
 from server.limits.access import Tenant
@@ -442,6 +443,15 @@ def test_the_table_of_stuck_members_has_the_documented_entries():
 def test_the_life_of_a_round_is_the_codes_table():
     found = {tuple(row) for row in table("The life of a round")}
     assert found == {(state.value, event.value, after.value) for (state, event), after in TRANSITIONS.items()}
+
+
+def test_the_life_of_a_group_is_the_codes_table():
+    assert life_table.page() == DOCUMENT, "docs/protocol.md is older than the code; run scripts/life"
+
+
+def test_all_that_may_happen_to_a_group_is_explained():
+    explained = [cells[0] for cells in table("The life of a group") if len(cells) == 2]
+    assert explained == [event.value for event in life.Event]
 
 
 def test_the_picture_of_a_round_shows_the_same_states_and_events():

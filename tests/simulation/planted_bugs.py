@@ -21,6 +21,7 @@ from server.core.liveness import Liveness
 from server.core.received import Received
 from server.group import open_rounds
 from server.group.claims import Claims
+from server.group.life import GroupState, MemberState
 from server.group.master import SyncMaster
 from server.group.membership import Membership
 from server.group.open_rounds import OpenRounds
@@ -29,7 +30,7 @@ from server.group.rounds import Round
 from server.group.seals import Seals
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Stand
+from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import join_in_order
 from statsd_bn.round_key import GATHER
 from statsd_bn.rows import Rows
@@ -110,11 +111,11 @@ def kept_too_few() -> Any:
 def death_not_announced() -> Any:
     """A lost member is taken out, and nobody is told."""
 
-    def banish(right: Any, *args: Any) -> Any:
+    def lose(right: Any, *args: Any) -> Any:
         loss, _ = right(*args)
         return loss, []
 
-    return instead(SyncMaster, "banish_slave", banish)
+    return instead(SyncMaster, "lose_slave", lose)
 
 
 @bug
@@ -292,11 +293,11 @@ def back_too_early() -> Any:
     """A pass begins while one is still in the last one."""
 
     def call_back(right: Any, self: Membership) -> bool:
-        back = [slave for slave in self.slaves.values() if slave.stand is Stand.BACK]
+        back = [slave for slave in self.slaves.values() if slave.state is MemberState.BACK]
         if len(back) < max(2, len(self.slaves) - 1):
             return right(self)
         for slave in back:
-            slave.first_step, slave.stand = self._next_step, Stand.TAKES_PART
+            slave.first_step, slave.state = self._next_step, MemberState.TAKES_PART
         return True
 
     return instead(Membership, "_call_back", call_back)
@@ -318,8 +319,8 @@ def refused_begins_recovery() -> Any:
     """A member that is refused makes a group recover all the same, and open with those who are there."""
 
     def admit(right: Any, self: Membership, now: float, register: Any, peer: bytes) -> Any:
-        if register.has_past and not self.is_open and not self.lost:
-            self.recovery = self.recovery or Recovery(now, self._silence)
+        if register.has_past and self.state in {GroupState.FILLING, GroupState.RECOVERING}:
+            self.recovery, self.state = self.recovery or Recovery(now, self._silence), GroupState.RECOVERING
         return right(self, now, register, peer)
 
     return instead(Membership, "admit", admit)

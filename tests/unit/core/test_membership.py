@@ -137,14 +137,14 @@ def test_leaving_an_open_group_breaks_it_with_the_cause(group, cause, reason):
 def test_a_member_lost_without_a_word_breaks_an_open_group(group):
     admit_all(group)
     slave = group.slaves[1]
-    assert group.banish(slave, "the connection was lost") is group.lost
+    assert group.lose(slave, "the connection was lost") is group.lost
     assert "member 1 (place 1) was lost: the connection was lost" in str(group.lost)
     assert group.lost.fields["cause"] == "the connection was lost"
 
 
 def test_a_member_lost_before_the_group_is_open_may_come_back(group):
     slave = admit(group, register(1, 3), b"")
-    assert group.banish(slave, "the connection was lost") is None
+    assert group.lose(slave, "the connection was lost") is None
     assert (group.lost, list(group.present)) == (None, [])
     assert admit(group, register(1, 3), b"").member == 1
 

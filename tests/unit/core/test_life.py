@@ -1,0 +1,143 @@
+"""The life of a group: the table keeps its own rules, and the code does what the table says."""
+
+from itertools import product
+
+import pytest
+
+from server.group import life
+from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
+from server.group.membership import Membership
+from statsd_bn.errors import ReplicaLost
+from support.strategies import register
+
+MOVES = life._MOVES
+REGISTERED = (MemberState.TAKES_PART, MemberState.AWAY, MemberState.BACK)
+GOING = {Event.LEAVES: MemberState.LEFT, Event.FAILS: MemberState.LEFT, Event.IS_LOST: MemberState.LOST}
+COMING = (Event.ARRIVES, Event.RETURNS, Event.RETURNS_AWAY)
+
+
+def test_a_group_opens_once_and_a_broken_one_stays_broken():
+    onward = {
+        GroupState.FILLING: {GroupState.FILLING, GroupState.RECOVERING, GroupState.OPEN},
+        GroupState.RECOVERING: {GroupState.RECOVERING, GroupState.OPEN, GroupState.BROKEN},
+        GroupState.OPEN: {GroupState.OPEN, GroupState.BROKEN},
+        GroupState.BROKEN: {GroupState.BROKEN},
+    }
+    found = {state: {move.group for (_, group, *_), move in MOVES.items() if group is state} for state in GroupState}
+    assert found == onward
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("group", GroupState)
+def test_any_member_may_go_and_any_process_may_come_at_any_time(policy, group):
+    for member, (event, after) in product(REGISTERED, GOING.items()):
+        assert life.move(policy, group, event, member).member is after
+    for member, event in product((MemberState.NEW, *REGISTERED), COMING):
+        assert life.move(policy, group, event, member)
+
+
+def test_a_strict_group_that_is_not_filling_breaks_unless_one_that_is_away_says_goodbye():
+    for group, member, event in product((GroupState.RECOVERING, GroupState.OPEN), REGISTERED, GOING):
+        move = life.move(Policy.STRICT, group, event, member)
+        may_go = member is MemberState.AWAY and event is Event.LEAVES
+        assert (move.group, move.told) == ((group, Told.DEPARTED) if may_go else (GroupState.BROKEN, Told.BROKEN))
+
+
+def test_an_elastic_group_breaks_for_different_results_only():
+    breaking = {
+        event
+        for (policy, group, event, _), move in MOVES.items()
+        if policy is Policy.ELASTIC and group is not GroupState.BROKEN and move.group is GroupState.BROKEN
+    }
+    assert breaking == {Event.RESULTS_DIFFER}
+
+
+def test_whoever_breaks_a_group_is_told_to_those_who_wait_and_once():
+    for (_, group, *_), move in MOVES.items():
+        breaks = group is not GroupState.BROKEN and move.group is GroupState.BROKEN
+        assert breaks == (move.told is Told.BROKEN)
+
+
+def test_what_the_table_does_not_name_cannot_happen():
+    with pytest.raises(KeyError):
+        life.move(Policy.STRICT, GroupState.FILLING, Event.ALL_ARE_BACK)
+
+
+def test_no_case_is_in_the_table_twice(monkeypatch):
+    monkeypatch.setattr(life, "TABLE", f"{life.TABLE}{life.TABLE.strip().splitlines()[-1]}\n")
+    with pytest.raises(ValueError, match="says twice"):
+        life._moves()
+
+
+# The code does what the table says: with another table it does something else.
+
+
+@pytest.fixture
+def change(monkeypatch):
+    """Changes what follows from one case."""
+
+    def change_one(move: Move, *case):
+        assert MOVES[case] != move
+        monkeypatch.setitem(MOVES, case, move)
+
+    return change_one
+
+
+def full(size: int = 2, min_members: int = 0) -> Membership:
+    group = Membership(register(0, size, min_members=min_members))
+    for member in range(size):
+        group.admit(0.0, register(member, size, min_members=min_members), b"")
+    return group
+
+
+def open_group(min_members: int = 0) -> Membership:
+    group = full(min_members=min_members)
+    assert group.settle(0.0)
+    return group
+
+
+def test_the_table_decides_whether_a_group_opens(change):
+    stays = Move(GroupState.FILLING, None, Told.NOBODY)
+    change(stays, Policy.STRICT, GroupState.FILLING, Event.NOBODY_IS_MISSING, None)
+    group = full()
+    assert not group.settle(0.0)
+    assert (group.is_open, group.has_opened) == (False, False)
+
+
+def test_the_table_decides_whether_a_strict_group_breaks(change):
+    stays = Move(GroupState.OPEN, MemberState.LOST, Told.NOBODY)
+    change(stays, Policy.STRICT, GroupState.OPEN, Event.IS_LOST, MemberState.TAKES_PART)
+    group = open_group()
+    slave = group.slaves[0]
+    assert isinstance(group.lose(slave, "boom"), ReplicaLost)
+    assert (group.state, slave.state, group.lost, group.news) == (GroupState.OPEN, MemberState.LOST, None, [])
+
+
+def test_the_table_decides_whether_an_elastic_group_breaks(change):
+    breaks = Move(GroupState.BROKEN, MemberState.LOST, Told.BROKEN)
+    change(breaks, Policy.ELASTIC, GroupState.OPEN, Event.IS_LOST, MemberState.TAKES_PART)
+    group = open_group(min_members=1)
+    error = group.lose(group.slaves[0], "boom")
+    assert (group.state, group.lost, group.news) == (GroupState.BROKEN, error, [Told.BROKEN])
+
+
+def test_the_table_decides_who_is_refused(change):
+    change(
+        Move(GroupState.OPEN, None, Told.REFUSED_LATE), Policy.ELASTIC, GroupState.OPEN, Event.ARRIVES, MemberState.NEW
+    )
+    group = open_group(min_members=1)
+    with pytest.raises(ReplicaLost, match="came back too late"):
+        group.admit(0.0, register(2, 2, min_members=1), b"")
+
+
+def test_a_broken_group_knows_whether_it_had_been_open():
+    group = open_group()
+    group.lose(group.slaves[0], "boom")
+    assert (group.is_open, group.has_opened) == (False, True)
+
+
+def test_errors_are_not_asked_for_before_there_are_any():
+    group = full()
+    for name in ("why_broken", "why_incomplete"):
+        with pytest.raises(LookupError):
+            getattr(group, name)
