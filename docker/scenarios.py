@@ -250,7 +250,7 @@ def _verdict(stack: Stack, plan: Plan) -> dict[str, Any]:
 
 
 def _names_the_victim(replica: Container) -> bool:
-    return bool(re.search(rf"ReplicaLost: .*member {VICTIM} \(", replica.log()))
+    return bool(re.search(rf"ReplicaLost: .*rank {VICTIM} \(", replica.log()))
 
 
 def _without_victim(replicas: list[Container]) -> list[Container]:

@@ -312,8 +312,8 @@ BY_TYPE: dict[int, type[Message]] = {
 def missing_members(group: str, size: int, present: Members, missing: int) -> str:
     """Returns in words whom a group still waits for: by number only in the world, where the numbers are known."""
     if group == WORLD and len(present) + missing == size:
-        return f"members {sorted(set(range(size)).difference(present))}"
-    return f"{missing} member{'' if missing == 1 else 's'} besides {list(present)}"
+        return f"ranks {sorted(set(range(size)).difference(present))}"
+    return f"{missing} rank{'' if missing == 1 else 's'} besides {list(present)}"
 
 
 def values_of(message: Any) -> list[Any]:

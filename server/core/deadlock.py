@@ -189,7 +189,7 @@ class Table:
 
     def _line(self, wait: Wait) -> str:
         first, *others = sorted(wait.since)
-        who = f"members {Members.of(wait.since)}" if others else str(wait.master.membership.slaves[first])
+        who = f"ranks {Members.of(wait.since)}" if others else str(wait.master.membership.slaves[first])
         return f"{who}: {self._where(wait)}, for {self._seconds(wait):.1f} s"
 
     def _where(self, wait: Wait) -> str:

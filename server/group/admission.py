@@ -74,14 +74,14 @@ def _check_terms(group: Group, register: Register) -> None:
         raise _mismatch(
             group,
             register,
-            f"expected world_size {group.world_size}, as members {list(group.present)} have it, "
+            f"expected world_size {group.world_size}, as ranks {list(group.present)} have it, "
             f"got {register.world_size}",
             register.world_size,
         )
     if register.min_members != group.min_members:
         raise RegistrationRefused(
-            f"{group.name}: expected policy {_policy(group.min_members)}, as members {list(group.present)} have it, "
-            f"got {_policy(register.min_members)} from member {register.member} ({register.place})"
+            f"{group.name}: expected policy {_policy(group.min_members)}, as ranks {list(group.present)} have it, "
+            f"got {_policy(register.min_members)} from rank {register.member} ({register.place})"
         )
 
 
@@ -104,7 +104,7 @@ def _check_newcomer(group: Group, register: Register, move: Move) -> None:
 def _check_joiner(group: Group, register: Register) -> None:
     if group.group != WORLD:
         raise RegistrationRefused(
-            f"{group.name}: expected one of the members that it began with, got member {register.member} "
+            f"{group.name}: expected one of the ranks that it began with, got rank {register.member} "
             f"({register.place}); newcomers join the group {WORLD!r} only"
         )
 
@@ -115,8 +115,8 @@ def _check_past(group: Group, register: Register) -> None:
         older, newer = (slave, register) if slave.has_begun else (register, slave)
         if older.has_begun and not (newer.has_begun or newer.has_past):
             raise RegistrationRefused(
-                f"{group.name}: member {older.member} ({older.place}) is at step "
-                f"{older.step}, and member {newer.member} ({newer.place}) has taken part in no round; all members "
+                f"{group.name}: rank {older.member} ({older.place}) is at step "
+                f"{older.step}, and rank {newer.member} ({newer.place}) has taken part in no round; all ranks "
                 "of a strict group begin together. Begin a new run, with a later epoch or another job name"
             )
 
@@ -127,21 +127,21 @@ def _check_room(group: Group, register: Register, move: Move) -> None:
         raise _mismatch(
             group,
             register,
-            f"expected a number in [0, {group.world_size}), as members {list(group.present)} have it, got {number}",
+            f"expected a number in [0, {group.world_size}), as ranks {list(group.present)} have it, got {number}",
             number + 1,
         )
     if len(group.slaves) == group.world_size or move.told is Told.REFUSED_FULL:
         raise _mismatch(
             group,
             register,
-            f"expected {group.world_size} members, and {list(group.present)} are there, got one more",
+            f"expected {group.world_size} ranks, and {list(group.present)} are there, got one more",
             group.world_size + 1,
         )
 
 
 def _duplicate(group: Group, register: Register, slave: Slave) -> DuplicateMember:
     return DuplicateMember(
-        f"{group.name} already has a member {register.member}: "
+        f"{group.name} already has a rank {register.member}: "
         f"{slave.place} is registered, {register.place} was refused. Give every process its own RANK, "
         "or every run its own job name",
         job=group.job,
@@ -153,7 +153,7 @@ def _duplicate(group: Group, register: Register, slave: Slave) -> DuplicateMembe
 
 def _mismatch(group: Group, register: Register, reason: str, got: int) -> WorldSizeMismatch:
     return WorldSizeMismatch(
-        f"{group.name}: {reason} from member {register.member} ({register.place})",
+        f"{group.name}: {reason} from rank {register.member} ({register.place})",
         job=group.job,
         group=group.group,
         member=register.member,
@@ -165,7 +165,7 @@ def _mismatch(group: Group, register: Register, reason: str, got: int) -> WorldS
 def too_late(register: Register) -> ReplicaLost:
     """Returns the error of a member that comes back when the others have done without it."""
     return ReplicaLost(
-        f"job {register.job!r}, group {register.group!r}, step {register.step}: member {register.member} "
+        f"job {register.job!r}, group {register.group!r}, step {register.step}: rank {register.member} "
         f"({register.place}) came back too late after the server was restarted; the others have gone on without it",
         job=register.job,
         group=register.group,

@@ -103,7 +103,7 @@ class Claims:
         for claim in self._forget(total.key):
             if not is_same(claim.aggregate, total):
                 logger.warning(
-                    "%s: members %s came back with another aggregate than the sum of all rows; it is ignored",
+                    "%s: ranks %s came back with another aggregate than the sum of all rows; it is ignored",
                     total.key,
                     sorted(claim.authors),
                 )
@@ -159,7 +159,7 @@ def conflict(claim: Claim) -> ContributionConflict:
 
 def contradiction(claim: Claim, left_out: Collection[int]) -> ContributionConflict:
     """Returns the error of a claim that leaves out members that have contributed."""
-    return _error(claim, f"was given an aggregate without members {Members.of(left_out)}, and not all others were")
+    return _error(claim, f"was given an aggregate without ranks {Members.of(left_out)}, and not all others were")
 
 
 def _error(claim: Claim, text: str) -> ContributionConflict:

@@ -273,7 +273,7 @@ class SyncMaster:
         except (LimitExceeded, ContributionConflict) as error:
             return [(peer, failure(error, key))]
         absent = self.membership.absent
-        whom = f"members {absent}" if absent else "all members"
+        whom = f"ranks {absent}" if absent else "all ranks"
         text = f"waiting for {whom} to come back to a restarted server"
         return [(peer, pending(key, 0, text))] if contribution.attempt else []
 

@@ -172,7 +172,7 @@ class Membership:
         late = self.recovery.late(now, self._returned) if self.recovery else []
         if late:
             cause = "did not come back after the server was restarted"
-            loss = self._loss(late[0], self.latest_step, f"members {late} {cause}", cause)
+            loss = self._loss(late[0], self.latest_step, f"ranks {late} {cause}", cause)
             self._break_if_told(self._move(Event.SOME_ARE_LATE), loss)
         return bool(late)
 

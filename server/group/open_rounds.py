@@ -155,7 +155,7 @@ class OpenRounds:
             raise self.too_many(key)
         members = membership.participants(key.step)
         if slave.member not in members:
-            raise failed(key, f"{slave} is not one of the members that take part, {Members.of(members)}")
+            raise failed(key, f"{slave} is not one of the ranks that take part, {Members.of(members)}")
         round_ = Round(key, members, now, slave.deadline)
         self._reserve(round_, ROUND_BYTES + FUTURE_BYTES * len(members) + size_of(contribution.rows))
         membership.reach(key.step)
@@ -165,7 +165,7 @@ class OpenRounds:
 
     def _future(self, round_: Round, slave: Slave) -> FutureResult:
         if slave.member not in round_.futures:
-            raise failed(round_.key, f"{slave} is not one of the members that take part, {Members.of(round_.futures)}")
+            raise failed(round_.key, f"{slave} is not one of the ranks that take part, {Members.of(round_.futures)}")
         return round_.futures[slave.member]
 
     def _reserve(self, round_: Round, size: int) -> None:
@@ -241,7 +241,7 @@ class OpenRounds:
         """Returns in words whom a round waits for."""
         membership = self._membership
         if not membership.suffices:
-            return f"enough members ({len(membership.slaves)} of min_members {membership.min_members} are there)"
+            return f"enough ranks ({len(membership.slaves)} of min_members {membership.min_members} are there)"
         late = ", ".join(str(membership.slaves[member]) for member in round_.missing[:TOLD_OF])
         return f"{late} and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else late
 

@@ -99,7 +99,7 @@ class FutureResult:
 def conflict(key: RoundKey, member: int) -> ContributionConflict:
     """Returns the error of a member that speaks twice of one round in different words."""
     return ContributionConflict(
-        f"member {member} sent two different contributions for {key}; the first one counts",
+        f"rank {member} sent two different contributions for {key}; the first one counts",
         **key.fields,
         member=member,
     )
@@ -218,7 +218,7 @@ class Round:
         """Returns the error of a round that waited too long, and says for whom."""
         return RoundTimeout(
             f"{self.key}: {whom} did not arrive within {self.seconds:g} s; "
-            f"members {self.waiting} are waiting. Look at the missing members' logs, or raise "
+            f"ranks {self.waiting} are waiting. Look at the missing ranks' logs, or raise "
             "connect(deadline=...) if a step may take longer",
             **self.key.fields,
             missing=missing,
@@ -241,7 +241,7 @@ class Round:
             else f"expected {vectors} vectors, got {got_vectors}"
         )
         raise RoundMismatch(
-            f"{self.key}: {what} from member {member}; members {self.waiting} came first",
+            f"{self.key}: {what} from rank {member}; ranks {self.waiting} came first",
             **self.key.fields,
             expected=list(self.shape),
             got=list(shape),
@@ -251,19 +251,17 @@ class Round:
     def _check_part(self, member: int, rows: Rows) -> None:
         replicas, vectors, channels = rows.values.shape
         if (replicas, vectors) != (1, 1):
-            what = f"expected 1 row of 1 vector from each member, got {replicas} of {vectors} from member {member}"
+            what = f"expected 1 row of 1 vector from each rank, got {replicas} of {vectors} from rank {member}"
             raise failed(self.key, what)
         self.shape = (1, channels + (self.shape[1] if self.shape else 0))
         if (together := self.shape[1]) > limits.MAX_CHANNELS:
-            what = (
-                f"expected at most {limits.MAX_CHANNELS} values of all members, got {together} with member {member}'s"
-            )
+            what = f"expected at most {limits.MAX_CHANNELS} values of all ranks, got {together} with rank {member}'s"
             raise failed(self.key, what)
 
     def _check_count(self, member: int, rows: Rows) -> None:
         self.count += sum(rows.counts)
         if self.count > limits.MAX_COUNT:
-            raise failed(self.key, f"counts: expected a sum of at most 2^53, got {self.count} with member {member}'s")
+            raise failed(self.key, f"counts: expected a sum of at most 2^53, got {self.count} with rank {member}'s")
 
 
 def failed(key: RoundKey, reason: str) -> RoundFailed:

@@ -44,7 +44,7 @@ class Slave:
     threads: int = 1
 
     def __str__(self) -> str:
-        return f"member {self.member} ({self.place})"
+        return f"rank {self.member} ({self.place})"
 
     @property
     def has_begun(self) -> bool:

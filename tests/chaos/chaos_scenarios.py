@@ -399,7 +399,7 @@ def _known(members: Members, victim: int, trouble: Callable[[], float | None]) -
 def _require_lost(told: Told, victim: int) -> None:
     _require_error(told, ReplicaLost)
     require(told.what.fields["member"] == victim, f"{told.what!r} is not about member {victim}")
-    require(f"member {victim} (" in str(told.what), f"{told.what!r} does not name member {victim}")
+    require(f"rank {victim} (" in str(told.what), f"{told.what!r} does not name member {victim}")
 
 
 def _require_error(told: Told, *kinds: type[Exception]) -> None:

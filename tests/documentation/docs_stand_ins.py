@@ -44,7 +44,7 @@ if not torch.cuda.is_available():
 criterion = nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-lost = ReplicaLost("member 1 was lost", member=1, step=4, cause="the connection was lost")
+lost = ReplicaLost("rank 1 was lost", member=1, step=4, cause="the connection was lost")
 
 
 def train(_: nn.Module) -> None:

@@ -102,7 +102,7 @@ def test_a_member_that_dies_while_the_others_are_in_gloo_is_named(server, job, t
     assert [process.returncode for process in processes] == [1, 1, -9]
     for text in said[:2]:
         assert "gloo" in text, text
-        assert "member 2 (" in text.splitlines()[-1]
+        assert "rank 2 (" in text.splitlines()[-1]
         assert "ReplicaLost" in text.splitlines()[-1]
 
 

@@ -139,7 +139,7 @@ def test_it_does_not_wait_longer_than_seconds_for_a_server():
 def test_a_second_process_with_the_same_number_is_refused_and_the_first_goes_on():
     master = MemoryMaster()
     with master.connect(0, 1) as first:
-        with pytest.raises(DuplicateMember, match="already has a member 0: thread 0 is registered") as caught:
+        with pytest.raises(DuplicateMember, match="already has a rank 0: thread 0 is registered") as caught:
             master.connect(0, 1)
         assert caught.value.fields["member"] == 0
         assert first.exchange("bn", ROW).count == 1
@@ -168,19 +168,19 @@ def test_a_member_that_expects_another_world_is_refused_and_the_others_go_on():
     assert count == same_count == 2
     assert isinstance(refused, WorldSizeMismatch)
     assert "expected world_size 2" in str(refused)
-    assert "got 3 from member 1" in str(refused)
+    assert "got 3 from rank 1" in str(refused)
 
 
 def test_connect_waits_until_all_members_are_there_and_names_who_is_missing():
     master = MemoryMaster()
-    with pytest.raises(GroupIncomplete, match=r"of 3: members \[1, 2\] did not connect within 0.1 s") as caught:
+    with pytest.raises(GroupIncomplete, match=r"of 3: ranks \[1, 2\] did not connect within 0.1 s") as caught:
         master.connect(0, 3, round_timeout=0.1)
     assert caught.value.fields == {"job": "job", "group": "world", "size": 3, "present": [0], "missing": [1, 2]}
     assert master.dispatcher.report(0.0)["groups"] == []
 
 
 def test_the_group_has_its_own_time_to_fill(server, job):
-    with pytest.raises(GroupIncomplete, match=r"members \[1\] did not connect within 0.2 s"):
+    with pytest.raises(GroupIncomplete, match=r"ranks \[1\] did not connect within 0.2 s"):
         client.connect(server.endpoint, job=job, world_size=2, round_timeout=50.0, join_timeout=0.2)
 
 
@@ -195,7 +195,7 @@ def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monk
         return []
 
     monkeypatch.setattr(master.transport, "_receive", answer_later)
-    with pytest.raises(GroupIncomplete, match=r"members \[1\] did not connect within 0.15 s"):
+    with pytest.raises(GroupIncomplete, match=r"ranks \[1\] did not connect within 0.15 s"):
         master.connect(0, 2, round_timeout=0.15)
 
 
@@ -205,7 +205,7 @@ def test_a_long_wait_for_the_group_to_fill_is_told(monkeypatch, caplog):
     with pytest.raises(GroupIncomplete), caplog.at_level("WARNING", "statsd_bn.client"):
         MemoryMaster().connect(0, 2, round_timeout=0.6)
     told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
-    assert told[0] == "job 'job', group 'world': waiting since 0 s for members [1] to connect"
+    assert told[0] == "job 'job', group 'world': waiting since 0 s for ranks [1] to connect"
     assert 2 <= len(told) <= 4, "in growing intervals"
 
 
@@ -245,7 +245,7 @@ def test_a_member_that_leaves_early_is_named_to_those_who_wait():
 
     lost, _ = run_members(2, leave, master)
     assert isinstance(lost, ReplicaLost)
-    assert "member 1 (thread 1) left while others went on" in str(lost)
+    assert "rank 1 (thread 1) left while others went on" in str(lost)
 
 
 def test_a_member_that_does_not_arrive_is_named_at_the_deadline():
@@ -266,7 +266,7 @@ def test_a_member_that_does_not_arrive_is_named_at_the_deadline():
 
     (late, _), _ = in_threads([lambda: run_members(2, first, master), clock])
     assert isinstance(late, RoundTimeout)
-    assert "member 1 (thread 1) did not arrive within 20 s; members [0] are waiting" in str(late)
+    assert "rank 1 (thread 1) did not arrive within 20 s; ranks [0] are waiting" in str(late)
     assert (late.fields["layer"], late.fields["missing"], late.fields["waiting"]) == ("layer1.0.bn2", [1], [0])
 
 
@@ -371,7 +371,7 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
     with connect("0") as before, connect("1") as after:
         with pytest.raises(RegistrationRefused, match="a new run of the group was begun by rank 0"):
             before.exchange("bn", ROW)
-        with pytest.raises(StaleEpoch, match="expected epoch 1 or later, got 0 from member 0") as caught:
+        with pytest.raises(StaleEpoch, match="expected epoch 1 or later, got 0 from rank 0") as caught:
             connect("0")
         assert caught.value.fields["got"] == 0
         assert after.exchange("bn", ROW).count == 1

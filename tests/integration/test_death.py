@@ -75,7 +75,7 @@ DEATHS = pytest.mark.parametrize(
 def assert_lost(told: list[object], member: int, cause: str) -> None:
     for error in told:
         assert isinstance(error, ReplicaLost), error
-        assert f"member {member} (" in str(error)
+        assert f"rank {member} (" in str(error)
         assert f" was lost: {cause}" in str(error)
         assert (error.fields["member"], error.fields["step"]) == (member, 0)
         assert error.fields["cause"].startswith(cause)

@@ -114,7 +114,7 @@ def test_with_too_few_members_the_rest_wait_for_newcomers(world):
     survivor.forward(5.0)
     assert not survivor.is_told
     survivor.ask_again()
-    assert survivor.pending.message.endswith("for enough members (1 of min_members 2 are there)")
+    assert survivor.pending.message.endswith("for enough ranks (1 of min_members 2 are there)")
     newcomer = world.come(1)
     assert survivor.total == ([0], 5.0)
     survivor.backward(1.0)
@@ -130,7 +130,7 @@ def test_with_too_few_members_the_rest_wait_until_the_deadline_and_are_no_mismat
     assert not survivor.answers or not isinstance(survivor.answers[-1], Exception)
     world.pass_time(2.0)
     error = survivor.latest(RoundTimeout)
-    assert "enough members (1 of min_members 2 are there) did not arrive within 60 s" in str(error)
+    assert "enough ranks (1 of min_members 2 are there) did not arrive within 60 s" in str(error)
     assert error.fields["missing"] == []
 
 
@@ -170,7 +170,7 @@ def test_members_of_another_policy_are_refused(min_members):
     stranger = world.come(1, min_members=min_members)
     text = '"elastic" with min_members 1' if min_members else '"strict"'
     error = stranger.latest(RegistrationRefused)
-    assert f'expected policy "elastic" with min_members 2, as members [0, 1] have it, got {text}' in str(error)
+    assert f'expected policy "elastic" with min_members 2, as ranks [0, 1] have it, got {text}' in str(error)
 
 
 def test_the_sizes_must_agree_in_an_elastic_group_too():
@@ -211,7 +211,7 @@ def test_a_member_that_died_with_the_master_is_missed_for_a_moment_only(world):
     world.pass_time(3.0)
     assert not any(member.is_told for member in old)
     old[0].ask_again()
-    assert old[0].pending.message.endswith("waiting for members [3] to come back to a restarted server")
+    assert old[0].pending.message.endswith("waiting for ranks [3] to come back to a restarted server")
     world.pass_time(1.0)
     assert [member.total for member in old] == [([0, 1, 2], 3.0)] * 3
     world.silent.remove(dead)
@@ -348,7 +348,7 @@ def test_whoever_waits_with_too_few_is_not_blamed():
     rest.forward(1.0)
     world.pass_time(31.0)
     error = newcomer.latest(RoundTimeout)
-    assert "enough members (2 of min_members 3 are there)" in str(error)
+    assert "enough ranks (2 of min_members 3 are there)" in str(error)
     assert error.fields["missing"] == []
 
 

@@ -78,7 +78,7 @@ def test_a_rank_that_fails_is_named_to_the_others_and_all_models_are_torchs_agai
     assert failed == ("MemoryError", "rank 1 has no more", PLAIN)
     kind, text, layers = lost
     assert (kind, layers) == ("ReplicaLost", PLAIN)
-    assert "member 1" in text
+    assert "rank 1" in text
     assert "MemoryError: rank 1 has no more" in text
 
 

@@ -32,7 +32,7 @@ def told(outcomes: list[Outcome]) -> list[RoundMismatch]:
 def test_a_member_that_runs_other_layers_is_shown_to_everybody(members, odd, others_wait, odd_one_waits):
     step = mismatch_programs.STEPS
     for member, error in enumerate(told(members(MEMBERS, mismatch_programs.last_member_differs, odd))):
-        for who, (layer, call, phase) in (("members 0-1", others_wait), ("member 2 (", odd_one_waits)):
+        for who, (layer, call, phase) in (("ranks 0-1", others_wait), ("rank 2 (", odd_one_waits)):
             assert who in str(error)
             assert f": layer {layer!r}, call {call}, {phase}, step {step}, for " in str(error)
         mine = odd_one_waits if member == MEMBERS - 1 else others_wait
@@ -42,5 +42,5 @@ def test_a_member_that_runs_other_layers_is_shown_to_everybody(members, odd, oth
 
 def test_a_member_that_never_uses_a_group_is_shown_to_those_who_wait_for_it(members):
     for error in told(members(MEMBERS, mismatch_programs.all_but_the_last_wait_for_a_group)):
-        assert "members 0-1: waiting for group 'paired' to open, for " in str(error)
+        assert "ranks 0-1: waiting for group 'paired' to open, for " in str(error)
         assert ": layer 'first', call 0, forward, step 1, group 'world', for " in str(error)

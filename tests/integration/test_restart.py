@@ -193,7 +193,7 @@ def test_what_comes_before_all_are_back_is_answered_when_they_are():
     assert world.read(first) == []
     (pending,) = world.read(second)
     assert isinstance(pending, Pending)
-    assert "waiting for members [2] to come back to a restarted server" in pending.message
+    assert "waiting for ranks [2] to come back to a restarted server" in pending.message
     world.say(third, *third.introduction())
     for session in world.members:
         *_, registered = (answer for answer in world.read(session) if isinstance(answer, Registered))
@@ -298,7 +298,7 @@ def test_a_member_that_does_not_come_back_is_named_when_it_would_be_lost():
     for session in (first, second):
         (lost,) = world.read(session)
         assert (lost.code, lost.key, lost.fields["member"]) == ("replica_lost", key, 2)
-        assert "members [2] did not come back after the server was restarted" in lost.message
+        assert "ranks [2] did not come back after the server was restarted" in lost.message
     world.say(first, first.register())
     assert codes(world.read(first)) == ["replica_lost"]
 
@@ -319,7 +319,7 @@ def test_members_with_different_results_of_one_round_break_the_group():
     for session in world.members:
         failure = world.read(session)[-1]
         assert (failure.code, failure.key) == ("conflict", key)
-        assert "member 2 (place 2) was given another aggregate than others were" in failure.message
+        assert "rank 2 (place 2) was given another aggregate than others were" in failure.message
         assert failure.fields["member"] == 2
 
 
@@ -341,7 +341,7 @@ def test_a_contribution_that_is_sent_again_is_told_whom_the_round_waits_for():
     world.say(session, session.contribution(key, rows_of(1), attempt=1))
     (pending,) = world.read(session)
     assert pending.key == key
-    assert pending.message.endswith("waiting since 0 s for member 0 (place 0), member 2 (place 2)")
+    assert pending.message.endswith("waiting since 0 s for rank 0 (place 0), rank 2 (place 2)")
 
 
 def test_a_newcomer_cannot_be_among_members_that_are_far_into_a_run():
@@ -356,7 +356,7 @@ def test_a_newcomer_cannot_be_among_members_that_are_far_into_a_run():
     world.say(old, old.register())
     newcomer = Session(b"newcomer", Member("job", "world", 0, 1, N, 60.0, "elsewhere"))
     frames = [frame for _, frame in world.dispatcher.receive(0.0, b"peer", newcomer.register()).replies]
-    with pytest.raises(RegistrationRefused, match=r"member 0 \(place 0\) is at step 1, and member 1 \(elsewhere\) has"):
+    with pytest.raises(RegistrationRefused, match=r"rank 0 \(place 0\) is at step 1, and rank 1 \(elsewhere\) has"):
         newcomer.registered(frames[0])
 
 
@@ -366,7 +366,7 @@ def test_a_member_that_its_own_server_took_for_lost_is_told_so():
     connection = master.connect(0, 1)
     for session in list(master.dispatcher._registry.seats):
         master.dispatcher._registry.lose(0.0, session, "no sign of life")
-    with pytest.raises(ReplicaLost, match=r"member 0 \(thread 0\) was lost: no sign of life"):
+    with pytest.raises(ReplicaLost, match=r"rank 0 \(thread 0\) was lost: no sign of life"):
         connection.exchange("bn", rows_of(0))
     connection.close()
 

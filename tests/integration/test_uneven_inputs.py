@@ -102,7 +102,7 @@ def test_one_that_is_away_cannot_contribute(world):
     one = world.members[1]
     stand(one, Stand.AWAY)
     one.forward(1.0)
-    assert "member 1 (place 1) is not one of the members that take part, 0, 2" in str(one.latest(RoundFailed))
+    assert "rank 1 (place 1) is not one of the ranks that take part, 0, 2" in str(one.latest(RoundFailed))
 
 
 def test_a_strict_group_outlives_the_orderly_end_of_one_that_is_away(world):

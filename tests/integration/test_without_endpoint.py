@@ -137,7 +137,7 @@ def test_a_member_that_was_busy_when_its_master_ended_does_not_wait_for_another(
     first.process.send_signal(signal.SIGKILL)
     assert first.leaves_nothing()
     second.tell("go on")
-    assert "member 0" in second.line("ReplicaLost")
+    assert "rank 0" in second.line("ReplicaLost")
     assert second.end() == 0
 
 

@@ -106,9 +106,9 @@ def test_whoever_is_lost_meanwhile_is_left_out():
 @pytest.mark.parametrize(
     ("rows", "what"),
     [
-        (Rows((0,), np.zeros((1, 2, 3))), "expected 1 row of 1 vector from each member, got 1 of 2 from member 1"),
-        (Rows((0, 0), np.zeros((2, 1, 3))), "expected 1 row of 1 vector from each member, got 2 of 1 from member 1"),
-        (Rows((0,), np.zeros((1, 1, limits.MAX_CHANNELS))), "expected at most 65536 values of all members, got 65539"),
+        (Rows((0,), np.zeros((1, 2, 3))), "expected 1 row of 1 vector from each rank, got 1 of 2 from rank 1"),
+        (Rows((0, 0), np.zeros((2, 1, 3))), "expected 1 row of 1 vector from each rank, got 2 of 1 from rank 1"),
+        (Rows((0,), np.zeros((1, 1, limits.MAX_CHANNELS))), "expected at most 65536 values of all ranks, got 65539"),
     ],
 )
 def test_the_master_refuses_rows_that_are_none_of_a_gather(rows, what):

@@ -97,8 +97,8 @@ def test_members_in_other_layer_orders_are_told_who_waits_where():
     told = job.wait(QUIET)
     assert mismatches(told) == {b"0", b"1"}
     table = (
-        "member 0 (host 0, process 00): layer 'layer1.bn', call 0, forward, step 7, for 0.5 s; "
-        "member 1 (host 1, process 10): layer 'layer2.bn', call 3, forward, step 7, for 0.5 s. "
+        "rank 0 (host 0, process 00): layer 'layer1.bn', call 0, forward, step 7, for 0.5 s; "
+        "rank 1 (host 1, process 10): layer 'layer2.bn', call 3, forward, step 7, for 0.5 s. "
         "Run the same layers in the same order on every member, equally often"
     )
     for answer, mine in ((told[b"0"], key("layer1.bn", step=7)), (told[b"1"], key("layer2.bn", step=7, call=3))):
@@ -129,8 +129,8 @@ def test_one_member_elsewhere_stops_all_and_all_are_told(odd):
     job.bring(3, odd)
     told = job.wait(QUIET)
     assert mismatches(told) == {b"0", b"1", b"2", b"3"}
-    assert all("members 0-2: layer 'layer1.bn', call 0, forward, step 0" in each.message for each in told.values())
-    assert all("member 3 (host 3, process 30): layer" in each.message for each in told.values())
+    assert all("ranks 0-2: layer 'layer1.bn', call 0, forward, step 0" in each.message for each in told.values())
+    assert all("rank 3 (host 3, process 30): layer" in each.message for each in told.values())
 
 
 def test_while_one_member_runs_nobody_is_stuck_until_the_deadline():
@@ -353,7 +353,7 @@ def test_members_may_wait_for_a_group_to_open_and_for_one_another():
     job.open("pair", 0, size=2)  # it asks again, which changes nothing
     told = job.wait(0.25)
     assert mismatches(told) == {b"0 pair", b"1"}
-    assert "member 0 (host 0, process 00): waiting for group 'pair' to open, for 0.5 s" in told[b"1"].message
+    assert "rank 0 (host 0, process 00): waiting for group 'pair' to open, for 0.5 s" in told[b"1"].message
     first = told[b"0 pair"]
     assert first.key is None
     assert first.message.startswith("job 'job', group 'pair': the members wait for one another")
@@ -403,8 +403,8 @@ def test_a_thousand_members_are_told_in_a_few_words():
     told = job.wait(QUIET)
     assert len(mismatches(told)) == 1000
     text = told[b"999"].message
-    assert "members 0-6, 8-999: layer 'layer1.bn'" in text
-    assert "; member 7 (host 7, process 70): layer 'layer2.bn'" in text
+    assert "ranks 0-6, 8-999: layer 'layer1.bn'" in text
+    assert "; rank 7 (host 7, process 70): layer 'layer2.bn'" in text
     row, odd = told[b"999"].fields["table"]
     assert (row["nr_members"], row["members"]) == (999, [*range(7), *range(8, 65)])
     assert (odd["nr_members"], odd["members"]) == (1, [7])
@@ -418,7 +418,7 @@ def test_a_member_at_every_place_is_told_the_most_crowded_places():
     assert len(mismatches(told)) == 200
     for answer in told.values():
         assert len(answer.message.encode()) <= limits.MAX_TEXT_BYTES
-        assert "nobody can go on: members 0-1: layer" in answer.message
+        assert "nobody can go on: ranks 0-1: layer" in answer.message
         assert answer.message.endswith(f"places more. {deadlock.ADVICE}")
         assert len(encode(answer)) < 8 * limits.MAX_TEXT_BYTES
         assert (answer.fields["places"], len(answer.fields["table"])) == (199, deadlock.MAX_TOLD_PLACES)

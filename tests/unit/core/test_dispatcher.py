@@ -209,7 +209,7 @@ def test_members_of_any_number_form_a_group_and_one_more_is_refused(play):
     assert set(play.join(4, 2, group="pair")) == {peer(4), peer(7)}
     answers = play.join(5, 2, group="pair")
     assert codes(answers) == {peer(5): "world_size"}
-    assert "expected 2 members, and [4, 7] are there, got one more from member 5 (place 5)" in answers[peer(5)].message
+    assert "expected 2 ranks, and [4, 7] are there, got one more from rank 5 (place 5)" in answers[peer(5)].message
     assert answers[peer(5)].fields == {"job": "job", "group": "pair", "member": 5, "expected": 2, "got": 3}
     play.bring(7, 1e16, key(group="pair"))
     assert play.bring(4, 1.0, key(group="pair"))[peer(7)].values.item() == 1.0 + 1e16
@@ -224,7 +224,7 @@ def test_a_group_does_not_wait_for_a_member_of_the_job_that_has_failed(play):
     for session, group in ((sessions[0], "pair"), (sessions[1], "pair"), (sessions[2], "late")):
         answers = play.join(0, 2, group=group, session=session, at=session)
         assert codes(answers) == {session: "replica_lost"}
-        assert "member 2 (place 2) failed with RuntimeError: out of memory" in answers[session].message
+        assert "rank 2 (place 2) failed with RuntimeError: out of memory" in answers[session].message
 
 
 def test_whoever_waits_for_a_group_to_open_is_told_once_of_a_member_of_the_job_that_has_failed(play):
@@ -232,7 +232,7 @@ def test_whoever_waits_for_a_group_to_open_is_told_once_of_a_member_of_the_job_t
     play.open(3)
     play.join(0, 2, group="pair", session=b"in-pair0", at=b"pair 0")
     assert codes(play.leave(2, "boom")) == {b"pair 0": "replica_lost"}
-    assert play.leave(1, "ReplicaLost: member 2") == {}
+    assert play.leave(1, "ReplicaLost: rank 2") == {}
 
 
 def test_a_group_opens_although_a_member_of_the_job_has_ended(play):
@@ -310,7 +310,7 @@ def test_leaving_an_open_group_tells_everybody_why(play):
     play.bring(0)
     answers = play.leave(2, "RuntimeError: out of memory")
     assert codes(answers) == {peer(0): "replica_lost"}
-    assert "member 2 (place 2) failed with RuntimeError: out of memory" in answers[peer(0)].message
+    assert "rank 2 (place 2) failed with RuntimeError: out of memory" in answers[peer(0)].message
     assert answers[peer(0)].key == KEY
     late = play.bring(1)
     assert (late[peer(1)].code, late[peer(1)].message) == ("replica_lost", answers[peer(0)].message)
@@ -429,7 +429,7 @@ def test_a_contribution_before_the_group_is_open_is_refused(play):
     play.join(1, 3)
     answers = play.bring(1)
     assert codes(answers) == {peer(1): "round_failed"}
-    assert "waits for members [0, 2]" in answers[peer(1)].message
+    assert "waits for ranks [0, 2]" in answers[peer(1)].message
 
 
 def test_a_tick_ends_what_is_over_its_time(play):

@@ -100,7 +100,7 @@ def test_a_group_of_any_numbers_tells_how_many_are_missing_and_who_is_there():
     assert report_of(master, 0.0)["missing"] == 2
     early = contribution(9, 1.0, key(group="four"))
     failures = told(master.contribute(0.0, master.membership.slaves[9], early, peer(9)))
-    assert "the group is not open, it waits for 2 members besides [3, 9]" in failures[peer(9)].message
+    assert "the group is not open, it waits for 2 ranks besides [3, 9]" in failures[peer(9)].message
 
 
 def test_everybody_is_told_when_the_group_opens():
@@ -201,7 +201,7 @@ def test_counts_that_cannot_be_exact_fail_the_round_for_everyone():
     assert set(failures) == everyone(0, 1)
     assert {failure.code for failure in failures.values()} == {"round_failed"}
     assert {failure.key for failure in failures.values()} == {KEY}
-    assert "counts: expected a sum of at most 2^53, got 9007199254740993 with member 1's" in failures[peer(0)].message
+    assert "counts: expected a sum of at most 2^53, got 9007199254740993 with rank 1's" in failures[peer(0)].message
     assert (group.master.open_rounds.done, group.master.open_rounds.failed) == (0, 1)
     again = told(group.bring(0, rows(1.0, count=2**53)))
     assert again[peer(0)] == failures[peer(0)]
@@ -309,7 +309,7 @@ def test_contributions_that_do_not_fit_break_the_round_for_everyone():
     assert set(failures) == everyone(0, 1)
     for failure_ in failures.values():
         assert (failure_.code, failure_.key) == ("mismatch", KEY)
-        assert "expected 64 channels, got 32 from member 1" in failure_.message
+        assert "expected 64 channels, got 32 from rank 1" in failure_.message
     # Who comes late is told as well, and so is who asks again.
     assert told(group.bring(2, rows(1.0, channels=64)))[peer(2)].code == "mismatch"
     assert told(group.bring(1, rows(1.0, channels=32)))[peer(1)].code == "mismatch"
@@ -339,7 +339,7 @@ def test_a_key_that_is_not_of_this_group_is_refused(wrong):
     failures = told(group.bring(0, key=strange))
     assert failures[peer(0)].code == "protocol"
     assert failures[peer(0)].key == strange
-    assert "expected job 'job', group 'world', epoch 0, as member 0 (place 0) registered" in failures[peer(0)].message
+    assert "expected job 'job', group 'world', epoch 0, as rank 0 (place 0) registered" in failures[peer(0)].message
     assert not group.master.open_rounds
 
 
@@ -348,7 +348,7 @@ def test_a_contribution_before_the_group_is_open_is_refused_with_whom_it_waits_f
     group.join(1)
     failures = told(group.bring(1))
     assert (failures[peer(1)].code, failures[peer(1)].key) == ("round_failed", KEY)
-    assert "the group is not open, it waits for members [0, 2]" in failures[peer(1)].message
+    assert "the group is not open, it waits for ranks [0, 2]" in failures[peer(1)].message
     group.join(0)
     group.join(2)
     for member in (0, 1, 2):
@@ -367,7 +367,7 @@ def test_a_round_past_its_deadline_fails_and_names_who_did_not_arrive():
     assert set(failures) == everyone(0, 2)
     for failure_ in failures.values():
         assert (failure_.code, failure_.key) == ("timeout", KEY)
-        assert "member 1 (place 1) did not arrive within 10 s; members [0, 2] are waiting" in failure_.message
+        assert "rank 1 (place 1) did not arrive within 10 s; ranks [0, 2] are waiting" in failure_.message
         assert (failure_.fields["missing"], failure_.fields["waiting"]) == ([1], [0, 2])
     assert group.master.expire(16.0) == []
     assert told(group.bring(1))[peer(1)].code == "timeout"
@@ -400,7 +400,7 @@ def test_a_slave_that_leaves_breaks_the_open_rounds_for_everyone(cause):
     assert (failures[peer(0)].key, failures[peer(1)].key) == (KEY, key("other"))
     for failure_ in failures.values():
         assert failure_.code == "replica_lost"
-        assert "member 2 (place 2)" in failure_.message
+        assert "rank 2 (place 2)" in failure_.message
         assert cause in failure_.message
         assert failure_.fields == {"job": "job", "group": "world", "member": 2, "step": 0, "cause": cause}
 
@@ -514,7 +514,7 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
     assert report["waiting"] == [{"round": str(key("late")), "seconds": 2.5, "missing": [1]}]
     group.leave(1, "boom")
     report = report_of(group.master, 6.0)
-    assert "member 1 (place 1) failed with boom" in report["lost"]
+    assert "rank 1 (place 1) failed with boom" in report["lost"]
     assert (report["missing"], report["waiting"], report["rounds_failed"]) == (0, [], 1)
 
 

@@ -45,7 +45,7 @@ def test_a_group_takes_the_members_it_has_room_for_and_no_other(name, size, numb
             admit(group, register(number, size, group=name), b"")
             fit += [number] * (number not in fit)
         else:
-            with pytest.raises(WorldSizeMismatch, match=re.escape(f"member {number} (place {number})")) as caught:
+            with pytest.raises(WorldSizeMismatch, match=re.escape(f"rank {number} (place {number})")) as caught:
                 admit(group, register(number, size, group=name), b"")
             assert str(sorted(fit)) in str(caught.value)
             assert caught.value.fields["got"] > caught.value.fields["expected"] == size
@@ -56,7 +56,7 @@ def test_a_group_takes_the_members_it_has_room_for_and_no_other(name, size, numb
 def test_a_slave_is_what_its_member_said(group):
     slave = admit(group, register(1, 3, deadline=12.0, place="host 7"), b"peer")
     assert (slave.member, slave.deadline, slave.place, slave.peer, slave.replicas) == (1, 12.0, "host 7", b"peer", 0)
-    assert str(slave) == "member 1 (host 7)"
+    assert str(slave) == "rank 1 (host 7)"
 
 
 def test_the_same_session_is_found_again_at_its_new_peer(group):
@@ -70,7 +70,7 @@ def test_another_process_cannot_take_a_members_place(group):
     slave = admit(group, register(1, 3, place="host 1"), b"first")
     with pytest.raises(DuplicateMember) as caught:
         admit(group, register(1, 3, session=b"stranger", place="host 2"), b"second")
-    assert "already has a member 1: host 1 is registered, host 2 was refused" in str(caught.value)
+    assert "already has a rank 1: host 1 is registered, host 2 was refused" in str(caught.value)
     assert "RANK" in str(caught.value)
     assert caught.value.fields == {"job": "job", "group": "world", "member": 1, "place": "host 1"}
     assert group.slaves == {1: slave}
@@ -81,7 +81,7 @@ def test_a_member_that_expects_another_number_of_members_is_refused(group):
     admit(group, register(1, 3), b"")
     with pytest.raises(WorldSizeMismatch) as caught:
         admit(group, register(0, 4, place="host 2"), b"")
-    assert "expected world_size 3, as members [1] have it, got 4 from member 0 (host 2)" in str(caught.value)
+    assert "expected world_size 3, as ranks [1] have it, got 4 from rank 0 (host 2)" in str(caught.value)
     assert caught.value.fields == {"job": "job", "group": "world", "member": 0, "expected": 3, "got": 4}
     assert list(group.present) == [1]
 
@@ -90,7 +90,7 @@ def test_the_world_counts_its_members_from_0(group):
     admit(group, register(2, 3), b"")
     with pytest.raises(WorldSizeMismatch) as caught:
         admit(group, register(3, 3, place="host 2"), b"")
-    expected = "expected a number in [0, 3), as members [2] have it, got 3 from member 3 (host 2)"
+    expected = "expected a number in [0, 3), as ranks [2] have it, got 3 from rank 3 (host 2)"
     assert expected in str(caught.value)
     assert caught.value.fields == {"job": "job", "group": "world", "member": 3, "expected": 3, "got": 4}
     assert list(group.present) == [2]
@@ -103,7 +103,7 @@ def test_any_other_group_takes_whoever_names_it_until_it_is_full():
     assert (group.is_open, list(group.present)) == (True, [4, 9])
     with pytest.raises(WorldSizeMismatch) as caught:
         admit(group, register(0, 2, group="pair", place="host 2"), b"")
-    assert "expected 2 members, and [4, 9] are there, got one more from member 0 (host 2)" in str(caught.value)
+    assert "expected 2 ranks, and [4, 9] are there, got one more from rank 0 (host 2)" in str(caught.value)
     assert caught.value.fields == {"job": "job", "group": "pair", "member": 0, "expected": 2, "got": 3}
     assert admit(group, register(9, 2, group="pair"), b"new").peer == b"new"
 
@@ -120,7 +120,7 @@ def test_leaving_before_the_group_is_open_frees_the_place(group):
 @pytest.mark.parametrize(
     ("cause", "reason"),
     [
-        ("", "member 1 (place 1) left while others went on; for data of different lengths see client.join"),
+        ("", "rank 1 (place 1) left while others went on; for data of different lengths see client.join"),
         ("MemoryError: full", "failed with MemoryError: full"),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_member_lost_without_a_word_breaks_an_open_group(group):
     admit_all(group)
     slave = group.slaves[1]
     assert group.lose(slave, "the connection was lost") is group.lost
-    assert "member 1 (place 1) was lost: the connection was lost" in str(group.lost)
+    assert "rank 1 (place 1) was lost: the connection was lost" in str(group.lost)
     assert group.lost.fields["cause"] == "the connection was lost"
 
 

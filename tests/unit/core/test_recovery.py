@@ -100,7 +100,7 @@ def test_a_strict_group_is_broken_by_those_who_do_not_come_back():
     assert group.give_up_waiting(SILENCE)
     assert isinstance(group.lost, ReplicaLost)
     assert str(group.lost) == (
-        "job 'job', group 'world', step 5: members [1, 2] did not come back after the server was restarted"
+        "job 'job', group 'world', step 5: ranks [1, 2] did not come back after the server was restarted"
     )
     assert (group.lost.fields["member"], group.lost.fields["step"]) == (1, 5)
     assert not group.settle(SILENCE)
@@ -110,9 +110,9 @@ def test_a_member_that_leaves_while_others_come_back_breaks_a_strict_group():
     group = Membership(coming_back(0))
     slave = group.admit(0.0, coming_back(0), b"")
     assert group.remove(slave, "boom") is group.lost
-    assert "member 0 (place 0) failed with boom" in str(group.lost)
+    assert "rank 0 (place 0) failed with boom" in str(group.lost)
     group.give_up_waiting(SILENCE)
-    assert "member 0 (place 0) failed with boom" in str(group.lost), "whoever comes too late is not the culprit"
+    assert "rank 0 (place 0) failed with boom" in str(group.lost), "whoever comes too late is not the culprit"
 
 
 def test_one_that_is_refused_begins_no_recovery():

@@ -170,7 +170,7 @@ def test_a_duplicate_while_waiting_is_not_counted_twice():
 def test_two_different_contributions_of_one_member_conflict_and_the_first_counts():
     round_ = a_round(0, 1)
     round_.put(0, rows(1.0), b"first")
-    with pytest.raises(ContributionConflict, match="member 0 sent two different contributions") as caught:
+    with pytest.raises(ContributionConflict, match="rank 0 sent two different contributions") as caught:
         round_.put(0, rows(2.0), b"second")
     assert caught.value.fields == {**KEY.fields, "member": 0}
     assert round_.peers == [b"first"]
@@ -201,7 +201,7 @@ def test_a_mismatch_names_the_layer_the_member_and_both_shapes(first, second, wo
     message = str(caught.value)
     assert words in message
     assert "layer 'layer3.bn'" in message
-    assert "from member 0; members [2] came first" in message
+    assert "from rank 0; ranks [2] came first" in message
     assert caught.value.fields == {**KEY.fields, "expected": expected, "got": got, "member": 0}
     assert round_.waiting == [2]
 
@@ -216,8 +216,8 @@ def test_members_may_hold_different_numbers_of_replicas():
 def test_a_timeout_names_who_is_missing_who_waits_and_how_long():
     round_ = a_round(0, 1, 2, seconds=2.5)
     round_.put(1, rows(1.0), b"")
-    error = round_.timeout("member 0 (here), member 2 (there)", round_.missing)
-    assert "member 0 (here), member 2 (there) did not arrive within 2.5 s; members [1] are waiting" in str(error)
+    error = round_.timeout("rank 0 (here), rank 2 (there)", round_.missing)
+    assert "rank 0 (here), rank 2 (there) did not arrive within 2.5 s; ranks [1] are waiting" in str(error)
     assert str(KEY) in str(error)
     assert error.fields == {**KEY.fields, "missing": [0, 2], "waiting": [1], "seconds": 2.5}
 

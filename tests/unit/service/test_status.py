@@ -48,14 +48,14 @@ def test_a_report_reads_as_text():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"missing": 1, "members": GROUP["members"][:1]}, "1 of 2 members, waiting for members [1];"),
+        ({"missing": 1, "members": GROUP["members"][:1]}, "1 of 2 members, waiting for ranks [1];"),
         (
             {"group": "pair", "missing": 1, "members": GROUP["members"][1:]},
-            "1 of 2 members, waiting for 1 member besides [1];",
+            "1 of 2 members, waiting for 1 rank besides [1];",
         ),
         (
             {"group": "pair", "world_size": 4, "missing": 2},
-            "2 of 4 members, waiting for 2 members besides [0, 1];",
+            "2 of 4 members, waiting for 2 ranks besides [0, 1];",
         ),
         ({"lost": "member 1 left"}, "2 of 2 members, broken: member 1 left;"),
     ],
@@ -92,7 +92,7 @@ def test_a_running_server_tells_of_a_job_that_waits(server, job, capsys):
         # The goodbye has arrived once something sent after it is answered.
         dealer.send(b"")
         assert dealer.poll(WAIT_MILLISECONDS)
-    assert f"job '{job}', group 'world', epoch 0: 1 of 2 members, waiting for members [0];" in said
+    assert f"job '{job}', group 'world', epoch 0: 1 of 2 members, waiting for ranks [0];" in said
     assert "  member 1 (host 7), step 0, 0 replicas" in said
     assert command.main(["status", server.endpoint]) == 0
     assert f"'{job}'" not in capsys.readouterr().out
