@@ -1,7 +1,7 @@
-"""Headers: msgpack that came from others, unpacked at a cost that is bounded by what may stand there.
+"""Headers: unpacks msgpack that came from others, at a bounded cost.
 
-msgpack makes the objects before anybody can look at them, and makes room for as many items as an array announces. So it
-is told beforehand how many there can be; and where a header is long, that there are none within it.
+msgpack makes all objects before anybody can check them, and makes room for as many items as an array announces. So it
+is told beforehand how many items there can be; and for a long header, that it holds no array.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 
 from statsd_bn import limits
+from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError
 
 KEY_FIELDS = 7
@@ -27,10 +28,10 @@ MOST_NAMES = 256
 
 
 def unpack(name: str, packed: bytes, most_items: int, most_names: int = 0) -> Any:
-    """Returns what msgpack holds, of which no array may have more items, and no map more names, than these.
+    """What msgpack holds; no array may have more items, and no map more names, than given.
 
     Raises:
-        ProtocolError: it is no plain msgpack.
+        ProtocolError: it is not plain msgpack.
     """
     try:
         return msgpack.unpackb(
@@ -41,10 +42,10 @@ def unpack(name: str, packed: bytes, most_items: int, most_names: int = 0) -> An
 
 
 def unpack_without_arrays(packed: bytes) -> list[Any]:
-    """Returns what a long header of a request holds: text and bytes, since many small objects would cost much to make.
+    """What a long header of a request holds: only text and bytes, since many small objects would cost much to make.
 
     Raises:
-        ProtocolError: it is no plain msgpack, or there is an array or a map within it.
+        ProtocolError: it is not plain msgpack, or there is an array or a map within it.
     """
     unpacker = msgpack.Unpacker(
         max_buffer_size=len(packed), max_array_len=0, max_map_len=0, max_ext_len=0, ext_hook=_refuse_extension
@@ -59,6 +60,28 @@ def unpack_without_arrays(packed: bytes) -> list[Any]:
     if unpacker.tell() != len(packed):
         raise ProtocolError(f"header: expected {unpacker.tell()} bytes, got {len(packed)}")
     return header
+
+
+def array(name: str, value: Any) -> list[Any]:
+    """The value, which must be an array.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    if type(value) is not list:
+        raise ProtocolError(f"{name}: expected an array, got {shown(value)}")
+    return value
+
+
+def binary(name: str, value: Any, longest: int) -> bytes:
+    """The value, which must be binary and not longer than so many bytes.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    if type(value) is not bytes or len(value) > longest:
+        raise ProtocolError(f"{name}: expected binary of at most {longest} bytes, got {shown(value)}")
+    return value
 
 
 def _refuse_extension(code: int, _data: bytes) -> Any:

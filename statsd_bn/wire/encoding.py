@@ -1,0 +1,109 @@
+"""Encoding: from a message to its frame."""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import msgpack
+import numpy as np
+
+from statsd_bn import limits
+from statsd_bn.errors import ProtocolError
+from statsd_bn.messages import (
+    Aggregate,
+    Contribution,
+    Failure,
+    Message,
+    Pending,
+    Register,
+    Registered,
+    Request,
+    Result,
+    values_of,
+)
+from statsd_bn.reduction import FloatArray
+from statsd_bn.wire.frame import FLOAT, MAGIC, PRELUDE, PROTOCOL_VERSION, padded
+from statsd_bn.wire.kept import packed_key, packed_members
+
+_REQUESTS = frozenset(get_args(Request))
+
+# What a message is on the wire: its values, if it has any, and the fields of its header.
+_Flat = tuple[FloatArray | None, list[Any]]
+
+
+def encode(message: Message) -> bytes:
+    """Frame that carries `message`."""
+    head, values = _parts(message)
+    if isinstance(message, Aggregate | Result):
+        seal = message.seal if isinstance(message, Aggregate) else message.aggregate.seal
+        return b"".join((head, values, seal))
+    return b"".join((head, values))
+
+
+def unsealed(aggregate: Aggregate) -> tuple[bytes, memoryview | bytes]:
+    """The two parts of an aggregate's frame before its seal, which is made of them."""
+    return _parts(aggregate)
+
+
+def _parts(message: Message) -> tuple[bytes, memoryview | bytes]:
+    """A frame without its seal: all before the values, and the values."""
+    values, header = _FLATTEN.get(type(message), _flat_fields)(message)
+    packed: bytes = msgpack.packb([message.type, *header])
+    most = limits.MAX_REQUEST_HEADER_BYTES if type(message) in _REQUESTS else limits.MAX_HEADER_BYTES
+    if len(packed) > most:
+        raise ProtocolError(f"header: expected at most {most} bytes, got {len(packed)}")
+    prelude = PRELUDE.pack(MAGIC, PROTOCOL_VERSION, len(packed))
+    if values is None:
+        return prelude + packed, b""
+    body = np.ascontiguousarray(values, dtype=FLOAT)
+    size = padded(PRELUDE.size + len(packed)) + body.nbytes
+    if size > limits.MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size} for values of {values.shape}"
+        )
+    return b"".join((prelude, packed, bytes(-len(packed) % 8))), body.data
+
+
+def _flat_contribution(message: Contribution) -> _Flat:
+    rows = message.rows
+    shape = rows.values.shape
+    return rows.values, [message.session, packed_key(message.key), message.attempt, rows.counts, shape[1], shape[2]]
+
+
+def _flat_aggregate(message: Aggregate) -> _Flat:
+    total = message.values
+    key, members = packed_key(message.key), packed_members(message.members)
+    return total, [key, message.replicas, message.count, members, *total.shape]
+
+
+def _flat_result(message: Result) -> _Flat:
+    total, header = _flat_aggregate(message.aggregate)
+    return total, [message.session, *header]
+
+
+def _flat_pending(message: Pending) -> _Flat:
+    return None, [packed_key(message.key), message.seconds, message.message]
+
+
+def _flat_failure(message: Failure) -> _Flat:
+    key = packed_key(message.key) if message.key else None
+    return None, [message.code, message.message, message.fields, key]
+
+
+def _flat_registration(message: Register | Registered) -> _Flat:
+    *plain, members = values_of(message)
+    return None, [*plain, packed_members(members)]
+
+
+def _flat_fields(message: Message) -> _Flat:
+    return None, values_of(message)
+
+
+_FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
+    Contribution: _flat_contribution,
+    Aggregate: _flat_aggregate,
+    Result: _flat_result,
+    Pending: _flat_pending,
+    Failure: _flat_failure,
+    Register: _flat_registration,
+    Registered: _flat_registration,
+}

@@ -1,0 +1,57 @@
+"""Frames: where their parts stand, see `statsd_bn.wire`."""
+
+import struct
+
+import numpy as np
+
+from statsd_bn import limits
+from statsd_bn.errors import ProtocolError, VersionMismatch
+
+PROTOCOL_VERSION = 2
+MAGIC = b"SBN"
+
+PRELUDE = struct.Struct("<3sBI")
+
+FLOAT = np.dtype("<f8")
+
+# How msgpack begins an array of 16 fields or more; their number follows in two bytes.
+_LONG_ARRAY = b"\xdc"
+_FIRST_BYTE = slice(PRELUDE.size, PRELUDE.size + 1)
+
+# Where a session stands: behind the array's beginning, the type, and two bytes for its own length.
+_IN_ARRAY = slice(PRELUDE.size + 4, PRELUDE.size + 4 + limits.TOKEN_BYTES)
+_IN_LONG_ARRAY = slice(PRELUDE.size + 6, PRELUDE.size + 6 + limits.TOKEN_BYTES)
+
+
+def padded(size: int) -> int:
+    """Size of so many bytes and the zero bytes behind them, up to a multiple of 8."""
+    return size + -size % 8
+
+
+def header_of(frame: bytes, most: int) -> tuple[bytes, int]:
+    """A frame's header, packed, and where it ends; the header may have `most` bytes."""
+    if len(frame) > limits.MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {len(frame)}")
+    if len(frame) < PRELUDE.size or not frame.startswith(MAGIC):
+        raise ProtocolError(f"frame: expected to begin with {MAGIC!r}, got {bytes(frame[:8])!r}")
+    _, version, length = PRELUDE.unpack_from(frame)
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"protocol version: expected {PROTOCOL_VERSION}, got {version}; "
+            "install the same statsd-bn on the server and on every member",
+            expected=PROTOCOL_VERSION,
+            got=version,
+        )
+    end = PRELUDE.size + length
+    if length > most or end > len(frame):
+        came = len(frame) - PRELUDE.size
+        raise ProtocolError(f"header: {length} bytes announced, of which {most} may come, {came} came")
+    return frame[PRELUDE.size : end], end
+
+
+def named_session(frame: bytes) -> bytes:
+    """Session that a frame names, found without decoding it; nonsense if it names none, or is unsound.
+
+    The session is the first field of every message that has one.
+    """
+    return frame[_IN_LONG_ARRAY] if frame[_FIRST_BYTE] == _LONG_ARRAY else frame[_IN_ARRAY]
