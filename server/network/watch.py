@@ -1,0 +1,193 @@
+"""Watch: what becomes of the connections, from the monitor's first word of one to its end.
+
+It tells members that are still there from those whose connections have ended or were reset, and ends the connections
+that are silent, flood the server, or may no longer come in.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from server.core.dispatcher import Dispatcher
+from server.core.received import Received
+from server.group.rounds import failure
+from server.limits.access import Tenant
+from server.limits.quota import Quota
+from server.network.connections import Connections
+from server.network.descriptors import let_no_reset_through
+from server.network.disconnect_probe import Probing
+from server.network.listener import Listener
+from server.network.refusals import Refusals
+from server.network.resets import Resets
+from server.network.sender import Sender
+from statsd_bn.errors import ProtocolError, StatsdBNError
+
+logger = logging.getLogger("statsd_bn.server")
+
+
+class Watch:
+    """The connections of a listener.
+
+    Args:
+        quota: what bounds them.
+        listener: the socket, and its monitor.
+        dispatcher: knows which sessions are registered.
+        sender: reaches the peers.
+
+    Attributes:
+        members: the owners of the keys of members, by the routing ids that the members speak from.
+        ignored: the routing ids of connections that are being ended.
+    """
+
+    def __init__(self, quota: Quota, listener: Listener, dispatcher: Dispatcher, sender: Sender) -> None:
+        self._listener = listener
+        self._dispatcher = dispatcher
+        self._sender = sender
+        self._unread = sender.unread
+        self._connections = Connections(quota, listener.most_of_key)
+        self._refusals = Refusals(quota)
+        self._resets = Resets()
+        self._probing = Probing()
+        self._has_disconnected = False
+        self._doomed: list[int] = []
+        self.members = self._connections.members
+        self.ignored = self._refusals.ignored
+
+    def is_heard(self, peer: bytes, part: zmq.Frame) -> bool:
+        """Whether a frame from a peer that is not a member counts; notes the peer if it is new."""
+        if peer in self.ignored:
+            return False
+        if peer not in self._unread.peers:
+            # Read the monitor first: a connection that used this descriptor before may have ended.
+            self.read_monitor()
+            self._unread.meet(peer, _descriptor(part))
+        if not self._listener.has_given(peer, part):
+            # ZeroMQ may not survive two peers of one routing id.
+            self._dispatcher.tally.claimed_routing_ids += 1
+            self.end(peer, ProtocolError("expected a socket that sets no routing id, got one that does"))
+            return False
+        return True
+
+    def note(self, peer: bytes, received: Received, tenant: Tenant, seconds: float) -> None:
+        """Note what became of a frame; ends the connection of a peer that is refused too often.
+
+        Args:
+            peer: where it came from.
+            received: what became of it.
+            tenant: the owner of the peer's key.
+            seconds: the processor time that it took, 0 for a member's.
+        """
+        if received.is_refused:  # which does not keep its connection open
+            if excess := self._refusals.add(peer, seconds, is_bad=received.is_unsound):
+                self._dispatcher.tally.flooding_connections += 1
+                self.end(peer, excess)
+        elif peer not in self.members:
+            self._get_to_know(peer, received.session, tenant)
+
+    def end(self, peer: bytes, error: StatsdBNError) -> None:
+        """Tell a peer why its connection ends, which it does at the next look; ignore what else it sends."""
+        logger.warning("peer %r: %s", peer, error)
+        self._refusals.ignore(time.monotonic(), peer)
+        self.members.pop(peer, None)
+        # A frame may be read after its connection has ended, and another connection may have the descriptor by then.
+        if self._sender.deliver(peer, failure(error)) != zmq.EHOSTUNREACH:
+            self._doomed.append(self._unread.descriptor(peer))
+
+    def end_others(self, keys: set[str]) -> None:
+        """End the connections of all other keys at the next look."""
+        self._doomed += self._connections.of_others(keys)
+
+    def read_monitor(self) -> None:
+        """Note what has happened to connections."""
+        monitor = self._listener.monitor
+        if not int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return
+        with suppress(zmq.Again):
+            while True:
+                told = recv_monitor_message(monitor, zmq.NOBLOCK)
+                self._happened(int(told["event"]), int(told["value"]))
+
+    def end_doomed(self) -> None:
+        """End the connections whose peers have been told why."""
+        self._cut(self._doomed)
+        self._doomed.clear()
+
+    def has_disconnected(self) -> bool:
+        """Whether a connection has ended since this was last asked."""
+        has_disconnected, self._has_disconnected = self._has_disconnected, False
+        return has_disconnected
+
+    def probe_members(self, *, disconnected: bool) -> None:
+        """Probe the members that have not spoken since a connection ended, a moment after it.
+
+        Call it when everything that came before the end has been received, also over that connection.
+        """
+        now = time.monotonic()
+        if disconnected:
+            self._probing.connection_ended(now)
+        if self._probing.begin_if_due(now):
+            self._sender.probe(self._dispatcher.probes(self._probing.disconnected))
+
+    def end_reset(self) -> None:
+        """End the connections that their peers have reset."""
+        gone = self._resets.gone(time.monotonic())
+        for descriptor in gone:
+            logger.debug("the connection with descriptor %d was reset", descriptor)
+        self._cut(gone)
+
+    def tick(self, now: float) -> None:
+        """End silent connections, and look for reset ones; call it four times a second."""
+        self._connections.leave(now, self._dispatcher.is_registered)
+        overdue = self._connections.overdue(now)
+        self._dispatcher.tally.idle_connections += len(overdue)
+        self._cut(overdue)
+        self._suspect_resets(now)
+        self._doomed += self._unread.late()
+        self._refusals.forgive(now)
+
+    def _get_to_know(self, peer: bytes, session: bytes, tenant: Tenant) -> None:
+        """Note a connection that something sound has come over, perhaps from a member."""
+        descriptor = self._unread.descriptor(peer)
+        if not self._connections.heard(time.monotonic(), descriptor, tenant, peer, session):
+            most = self._listener.most_of_key
+            text = f"expected at most {most} connections with the key of {tenant.name!r}, got more; this one ends"
+            self.end(peer, self._dispatcher.exceeded(text, most, "connections of a key"))
+
+    def _happened(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_LISTENING:
+            let_no_reset_through(value)
+        elif event == zmq.EVENT_ACCEPTED:
+            # It may have been accepted before the listening socket was taken care of.
+            let_no_reset_through(value)
+            self._connections.accepted(time.monotonic(), value)
+            self._unread.ended(value)
+            self._resets.ended(value)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._unread.ended(value)
+            self._resets.ended(value)
+            self._connections.ended(value)
+            self._has_disconnected = True
+        else:
+            self._dispatcher.tally.refused_connections += 1
+
+    def _suspect_resets(self, now: float) -> None:
+        """Send a probe over the connections of members that may have been reset."""
+        connections = self._connections.of_members()
+        for descriptor in self._resets.suspects(now, connections):
+            self._sender.probe([(connections[descriptor], self._dispatcher.probe)])
+
+    def _cut(self, descriptors: Iterable[int]) -> None:
+        for descriptor in descriptors:
+            self._connections.cut(descriptor)
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """File descriptor of the connection that a frame came over; -1 if ZeroMQ does not tell."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return -1
