@@ -1,6 +1,6 @@
-"""Sparing: keeps a flood of one kind of message out of the log, and tells how many were kept out.
+"""Sparing: limits how often one kind of message is logged, and says how many were left out.
 
-Whoever reaches the port can send garbage, and each frame of it is worth a line; a million of them would fill a disk.
+Whoever reaches the port can send garbage, and each garbage frame is worth a line; a million lines would fill a disk.
 """
 
 import logging
@@ -14,14 +14,14 @@ MOST_IN_A_PERIOD = 30
 
 @dataclass(slots=True)
 class _Kind:
-    """One kind of message: when its period began, and how many have come since."""
+    """One kind of message: the start of its period, and how many have come since."""
 
     since: float
     number: int = 0
 
 
 class Sparing(logging.Filter):
-    """Lets through so many messages of a kind in a period; the first of the next period says how many were left out.
+    """Logs at most 30 messages of a kind in a minute; the first one after says how many were left out.
 
     Args:
         clock: returns seconds.
@@ -33,7 +33,7 @@ class Sparing(logging.Filter):
         self._kinds: dict[str, _Kind] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether a record may pass; messages are of one kind if they have one format."""
+        """Whether to log a record; messages with the same format are of one kind."""
         now = self._clock()
         kind = self._kinds.setdefault(str(record.msg), _Kind(now))
         if now - kind.since >= PERIOD_SECONDS:

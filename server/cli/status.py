@@ -1,4 +1,4 @@
-"""`python -m server status` and `check`: asks a running server what it is doing, or whether it is there."""
+"""`python -m server status` and `check`: ask a running server what it is doing, or whether it is there."""
 
 import time
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from statsd_bn.wire import decode, encode
 
 ANSWER_SECONDS = 5.0
 
-# When an attempt to connect is given up for a new one, over another port.
+# After this long an attempt to connect is given up for a new one, over another port.
 CONNECT_MILLISECONDS = 1000
 
-# Counts of the report that are told where they are not 0.
+# Counts of the report, shown where they are not 0.
 COUNTS = {
     "over_limits": "messages over a limit",
     "strangers": "messages of unknown sessions",
@@ -37,20 +37,20 @@ COUNTS = {
     "dropped_messages": "messages dropped",
 }
 
-# A server is asked from its own host, where it answers in milliseconds; a loaded one may take longer. Whoever probes
-# waits longer still, or it would not learn the reason.
+# A server is asked from its own host, where it answers in milliseconds; a loaded one may take longer. A prober must
+# wait longer than this, or it does not learn the reason.
 CHECK_SECONDS = 3.0
 
-# A server that was started just before, as in the background, listens within a second.
+# A server that was just started in the background listens within a second.
 FIND_SECONDS = 2.0
 FIND_PAUSE_SECONDS = 0.05
 
-# What stands for all addresses of a host when listening, and the one of them that is always there.
+# Names for all addresses of a host when listening, each with the address that always exists.
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - nothing is bound here
 
 
 def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> dict[str, Any]:
-    """Returns the report of the server at `endpoint`.
+    """Report of the server at `endpoint`.
 
     Args:
         endpoint: where it listens.
@@ -59,7 +59,7 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None 
 
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
-        ServerUnreachable: no answer within `seconds`, the endpoint is none, or it is closed to this user.
+        ServerUnreachable: no answer within `seconds`, or this is not an endpoint, or it is closed to this user.
     """
     check_is_open_to_us(endpoint)
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -126,10 +126,10 @@ def _report(endpoint: str, frame: bytes) -> dict[str, Any]:
 
 
 def own_endpoint(environ: Mapping[str, str]) -> str:
-    """Returns where to reach the server that listens on this host as `environ` says; of several endpoints the first.
+    """Endpoint of the server that listens on this host as `environ` says; the first of several.
 
     Raises:
-        ConfigurationError: it listens nowhere, or on a port that only it knows.
+        ConfigurationError: `environ` names no endpoint, or one whose port only the server knows.
         ServerUnreachable: `environ` says nothing, and this user has no server.
     """
     if "STATSD_BN_BIND" not in environ:
@@ -156,7 +156,7 @@ def _find_server(environ: Mapping[str, str]) -> str:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """Returns a report as text for people."""
+    """A report as text for people."""
     head = (
         f"server {report['server']}, up {report['seconds']:.0f} s, "
         f"{report['received']} messages, {report['bad_frames']} bad frames"
@@ -189,13 +189,13 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     )
     lines = [head]
     lines += [
-        f"  member {slave['member']} ({slave['place']}), step {slave['step']}, {slave['replicas']} replicas"
+        f"  rank {slave['member']} ({slave['place']}), step {slave['step']}, {slave['replicas']} replicas"
         for slave in group["members"]
     ]
     if left_out := group.get("members_left_out"):
         lines.append(f"  and {left_out} members more than a report can hold")
     lines += [
-        f"  waiting {round_['seconds']:.1f} s for members {_missing(round_)}: {round_['round']}"
+        f"  waiting {round_['seconds']:.1f} s for ranks {_missing(round_)}: {round_['round']}"
         for round_ in group["waiting"]
     ]
     if left_out := group.get("waiting_left_out"):

@@ -1,13 +1,12 @@
 """Deadlock: members that wait for one another, each in a round that only another one could complete.
 
-All members run the same layers in the same order, or their rounds never complete: a layer skipped, two layers
-exchanged, one forward pass more on one member. Then nobody comes late, everybody waits, and no deadline need pass
-to know it. It is the network's twin of what `client.data_parallel.barrier` finds among the threads of a process, over
-all groups of a job at once: a member may wait in one group for a member that waits for it in another.
+All members must run the same layers in the same order. If one skips a layer, swaps two, or runs one forward pass more,
+their rounds never complete: all members wait, nobody is merely late, and no deadline has to pass to know it. This is
+what `client.data_parallel.barrier` does for the threads of a process, here for all groups of a job at once: a member
+may wait in one group for a member that waits for it in another.
 
-A member is *blocked* where it waits in an open round, or for a group to open. It is *stuck* if nobody who could free
-it is running: beginning with whoever runs, everybody is freed who waits for one that is free; who remains is stuck.
-So one member that still runs keeps all from being stuck who wait for it, and for those who wait for it.
+A member is *blocked* while it waits in an open round, or for a group to open. A member that is not blocked is free, and
+so is each member that waits for a free one. Those that remain are *stuck*: nobody who could free them is running.
 """
 
 from collections import Counter, defaultdict
@@ -23,13 +22,13 @@ from statsd_bn.members import Members
 from statsd_bn.messages import WORLD
 from statsd_bn.round_key import RoundKey
 
-# How long nothing may have changed for the members that seem stuck. A member may have further threads, which the server
-# does not see before they contribute: models that overlap reach their rounds some milliseconds apart, and in any order.
-# With TICK_SECONDS of the service it makes less than a second.
+# How long members must seem stuck without a change. A member may have further threads, which the server does not see
+# before they contribute: overlapping models reach their rounds some milliseconds apart, and in any order. Together with
+# TICK_SECONDS of the service this is less than a second.
 QUIET_SECONDS = 0.5
 
-# The same for a member that has had more rounds of a group under way at once than it has now: so it does have another
-# thread, which may be in the middle of a long step. It is when people begin to wonder, and far below any deadline.
+# The same for a member that has had more rounds of a group under way at once than it has now: it does have another
+# thread, which may be in the middle of a long step. After this long people begin to wonder; any deadline is far longer.
 THREADED_QUIET_SECONDS = 10.0
 
 # Places listed in an error, the most crowded first: more would bury the odd one, and the text has its limit.
@@ -38,7 +37,7 @@ MAX_TOLD_PLACES = 8
 # Numbers of members in the fields of an error.
 MAX_TOLD_MEMBERS = 64
 
-# Somebody who is not known here, and so not known to be blocked. Member numbers are not negative.
+# A member that is not known here, and so not known to be blocked. Ranks are not negative.
 ANYBODY = -1
 
 ADVICE = "Run the same layers in the same order on every member, equally often"
@@ -62,7 +61,7 @@ class Wait:
 
 
 def find(masters: Sequence[SyncMaster], now: float) -> list[Wait]:
-    """Returns the places where members of a job are stuck.
+    """Places where members of a job are stuck.
 
     Args:
         masters: all groups of the job.
@@ -78,7 +77,7 @@ def find(masters: Sequence[SyncMaster], now: float) -> list[Wait]:
 
 
 def _changed(masters: Iterable[SyncMaster], waits: Iterable[Wait], quiet: float) -> set[int]:
-    """Returns the members for which something has changed after the time `quiet`."""
+    """Members for which something has changed after the time `quiet`."""
     # Whoever was answered runs, even if another thread of it waits elsewhere.
     answered = (master for master in masters if master.open_rounds.answered > quiet)
     changed = {member for master in answered for member in master.membership.slaves}
@@ -86,17 +85,17 @@ def _changed(masters: Iterable[SyncMaster], waits: Iterable[Wait], quiet: float)
 
 
 def _with_more_threads(waits: Iterable[Wait]) -> set[int]:
-    """Returns the members that have had more rounds of a group under way at once than they have now."""
+    """Members that have had more rounds of a group under way at once than they have now."""
     slaves = (wait.master.membership.slaves[member] for wait in waits if wait.key for member in wait.since)
     now = Counter((slave.session, slave.member, slave.threads) for slave in slaves)
     return {member for (_, member, threads), waiting in now.items() if threads > waiting}
 
 
 def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterable[int]) -> set[int]:
-    """Returns the members that can never go on, in time linear in what is given.
+    """Members that can never go on, in time linear in the arguments.
 
     Args:
-        waits: for each place who waits there, and whom they wait for.
+        waits: for each place the members that wait there, and those they wait for.
         running: members that count as running although they wait somewhere.
     """
     waiting_for: dict[int, list[set[int]]] = defaultdict(list)
@@ -113,12 +112,12 @@ def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterabl
             freed = blocked & waiting
             blocked -= freed
             free += freed
-            waiting.clear()  # whoever else this place waits for need not look again
+            waiting.clear()  # another member that this place waits for need not look again
     return blocked
 
 
 def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
-    """Whether enough members wait for one place to have no runner left; all there is to do while training goes well."""
+    """Whether so many members wait that nobody may be running; the only check while training goes well."""
     sizes = [(round_.nr_waiting, len(round_.futures)) for master in masters for round_ in master.open_rounds]
     sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if _fills(master)]
     return bool(sizes) and sum(waiting for waiting, _ in sizes) >= min(size for _, size in sizes)
@@ -141,7 +140,7 @@ def _fills(master: SyncMaster) -> bool:
 
 
 def _candidates(master: SyncMaster, masters: Iterable[SyncMaster]) -> Collection[int]:
-    """Returns who may yet join a group: any other member of the world, if that is known to suffice."""
+    """Members that may yet join a group: any other member of the world, if those are known to suffice."""
     for world in masters:
         if world.membership.group == WORLD and world.membership.has_opened:
             others = world.membership.slaves.keys() - master.membership.slaves.keys()
@@ -150,7 +149,7 @@ def _candidates(master: SyncMaster, masters: Iterable[SyncMaster]) -> Collection
 
 
 class Table:
-    """Who waits where, in words and for programs, in bounded size however many wait.
+    """Which members wait where, as text and as fields, in bounded size.
 
     Args:
         waits: the places.
@@ -166,7 +165,7 @@ class Table:
         self._rows = [self._row(wait) for wait in self._told]
 
     def error(self, wait: Wait) -> RoundMismatch:
-        """Returns what the members at one of the places are told."""
+        """Error for the members at one of the places."""
         membership = wait.master.membership
         name = {"job": membership.job, "group": membership.group}
         head = str(wait.key or f"job {membership.job!r}, group {membership.group!r}")
@@ -179,7 +178,7 @@ class Table:
         )
 
     def _text(self, room: int) -> str:
-        """Returns as many lines as fit into `room` bytes, and how many are left out."""
+        """As many lines as fit into `room` bytes, and how many are left out."""
         for told in range(len(self._lines), -1, -1):
             more = [f"and {self._nr_places - told} places more"] if told < self._nr_places else []
             text = f"{'; '.join(self._lines[:told] + more)}. {ADVICE}"

@@ -1,7 +1,7 @@
-"""Eviction: which group gives way when the server is full.
+"""Eviction: which group ends when the server is full.
 
-Where there are keys the limits of each tenant leave room for the others. Without keys nobody is who they say, and
-whoever comes first could keep all others out; so what looks least like a training gives way to a newcomer.
+With keys the limits of each tenant leave room for the others. Without keys anybody can claim to be anybody, and whoever
+comes first could keep all others out; so the group that looks least like a training makes room for a newcomer.
 """
 
 from collections import Counter, defaultdict
@@ -15,16 +15,16 @@ from server.group.rounds import Reply
 from server.limits.access import ANYBODY, Tenant
 from server.limits.quota import Budget
 
-# Of the groups there may be, an eighth is kept for jobs that are at work: their members may need groups of their hosts.
+# An eighth of all groups is kept for jobs at work: their members may need groups of their hosts.
 RESERVE = 8
 
 # A member is in a few groups. A connection that began more than one in so many of all groups wants to keep others out,
-# even if all of its groups are at work.
+# even if all its groups are at work.
 CROWD = 16
 
 
 class Eviction:
-    """Makes room for those who come.
+    """Makes room for newcomers.
 
     Args:
         registry: the groups.
@@ -36,10 +36,10 @@ class Eviction:
         self._budget = budget
 
     def for_group(self, name: Name, tenant: Tenant) -> list[Reply]:
-        """Makes room for a new group of a tenant, and returns what those are told who give way.
+        """Make room for a new group of a tenant; returns the answers to the members of the groups that end.
 
         Raises:
-            LimitExceeded: the tenant has too many, or nobody gives way.
+            LimitExceeded: the tenant has too many groups, or no group ends for it.
         """
         masters, budget = self._registry.masters, self._budget
         if tenant is not ANYBODY:
@@ -57,9 +57,9 @@ class Eviction:
         return replies
 
     def for_bytes(self, owner: str, size: int, *, has_key: bool) -> list[Reply]:
-        """Makes room for bytes of an owner that keeps less than others do, and returns what those are told.
+        """Make room for bytes of an owner that keeps less than others; returns the answers to those whose groups end.
 
-        No tenant gives way to another one: each keeps what it has, up to its limit.
+        With keys no group ends for another tenant: each keeps what it has, up to its limit.
         """
         replies: list[Reply] = []
         while not has_key and self._budget.account.is_full(size) and (name := self._largest(owner, size)):
@@ -67,9 +67,9 @@ class Eviction:
         return replies
 
     def _largest(self, owner: str, size: int) -> Name | None:
-        """Returns the largest group of whoever keeps the most; None if that is the owner, with so many bytes more.
+        """Largest group of the owner that keeps the most; None if that is this owner, with so many bytes more.
 
-        Those that never completed a round give way first.
+        Groups that never completed a round end first.
         """
         weak = self._largest_of(owner, size, lambda master: not master.open_rounds.done)
         return weak or self._largest_of(owner, size, lambda _: True)
@@ -92,9 +92,9 @@ class Eviction:
         return [reply for name in names for reply in self._evict(name, what, most)]
 
     def _weakest(self, *, jobs: bool) -> list[Name]:
-        """Returns the group that gives way, or with `jobs` those of the job that does.
+        """The group to end, or with `jobs` all groups of the job to end.
 
-        It is the oldest of those that never completed a round and began over the connection with the most such groups.
+        It is the oldest of those that never completed a round and that the connection with the most such groups began.
         """
         masters, founders = self._registry.masters, self._registry.founders
         at_work = {name for name, master in masters.items() if master.open_rounds.done}

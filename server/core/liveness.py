@@ -1,8 +1,8 @@
-"""Liveness: which sessions have been heard of, when, and where they can be reached.
+"""Liveness: when each session was last heard, and where it can be reached.
 
-There are two ways for a member to end without a word. A process that is killed loses its connections, which the
-service finds out by trying to reach it; one that is frozen, or whose host vanishes, keeps them and falls silent. Like
-the rest of the dispatcher this is pure: the time goes in.
+A member can end without a word in two ways. A killed process loses its connections, and the service finds out by
+sending it a probe. A frozen process, or one whose host vanishes, keeps its connections and falls silent. Like the rest
+of the dispatcher this is pure: the time goes in.
 """
 
 from collections import OrderedDict
@@ -18,10 +18,10 @@ class Pulse:
     """The signs of life of one session.
 
     Attributes:
-        heard: when it last spoke, in seconds.
-        peer: from where it last spoke other than by heartbeat; empty once nothing reaches it there.
-        beacon: from where its last heartbeat came; empty before the first, and once nothing reaches it there.
-        cut: since when nothing reaches it anywhere; None while something may.
+        heard: when it last spoke.
+        peer: where its last message came from, heartbeats aside; b"" once it cannot be reached there.
+        beacon: where its last heartbeat came from; b"" before the first, and once it cannot be reached there.
+        cut: since when it cannot be reached anywhere; None while it may be.
     """
 
     heard: float
@@ -31,11 +31,11 @@ class Pulse:
 
     @property
     def address(self) -> bytes:
-        """Where to try to reach it: a member keeps its beacon's socket, but may close any other and live on."""
+        """Where to probe it: a living member keeps its beacon's socket, but may close any other."""
         return self.beacon or self.peer
 
     def lose(self, now: float, peer: bytes) -> None:
-        """Takes note that nothing reaches it at `peer`."""
+        """Note that it cannot be reached at `peer`."""
         if self.peer == peer:
             self.peer = b""
         if self.beacon == peer:
@@ -43,8 +43,8 @@ class Pulse:
         if not self.address and self.cut is None:
             self.cut = now
 
-    def cause_of_death(self, now: float, most: float) -> str:
-        """Returns why it must be taken for lost; empty while it need not, as long as its silence is not the most."""
+    def why_lost(self, now: float, most: float) -> str:
+        """Reason the session is considered lost, or "" while it is alive; `most` is how long it may be silent."""
         if self.cut is not None and now - self.cut >= RECONNECT_SECONDS:
             return "the connection was lost"
         silence = now - self.heard
@@ -61,24 +61,24 @@ class Liveness:
 
     def __init__(self, now: float, silence: float) -> None:
         self._silence = silence
-        # Whoever was heard last is last, so that those who may be lost are found without a look at all.
+        # In the order of being heard, so that finding the silent ones does not look at all.
         self._pulses: OrderedDict[bytes, Pulse] = OrderedDict()
         self._cut: dict[bytes, Pulse] = {}
         self._looked = now
 
     def begin(self, now: float, session: bytes, peer: bytes) -> None:
-        """Takes note that a session has registered, perhaps not for the first time."""
+        """Note that a session has registered, perhaps not for the first time."""
         self._pulses.setdefault(session, Pulse(now, peer))
         self.hear(now, session, peer)
 
     def hear(self, now: float, session: bytes, peer: bytes) -> None:
-        """Takes note that a session has spoken; one that is unknown does not matter."""
+        """Note that a session has spoken; an unknown one is ignored."""
         if pulse := self._pulses.get(session):
             pulse.heard, pulse.peer = now, peer
             self._revive(session, pulse)
 
     def beat(self, now: float, session: bytes, peer: bytes) -> bool:
-        """Takes note of a session's heartbeat, and returns whether the session is known."""
+        """Note a session's heartbeat; returns whether the session is known."""
         pulse = self._pulses.get(session)
         if pulse is None:
             return False
@@ -87,16 +87,16 @@ class Liveness:
         return True
 
     def forget(self, session: bytes) -> None:
-        """Takes note that a session has ended; harmless if it is unknown."""
+        """Forget a session that has ended; an unknown one is ignored."""
         self._pulses.pop(session, None)
         self._cut.pop(session, None)
 
     def addresses(self, since: float) -> set[bytes]:
-        """Returns where to try to reach the sessions that have not been heard since a time: one place for each."""
+        """Where to probe the sessions that have not been heard since a time: one address for each."""
         return {pulse.address for pulse in self._pulses.values() if pulse.address and pulse.heard <= since}
 
     def unreachable(self, now: float, peer: bytes) -> set[bytes]:
-        """Takes note that nothing reaches a peer, and returns where else its sessions may be reached."""
+        """Note that a peer cannot be reached; returns the other addresses of its sessions."""
         concerned = {session: pulse for session, pulse in self._pulses.items() if peer in {pulse.peer, pulse.beacon}}
         for session, pulse in concerned.items():
             pulse.lose(now, peer)
@@ -105,15 +105,15 @@ class Liveness:
         return {pulse.address for pulse in concerned.values() if pulse.address}
 
     def lost(self, now: float) -> list[tuple[bytes, str]]:
-        """Returns the sessions that must be taken for lost, each with the cause; to be asked often."""
+        """Sessions that are considered lost, each with the cause; call it often."""
         held_up = now - self._looked > limits.HEARTBEAT_SECONDS
         self._looked = now
         if held_up:
-            # It was the server that was away, frozen or starved. What the members said meanwhile may still be on its
-            # way, so their time begins again.
-            self._pardon(now)
+            # The server itself was frozen or starved. What the members said meanwhile may still be on its way, so their
+            # time starts again.
+            self._start_again(now)
         silent = takewhile(lambda entry: now - entry[1].heard >= self._silence, self._pulses.items())
-        causes = {session: pulse.cause_of_death(now, self._silence) for session, pulse in (*silent, *self._cut.items())}
+        causes = {session: pulse.why_lost(now, self._silence) for session, pulse in (*silent, *self._cut.items())}
         return [(session, cause) for session, cause in causes.items() if cause]
 
     def _revive(self, session: bytes, pulse: Pulse) -> None:
@@ -122,7 +122,7 @@ class Liveness:
             pulse.cut = None
             del self._cut[session]
 
-    def _pardon(self, now: float) -> None:
+    def _start_again(self, now: float) -> None:
         for pulse in self._pulses.values():
             pulse.heard = now
             pulse.cut = None if pulse.cut is None else now

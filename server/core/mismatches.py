@@ -1,6 +1,6 @@
-"""Mismatches: when to look which job for members that wait for one another, in a bounded part of the server's time.
+"""Mismatches: when to search which job for members that wait for one another, in a bounded part of the server's time.
 
-To look at a job takes time in proportion to the contributions that it waits for, and most jobs wait for few.
+Searching a job takes time in proportion to the contributions that it waits for, and most jobs wait for few.
 """
 
 from collections import defaultdict
@@ -10,11 +10,11 @@ from server.core import deadlock
 from server.core.ended import Name
 from server.group.master import SyncMaster
 
-# A job that waits for so few is looked at each time: 60 µs.
+# A job that waits for at most so many is searched each time: 60 µs.
 FEW = 256
 
-# To look for one contribution takes a quarter of a microsecond. A job is looked at for a twentieth of the time at most,
-# and all together for 30 ms at a time.
+# One contribution takes a quarter of a microsecond. A job is searched for a twentieth of the time at most, and all
+# together for 30 ms at a time.
 PAUSE_SECONDS_EACH = 5e-6
 MOST = 2**17
 
@@ -22,14 +22,14 @@ MOST = 2**17
 class Mismatches:
     """Finds members that wait for one another.
 
-    A job that waits for more than `MOST` contributions at a time is not looked at: its rounds end at their deadlines.
+    A job that waits for more than `MOST` contributions at a time is not searched: its rounds end at their deadlines.
     """
 
     def __init__(self) -> None:
         self._due: dict[str, float] = {}
 
     def find(self, now: float, groups: Mapping[Name, SyncMaster]) -> Iterator[list[deadlock.Wait]]:
-        """Returns where members are stuck, for each job that has such members; to be asked often."""
+        """Where members are stuck, for each job that has such members; call it often."""
         jobs: dict[str, list[SyncMaster]] = defaultdict(list)
         for (job, _), master in groups.items():
             jobs[job].append(master)

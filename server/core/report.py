@@ -1,6 +1,6 @@
-"""Report: what the server says of its groups, built within what a message holds, and kept for a moment if it was long.
+"""Report: what the server says about its groups, within the size of a message; a long one is kept for a moment.
 
-Of large groups members and rounds are left out, so that one of them hides no other.
+Members and rounds of large groups are left out, so that a large group does not hide another.
 """
 
 from collections.abc import Callable, Collection
@@ -18,24 +18,24 @@ from statsd_bn.wire import encode
 # number in a list.
 HEAD_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES, NUMBER_BYTES = 1024, 320, 96, 96, 3
 
-# Rounds told of a group, the oldest, and of each the first so many that it waits for.
+# Rounds shown for each group, the oldest; and for each round, how many of the members that it waits for.
 TOLD_ROUNDS, TOLD_MISSING = 16, 64
 
-# A report is kept for some twenty times as long as it took to build, so that whoever asks often takes little time:
-# a member or a contribution that was looked at takes about a microsecond.
+# A report is kept for some twenty times as long as it took to build, so that asking often takes little time: each
+# member or contribution takes about a microsecond.
 KEPT_SECONDS_EACH, KEPT_SECONDS = 20e-6, 1.0
 
-# Reports that are kept, each for another tenant and a megabyte at most.
+# Reports that are kept, one for each tenant, each a megabyte at most.
 KEPT_REPORTS = 16
 
-# Bytes of reports that one tenant is sent at once, and then each second: everybody's answers wait while ZeroMQ encrypts
-# them, some 3 ms for a megabyte. Whoever asks for more is told the counts alone. A report of eight groups of 16 takes
-# 8 kB, so 500 of them fit into a second.
+# Bytes of reports that one tenant is sent at once, and then each second: all answers wait while ZeroMQ encrypts them,
+# some 3 ms for a megabyte. Who asks for more gets the counts alone. A report of eight groups of 16 takes 8 kB, so 500
+# of them fit into a second.
 SENT_AT_ONCE, SENT_EACH_SECOND = 2**23, 2**22
 
 
 def groups(masters: Collection[SyncMaster], now: float) -> dict[str, Any]:
-    """Returns the entries of a report that tell of groups: these, and how many are left out."""
+    """Entries of a report about groups: the groups, and how many are left out."""
     room = limits.MAX_HEADER_BYTES - HEAD_BYTES
     told: list[tuple[SyncMaster, dict[str, Any]]] = []
     for master in masters:
@@ -54,7 +54,7 @@ def groups(masters: Collection[SyncMaster], now: float) -> dict[str, Any]:
 
 
 def group(master: SyncMaster, now: float) -> dict[str, Any]:
-    """Returns what a report says of a group that is alone."""
+    """What a report says about a group that is the only one."""
     head = _head(master)
     _fill(head, master, now, limits.MAX_HEADER_BYTES)
     return head
@@ -83,7 +83,7 @@ def _entries(master: SyncMaster) -> int:
 
 
 def _fill(head: dict[str, Any], master: SyncMaster, now: float, room: int) -> int:
-    """Adds rounds and members to what is said of a group, as many as fit; returns how many bytes they take."""
+    """Add as many rounds and members as fit to the entry of a group; returns how many bytes they take."""
     used = 0
     for round_ in islice(master.open_rounds, TOLD_ROUNDS):
         told = _round(round_, now)
@@ -118,25 +118,25 @@ def _size(text: str) -> int:
 
 
 class Reports:
-    """The frames that carry reports, kept for a moment if they were long; their groups are left out for who asks often.
+    """Frames that carry reports; long ones are kept for a moment, and the groups are left out for who asks too often.
 
     Args:
-        counts: returns what a report says beside its groups, at a time.
+        counts: returns what a report says beside its groups, at a given time.
     """
 
     def __init__(self, counts: Callable[[float], dict[str, Any]]) -> None:
         self._counts = counts
         self._kept: dict[str, tuple[float, bytes]] = {}
-        # For each owner what it has been sent, less what it may be sent since; and when that was.
+        # For each owner: bytes sent, less what it may be sent since; and when that was.
         self._sent: dict[str, tuple[float, float]] = {}
 
     def frame(self, now: float, tenant: Tenant, masters: Collection[SyncMaster]) -> bytes:
-        """Returns the report for a tenant.
+        """Report for a tenant.
 
         Args:
             now: the time.
             tenant: who asks.
-            masters: of the groups that it is about.
+            masters: of the groups that it may see.
         """
         owner = tenant.owner("")
         sent, since = self._sent.get(owner, (0.0, now))

@@ -1,7 +1,4 @@
-"""Access: who may speak to the server, and about which jobs.
-
-A table of keys, free of I/O like the dispatcher that it is for.
-"""
+"""Access: which keys are let in, and for which jobs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,19 +7,19 @@ from fnmatch import fnmatchcase
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError
 from statsd_bn.keys import PublicKey
 
-# Why a member is lost whose key is no longer let in, or no longer for its job.
+# Cause of the loss of a member whose key is no longer let in, or no longer for its job.
 REVOKED = "its key was revoked"
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who speaks: whoever has a key; its sessions and its jobs are its own.
+    """The owner of a key; its sessions and its jobs are its own.
 
     Attributes:
         name: of the client, for people.
         key: its public key; empty where the server asks for none.
         jobs: patterns of the names of jobs that it may join and see.
-        account: the name under which it is counted what is kept and done for it; several keys may share one.
+        account: the name that its bytes and its time are counted under; several keys may share one.
     """
 
     name: str
@@ -31,16 +28,16 @@ class Tenant:
     account: str = ""
 
     def may(self, job: str) -> bool:
-        """Returns whether it may join a job, and see it."""
+        """Whether it may join a job, and see it."""
         return any(fnmatchcase(job, pattern) for pattern in self.jobs)
 
     def owner(self, job: str) -> str:
-        """Returns in whose account a job is, see `server.limits.account`."""
+        """Owner that a job is counted for, see `server.limits.account`."""
         return f"tenant {self.account or self.name!r}" if self.key else f"job {job!r}"
 
 
 ANYBODY = Tenant("anybody", "", ("*",))
-"""Whoever speaks to a server that asks for no keys."""
+"""The owner of every connection to a server without keys."""
 
 
 class Access:
@@ -64,7 +61,7 @@ class Access:
 
     @property
     def names(self) -> set[str]:
-        """Who is let in."""
+        """Names of the clients that are let in."""
         return {tenant.name for tenant in self._tenants.values()}
 
     @property
@@ -73,15 +70,15 @@ class Access:
         return set(self._tenants)
 
     def tenant(self, key: str) -> Tenant | None:
-        """Returns whose key it is; None if it is not let in."""
+        """Owner of a key; None if the key is not let in."""
         return self._tenants.get(key)
 
     def allows(self, key: str, job: str) -> bool:
-        """Returns whether a key may take part in a job."""
+        """Whether a key may take part in a job."""
         tenant = self._tenants.get(key)
         return tenant is not None and tenant.may(job)
 
 
 def revoked() -> AuthenticationRefused:
-    """Returns what somebody is told whose key was let in once, and is no longer."""
+    """Error for a client whose key was let in before, and no longer is."""
     return AuthenticationRefused("authentication refused: the server no longer lets this key in", reason="revoked")

@@ -1,12 +1,12 @@
 """Account: how many bytes are kept, for each owner and in all.
 
-An owner is a tenant, where there are keys; without keys nobody is who they say, and each job is an owner. An owner's
-name reads in an error as it is: "job 'digits'", "tenant 'team-a'".
+With keys each tenant is an owner. Without keys anybody can claim to be anybody, and each job is an owner. Errors show
+an owner's name as it is: "job 'digits'", "tenant 'team-a'".
 """
 
 from weakref import WeakValueDictionary
 
-# What objects take, measured with tracemalloc and rounded up; names and addresses may be as long as they can be.
+# What objects take, measured with tracemalloc and rounded up, with names and addresses of the greatest length.
 
 # A contribution beside its numbers: 0.4 kB.
 CONTRIBUTION_BYTES = 1024
@@ -17,13 +17,13 @@ ROUND_BYTES = 2048
 # What a round keeps for each member it waits for: 94 bytes.
 FUTURE_BYTES = 128
 
-# A member: its slave, its seat and its pulse, 1.3 kB.
+# A member: its slave, its record and its pulse, 1.3 kB.
 MEMBER_BYTES = 2048
 
 # A group without members: 2.4 kB.
 GROUP_BYTES = 6144
 
-# A member that others have named after a restart of the server, before it comes: a number in a set.
+# A member that others have named after a restart of the server, before it is back: a number in a set.
 NAMED_BYTES = 96
 
 # A run in a set of members that a result names: two small tuples.
@@ -31,7 +31,7 @@ RUN_BYTES = 128
 
 
 class Share:
-    """An owner's part of the bytes that are kept; it lives as long as anybody holds it.
+    """An owner's part of the bytes that are kept; it lives as long as it is referenced.
 
     Attributes:
         held: how many there are.
@@ -63,29 +63,29 @@ class Account:
         self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()
 
     def of(self, owner: str) -> int:
-        """Returns how many are kept for an owner."""
+        """Bytes that are kept for an owner."""
         return self.share(owner).held
 
     def share(self, owner: str) -> Share:
-        """Returns an owner's share, the same for all who hold it."""
+        """An owner's share, the same object for all who hold it."""
         share = self._shares.get(owner)
         if share is None:
             share = self._shares[owner] = Share()
         return share
 
     def is_full(self, size: int) -> bool:
-        """Returns whether so many more would be too many in all."""
+        """Whether so many more bytes exceed the limit in all."""
         return self.held + size > self.most
 
     def is_full_for(self, owner: str, size: int) -> bool:
-        """Returns whether so many more would be too many for an owner."""
+        """Whether so many more bytes exceed the limit for an owner."""
         return self.of(owner) + size > self.most_of_one
 
     def fits(self, share: Share, size: int) -> bool:
-        """Returns whether neither would be too many: one call, for each contribution asks."""
+        """Whether so many more bytes exceed neither limit; one call, because each contribution asks."""
         return self.held + size <= self.most and share.held + size <= self.most_of_one
 
     def keep(self, share: Share, size: int) -> None:
-        """Takes note of bytes that are kept, or with a size below zero no longer are."""
+        """Add bytes that are kept; a negative size takes bytes off."""
         self.held += size
         share.held += size

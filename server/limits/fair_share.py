@@ -1,11 +1,11 @@
 """Fair share: how much of the server's time goes to whom, while several ask for it.
 
-A payer is whoever a frame is counted for: a tenant, where there are keys; without keys the job of the session that it
-names, and one payer for all who have no seat. A payer's frames are taken as they come. Only while others ask as well,
-one that has taken more than the mean of them has to wait: its frames go into a queue, and all that wait together have
-two thirds of the server's time at most. The rest is for those who ask for little, whatever the others send.
+Each frame is counted for a payer. With keys that is a tenant; without keys it is the job of the session that the frame
+names, or one common payer for all sessions that are not registered. A payer's frames are handled as they come. Only
+while others ask as well, a payer that has taken more than the mean has to wait: its frames go into a queue, and all
+queues together get at most two thirds of the server's time. The rest is for those who ask for little.
 
-It is pure: times go in, and whoever calls it measures.
+It is pure: the caller measures, and passes times in.
 """
 
 from collections import OrderedDict, deque
@@ -14,24 +14,24 @@ from typing import Generic, TypeVar
 
 from server.limits.account import Account, Share
 
-# Whoever has no seat.
+# All sessions that are not registered.
 STRANGERS = "strangers"
 
-# How long what was taken counts; the time before the current window counts as well. Long beside a round, short beside
-# a training.
+# How long a payer's time counts; the window before the current one counts as well. Long beside a round, short beside a
+# training.
 WINDOW_SECONDS = 0.1
 
-# What a payer may take beyond the mean before it has to wait. Jobs of one kind differ by less.
+# Time that a payer may take beyond the mean before it has to wait. Jobs of one kind differ by less.
 TOLERANCE_SECONDS = 0.002
 
-# Part of the time for all who have to wait, and how much of it they may save up: frames of some milliseconds.
+# Part of the time for all that wait, and how much of it they may save up: frames of some milliseconds.
 WAITING_SHARE = 2 / 3
 MOST_CREDIT_SECONDS = 0.005
 
-# How long a frame waits at most. Members ask again after a second, so what is older has come a second time.
+# How long a frame waits at most. Members ask again after a second, so an older frame has come a second time.
 MOST_WAIT_SECONDS = 1.0
 
-# How many frames are read, and how many of these taken, at most, while one could be taken that waits.
+# While a waiting frame may be taken: how many frames are read at most, and how many of them handled, before it is.
 READS_BETWEEN, TAKEN_BETWEEN = 32, 4
 
 # What may wait: frames of one connection, of which a member has one or two in flight, and bytes of one payer. Strangers
@@ -58,16 +58,16 @@ class _Payer(Generic[T]):
 
 
 class FairShare(Generic[T]):
-    """Who is next.
+    """Decides which frame is handled next.
 
     Args:
         account: where the bytes of frames that wait are counted.
 
     Attributes:
         waiting: the payers whose frames wait.
-        sole: the one payer that has asked for anything lately; None if there are others, or frames wait. Its frames
-            may go, and nothing needs to be measured.
-        dropped: how many frames were, because too many waited, or for too long.
+        sole: the only payer that has asked for anything lately; None if there are others, or frames wait. Its frames
+            go at once, unmeasured.
+        dropped: how many frames were dropped, because too many waited, or too long.
     """
 
     def __init__(self, account: Account) -> None:
@@ -84,7 +84,7 @@ class FairShare(Generic[T]):
         self.dropped = 0
 
     def may_go(self, now: float, name: str, peer: bytes) -> bool:
-        """Whether a payer's frame is to be taken at once; if not, it is to `wait`."""
+        """Whether to handle a payer's frame at once; if not, let it `wait`."""
         if now >= self._window_ends:
             self._turn_window(now)
         payer = self._payers.get(name)
@@ -99,7 +99,7 @@ class FairShare(Generic[T]):
         return not self.waiting and self._has_credit(now)
 
     def took(self, name: str, seconds: float) -> None:
-        """Takes note of the time that a frame has taken which went at once."""
+        """Count the time that a frame took."""
         payer = self._payers[name]
         if len(self._payers) > 1 and self._is_ahead(payer):
             self._credit -= seconds
@@ -107,7 +107,7 @@ class FairShare(Generic[T]):
         self._taken += seconds
 
     def wait(self, now: float, name: str, peer: bytes, size: int, frame: T) -> None:
-        """Lets a frame wait, or drops it if too much waits."""
+        """Let a frame wait; drop it if too much waits."""
         self._reads += 1
         payer = self._payers[name]
         size += FRAME_BYTES
@@ -122,11 +122,11 @@ class FairShare(Generic[T]):
         self.waiting[name] = payer
 
     def is_due(self, now: float) -> bool:
-        """Whether a frame that waits is to be taken before more is read."""
+        """Whether to handle a waiting frame before reading more."""
         return self._reads >= READS_BETWEEN and self._may_take(now)
 
     def next(self, now: float) -> tuple[str, T] | None:
-        """Returns the payer and the frame that comes next of those that wait; None if it is not yet time for one."""
+        """The next waiting frame and its payer; None if it is not yet time for one."""
         self._reads = 0
         if now >= self._window_ends:
             self._turn_window(now)
@@ -146,7 +146,7 @@ class FairShare(Generic[T]):
         return None
 
     def _may_take(self, now: float) -> bool:
-        """Whether those who wait have time left, or nobody else asks for any."""
+        """Whether those that wait have time left, or nobody else asks for any."""
         return self._has_credit(now) or len(self._payers) <= len(self.waiting)
 
     def _has_credit(self, now: float) -> bool:
@@ -158,7 +158,7 @@ class FairShare(Generic[T]):
         return payer.taken > self._taken / len(self._payers) + TOLERANCE_SECONDS
 
     def _turn_window(self, now: float) -> None:
-        """Forgets what was taken before the last window, and who has asked for nothing since."""
+        """Forget the time taken before the last window, and payers that have asked for nothing since."""
         is_next = now < self._window_ends + WINDOW_SECONDS
         for name, payer in list(self._payers.items()):
             recent = payer.taken - self._before.get(name, 0.0) if is_next else 0.0

@@ -1,7 +1,7 @@
-"""Quota: how much the server takes, keeps and waits for; each limit an option with a default and a reason.
+"""Quota: how much the server accepts and keeps, and how long it waits; each limit is an option with a reason.
 
-The protocol's own limits (docs/protocol.md) are the highest values: both sides rely on them. An option lowers them for
-one server. What is beyond one is answered with a `limit` Failure, and counted.
+The protocol's own limits (docs/protocol.md) are the highest values: both sides rely on them. An option lowers one for
+this server. What exceeds a limit is answered with a `limit` Failure, and counted.
 """
 
 from dataclasses import dataclass, field, fields
@@ -26,7 +26,7 @@ class Quota:
     """The limits of one server; every field is a flag of `python -m server` and a variable STATSD_BN_*.
 
     Raises:
-        ConfigurationError: a value is outside of what the protocol allows.
+        ConfigurationError: the protocol does not allow a value.
     """
 
     max_frame_bytes: int = _option(
@@ -133,7 +133,7 @@ class Quota:
 
     @property
     def narrows_contributions(self) -> bool:
-        """Whether a contribution that the protocol allows may be too large."""
+        """Whether a contribution that the protocol allows may exceed a limit here."""
         return (
             self.max_name_bytes < limits.MAX_NAME_BYTES
             or self.max_channels < limits.MAX_CHANNELS
@@ -143,18 +143,18 @@ class Quota:
 
 @dataclass(slots=True)
 class Tally:
-    """What was refused since the server began, for the status report.
+    """What was refused since the server started, for the status report.
 
     Attributes:
         over_limits: messages answered with a `limit` Failure.
-        strangers: messages of sessions that are unknown, or have ended.
-        refused_connections: handshakes that failed, for want of a known key or of any sense.
+        strangers: messages of sessions that are not registered.
+        refused_connections: handshakes that failed: an unknown key, or garbage.
         idle_connections: connections closed because no member spoke over them.
         flooding_connections: connections closed because too much had to be refused.
         claimed_routing_ids: connections closed because they had set their routing id.
         dropped_answers: answers to peers that did not read, or had gone.
-        forged_results: aggregates that members told of after a restart and that this server had not made.
-        dropped_messages: messages for which there was no time, because others had a right to it.
+        forged_results: aggregates that members sent after a restart, and that this server had not made.
+        dropped_messages: messages for which there was no time beside those of others.
     """
 
     over_limits: int = 0
@@ -189,24 +189,24 @@ class Budget:
         self.narrows_contributions = self.quota.narrows_contributions
 
     def exceeded(self, text: str, limit: int, what: str) -> LimitExceeded:
-        """Counts a refusal, and returns its error."""
+        """Count a refusal, and return its error."""
         self.tally.over_limits += 1
         return LimitExceeded(text, limit=limit, what=what)
 
     def check_frame(self, frame: bytes) -> None:
-        """Raises LimitExceeded for a frame that is too large."""
+        """Refuse a frame that is too large, with LimitExceeded."""
         self._check("frame", len(frame), self.quota.max_frame_bytes, "bytes")
 
     def check_registration(self, register: Register) -> None:
-        """Raises LimitExceeded for a name that is too long, or a group that is too big."""
+        """Refuse a name that is too long, or a group that is too big, with LimitExceeded."""
         self._check("job", len(register.job.encode()), self.quota.max_name_bytes, "bytes in its name")
         self._check("group", len(register.group.encode()), self.quota.max_name_bytes, "bytes in its name")
         self._check("group", register.world_size, self.quota.max_members, "members")
-        # Members of an elastic group may have any number, and so make it larger than it began.
-        self._check("member number", register.member + 1, self.quota.max_members, "members")
+        # A member of an elastic group may have any rank, and so make the group larger than it began.
+        self._check("rank", register.member + 1, self.quota.max_members, "members")
 
     def check_contribution(self, contribution: Contribution) -> None:
-        """Raises LimitExceeded for a contribution that is too large."""
+        """Refuse a contribution that is too large, with LimitExceeded."""
         shape = contribution.rows.values.shape
         self._check("layer", len(contribution.key.layer.encode()), self.quota.max_name_bytes, "bytes in its name")
         self._check("contribution", shape[2], self.quota.max_channels, "channels")
@@ -214,11 +214,11 @@ class Budget:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether a contribution may be more than there is room for in all."""
+        """Whether there may be too little room left for one contribution."""
         return self.account.held > self._crowded
 
     def check_room(self, owner: str, size: int) -> None:
-        """Raises LimitExceeded where too many bytes would be kept, for an owner or in all."""
+        """Refuse to keep more bytes than allowed, for an owner or in all, with LimitExceeded."""
         account = self.account
         if account.is_full_for(owner, size):
             raise self.exceeded(
@@ -236,11 +236,11 @@ class Budget:
             )
 
     def kept(self, owner: str) -> int:
-        """Returns how many bytes are kept for an owner."""
+        """Bytes that are kept for an owner."""
         return self.account.of(owner)
 
     def check_tenant_groups(self, owner: str, its_groups: int, groups: int) -> None:
-        """Raises LimitExceeded where a tenant may not begin another group: it has its number, or as many as are free.
+        """Refuse a tenant's next group, with LimitExceeded: it has too many, or as many as are left for others.
 
         Args:
             owner: the tenant.
@@ -258,5 +258,5 @@ class Budget:
 
 
 def size_of(rows: Rows) -> int:
-    """Returns how many bytes a contribution takes while it is kept."""
+    """Bytes that a contribution takes while it is kept."""
     return rows.values.nbytes + CONTRIBUTION_BYTES

@@ -39,9 +39,9 @@ def test_a_report_reads_as_text():
     assert describe(REPORT) == (
         "server abcd, up 62 s, 40 messages, 2 bad frames\n"
         "job 'resnet', group 'world', epoch 3: 2 of 2 members, open; 17 rounds done, 1 failed\n"
-        "  member 0 (host 1), step 0, 4 replicas\n"
-        "  member 1 (host 2), step 5, 0 replicas\n"
-        "  waiting 12.3 s for members [1]: layer 'bn1'"
+        "  rank 0 (host 1), step 0, 4 replicas\n"
+        "  rank 1 (host 2), step 5, 0 replicas\n"
+        "  waiting 12.3 s for ranks [1]: layer 'bn1'"
     )
 
 
@@ -93,7 +93,7 @@ def test_a_running_server_tells_of_a_job_that_waits(server, job, capsys):
         dealer.send(b"")
         assert dealer.poll(WAIT_MILLISECONDS)
     assert f"job '{job}', group 'world', epoch 0: 1 of 2 members, waiting for ranks [0];" in said
-    assert "  member 1 (host 7), step 0, 0 replicas" in said
+    assert "  rank 1 (host 7), step 0, 0 replicas" in said
     assert command.main(["status", server.endpoint]) == 0
     assert f"'{job}'" not in capsys.readouterr().out
 
@@ -222,7 +222,7 @@ def test_an_answer_that_is_no_status_exits_with_4_and_one_line(somebody, capsys,
 def test_whoever_is_named_cannot_speak_to_the_terminal_or_forge_a_line():
     members = [{"member": 0, "place": "höst\n\x1b[2Jno jobs", "stand": "takes_part", "step": 0, "replicas": 4}]
     text = describe(REPORT | {"groups": [GROUP | {"members": members, "waiting": []}]})
-    assert text.splitlines()[2:] == [r"  member 0 (höst\n\x1b[2Jno jobs), step 0, 4 replicas"]
+    assert text.splitlines()[2:] == [r"  rank 0 (höst\n\x1b[2Jno jobs), step 0, 4 replicas"]
 
 
 NONSENSE = [{}, {**REPORT, "seconds": "long"}, {**REPORT, "groups": [{}]}, {**REPORT, "groups": 3}]
