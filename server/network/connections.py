@@ -1,8 +1,8 @@
-"""Connections: what is connected to the server's socket, and the means to end one.
+"""Connections: what is connected to the server's socket, and how to end one connection.
 
-ZeroMQ has no call to end a single connection, and tells neither whose it is nor how long it has been silent. It does
-tell its file descriptor, when it is accepted and with each message; by that the connection is ended, and for ZeroMQ the
-peer has hung up. Whoever is cut off by mistake connects again by itself.
+ZeroMQ has no call to end a single connection, and does not tell whose it is or how long it has been silent. But it
+tells the file descriptor, when a connection is accepted and with each message. The server ends a connection by its
+descriptor; to ZeroMQ the peer has then hung up. A client that is cut off by mistake connects again by itself.
 """
 
 import os
@@ -15,8 +15,8 @@ from server.limits.access import Tenant
 from server.limits.quota import Quota
 from server.network.descriptors import hang_up
 
-# How old a silent connection is before it counts as one: the first message of an honest one comes with it, but the
-# server may have other work first.
+# A connection counts as silent after this long: an honest client speaks at once, but the server may have other work
+# first.
 SETTLING_SECONDS = 1.0
 
 
@@ -25,12 +25,12 @@ class Connection:
     """One connection.
 
     Attributes:
-        socket: what the descriptor stood for, because numbers are used again.
+        socket: inode of the socket, because descriptors are used again.
         heard: when it was accepted, or a sound message came, or its member left.
         has_spoken: whether a sound message has come.
-        peer: its routing id, while a member speaks over it; it may then be silent.
+        peer: its routing id, while a member speaks over it, which may be silent; else b"".
         session: that member's.
-        key: the public key that it was made with, once something has come over it.
+        key: the public key that it was made with, known once something has come over it.
     """
 
     socket: int
@@ -49,7 +49,7 @@ class Connections:
         most_of_key: how many one key may have.
 
     Attributes:
-        members: whose key it is, by the routing ids of those over which members speak.
+        members: the owners of the keys of members, by the routing ids that the members speak from.
     """
 
     def __init__(self, quota: Quota, most_of_key: int) -> None:
@@ -60,7 +60,7 @@ class Connections:
         self._connections: dict[int, Connection] = {}
 
     def accepted(self, now: float, descriptor: int) -> None:
-        """Takes note of a new connection."""
+        """Note a new connection."""
         self.ended(descriptor)
         with suppress(OSError):
             connection = Connection(os.fstat(descriptor).st_ino, now)
@@ -68,21 +68,21 @@ class Connections:
             self._of_key[connection.key] += 1
 
     def ended(self, descriptor: int) -> None:
-        """Takes note of the end of a connection."""
+        """Note the end of a connection."""
         self._forget(descriptor)
 
     def heard(self, now: float, descriptor: int, tenant: Tenant, peer: bytes = b"", session: bytes = b"") -> bool:
-        """Takes note of a sound message; of its sender's routing id and session, if that is a member.
+        """Note a sound message, and its sender's routing id and session if that is a member.
 
         Returns:
-            Whether its key may have this connection.
+            Whether the key may have this connection.
         """
         key = tenant.key
         connection = self._connections.get(descriptor)
         if connection is None:
             return True
         connection.heard, connection.has_spoken = now, True
-        # A frame may be read after its connection has ended, and its number then stands for another.
+        # A frame may be read after its connection has ended, and its descriptor may then be another's.
         self._of_key[connection.key] -= 1
         self._of_key[key] += 1
         connection.key = key
@@ -93,9 +93,9 @@ class Connections:
         return not key or self._of_key[key] <= self._most_of_key
 
     def leave(self, now: float, is_registered: Callable[[bytes], bool]) -> None:
-        """Takes note of those whose member has no seat any more; they may be silent as long as any other from now on.
+        """Note which connections are no member's any more; from now on they may be silent only as long as any other.
 
-        Where another member speaks over it as well, its next message makes the connection a member's again.
+        If another member speaks over one as well, its next message makes the connection a member's again.
         """
         for connection in self._connections.values():
             if connection.peer and not is_registered(connection.session):
@@ -103,26 +103,26 @@ class Connections:
                 connection.heard, connection.peer, connection.session = now, b"", b""
 
     def overdue(self, now: float) -> list[int]:
-        """Returns the connections of no member that have been silent for too long, or are too many."""
+        """Connections without a member that have been silent for too long, or are too many."""
         spoke_before, silent_before = now - self._quota.idle_seconds, now - self._quota.silent_seconds
         others = [(number, one) for number, one in self._connections.items() if not one.peer]
         idle = [number for number, one in others if one.has_spoken and one.heard < spoke_before]
-        # They stand in the order in which they came.
+        # In the order in which they came.
         silent = [number for number, one in others if not one.has_spoken and one.heard < now - SETTLING_SECONDS]
         late = [number for number in silent if self._connections[number].heard < silent_before]
         too_many = silent[: max(0, len(silent) - self._quota.max_silent)]
         return idle + max(late, too_many, key=len)
 
     def of_members(self) -> dict[int, bytes]:
-        """Returns the connections over which members speak, each with its routing id."""
+        """Connections over which members speak, each with its routing id."""
         return {number: one.peer for number, one in self._connections.items() if one.peer}
 
     def of_others(self, keys: set[str]) -> list[int]:
-        """Returns the connections that were made with keys other than these."""
+        """Connections that were made with other keys than these."""
         return [number for number, one in self._connections.items() if one.key and one.key not in keys]
 
     def cut(self, descriptor: int) -> None:
-        """Ends a connection; ZeroMQ notices and closes it."""
+        """End a connection; ZeroMQ notices and closes it."""
         connection = self._forget(descriptor)
         if connection is None:
             return

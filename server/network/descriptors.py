@@ -1,9 +1,9 @@
 """Descriptors: what the server does to the file descriptors of ZeroMQ's connections.
 
 libzmq ends the whole process (`zmq_assert (!_io_error)`) if a connection breaks while more has come over it than its
-queue holds, and a heartbeat (PING) of ZMTP is among that. To the system a connection breaks when the peer resets it, or
-when both of its directions are shut down; the end of one direction is read in its turn, and does no harm. So resets
-are not let through, and the server ends a connection by the direction that it reads from.
+queue holds, and a ZMTP heartbeat (PING) is among that. A connection breaks when the peer resets it, or when both of its
+directions are shut down. The end of one direction is read in its turn, and does no harm. So the server lets no resets
+through, and ends a connection by shutting down the direction that it reads from.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ logger = logging.getLogger("statsd_bn.server")
 # On Linux; Python's socket has no names for them.
 _ATTACH_FILTER, _MEMORY_INFO = 26, 55
 
-# What the system tells of a socket's memory are nine numbers, the last of which counts what it has dropped.
+# The system tells nine numbers about a socket's memory; the last counts what it has dropped.
 _MEMORY = struct.Struct("9I")
 
 # The first numbers of what it tells of a TCP connection, in milliseconds, the time of a round trip in microseconds.
@@ -53,9 +53,9 @@ _NOTHING_NEW = (
 
 
 def let_no_reset_through(descriptor: int) -> bool:
-    """Keeps resets from a TCP connection, or from all that a listening socket accepts; returns whether it could.
+    """Keep resets from a TCP connection, or from all that a listening socket accepts; returns whether it could.
 
-    A peer that has reset its connection is then like one whose host has vanished; `resets` tells them apart.
+    A peer that has reset its connection then looks like one whose host has vanished; `resets` tells them apart.
     """
     try:
         with _borrowed(descriptor) as found:
@@ -65,19 +65,19 @@ def let_no_reset_through(descriptor: int) -> bool:
 
 
 def hang_up(descriptor: int) -> None:
-    """Ends a connection: ZeroMQ reads what has come, then finds the end and closes it."""
+    """End a connection: ZeroMQ reads what has come, then finds the end and closes it."""
     with _borrowed(descriptor) as found:
-        # What comes after would be read as well, and so put the end off.
+        # Otherwise ZeroMQ would go on reading what comes after, before it finds the end.
         is_quiet = not _is_tcp(found) or _attach(found, _NOTHING_NEW)
         found.shutdown(socket.SHUT_RD if is_quiet else socket.SHUT_RDWR)
 
 
 def dropped(descriptor: int) -> int:
-    """Returns how many segments of a connection the system has dropped, resets among them; 0 if it does not tell."""
+    """How many segments of a connection the system has dropped, resets among them; 0 if it does not tell."""
     if sys.platform != "linux":
         return 0
     try:
-        # Quicker than `_borrowed`, which asks the system what kind of socket it is: that does not matter here.
+        # Faster than `_borrowed`, which asks the system for the kind of socket; that does not matter here.
         found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
         try:
             drops: int = _MEMORY.unpack(found.getsockopt(socket.SOL_SOCKET, _MEMORY_INFO, _MEMORY.size))[-1]
@@ -93,9 +93,9 @@ class Answers:
     """How the other end of a TCP connection answers, in seconds.
 
     Attributes:
-        is_awaited: whether something is under way to it that it has not acknowledged.
-        silence: since when nothing has come, neither data nor an acknowledgement.
-        round_trip: how long it took to answer before.
+        is_awaited: whether it has not acknowledged all that was sent to it.
+        silence: how long nothing has come, neither data nor an acknowledgement.
+        round_trip: how long its answers took before.
     """
 
     is_awaited: bool
@@ -104,7 +104,7 @@ class Answers:
 
 
 def answers(descriptor: int) -> Answers | None:
-    """Returns how the other end of a TCP connection answers; None if the system does not tell."""
+    """How the other end of a TCP connection answers; None if the system does not tell."""
     if sys.platform != "linux":
         return None
     try:
@@ -119,7 +119,7 @@ def answers(descriptor: int) -> Answers | None:
 
 @contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yields the socket behind a descriptor that stays ZeroMQ's; needs none of its own, since there may be no more."""
+    """The socket behind a descriptor that stays ZeroMQ's; opens no further descriptor, since none may be left."""
     found = socket.socket(fileno=descriptor)
     try:
         yield found
@@ -132,7 +132,7 @@ def _is_tcp(found: socket.socket) -> bool:
 
 
 def _attach(found: socket.socket, program: tuple[tuple[int, int, int, int], ...]) -> bool:
-    """Has the system run a filter on what comes; returns whether this system can."""
+    """Have the system run a filter on what comes; returns whether this system can."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     try:
         found.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code)))

@@ -1,10 +1,8 @@
-"""Exposure: what is said of an endpoint without keys that others than this user can reach."""
+"""Exposure: the warning about an endpoint without keys that others than this user can reach."""
 
 from statsd_bn.reach import Reach, reach
 
-WHAT_THEY_CAN_DO = (
-    "join any job, take a member's place before it comes, end the job, and read and falsify its statistics"
-)
+WHAT_THEY_CAN_DO = "join any job, take a rank before its process does, end the job, and read and falsify its statistics"
 WHAT_TO_DO = {
     Reach.HOST: "Leave out --bind for a server that only this user can reach, or give --curve DIR",
     Reach.NETWORK: "Close the network to strangers, or give --curve DIR in place of --insecure",
@@ -13,7 +11,7 @@ WHO = {Reach.HOST: "every user of this host", Reach.NETWORK: "whoever reaches it
 
 
 def warning(endpoint: str) -> str:
-    """Returns who can reach an endpoint without keys, and what that means; empty if it is only this user."""
+    """Warning that says who can reach an endpoint without keys, and what they can do; "" if only this user can."""
     who = reach(endpoint)
     if who is Reach.USER:
         return ""

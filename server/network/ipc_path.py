@@ -1,7 +1,7 @@
-"""ipc paths: a socket file for this user alone, which takes the place of nobody's file and of no running server.
+"""ipc paths: a socket file for this user alone, which never replaces another file or a running server's socket.
 
-ZeroMQ removes whatever is at the path before it binds, so the socket is bound here and handed to it: the system refuses
-a path that is taken. What is removed is a socket that nobody listens on any more.
+ZeroMQ removes whatever is at the path before it binds. So the socket is bound here and handed to ZeroMQ: the system
+refuses a path that is taken. Only a socket that nobody listens on any more is removed.
 """
 
 import errno
@@ -26,14 +26,14 @@ PRIVATE_UMASK = 0o177
 LOCK_SECONDS = 5.0
 LOCK_PAUSE_SECONDS = 0.01
 
-# What file systems say that have no locks. Servers that start there in the same millisecond may take each other's path.
+# What file systems without locks say. Servers that start there in the same millisecond may take each other's path.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
-# What ZeroMQ takes for "make a socket yourself".
+# To ZeroMQ this means "make a socket yourself".
 NO_DESCRIPTOR = -1
 
-# Connections that wait to be accepted, for TCP as well: after a restart all members come at once, and one that finds no
-# room is tried again only after a moment.
+# Connections that wait to be accepted, for TCP as well: after a restart all members come at once, and the system tries
+# one that finds no room again only after a moment.
 BACKLOG = 4096
 
 
@@ -47,7 +47,7 @@ class SocketFile:
 
     @classmethod
     def at(cls, endpoint: str) -> "SocketFile | None":
-        """Returns the file of an endpoint; None if it has none."""
+        """The file of an endpoint; None if it has none."""
         path = ipc_path(endpoint)
         with suppress(OSError):
             if path:
@@ -56,9 +56,9 @@ class SocketFile:
         return None
 
     def remove(self) -> None:
-        """Removes the file if it is still this one, and the folder if that was made for one job.
+        """Remove the file if it is still this one, and the folder if that was made for one job.
 
-        To be called while the socket is open: nobody can have taken over the path then.
+        Call it while the socket is open: nobody can have taken over the path then.
         """
         with suppress(OSError):
             found = self.path.lstat()
@@ -69,9 +69,9 @@ class SocketFile:
 
 @contextmanager
 def listening(endpoint: str) -> Iterator[int]:
-    """Gives the descriptor of a socket that listens at an ipc path; `NO_DESCRIPTOR` for any other endpoint.
+    """Descriptor of a socket that listens at an ipc path; `NO_DESCRIPTOR` for any other endpoint.
 
-    Whoever leaves the block without an exception has taken the descriptor over.
+    A caller that leaves the block without an exception owns the descriptor.
 
     Raises:
         BindError: the path is taken, or cannot be bound.
@@ -103,7 +103,7 @@ def _is_own(folder: Path) -> bool:
     try:
         return folder == private_folder(os.environ)
     except ConfigurationError:
-        # There is nowhere to have one, and a path that was named needs none.
+        # There is no private folder, and a path that was named needs none.
         return False
 
 
@@ -118,7 +118,7 @@ def _bind(bound: socket.socket, path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path, endpoint: str) -> Iterator[None]:
-    """Keeps other servers from looking at the paths of a folder: between `bind` and `listen` one looks abandoned."""
+    """Keep other servers away from the paths of a folder: between `bind` and `listen` a socket looks abandoned."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         expiry = time.monotonic() + LOCK_SECONDS
@@ -144,7 +144,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _make_room(path: Path, endpoint: str) -> None:
-    """Removes a socket that nobody listens on; raises BindError if there is anything else."""
+    """Remove a socket that nobody listens on; raise BindError if anything else is there."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -161,7 +161,7 @@ def _make_room(path: Path, endpoint: str) -> None:
 
 
 def _is_served(path: Path) -> bool:
-    """Returns whether somebody listens, or may: only a refusal shows that nobody does."""
+    """Whether somebody listens, or may: only a refusal shows that nobody does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         caller.settimeout(0)
         try:

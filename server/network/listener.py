@@ -16,14 +16,14 @@ from statsd_bn import keys, limits
 from statsd_bn.errors import BindError
 from statsd_bn.reach import Reach, reach
 
-# How long the server sleeps at most: a request to stop, or the end of a connection, is noticed this much late.
+# How long the server sleeps at most: a request to stop, or the end of a connection, is noticed this late.
 LOOK_SECONDS = 0.05
 
 # How long answers may take to leave when the server stops.
 LINGER_MILLISECONDS = 1000
 
-# Messages of one connection that wait for the server to read them: a member has one or two in flight. What is beyond
-# waits with the sender, and nothing is lost. With fewer, ZeroMQ's thread is woken for each other message: a tenth of a
+# Messages of one connection that wait for the server to read them: a member has one or two in flight. Any more wait
+# with the sender, and none is lost. With a lower mark ZeroMQ's thread is woken for every other message: a tenth of a
 # round.
 RECEIVE_HIGH_WATER_MARK = 16
 
@@ -35,10 +35,10 @@ HANDSHAKE_FAILED = (
 )
 
 
-# Where ZeroMQ's count is asked for; nobody outside this process reaches it.
+# Where the server asks for ZeroMQ's count; only this process reaches it.
 _OWN_ENDPOINT = "inproc://statsd_bn.count"
 
-# What the server is told of.
+# What the monitor reports.
 EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
 
 
@@ -46,18 +46,18 @@ class Listener:
     """The socket that all clients connect to.
 
     Args:
-        quota: what bounds it.
-        pair: the server's keys, if clients need keys.
-        is_let_in: says whether a client may come in, by its public key, or the empty one; asked in another thread.
+        quota: its limits.
+        pair: the server's keys; None if clients need no keys.
+        is_let_in: whether to let in a client with this public key, "" for none; called in another thread.
 
     Attributes:
         socket: the ROUTER.
-        monitor: tells what happens to its connections.
+        monitor: reports what happens to its connections.
         most_of_key: how many connections one key may have.
         is_for_user: whether nobody but this user can connect to where it is bound.
 
     Raises:
-        ConfigurationError: there are to be keys, and this ZeroMQ was built without them.
+        ConfigurationError: keys are wanted, and this ZeroMQ was built without them.
     """
 
     def __init__(self, quota: Quota, pair: keys.Pair | None, is_let_in: Callable[[str], bool]) -> None:
@@ -79,7 +79,7 @@ class Listener:
             self._require_keys(pair)
 
     def bind(self, endpoint: str) -> str:
-        """Listens, and returns where, with the port that was picked.
+        """Listen; returns the endpoint, with the port that was picked.
 
         Raises:
             BindError: the endpoint is taken or does not exist.
@@ -101,23 +101,23 @@ class Listener:
         return bound
 
     def open(self) -> None:
-        """Lets connections in; to be called when everything is bound."""
+        """Let connections in; call it when everything is bound."""
         if self.is_for_user:
             self._gate.lift()
         self._gatekeeper.open()
 
     def has_given(self, routing_id: bytes, frame: zmq.Frame) -> bool:
-        """Returns whether the peer that has sent a frame has its routing id from here, and has not set it itself."""
+        """Whether the sender of a frame was given its routing id here, and has not set it itself."""
         return routing_id == _given(frame) or self._counted.holds(routing_id, self._gatekeeper.admitted)
 
     def close(self) -> None:
-        """Closes everything; answers under way have a moment to leave."""
+        """Close everything; answers under way have a moment to leave."""
         while self._files:
             self._files.pop().remove()
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=LINGER_MILLISECONDS)
-        # It may hold an answer back that was asked for before all was bound, and the context waits for it.
+        # The gatekeeper may hold back an answer until all is bound, and the context waits for it.
         self._gatekeeper.open()
         self._context.term()
         self._gatekeeper.join()
@@ -125,8 +125,8 @@ class Listener:
     def _new_gate(self, quota: Quota, *, has_keys: bool) -> Gate:
         # With keys no routing id can be held that ZeroMQ would give.
         at_once, soon_back = (self.most_of_key,) * 2 if has_keys else (quota.max_new_connections, SOON_BACK)
-        patience = LINE * quota.handshake_seconds
-        return Gate(at_once, quota.connections_per_second, soon_back=soon_back, patience=patience)
+        timeout = LINE * quota.handshake_seconds
+        return Gate(at_once, quota.connections_per_second, soon_back=soon_back, timeout=timeout)
 
     def _configure(self, quota: Quota) -> None:
         # Without MANDATORY a ROUTER drops answers to unknown peers silently; with HANDOVER a peer takes another's
@@ -152,7 +152,7 @@ class Listener:
         self.socket.curve_secretkey = pair.secret.encode()
 
     def _first_counted(self) -> bytes:
-        """Returns a routing id of ZeroMQ's count, before anybody else has one."""
+        """A routing id of ZeroMQ's count, from before any connection."""
         self.socket.bind(_OWN_ENDPOINT)
         with self._context.socket(zmq.DEALER) as own:
             own.connect(_OWN_ENDPOINT)
@@ -163,13 +163,13 @@ class Listener:
 
 
 def _given(frame: zmq.Frame) -> bytes:
-    """Returns the routing id that the gatekeeper has given a frame's connection."""
+    """Routing id that the gatekeeper has given to a frame's connection."""
     with suppress(zmq.ZMQError):
         return str(frame.get("Identity")).encode()
     return b""
 
 
 def _most_of_key(quota: Quota) -> int:
-    """Returns how many connections a key may have: no more than half of what this process may open."""
+    """How many connections a key may have: at most half of the files that this process may open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return quota.max_key_connections if most < 0 else min(quota.max_key_connections, max(1, most // 2))

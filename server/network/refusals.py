@@ -1,7 +1,7 @@
 """Refusals: how much has to be refused on each connection, and when that is too much; free of I/O.
 
-What is refused is counted and weighed by the processor time that it took. An honest member is refused where the server
-does not know its session any more; what makes no sense at all never comes from one.
+What is refused is counted, and weighed by the processor time that it took. An honest member may be refused because the
+server no longer knows its session; but it never sends unsound messages.
 """
 
 from collections import defaultdict
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from server.limits.quota import Quota
 from statsd_bn.errors import LimitExceeded
 
-# How long `Refusals` remembers what made no sense, and ignores a connection that is being ended: what has come over it
-# is still read.
+# How long `Refusals` remembers unsound messages, and ignores a connection that is being ended: ZeroMQ still hands over
+# what has come over it.
 MEMORY_SECONDS = 10.0
 
 
@@ -25,10 +25,10 @@ class Refusals:
     """What was refused, by routing id.
 
     Args:
-        quota: how much may be.
+        quota: how much may be refused.
 
     Attributes:
-        ignored: the routing ids of connections that are being ended, and until when.
+        ignored: the routing ids of connections that are being ended, and until when to ignore them.
     """
 
     def __init__(self, quota: Quota) -> None:
@@ -39,12 +39,12 @@ class Refusals:
         self._bad_since = 0.0
 
     def add(self, peer: bytes, seconds: float, *, is_bad: bool) -> LimitExceeded | None:
-        """Takes note of a message that was refused; returns the error of a peer for which that was one too many.
+        """Count a refused message; returns an error if it was one too many from this peer.
 
         Args:
             peer: its routing id.
             seconds: the processor time that it took.
-            is_bad: whether it made no sense.
+            is_bad: whether it was unsound.
         """
         recent = self._recent[peer]
         recent.frames += 1
@@ -60,11 +60,11 @@ class Refusals:
         return None
 
     def ignore(self, now: float, peer: bytes) -> None:
-        """Takes note that a connection is being ended."""
+        """Ignore a connection that is being ended."""
         self.ignored[peer] = now + MEMORY_SECONDS
 
     def forgive(self, now: float) -> None:
-        """Forgets what was refused lately; to be called four times a second."""
+        """Forget what was refused lately; call it four times a second."""
         self._recent.clear()
         if now - self._bad_since >= MEMORY_SECONDS:
             self._bad.clear()

@@ -1,12 +1,12 @@
 """Resets: which TCP connections their peers have reset.
 
-A process that is killed before it has read everything resets its connections. That does not reach ZeroMQ, see
-`descriptors`, so it would be known by its silence only. But the system counts what it drops.
+A process that is killed before it has read everything resets its connections. ZeroMQ does not see that (`descriptors`
+keeps it away), so the server would notice only the silence. But the system counts the segments that it drops.
 
-That a count rises proves nothing. Who knows the two addresses and guesses a port can forge a reset; TCP would tell it
-by its sequence number (RFC 5961), which the filter cannot. Other segments are dropped too. So the server sends a frame:
-the system of a live peer acknowledges it, even where the process is frozen, and where the connection has gone all that
-comes back is another reset.
+A count that rises proves nothing. Whoever knows the two addresses and guesses a port can forge a reset; TCP would
+detect it by its sequence number (RFC 5961), which the filter cannot. Other segments are dropped too. So the server
+sends a frame. The system of a living peer acknowledges it, even if the process is frozen; if the connection is gone,
+all that comes back is another reset.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from server.network.descriptors import Answers, answers, dropped
 
-# How long a system may take to acknowledge what it gets, beside the way there and back: at most a fifth of a second.
+# How long a system may take to acknowledge, beside the way there and back: at most a fifth of a second.
 ANSWER_SECONDS = 0.25
 
 # The system counts time in steps of up to ten milliseconds, and an answer may come in the same step as the frame.
@@ -38,8 +38,8 @@ class Resets:
     """Connections by file descriptor.
 
     Args:
-        dropped: how many segments of a connection the system has dropped.
-        answers: how its other end answers.
+        dropped: returns how many segments of a connection the system has dropped.
+        answers: returns how the other end answers.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Resets:
         self._suspicions: dict[int, _Suspicion] = {}
 
     def ended(self, descriptor: int) -> None:
-        """Takes note of the end of a connection."""
+        """Note the end of a connection."""
         self._known.pop(descriptor, None)
         self._suspicions.pop(descriptor, None)
 
     def suspects(self, now: float, descriptors: Iterable[int]) -> list[int]:
-        """Returns those of some connections that may have been reset since; to each a frame must be sent now."""
+        """Those of some connections that may have been reset since; send a frame to each now."""
         found = []
         for descriptor in descriptors:
             count = self._dropped(descriptor)
@@ -66,7 +66,7 @@ class Resets:
         return found
 
     def gone(self, now: float) -> list[int]:
-        """Returns the suspects that have been reset indeed: they answer that frame with nothing but resets."""
+        """Suspects that were really reset: they answer that frame with nothing but resets."""
         found = []
         for descriptor, suspicion in list(self._suspicions.items()):
             answers = self._answers(descriptor)
@@ -80,6 +80,6 @@ class Resets:
         return found
 
     def _is_reset(self, now: float, descriptor: int, suspicion: _Suspicion, answers: Answers) -> bool:
-        # A peer that reads nothing for long takes nothing more: then nothing is under way, and it need not answer.
+        # A peer that has not read for long is sent nothing more: then nothing is under way, and it need not answer.
         is_late = answers.is_awaited and now - suspicion.since >= ANSWER_SECONDS + answers.round_trip
         return is_late and self._dropped(descriptor) > suspicion.dropped

@@ -1,10 +1,10 @@
-"""Routing ids: who is who among the peers of the server's socket; none of them sets its own.
+"""Routing ids: the names of the peers of the server's socket; no peer may set its own.
 
-A peer of ZeroMQ may name its own routing id; to one that names none ZeroMQ gives the next number of a count. If
-somebody has already named that number, libzmq ends the whole process. So the gatekeeper gives each connection an id
-that nobody can guess. ZeroMQ keeps whichever id it hears last, the peer's or the gatekeeper's. With keys that is the
+A ZeroMQ peer may set its own routing id; to one that sets none, ZeroMQ gives the next number of a count. If another
+peer has already set that number, libzmq ends the whole process. So the gatekeeper gives each connection an id that
+nobody can guess. ZeroMQ keeps the id that it hears last, the peer's or the gatekeeper's. With keys that is the
 gatekeeper's, except in rare moments. Without keys a peer can speak last: then it has its own id, and is refused, or one
-of ZeroMQ's count, whose beginning nobody knows.
+of ZeroMQ's count, whose start nobody knows.
 """
 
 import os
@@ -13,19 +13,19 @@ import struct
 # Nobody guesses one in the life of a universe; written in hexadecimal, since pyzmq reads properties as text.
 _RANDOM_BYTES = 12
 
-# ZeroMQ's own are a zero byte and a number, which begins anew after the last.
+# ZeroMQ's own ids are a zero byte and a number, which starts again after the last.
 _COUNTED_BYTES, _NUMBERS = 5, 2**32
 
 
 def new() -> bytes:
-    """Returns a routing id for a new connection."""
+    """A routing id for a new connection."""
     return os.urandom(_RANDOM_BYTES).hex().encode()
 
 
 def metadata(routing_id: bytes) -> bytes:
-    """Returns what the gatekeeper says of a connection: these properties count, whatever the peer says they are.
+    """Metadata that the gatekeeper sets for a connection; it overrides what the peer says.
 
-    ZeroMQ adds the descriptor before, unless it does not know the peer's address.
+    ZeroMQ sets the real descriptor before, unless it does not know the peer's address.
     """
     return _property(b"Identity", routing_id) + _property(b"__fd", b"-1")
 
@@ -35,17 +35,17 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 class Counted:
-    """The ids that ZeroMQ itself may have given by now.
+    """Ids that ZeroMQ itself may have given by now.
 
     Args:
-        first: one that it gave before there was any connection.
+        first: the id that it gave before any connection.
     """
 
     def __init__(self, first: bytes) -> None:
         self._first = _number(first)
 
     def holds(self, routing_id: bytes, admitted: int) -> bool:
-        """Returns whether an id is one of them, after so many connections at most."""
+        """Whether an id is one of them, after at most so many connections."""
         if len(routing_id) != _COUNTED_BYTES or routing_id[0] != 0:
             return False
         return (_number(routing_id) - self._first) % _NUMBERS <= admitted

@@ -1,7 +1,7 @@
-"""Unread answers: what was sent to peers that do not read, in bounds.
+"""Unread answers: limits what is sent to peers that do not read.
 
-ZeroMQ queues messages for a peer by number, whatever their size. Whether a peer reads is seen at its connection: while
-the kernel takes more for it, ZeroMQ's queue for it is empty, so all that was sent before is out of this process.
+ZeroMQ limits the number of messages queued for a peer, not their size. Its connection shows whether a peer reads: while
+the kernel accepts more for it, ZeroMQ's queue is empty, and all that was sent before has left this process.
 """
 
 import select
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 # Bytes that may wait for one peer. An answer is 4 MB at most, and mostly some kB; the first one is always sent.
 MOST_OF_ONE = 2**20
 
-# Bytes that may wait for all of them, before those who do not read are cut off.
+# Bytes that may wait for all peers, before those that do not read are cut off.
 MOST = 2**25
 
-# An answer so small goes to whoever has read all before it, however much waits for others.
+# A peer that has read everything before gets an answer of this size, however much waits for others.
 SMALL = 2**16
 
 
 def writable(descriptors: Collection[int]) -> set[int]:
-    """Returns for which connections the kernel takes more; those that have ended are among them."""
+    """Connections for which the kernel accepts more; those that have ended are among them."""
     poller = select.poll()
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLOUT)
@@ -32,8 +32,8 @@ class _Peer:
 
     Attributes:
         descriptor: of its connection.
-        sent: bytes that were sent since it was last seen to read.
-        is_late: whether it did not read when `late` was last asked.
+        sent: bytes sent since it was last seen to read.
+        is_late: whether it had not read when `late` was last called.
     """
 
     descriptor: int
@@ -45,7 +45,7 @@ class Unread:
     """What may wait for each peer.
 
     Args:
-        takes_more: returns for which of some connections the kernel takes more.
+        takes_more: returns those of some connections for which the kernel accepts more.
 
     Attributes:
         peers: those whose connections are known, by name.
@@ -59,25 +59,25 @@ class Unread:
         self._next_look = MOST
 
     def descriptor(self, peer: bytes) -> int:
-        """Returns the descriptor of a peer's connection; -1 if it is not known."""
+        """Descriptor of a peer's connection; -1 if it is not known."""
         known = self.peers.get(peer)
         return known.descriptor if known else -1
 
     def meet(self, peer: bytes, descriptor: int) -> None:
-        """Takes note of a peer's connection."""
+        """Note a peer's connection."""
         self.ended(descriptor)
         if descriptor >= 0:
             self.peers[peer] = _Peer(descriptor)
             self._by_descriptor[descriptor] = peer
 
     def ended(self, descriptor: int) -> None:
-        """Takes note of the end of a connection."""
+        """Note the end of a connection."""
         peer = self.peers.pop(self._by_descriptor.pop(descriptor, b""), None)
         if peer:
             self._sent -= peer.sent
 
     def may_send(self, name: bytes, size: int) -> bool:
-        """Whether a peer reads well enough to be sent so many bytes, which then count."""
+        """Whether to send a peer so many bytes, because it reads what it is sent; if so they count."""
         peer = self.peers.get(name)
         if peer is None:
             return True
@@ -100,7 +100,7 @@ class Unread:
         return True
 
     def late(self) -> list[int]:
-        """Returns the connections to cut off: too much waits, and these have not read since this was last asked."""
+        """Connections to cut off: too much waits, and these have not read since the last call."""
         if self._sent <= MOST // 2:
             return []
         self._look(self.peers.values())

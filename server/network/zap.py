@@ -1,7 +1,11 @@
-"""ZAP: answers ZeroMQ's question whether a connection is let in (RFC 27), and names it.
+"""ZAP: answers ZeroMQ's question whether to let a connection in (RFC 27), and gives the connection its routing id.
 
-ZeroMQ asks at each handshake, over a socket inside this process, and the handshake waits for the answer; so a thread of
-its own gives it in time, however busy the server's loop is.
+ZeroMQ asks at each handshake, over a socket inside this process, and the handshake waits for the answer. A thread of
+its own answers in time, however busy the server's loop is.
+
+pyzmq has an authenticator for this. It cannot do three things that the server needs: give connections routing ids that
+nobody can guess (its answers have no metadata), let an answer wait in line (`gate`), and turn a connection away with
+"try again" (300) rather than "refused" (400).
 """
 
 import heapq
@@ -31,8 +35,8 @@ _ENVELOPE = 2
 _FIELDS = 4
 _KEY_BYTES = 32
 
-# How long an answer with CURVE is held back. ZeroMQ asks first, then reads what the peer says of itself, and keeps
-# the routing id that it hears last. An answer at once came first in one of four handshakes on a busy machine.
+# How long an answer with CURVE is held back. ZeroMQ asks first, then reads what the peer says about itself, and keeps
+# the routing id that it hears last. An immediate answer came first in one of four handshakes on a busy machine.
 HOLD_SECONDS = 0.001
 
 
@@ -41,7 +45,7 @@ class Gatekeeper:
 
     Args:
         context: whose handshakes it answers.
-        is_allowed: whether a public key is let in, or whoever has none, by the empty one; called from the thread.
+        is_allowed: whether to let in a client with this public key, "" for none; called from the thread.
         gate: how many may come.
 
     Attributes:
@@ -53,7 +57,7 @@ class Gatekeeper:
         self._is_allowed = is_allowed
         self._gate = gate
         self._is_open = threading.Event()
-        # A ROUTER may answer in another order than it was asked in: a key that has to wait holds up no other.
+        # A ROUTER can answer in another order than it was asked: a key that has to wait delays no other.
         self._socket = context.socket(zmq.ROUTER)
         self._waiting: list[tuple[float, int, list[bytes], str]] = []
         self._numbers = itertools.count()
@@ -62,11 +66,11 @@ class Gatekeeper:
         self._thread.start()
 
     def open(self) -> None:
-        """Begins to answer; whoever has come before has waited."""
+        """Begin to answer; those that came before have waited."""
         self._is_open.set()
 
     def join(self) -> None:
-        """Waits until the thread has ended, which it does when its context is terminated."""
+        """Wait until the thread has ended, which it does when its context is terminated."""
         self._is_open.set()
         self._thread.join()
 
@@ -82,13 +86,13 @@ class Gatekeeper:
             self._socket.close(linger=0)
 
     def _milliseconds(self) -> int | None:
-        """Returns how long it may wait for a request."""
+        """How long it may wait for a request."""
         if not self._waiting:
             return None
         return max(0, math.ceil(1000 * (self._waiting[0][0] - time.monotonic())))
 
     def _let_in(self) -> None:
-        """Lets those in whose turn it is."""
+        """Let in the connections whose turn it is."""
         while self._waiting and self._waiting[0][0] <= time.monotonic():
             _, _, head, key = heapq.heappop(self._waiting)
             self.admitted += 1
@@ -97,7 +101,7 @@ class Gatekeeper:
             self._socket.send_multipart(head + said)
 
     def _ask_in(self, request: list[bytes]) -> None:
-        """Turns a connection away, or puts it in line."""
+        """Turn a connection away, or put it in line."""
         head, fields = request[: _ENVELOPE + 2], request[_ENVELOPE + 2 :]
         key = _key(fields)
         if key is None or not self._is_allowed(key):
@@ -116,7 +120,7 @@ class Gatekeeper:
 
 
 def _key(fields: list[bytes]) -> str | None:
-    """Returns the public key that a client has shown that it has the secret of; None if there is no sense in it."""
+    """Public key that a client has proved to own the secret of; None if the request is unsound."""
     if fields[_FIELDS - 1 :] == [b"NULL"]:
         return ANYBODY.key
     if len(fields) != _FIELDS + 1 or fields[3] != b"CURVE" or len(fields[4]) != _KEY_BYTES:
