@@ -136,7 +136,7 @@ def _member(
         queue.put(_both_layers(case, calls, start))
 
 
-def _believe(_: nn.Module) -> bool:
+def _believe(*_: Any) -> bool:
     return True
 
 

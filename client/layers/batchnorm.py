@@ -6,31 +6,45 @@ asks for the process's current one each time, so copies, pickles and forks of it
 """
 
 import itertools
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from client.autograd.checkpointing import exchanges, is_inside_backward
-from client.autograd.exchange import Exchange
-from client.autograd.functional import Slice, batch_norm, held
+from client.autograd.functional import Slice
 from client.connection import groups
-from client.connection.current import current_connection
+from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.data_parallel import any_device
-from client.kernels import dispatch
-from client.lanes.choose import lane_for
-from client.lanes.in_process import LocalPipe
+from client.lanes.choose import connection_to, lane_over
 from client.lanes.lane import Lane
-from client.layers import custom_op, input_checks, running_stats, unsynchronized
+from client.layers import custom_op, input_checks, unsynchronized
+from client.layers.call import Call
 from client.layers.convert import convert
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.synchronized import Synchronized, twin_of
 from client.layers.unconnected import unconnected
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.moments import Moments
 
 EPS_MODES = ("plus", "clamp")
+
+
+class Way(Enum):
+    """How a layer computes one call."""
+
+    TORCHS = auto()
+    """Torch's own operator: in eval, or with nobody to synchronise with."""
+
+    COMPILED = auto()
+    """Our operator, which looks for its lane when it runs: where torch.compile traces the call."""
+
+    BY_ITSELF = auto()
+    """One slice of this process, over the lane."""
+
+    AS_REPLICA = auto()
+    """One slice of several, whose replicas meet at a barrier; the last takes all over the lane."""
+
 
 _unnamed = itertools.count()
 
@@ -121,13 +135,18 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         input_checks.check(self, input)
         if mask is not None:
             input_checks.check_mask(self, input, mask)
-        is_compiling = torch.compiler.is_compiling() and self._replica is None
-        if not self._uses_batch_statistics() or (mask is None and self._is_as_torchs(is_compiling=is_compiling)):
+        way, lane = self._route(mask)
+        if way is Way.TORCHS:
             return unsynchronized.forward(self, input, self._deferred_now())
-        if is_compiling:
-            return self._compiled(input, mask)
+        if way is Way.COMPILED:
+            return custom_op.forward(self, input, mask, self._deferred_now())
+        assert lane is not None  # noqa: S101 - the other ways exchange
         input_checks.check_local(self, input, self.weight)
-        return self._together(Slice(input, self.weight, self.bias, mask))
+        mine = Slice(input, self.weight, self.bias, mask)
+        call = Call(self, lane, self._tally, self._deferred_now())
+        if way is Way.BY_ITSELF or self._replica is None:
+            return call.by_itself(mine)
+        return call.as_replica(mine, *self._replica)
 
     def reset_running_stats(self) -> None:
         """Torch's; what is pending is forgotten."""
@@ -195,106 +214,40 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         if input.dim() < 2:  # noqa: PLR2004 - the batch and the channels
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
-    def _uses_batch_statistics(self) -> bool:
-        return self._is_tallied() or self.training or (self.running_mean is None and self.running_var is None)
+    def _route(self, mask: Tensor | None) -> tuple[Way, Lane | None]:
+        """Returns how this call is computed, and over which lane if it exchanges anything.
 
-    def _is_as_torchs(self, *, is_compiling: bool) -> bool:
-        """Whether torch's own operator will do. Where its input is traced, nothing but ours can measure what it saw."""
-        if self._has_company():
-            return False
-        is_transformed = is_compiling or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
-        return self._deferred_now() is None or not is_transformed
+        It asks for the connection once, so that the way and the lane fit together.
+        """
+        is_tallied = self._tally is not None
+        if not (self.training or is_tallied or (self.running_mean is None and self.running_var is None)):
+            return Way.TORCHS, None
+        connection = connection_to(self.group) if self.training and not is_tallied else None
+        is_traced = torch.compiler.is_compiling() and self._replica is None
+        if mask is None and not self._has_company(connection) and self._can_be_torchs(is_traced=is_traced):
+            return Way.TORCHS, None
+        if is_traced:
+            return Way.COMPILED, None
+        is_replica = self._replica is not None and (self.training or is_tallied)
+        lane = lane_over(connection, self.layer_name, self.group)
+        return (Way.AS_REPLICA if is_replica else Way.BY_ITSELF), lane
 
-    def _is_tallied(self) -> bool:
-        """Whether `recalibrate` counts this pass, in which this process's batch is the whole batch."""
-        return self._tally is not None
-
-    def _has_company(self) -> bool:
-        if self._is_tallied():
+    def _has_company(self, connection: Connection | None) -> bool:
+        """Whether other batches belong to this one; while `recalibrate` counts the pass, all that it counts."""
+        if connection is not None or self._tally is not None:
             return True
         if not self.training:
             return False
-        connection = current_connection()
-        if connection is not None and not connection.is_alone(self.group):
-            return True
         if self._replica is not None:
             return self._replica[0].nr_replicas > 1
         if not torch.compiler.is_compiling():
             unconnected.tell(self.layer_name)
         return False
 
-    def _lane(self) -> Lane:
-        if self._is_tallied() or not self.training:
-            return LocalPipe(self.layer_name)
-        return lane_for(self.layer_name, self.group)
-
-    def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The same as one operator, in which the compiler does not look."""
-        output: Tensor
-        lane = custom_op.named(self.group) if self.training else custom_op.ALONE
-        deferred = self._deferred_now()
-        number = custom_op.NOT_DEFERRED if deferred is None else deferred.number
-        output, statistics, ticket = custom_op.batch_norm(
-            x, self.weight, self.bias, mask, self.layer_name, *lane, self.eps, self.eps_mode, number
-        )
-        if self.training:
-            statistics = statistics.detach()
-            running_stats.move(
-                self,
-                statistics[custom_op.NEWEST_MEAN],
-                statistics[custom_op.NEWEST_VARIANCE],
-                is_due=ticket[custom_op.IS_DUE],
-                has_values=ticket[custom_op.NEWEST_COUNT] > 0,
-            )
-        return output
-
-    def _together(self, mine: Slice) -> Tensor:
-        seat = self._replica if self.training or self._is_tallied() else None
-        if seat is not None:
-            mine = held(mine)
-        if is_inside_backward() and (earlier := self._earlier(mine, 0 if seat is None else seat[1])):
-            return batch_norm([mine], earlier)[0]
-        if seat is None:
-            output, due = self._normalise([mine])[0]
-        else:
-            barrier, replica = seat
-            point = f"layer {self.layer_name!r}"
-            output, due = barrier.meet(replica, point, mine, self._normalise_replicas)
-            output = output if torch.is_grad_enabled() else output.detach()
-        if due is not None:
-            running_stats.move_by(self, due)
-        return output
-
-    def _earlier(self, mine: Slice, replica: int) -> Exchange | None:
-        """The call that a checkpoint computes again."""
-        if self._is_tallied():
-            return None
-        with torch.no_grad():
-            moments = dispatch.moments(mine.input, mine.mask)
-        return exchanges.find(self.layer_name, self._lane(), replica, moments)
-
-    def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Moments | None]]:
-        """Runs in the thread of the last to come, whose grad mode is only its own."""
-        with torch.enable_grad():
-            return self._normalise(slices)
-
-    def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Moments | None]]:
-        exchange = Exchange(self._lane(), self.layer_name, self.eps, self.eps_mode)
-        outputs = batch_norm(slices, exchange)
-        if self._tally is None:
-            exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
-        due = self._due(exchange.moments)
-        return [(output, due) for output in outputs]
-
-    def _due(self, batch: Moments) -> Moments | None:
-        """Counts a batch; returns what every replica's running statistics move by now, if they move."""
-        if self._tally is not None:
-            self._tally.add(batch)
-            return None
-        if not self.training:
-            return None
-        deferred = self._deferred_now()
-        return batch if deferred is None else deferred.add(batch)
+    def _can_be_torchs(self, *, is_traced: bool) -> bool:
+        """Where the input of a micro-batch is traced, only our operator can measure what it saw."""
+        is_transformed = is_traced or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
+        return self._deferred_now() is None or not is_transformed
 
     def _deferred_now(self) -> Deferred | None:
         """Statistics that are not kept need no deferring."""

@@ -21,7 +21,7 @@ from client.lanes.choose import lane_for
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
 from client.layers import running_stats
-from client.layers.micro_batches import numbered
+from client.layers.micro_batches import Deferred, numbered
 from statsd_bn.moments import Moments
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
@@ -37,7 +37,7 @@ COUNT, STEP, CALL, IS_DUE, NEWEST_COUNT, NUMBER = range(6)
 NOT_DEFERRED = 0
 
 # The name and size of a group that sends nothing, for eval: of this process. No group that somebody names is called so.
-ALONE = (f"{LOCAL} process", 1)
+THIS_PROCESS = (f"{LOCAL} process", 1)
 
 _walks = Walks()
 
@@ -50,10 +50,37 @@ def named(group: Group | str | None) -> tuple[str, int]:
 
 
 def _lane(layer: str, group: str, size: int) -> Lane:
-    """Returns the lane of a layer whose group is written as `named` does it, or as `ALONE`."""
-    if (group, size) == ALONE:
+    """Returns the lane of a layer whose group is written as `named` does it, or as `THIS_PROCESS`."""
+    if (group, size) == THIS_PROCESS:
         return LocalPipe(layer)
     return lane_for(layer, Group(group, size) if size else group or None)
+
+
+def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | None) -> Tensor:
+    """Normalises `x` by the operator, and moves the running statistics by what it returns.
+
+    Args:
+        layer: a `SynchronizedBatchNorm`.
+        x: shape (N, C, *).
+        mask: shape (N, *), bool, or None.
+        deferred: says when the running statistics move; None after each call.
+    """
+    output: Tensor
+    lane = named(layer.group) if layer.training else THIS_PROCESS
+    number = NOT_DEFERRED if deferred is None else deferred.number
+    output, statistics, ticket = batch_norm(
+        x, layer.weight, layer.bias, mask, layer.layer_name, *lane, layer.eps, layer.eps_mode, number
+    )
+    if layer.training:
+        statistics = statistics.detach()
+        running_stats.move(
+            layer,
+            statistics[NEWEST_MEAN],
+            statistics[NEWEST_VARIANCE],
+            is_due=ticket[IS_DUE],
+            has_values=ticket[NEWEST_COUNT] > 0,
+        )
+    return output
 
 
 @torch.library.custom_op("statsd_bn::batch_norm", mutates_args=())
@@ -77,7 +104,7 @@ def batch_norm(
         bias: shape (C,) or None.
         mask: shape (N, *), bool, or None.
         layer: the layer's name.
-        group: with whom it synchronises, as `named` writes it; or `ALONE`.
+        group: with whom it synchronises, as `named` writes it; or `THIS_PROCESS`.
         size: of that group.
         eps: the layer's.
         eps_mode: the layer's.

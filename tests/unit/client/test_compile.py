@@ -61,7 +61,7 @@ def test_in_eval_masks_send_nothing(members, policy):
 
 def test_no_group_of_a_user_has_the_name_of_evals():
     with pytest.raises(ConfigurationError, match="reserved"):
-        client.Group(*custom_op.ALONE)
+        client.Group(*custom_op.THIS_PROCESS)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpoint"])
