@@ -1,4 +1,4 @@
-"""Exchange: one call of one layer, and the rounds it has."""
+"""Exchange: one call of one layer, with its rounds forward and backward."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ class Exchange:
     number: int = field(init=False, default_factory=_numbers.__next__)
     turns: list[Turn] = field(init=False, default_factory=lambda: [Turn()])
     computed_again: set[int] = field(default_factory=set)
-    _walks: dict[str, int] = field(default_factory=dict)
+    _passes: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -90,7 +90,7 @@ class Exchange:
         self.take(rows, self.lane.run_slave(rows))
 
     def take(self, rows: Rows, aggregate: Aggregate) -> None:
-        """The forward round gave this aggregate for these rows."""
+        """Keeps what the forward round returned for these rows."""
         self.rows = rows
         self.key = aggregate.key
         self.moments = Moments.from_vectors(aggregate.count, aggregate.values)
@@ -100,8 +100,8 @@ class Exchange:
         """Returns the sums over all replicas.
 
         Args:
-            phase: which of the rounds that follow the forward one. A graph that is kept may be walked more than once,
-                and each walk is a round of its own: "backward", "backward 2", ...
+            phase: "backward" or "second backward". Each further backward pass through a graph that is kept has a round
+                of its own: "backward 2", ...
             local: shape (replicas, vectors, C).
         """
         if len(local) != len(self.rows.counts):
@@ -110,9 +110,9 @@ class Exchange:
                 f"together, got those of {len(local)}; a reentrant checkpoint computes one replica at a time, so pass "
                 "use_reentrant=False to torch.utils.checkpoint"
             )
-        walk = self._walks[phase] = self._walks.get(phase, 0) + 1
+        number = self._passes[phase] = self._passes.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
-        key = self.key.of_phase(phase_of(phase, walk))
+        key = self.key.of_phase(phase_of(phase, number))
         return self.lane.run_slave(Rows(self.rows.counts, local), key).values
 
     def check_count(self, x: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The autograd functions: all local replicas in, all outputs out, one exchange each way.
 
-One node for all replicas of a process, because CPU autograd walks the graph in one thread: a node per replica
-would wait for a sibling that is behind it in the same thread, for ever.
+One node stands for all replicas of a process, because on a CPU one thread runs the whole backward pass: a node for each
+replica would wait forever for a sibling that only the same thread can run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,14 @@ from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one replica brings: its input (N, C, *), its copies of weight and bias, (C,) or None, and its mask.
+    """What one replica brings.
 
-    The mask, bool of shape (N, *), says which positions count for the statistics; None: all. `holder` is the node that
-    has saved the input, if it is not for the batch norm to save it.
+    Attributes:
+        input: shape (N, C, *).
+        weight: the replica's copy, shape (C,) or None.
+        bias: likewise.
+        mask: shape (N, *), bool: which positions count for the statistics; None for all.
+        holder: the node that has saved the input, where the batch norm must not save it; see `held`.
     """
 
     input: Tensor
@@ -37,13 +41,13 @@ class Slice:
 def held(slice_: Slice) -> Slice:
     """Saves the input now, in the calling thread, where a checkpoint around this replica can see it.
 
-    With it goes the weight, for autograd to notice if it changes before backward: on the module's device the copies
+    The last thread makes the batch norm for all replicas. What that saved, the last thread's checkpoint would take for
+    its own.
+
+    The weight is saved too, so that autograd notices if it changes before backward: on the module's device the copies
     share its memory.
 
-    A thread without gradients has nothing to save and wants none, whatever its siblings do.
-
-    The replicas' one batch norm is made by the thread that comes last, and what it saved itself that thread's
-    checkpoint would take for its own.
+    A thread without gradients saves nothing, whatever its siblings do.
     """
     if not torch.is_grad_enabled():
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
@@ -95,14 +99,14 @@ def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply`, but for its search for default arguments, which takes as long as the whole call without it."""
+    """`function.apply` without its search for default arguments, which would double the time of the call."""
     if torch._C._are_functorch_transforms_active():  # noqa: SLF001 - torch asks the same
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # it comes from C
 
 
 class _Exchanging(torch.autograd.Function):
-    """A function that sends rounds: what torch cannot make of it, in words for whoever calls a layer."""
+    """A function that sends rounds; its errors say what torch cannot do with it."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -144,8 +148,8 @@ class _BatchNorm(_Exchanging):
         needs = _split(ctx.needs_input_grad[2 : 2 + 3 * ctx.replicas], 3)
         xs, weights, masks = _split(ctx.unsaved or ctx.saved_tensors, 3)
         xs = [holder.saved_tensors[0] if holder else x for x, holder in zip(xs, ctx.holders, strict=True)]
-        arguments = _Walk(ctx.exchange, needs), *grads, *xs, *weights, *masks
-        # Only where a graph of this walk is wanted is a node for it.
+        arguments = _BackwardPass(ctx.exchange, needs), *grads, *xs, *weights, *masks
+        # A graph of this pass, and so a node for it, is made only where someone asks for it.
         gradients = _apply(_Backward, *arguments) if torch.is_grad_enabled() else _Backward.forward(*arguments)
         return None, None, *gradients, *[None] * ctx.replicas
 
@@ -156,8 +160,8 @@ def _normalise(exchange: Exchange, slice_: Slice) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Walk:
-    """One walk back through a call, and what it leaves for a second one.
+class _BackwardPass:
+    """One backward pass of a call, and what a second derivative needs of it.
 
     Attributes:
         exchange: the call's.
@@ -176,46 +180,46 @@ class _Backward(_Exchanging):
     """The first backward, as a function that can be differentiated itself."""
 
     @staticmethod
-    def forward(walk: _Walk, *tensors: Any) -> tuple[Tensor | None, ...]:
+    def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         grads, inputs, weights, masks = _split(tensors, 4)
-        statistics = walk.exchange.statistics
-        walk.local = [
+        statistics = this.exchange.statistics
+        this.local = [
             dispatch.backward_sums(grad, x, statistics, mask)
             for grad, x, mask in zip(grads, inputs, masks, strict=True)
         ]
-        _, needs_weight, needs_bias = walk.needs
+        _, needs_weight, needs_bias = this.needs
         return (
-            *_input_gradients(walk, grads, inputs, weights, masks),
-            *_where_needed(needs_weight, [sums[1] * statistics.invstd for sums in walk.local], inputs),
-            *_where_needed(needs_bias, [sums[0] for sums in walk.local], inputs),
+            *_input_gradients(this, grads, inputs, weights, masks),
+            *_where_needed(needs_weight, [sums[1] * statistics.invstd for sums in this.local], inputs),
+            *_where_needed(needs_bias, [sums[0] for sums in this.local], inputs),
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:  # noqa: ARG004
-        ctx.walk, *tensors = inputs
+        ctx.backward_pass, *tensors = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        replicas = len(ctx.walk.local)
-        return None, *_SecondBackward.apply(ctx.walk, *ctx.saved_tensors, *gradients), *[None] * replicas
+        replicas = len(ctx.backward_pass.local)
+        return None, *_SecondBackward.apply(ctx.backward_pass, *ctx.saved_tensors, *gradients), *[None] * replicas
 
 
 class _SecondBackward(_Exchanging):
     """The gradient of the first backward."""
 
     @staticmethod
-    def forward(walk: _Walk, *tensors: Any) -> tuple[Tensor | None, ...]:
-        statistics = walk.exchange.statistics
+    def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
+        statistics = this.exchange.statistics
         *saved, by_input, by_weight, by_bias = _split(tensors, 7)
-        parts = [SecondOrder(*part) for part in zip(*saved, walk.local, by_input, by_weight, by_bias, strict=True)]
-        if walk.total is None:
+        parts = [SecondOrder(*part) for part in zip(*saved, this.local, by_input, by_weight, by_bias, strict=True)]
+        if this.total is None:
             return *(part.without_input(statistics) for part in parts), *[None] * 2 * len(parts)
         with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
             local = [part.sums(statistics) for part in parts]
-            second = walk.exchange.backward(SECOND_BACKWARD, np.stack(local))
+            second = this.exchange.backward(SECOND_BACKWARD, np.stack(local))
             found = [
-                part.gradients(statistics, walk.total, second, sums) for part, sums in zip(parts, local, strict=True)
+                part.gradients(statistics, this.total, second, sums) for part, sums in zip(parts, local, strict=True)
             ]
         by_grad, by_input, by_weight = zip(*found, strict=True)
         return *by_grad, *by_input, *by_weight
@@ -230,18 +234,18 @@ class _SecondBackward(_Exchanging):
 
 
 def _input_gradients(
-    walk: _Walk,
+    this: _BackwardPass,
     grads: Sequence[Tensor],
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor | None],
     masks: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Only the inputs' gradients need the other replicas; parameters keep their local sums, as under DDP."""
-    if not any(walk.needs[0]):
+    if not any(this.needs[0]):
         return [None] * len(inputs)
-    walk.total = total = walk.exchange.backward(BACKWARD, np.array(walk.local))
+    this.total = total = this.exchange.backward(BACKWARD, np.array(this.local))
     return [
-        dispatch.input_gradient(grad, x, walk.exchange.statistics, total, weight, mask)
+        dispatch.input_gradient(grad, x, this.exchange.statistics, total, weight, mask)
         for grad, x, weight, mask in zip(grads, inputs, weights, masks, strict=True)
     ]
 

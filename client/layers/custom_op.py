@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from client.autograd.backward_passes import Walks, phase_of
+from client.autograd.backward_passes import BackwardPasses, phase_of
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.exchange import Exchange
 from client.connection.groups import LOCAL, Group
@@ -39,7 +39,7 @@ NOT_DEFERRED = 0
 # The name and size of a group that sends nothing, for eval: of this process. No group that somebody names is called so.
 THIS_PROCESS = (f"{LOCAL} process", 1)
 
-_walks = Walks()
+_backward_passes = BackwardPasses()
 
 
 def named(group: Group | str | None) -> tuple[str, int]:
@@ -183,7 +183,7 @@ def batch_norm_backward(
     by_input = x.new_empty(0)
     if needs_input:
         lane = _lane(layer, group, size)
-        key = lane.key(step, call, phase_of(BACKWARD, _walks.count(number)))
+        key = lane.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
         rows = Rows((dispatch.count(x, mask),), local[np.newaxis])
         total = lane.run_slave(rows, key).values
         by_input = dispatch.input_gradient(grad, x, found, total, weight, mask)

@@ -493,10 +493,10 @@ def compiled_masks_in_eval(connection: client.Connection, backend: str) -> tuple
     return results, connection.rounds
 
 
-def walk_compiled_again(
+def backward_through_compiled_again(
     connection: client.Connection, backend: str, who: tuple[int, ...], is_checkpointed: bool
 ) -> tuple[list[str], Buffers, Buffers]:
-    """The phases of all rounds, and the gradients of three walks with a call between them: first some are compiled."""
+    """The phases of all rounds, and the gradients of three backward passes with a call between: first some compiled."""
     torch.compiler.reset()
     phases = _recorded_phases(connection)
     results = []

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import client
-from client.autograd.backward_passes import KEPT_CALLS, Walks
+from client.autograd.backward_passes import KEPT_CALLS, BackwardPasses
 from client.layers import custom_op
 from programs import member_programs
 from statsd_bn.errors import ConfigurationError
@@ -66,18 +66,18 @@ def test_no_group_of_a_user_has_the_name_of_evals():
 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("who", [(0, 1), (0,)], ids=["both compiled", "one compiled"])
-def test_a_graph_that_is_kept_may_be_walked_again_even_after_another_forward(members, who, is_checkpointed):
-    for phases, *gradients in members(2, member_programs.walk_compiled_again, TRACE, who, is_checkpointed):
+def test_a_graph_that_is_kept_allows_another_backward_pass_even_after_another_forward(members, who, is_checkpointed):
+    for phases, *gradients in members(2, member_programs.backward_through_compiled_again, TRACE, who, is_checkpointed):
         assert phases == ["forward", "backward", "forward", "backward 2", "backward", "backward 3"] * 2
         assert_equal([gradients])
 
 
-def test_walks_are_forgotten_for_the_call_that_was_walked_least_recently():
-    walks = Walks()
-    assert [walks.count(0), walks.count(1), walks.count(0)] == [1, 1, 2]
+def test_passes_are_forgotten_for_the_call_whose_last_one_is_the_oldest():
+    passes = BackwardPasses()
+    assert [passes.count(0), passes.count(1), passes.count(0)] == [1, 1, 2]
     for call in range(2, KEPT_CALLS + 1):
-        assert walks.count(call) == 1
-    assert [walks.count(0), walks.count(1)] == [3, 1]
+        assert passes.count(call) == 1
+    assert [passes.count(0), passes.count(1)] == [3, 1]
 
 
 def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once(members):

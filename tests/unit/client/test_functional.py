@@ -121,7 +121,7 @@ def test_backward_needs_nobody_when_no_input_needs_a_gradient():
     assert all(weight.grad is not None for weight in weights)
 
 
-def test_every_walk_of_a_kept_graph_is_a_round_of_its_own():
+def test_every_backward_pass_of_a_kept_graph_is_a_round_of_its_own():
     pipe = CountingPipe()
     inputs, weights, biases = tensors((3,))
     inputs[0].requires_grad_()
@@ -131,7 +131,7 @@ def test_every_walk_of_a_kept_graph_is_a_round_of_its_own():
     assert pipe.rounds == ["forward", "backward", "backward 2", "backward 3"]
 
 
-def test_a_graph_that_is_kept_may_be_walked_again_even_after_another_forward():
+def test_a_graph_that_is_kept_allows_another_backward_pass_even_after_another_forward():
     def member(connection):
         x = torch.randn(3, 2, generator=torch.Generator().manual_seed(connection.rank)).requires_grad_()
         pipe = SlavePipe(connection, "bn")
