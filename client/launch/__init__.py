@@ -1,4 +1,4 @@
-"""How a process finds its rank and its server: arguments, variables, launchers, torch's store, a server of its own.
+"""How `client.connect` finds its settings and its server: arguments, variables, launchers, torch's store.
 
-What is said over the connection then belongs in `client.connection`.
+It also starts a server where the job needs one. What is sent over the connection belongs in `client.connection`.
 """

@@ -1,4 +1,4 @@
-"""connect(): this process's place among the replicas, and the goodbye at its end."""
+"""connect(): connects this process to its job, and leaves the job when the process ends."""
 
 import atexit
 import logging
@@ -23,10 +23,10 @@ from statsd_bn.reach import check_is_open_to_us
 
 logger = logging.getLogger("statsd_bn.client")
 
-# A child of multiprocessing has sent what its queues hold before it says goodbye, and perhaps waits for other members.
+# A child of multiprocessing first sends what its queues hold; then it leaves, and may have to wait for other members.
 AFTER_QUEUES = -100
 
-# This user's server may have been started just before, as in the background; it listens within a second.
+# This user's server may have been started just before, in the background; it listens within a second.
 FIND_SECONDS = 2.0
 FIND_PAUSE_SECONDS = 0.05
 
@@ -43,44 +43,44 @@ def connect(
     min_members: int | None = None,
     curve: str | Path | None = None,
 ) -> Connection:
-    """Connects this process's synchronised layers to a master, and waits until all members are there.
+    """Connects this process's synchronised layers to a server, and waits until all processes of the job are there.
 
-    Under torchrun it needs no argument: member 0 starts a master, which ends with it, and the others learn of it
-    through torch's rendezvous store. So it is under any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT, and in tasks of SLURM's srun. Without a launcher it finds the `python -m server` of this user.
+    Under torchrun it needs no argument: rank 0 starts a server, which ends with it, and announces it in torch's
+    rendezvous store. The same holds for any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and for
+    tasks of SLURM's srun. Without a launcher it finds the `python -m server` of this user.
 
     Args:
-        endpoint: where `python -m server` listens, `tcp://host:port` or `ipc://path`; else STATSD_BN_ENDPOINT; else a
-            master is started for this job under a launcher, and without one this user's own server is meant.
-        job: the training run's name; else STATSD_BN_JOB, else as the launcher calls it, else "default".
-        rank: this process's number in the job; else RANK, else as SLURM numbers the tasks, else 0.
+        endpoint: where `python -m server` listens, `tcp://host:port` or `ipc://path`; else STATSD_BN_ENDPOINT; else
+            rank 0 starts a server if there is a launcher, and without one this user's own server is used.
+        job: the training run's name; else STATSD_BN_JOB, else the launcher's name for it, else "default".
+        rank: this process's number in the job; else RANK, else SLURM's number of the task, else 0.
         world_size: how many processes the job begins with; else WORLD_SIZE, else the number of SLURM's tasks, else 1.
         round_timeout: how long a round may take, in seconds.
         join_timeout: how long the processes may take to connect, in seconds; else as long as a round.
         policy: what happens when a member is lost. "strict": all others raise `ReplicaLost`. "elastic": they go on
-            without it, and newcomers may join at a step boundary, see `Connection.first_step`.
-        min_members: how few members an elastic job may go on with; with fewer all wait for newcomers, as long as a
-            round may take; default 1.
+            without it, and new ones may join at a step boundary, see `Connection.first_step`.
+        min_members: how few members an elastic job may go on with; with fewer all wait for new ones, for up to
+            `round_timeout`; default 1.
         curve: the file with this client's secret key, as `python -m server keygen` makes it, for a server with --curve;
-            else STATSD_BN_CURVE. A master that is started for a job on several nodes makes its keys from
+            else STATSD_BN_CURVE. A server that rank 0 starts for a job on several nodes makes its keys from
             STATSD_BN_SECRET_FILE or STATSD_BN_SECRET.
 
     Returns:
-        The connection, also a context manager: leaving it disconnects, and tells the others why if an
-        exception was the reason.
+        The connection. It is a context manager too: its end disconnects, and tells the others if an exception was the
+        reason.
 
     Raises:
-        ConfigurationError: an argument or variable is missing or wrong, or this process is connected already.
-        ServerUnreachable: nobody answers at the endpoint, within seconds, or it is closed to this user; or member 0
-            could not start a master, or told the others of none in time.
+        ConfigurationError: an argument or variable is missing or wrong, or this process is already connected.
+        ServerUnreachable: no server answers at the endpoint within seconds, or it is closed to this user; or rank 0
+            could not start a server, or announced none in time.
         AuthenticationRefused: server and client do not accept each other's keys.
         DuplicateMember: another process has this rank.
-        WorldSizeMismatch: the members disagree on `world_size`.
-        GroupIncomplete: not all members came in time.
-        RegistrationRefused: the members do not agree on the policy, or another reason that it names.
+        WorldSizeMismatch: the processes disagree on `world_size`.
+        GroupIncomplete: not all processes connected in time.
+        RegistrationRefused: the processes disagree on the policy, or for another reason, which the error names.
     """
     open_connection = current_connection()
-    # A forked child may have its own beside its parent's, which it can neither use nor close.
+    # A forked child may open its own, beside its parent's, which it can neither use nor close.
     if open_connection and open_connection.is_own:
         raise ConfigurationError(f"already connected: {open_connection!r}; call client.disconnect() first")
     settings = resolve(
@@ -102,7 +102,7 @@ def connect(
         connection = _join(settings.endpoint.value or _own_server(), settings.keys(), settings.member())
     hold(connection)
     if multiprocessing.parent_process():
-        # Where such a child was forked it ends without a word to atexit.
+        # A forked child of multiprocessing does not run atexit.
         Finalize(None, _goodbye, exitpriority=AFTER_QUEUES)
     return connection
 
@@ -128,9 +128,9 @@ def _own_server() -> str:
 
 
 def _goodbye() -> None:
-    """At the interpreter's end: tells the others, with the exception that ended it if there was one.
+    """Leaves the job when the interpreter ends, and tells the others of the exception if one ended it.
 
-    A master of this process's own would end with it, so members who have more to do are waited for.
+    A server that this process started would end too, so it waits for the members that are still at work.
     """
     error = _end_of_process()
     if connection := current_connection():
@@ -140,7 +140,7 @@ def _goodbye() -> None:
 
 
 def _end_of_process() -> BaseException | None:
-    """Returns the exception that ends the process: shown by now, or in a child of multiprocessing on its way."""
+    """Returns the exception that ends the process: already printed, or in a child of multiprocessing being raised."""
     error = getattr(sys, "last_value", None) or sys.exception()
     # torch's spawn turns an exception into an exit.
     return error.__context__ if isinstance(error, SystemExit) else error

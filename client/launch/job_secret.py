@@ -1,7 +1,7 @@
-"""The secret of a job on several nodes, from which each process makes the same keys: nothing secret has to travel.
+"""The secret of a job on several nodes. Each process makes the same keys from it, so nothing secret is sent.
 
-A launcher gives it to all processes alike, in a file or in the environment. Standard input would not do: the processes
-that a launcher starts on a host share one, so the first to read would leave nothing to the others.
+A launcher gives it to all processes, in a file or in the environment. Standard input would not work: the processes on a
+host share it, and the first reader would leave nothing for the others.
 """
 
 import logging
@@ -18,13 +18,13 @@ from statsd_bn.keys import ClientKeys, Pair, ServerKeys
 
 logger = logging.getLogger("statsd_bn.client")
 
-# 128 bits, written as hexadecimal digits.
+# 128 bits in hexadecimal digits.
 LEAST_LETTERS = 32
 
-# Random text of that length has more different letters; "changeme" four times has fewer.
+# Random text of that length has more different letters than this; "changeme" four times has fewer.
 LEAST_DIFFERENT_LETTERS = 8
 
-# 256 bits, for one that is made here.
+# 256 bits, for a secret made here.
 MADE_BYTES = 32
 
 KEY_BYTES = 32
@@ -39,10 +39,10 @@ WAYS = (
 
 
 def given(environ: Mapping[str, str]) -> str | None:
-    """Returns the job's secret; None if rank 0 is to make one and tell it through torch's store.
+    """Returns the job's secret; None if rank 0 makes one and sends it through torch's store.
 
     Raises:
-        ConfigurationError: there is none, or it is unusable.
+        ConfigurationError: the job has no secret, several ones, or a weak one.
     """
     path, text = environ.get("STATSD_BN_SECRET_FILE", ""), environ.get("STATSD_BN_SECRET", "")
     in_store = environ.get("STATSD_BN_SECRET_IN_STORE", "") == "1"
@@ -56,7 +56,7 @@ def given(environ: Mapping[str, str]) -> str | None:
         return _checked("STATSD_BN_SECRET", text)
     if not in_store:
         raise ConfigurationError(
-            "endpoint: none given, and the processes may be on several nodes, for all that their launcher says. If all "
+            "endpoint: none given, and the processes may be on several nodes, as far as the launcher says. If all "
             f"are on this host, set MASTER_ADDR=127.0.0.1, or LOCAL_WORLD_SIZE to their number. {WAYS}"
         )
     logger.warning(
@@ -72,7 +72,7 @@ def make() -> str:
 
 
 def server_keys(secret: str, job: str) -> ServerKeys:
-    """Returns the keys of a job's server, which lets in the job's members and nobody else."""
+    """Returns the keys of a job's server; it lets in only the members of the job."""
     return ServerKeys(_pair(secret, job, "server"), MEMBER, _pair(secret, job, MEMBER).public)
 
 

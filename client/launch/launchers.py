@@ -1,8 +1,8 @@
-"""Launchers: who a process is, and where it meets the others, as the variables say that its launcher has set.
+"""Launchers: what their variables say of a process's rank, its job, and where torch's store is.
 
 torchrun's names are the common ones, and Kubeflow's PyTorchJob sets them too: RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT. They win over SLURM's, see `client.launch.slurm`. Some set-ups count nodes in WORLD_SIZE, for a torchrun
-on each of them; a process that took itself for one of so few would train with the wrong ones, so this is an error.
+MASTER_PORT. They win over SLURM's, see `client.launch.slurm`. Some set-ups count nodes in WORLD_SIZE, for a
+torchrun on each node; the job would be too small and the processes would be grouped wrongly, so this is an error.
 
 Everything here is a function of a mapping, so that a test needs no environment of its own.
 """
@@ -112,7 +112,7 @@ def _is_ipv6(address: str) -> bool:
 
 
 def _counts_nodes(environ: Mapping[str, str], given: int) -> str:
-    """Returns what shows that WORLD_SIZE counts nodes; nothing if nothing does."""
+    """Returns the variables that prove that WORLD_SIZE counts nodes, or "" if none do."""
     local = optional_integer(environ, "LOCAL_WORLD_SIZE")
     if local is not None:
         return f"this node alone has LOCAL_WORLD_SIZE={local}" if local > given else ""
@@ -120,7 +120,7 @@ def _counts_nodes(environ: Mapping[str, str], given: int) -> str:
 
 
 def _kubeflow_counts_nodes(environ: Mapping[str, str], given: int) -> str:
-    """A PyTorchJob with several processes per pod is made for torchrun, which would have set LOCAL_RANK."""
+    """A PyTorchJob with several processes per pod expects torchrun to start them, and torchrun sets LOCAL_RANK."""
     nodes, per_node = environ.get("PET_NNODES", ""), environ.get("PET_NPROC_PER_NODE", "")
     if environ.get("LOCAL_RANK") or nodes != str(given) or not per_node.isdecimal() or int(per_node) == 1:
         return ""
@@ -129,7 +129,7 @@ def _kubeflow_counts_nodes(environ: Mapping[str, str], given: int) -> str:
 
 def _slurm_counts_nodes(environ: Mapping[str, str], given: int) -> str:
     tasks, nodes = slurm.tasks(environ), optional_integer(environ, "SLURM_NNODES")
-    # Tasks that have been told that they train alone are no mistake.
+    # A task may be told to train alone; that is no mistake.
     is_alone = given == 1 and integer(environ, "RANK", -1) == 0
     if tasks is None or nodes != given or tasks <= given or is_alone:
         return ""

@@ -1,45 +1,45 @@
-"""Restarts: whether a server that has ended is worth another start, and how soon.
+"""Restarts: whether a server that failed is started again, and how soon.
 
-What counts is how often it ended lately. A job of many hours outlives a server that is killed every minute; one whose
-server falls again and again within a minute is told so, and ends.
+Only recent failures count. A long job survives a server that is killed every minute; if the server fails many times
+within a minute it is not started again, and the job ends with an error.
 """
 
 from collections import deque
 
-# An end that is longer ago than this no longer counts.
+# Failures longer ago than this do not count.
 WINDOW_SECONDS = 60.0
 
-# So many ends within the window cost the members a moment each; from then on the pauses double, so that whatever kills
-# it has time to pass.
+# After so many failures within the window the server starts at once. Then the pauses double, so that the cause has time
+# to pass.
 AT_ONCE = 3
 FIRST_PAUSE_SECONDS = 1.0
 
-# Beyond so many within the window, whatever ends it would end the next one too. The pauses before add up to 31 s.
+# After more failures than this within the window the next server would fail too. The pauses until then add up to 31 s.
 AT_MOST = 8
 
-# A server that did not even begin to listen, so often in a row, will not the next time.
+# A server that failed to listen so often in a row will not listen the next time.
 STARTS = 3
 
 
 class Restarts:
-    """The ends of one server, on any clock."""
+    """The failures of one server; the caller tells the time."""
 
     def __init__(self) -> None:
         self._ends: deque[float] = deque()
-        self._starts_in_vain = 0
+        self._failed_starts = 0
 
     def pause(self, now: float, *, has_listened: bool) -> float | None:
-        """Takes note of an end, and returns the seconds until the next start; None if there is to be none.
+        """Records a failure; returns the seconds until the next start, or None for no further start.
 
         Args:
-            now: when it ended.
-            has_listened: whether it had come so far that members could reach it.
+            now: when the server failed.
+            has_listened: whether members could reach it.
         """
-        self._starts_in_vain = 0 if has_listened else self._starts_in_vain + 1
+        self._failed_starts = 0 if has_listened else self._failed_starts + 1
         self._ends.append(now)
         while self._ends[0] < now - WINDOW_SECONDS:
             self._ends.popleft()
-        if self._starts_in_vain >= STARTS or len(self._ends) > AT_MOST:
+        if self._failed_starts >= STARTS or len(self._ends) > AT_MOST:
             return None
         beyond = len(self._ends) - AT_ONCE
         return FIRST_PAUSE_SECONDS * 2 ** (beyond - 1) if beyond > 0 else 0.0

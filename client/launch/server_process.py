@@ -1,9 +1,9 @@
-"""A master of one's own: a server that this process starts as its child, for the members of its own job.
+"""A server that this process starts as its child, for the members of its own job.
 
-The client imports nothing of the server, so the child is `python -m server`, the one that lies beside this package. It
-ends with this process, however that ends, and as soon as all members have left (`--parent`). One that is killed is
-started again where it was, which costs the members a moment and not a bit. Its keys go through a pipe: they stand in no
-file and in no list of arguments.
+The client imports nothing from the server, so the child is `python -m server`, from the folder beside this package. It
+ends when this process does, however that ends, and when all members have left (`--parent`). If it is killed it is
+started again at the same endpoint; that costs the members a moment and changes no result. Its keys go through a pipe,
+so that they are in no file and in no list of arguments.
 """
 
 import logging
@@ -28,39 +28,39 @@ logger = logging.getLogger("statsd_bn.client")
 # The server imports no torch and listens within a second; a loaded machine may take longer.
 START_SECONDS = 60.0
 
-# A server that is told to stop needs as long as its answers may take to leave, a second.
+# A server that is told to stop first sends its last answers, which takes up to a second.
 STOP_SECONDS = 5.0
 
-# From when on the wait for the other members at the end of this process is worth a warning.
+# Warn when this process has waited this long at its end for the other members.
 WARN_SECONDS = 10.0
 
-# Where `client` and `server` lie; a program named server in the script's folder is none of ours.
+# The folder of `client` and `server`, so that a program named server in the script's folder is not taken instead.
 PACKAGES = Path(__file__).parents[2]
 
-# Of the script's variables, those that would make this server another one than its arguments say.
+# Variables of the training script that would change what the server's arguments say.
 NOT_INHERITED = {"STATSD_BN_BIND", "STATSD_BN_CURVE", "STATSD_BN_INSECURE", "STATSD_BN_SECRET"}
 
-_started: list["OwnMaster"] = []
+_started: list["ServerProcess"] = []
 
 
-class OwnMaster:
+class ServerProcess:
     """A running server; a thread waits for its end, so that no zombie is left, and starts it again if it failed.
 
     Args:
-        bind: where it listens, a ZeroMQ endpoint; None: in a folder that only this user can enter, made for it.
-        keys: its keys, and that of the client that it lets in; None: it asks for none.
-        patience: how long the members may take to leave when this process is at its end, in seconds.
+        bind: the ZeroMQ endpoint to listen at; None: a new folder that only this user can enter.
+        keys: its keys, and the key of the one client that it lets in; None: no keys.
+        leave_timeout: how long the members may take to leave when this process ends, in seconds.
 
     Attributes:
-        endpoint: where it listens, with the port that it has picked.
+        endpoint: where it listens, with the port that it chose.
 
     Raises:
         ServerUnreachable: it did not start.
     """
 
-    def __init__(self, bind: str | None = None, *, keys: ServerKeys | None = None, patience: float) -> None:
+    def __init__(self, bind: str | None = None, *, keys: ServerKeys | None = None, leave_timeout: float) -> None:
         self._owner = os.getpid()
-        self._patience = patience
+        self._leave_timeout = leave_timeout
         self._keys = keys
         self._folder: Path | None = None
         self._stopping = threading.Event()
@@ -75,37 +75,38 @@ class OwnMaster:
                 raise ServerUnreachable(f"cannot start a server: {error}", endpoint=bind or "") from error
             raise
         _started.append(self)
-        threading.Thread(target=self._watch, name="statsd_bn master", daemon=True).start()
+        threading.Thread(target=self._watch, name="statsd_bn server", daemon=True).start()
 
     def stop(self) -> None:
-        """Tells it to stop, and insists if it does not."""
+        """Stops the server, and kills it if it does not stop."""
         self._stopping.set()
         self._process.terminate()
         if not self._has_ended.wait(STOP_SECONDS):
             self._process.kill()
 
     def wait_for_members(self) -> None:
-        """Waits until all members have left, as long as they may take."""
-        # A forked child inherits the list of masters, and none of them.
+        """Waits until all members have left, or the timeout is over."""
+        # A forked child inherits the list, but the servers are its parent's.
         if os.getpid() != self._owner:
             return
-        quietly = min(WARN_SECONDS, self._patience)
+        quietly = min(WARN_SECONDS, self._leave_timeout)
         if not self._has_ended.wait(quietly):
             logger.warning(
-                "this process is through, but its server waits for the members that are not, up to %g s", self._patience
+                "this process has finished, but its server waits up to %g s for members that have not",
+                self._leave_timeout,
             )
-            self._has_ended.wait(self._patience - quietly)
+            self._has_ended.wait(self._leave_timeout - quietly)
 
     def _start(self, bind: str, *options: str) -> str:
-        """Returns where it listens, as soon as it does."""
+        """Starts the server; returns its endpoint once it listens."""
         if self._folder:
-            # A server that ends in good order removes it.
+            # A server that ends normally removes the folder.
             make_private(self._folder)
         keys = ["--curve", "-"] if self._keys else []
         return self._run(["--bind", bind, "--parent", str(self._owner), *keys, *options])
 
     def _run(self, arguments: Sequence[str]) -> str:
-        # In a session of its own: Ctrl-C at the terminal is for the members, which then say goodbye.
+        # In a session of its own: Ctrl-C at the terminal must reach only the members, which then leave.
         self._process = subprocess.Popen(  # noqa: S603 - this project's own program
             _command(*arguments),
             env=_environment(),
@@ -115,7 +116,7 @@ class OwnMaster:
             start_new_session=True,
         )
         if self._stopping.is_set():
-            # Whoever stopped it knew only the process before.
+            # `stop` was called during a restart, and reached only the earlier process.
             self._process.terminate()
         try:
             if self._keys:
@@ -126,9 +127,9 @@ class OwnMaster:
             raise
 
     def _watch(self) -> None:
-        """Waits for its end, and starts it again where it was as long as it ends otherwise than it should.
+        """Waits for the server to end, and starts it again each time that it failed.
 
-        All in one thread, which is there from the beginning: at the interpreter's end Python 3.12 starts none.
+        One thread does all of this, because Python 3.12 starts no thread while the interpreter ends.
         """
         restarts = Restarts()
         try:
@@ -136,7 +137,7 @@ class OwnMaster:
             while problem and not self._stopping.is_set():
                 pause = restarts.pause(time.monotonic(), has_listened=has_listened)
                 if pause is None:
-                    logger.error("%s; its members wait for it in vain", problem)
+                    logger.error("%s; it is not started again, so its members wait in vain", problem)
                     break
                 logger.warning("%s; it is started again%s", problem, f" in {pause:g} s" if pause else "")
                 if not self._stopping.wait(pause):
@@ -148,12 +149,12 @@ class OwnMaster:
             self._has_ended.set()
 
     def _problem(self) -> str:
-        """Waits for its end; returns what was wrong with that, empty if nothing was."""
+        """Waits for the server to end; returns what went wrong, or "" after a normal end."""
         code = self._process.wait()
-        return f"the server that this process had started {_ending(code)}" if code else ""
+        return f"the server that this process started {_ending(code)}" if code else ""
 
     def _problem_again(self) -> tuple[str, bool]:
-        """As `_problem`, of one that is started again, and True; or why it did not start, and False."""
+        """Starts the server again; returns what went wrong, and whether it had listened."""
         try:
             self._start(self.endpoint, "--again")
         except (OSError, ServerUnreachable, ConfigurationError) as error:
@@ -161,7 +162,7 @@ class OwnMaster:
         return self._problem(), True
 
     def _remove_folder(self) -> None:
-        """Removes what a server leaves behind that was killed."""
+        """Removes what a killed server leaves behind."""
         if self._folder:
             with suppress(OSError):
                 (self._folder / SOCKET).unlink(missing_ok=True)
@@ -169,13 +170,13 @@ class OwnMaster:
 
 
 def wait_for_members() -> None:
-    """Waits until the members have left whom a server of this process serves, as long as they may take."""
-    for master in _started.copy():  # each leaves the list when it ends
-        master.wait_for_members()
+    """Waits until the members of all servers of this process have left, or the timeout is over."""
+    for server in _started.copy():  # each leaves the list when it ends
+        server.wait_for_members()
 
 
 def _command(*arguments: str) -> list[str]:
-    # -P: what lies in the script's folder is not to be found.
+    # -P: do not import from the script's folder.
     return [sys.executable, "-P", "-m", "server", *arguments]
 
 
@@ -190,10 +191,10 @@ def _environment() -> Mapping[str, str]:
 
 
 def _endpoint(process: subprocess.Popen[str]) -> str:
-    """Returns where a server listens, as soon as it says so.
+    """Reads the endpoint that a starting server prints.
 
     Raises:
-        ServerUnreachable: it said something else, or nothing in time.
+        ServerUnreachable: it printed something else, or nothing in time.
     """
     started = time.monotonic()
     said = _first_line(process)
@@ -204,7 +205,7 @@ def _endpoint(process: subprocess.Popen[str]) -> str:
         how = "said nothing" if code is None else _ending(code)
         raise ServerUnreachable(
             f"cannot start a server: expected it to listen within {START_SECONDS:g} s, and it {how} "
-            f"after {seconds:.1f} s; what it had to say is in the error output of this process",
+            f"after {seconds:.1f} s; its messages are in the error output of this process",
             endpoint="",
             seconds=seconds,
         )
@@ -212,7 +213,7 @@ def _endpoint(process: subprocess.Popen[str]) -> str:
 
 
 def _first_line(process: subprocess.Popen[str]) -> str:
-    """Returns what it says first; empty if it ends before, or says nothing in time."""
+    """Reads the server's first line; "" if it ends first, or prints nothing in time."""
     if process.stdout is None:
         return ""
     with process.stdout as output:
@@ -220,7 +221,7 @@ def _first_line(process: subprocess.Popen[str]) -> str:
             return ""
         said = output.readline()
     if not said:
-        # It is about to end, and how is worth telling.
+        # It is about to end; wait, to report its exit code.
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
     return said
@@ -236,7 +237,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _hand_over(process: subprocess.Popen[str], keys: ServerKeys) -> None:
-    # One that has ended already is told of by its exit code.
+    # If it has ended already its exit code is reported.
     if process.stdin is not None:
         with suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(keys.text())

@@ -1,8 +1,8 @@
-"""SLURM's variables: who a process is that srun has started, and where its processes can meet.
+"""SLURM's variables: the rank of a process that srun started, and where torch's store can be.
 
-srun numbers tasks and says how many its step has; it names no place to meet, so the first host of the step is one, with
-a port that follows from the job's number. SLURM_STEP_NUM_TASKS tells its tasks apart from the batch script, which has
-SLURM_PROCID and SLURM_NTASKS too. https://slurm.schedmd.com/srun.html, "Output environment variables".
+srun numbers the tasks and says how many its step has. It names no address for a store, so we take the first host of the
+step, and a port computed from the job's number. SLURM_STEP_NUM_TASKS tells its tasks apart from the batch script, which
+has SLURM_PROCID and SLURM_NTASKS too. https://slurm.schedmd.com/srun.html, "Output environment variables".
 """
 
 import re
@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from statsd_bn.environment import integer, optional_integer
 from statsd_bn.errors import ConfigurationError
 
-# Ports of a step: below those that systems give to outgoing connections (32768 and more on Linux), and beyond those
-# that services are known by.
+# Ports for a step: below those of outgoing connections (32768 and more on Linux), above those of known services.
 FIRST_PORT = 15_000
 PORTS = 15_000
 
-# Steps of one job may run side by side on one host; a prime spreads their ports.
+# Steps of one job may share a host; a prime spreads their ports.
 STEP_STRIDE = 101
 
 # The first name of a list: "a,b", "node[01-04,07]", "rack[1-2]node[3,5]-ib".
@@ -40,7 +39,7 @@ def tasks(environ: Mapping[str, str]) -> int | None:
 
 
 def nodes(environ: Mapping[str, str]) -> int | None:
-    """Returns on how many hosts the step runs; where only that of the whole job is known, that."""
+    """Returns on how many hosts the step runs, or the whole job where the step's number is unknown."""
     if not is_task(environ):
         return None
     of_the_step = optional_integer(environ, "SLURM_STEP_NUM_NODES")
@@ -48,13 +47,13 @@ def nodes(environ: Mapping[str, str]) -> int | None:
 
 
 def job(environ: Mapping[str, str]) -> str | None:
-    """Returns a name for the run: steps of one job are runs of their own."""
+    """Returns a name for the run; each step of a job is a run of its own."""
     number = environ.get("SLURM_JOB_ID")
     return f"slurm-{number}.{environ.get('SLURM_STEP_ID', '0')}" if number and is_task(environ) else None
 
 
 def restarts(environ: Mapping[str, str]) -> int | None:
-    """Returns how often SLURM has started the job anew; None where it never has."""
+    """Returns how often SLURM has restarted the job; None if never."""
     return optional_integer(environ, "SLURM_RESTART_COUNT") if is_task(environ) else None
 
 
@@ -62,14 +61,14 @@ def address(environ: Mapping[str, str]) -> str | None:
     """Returns the first host of the step, where task 0 runs.
 
     Raises:
-        ConfigurationError: the list of hosts is none.
+        ConfigurationError: the list of hosts cannot be read.
     """
     listed = environ.get("SLURM_STEP_NODELIST")
     return first_host(listed) if listed and is_task(environ) else None
 
 
 def port(environ: Mapping[str, str]) -> int | None:
-    """Returns a port that is the step's own as far as numbers tell: of two jobs that share a host few have the same."""
+    """Returns a port for the step; two jobs on one host rarely get the same."""
     number = optional_integer(environ, "SLURM_JOB_ID") if is_task(environ) else None
     if number is None:
         return None
@@ -79,10 +78,10 @@ def port(environ: Mapping[str, str]) -> int | None:
 def first_host(listed: str) -> str:
     """Returns the first name of a list of hosts as SLURM writes it.
 
-    Numbers in brackets are a shorthand: "node[01-04,07]" are node01 to node04 and node07, and begins with node01.
+    Brackets are a shorthand: "node[01-04,07]" means node01 to node04 and node07, so the first is node01.
 
     Raises:
-        ConfigurationError: it is no such list.
+        ConfigurationError: the text is not such a list.
     """
     found = _FIRST_NAME.match(listed)
     name = _NUMBERS.sub(r"\1", found[0]) if found else ""

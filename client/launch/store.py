@@ -1,8 +1,8 @@
-"""The meeting: member 0 tells the others where its master is, through the store in which torch's processes meet.
+"""torch's store: rank 0 announces its server there, and the other processes of the job look for it.
 
-It is the store of `torch.distributed.init_process_group("env://")`: torchrun keeps it; without torchrun member 0's
-process does, for a later process group as well. Whoever reaches the store can read and change what is told, so no
-secret is told unless that is asked for.
+It is the store of `torch.distributed.init_process_group("env://")`. torchrun keeps it; without torchrun rank 0
+keeps it, and a later process group uses it too. Whoever reaches the store can read and change an announcement, so it
+holds no secret unless the user asks for that.
 """
 
 import itertools
@@ -10,14 +10,16 @@ import json
 import logging
 import math
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import distributed
 
-from client.launch.bounded import within
 from client.launch.launchers import StoreAddress
 from statsd_bn.errors import ConfigurationError, ProtocolError, ServerUnreachable
 from statsd_bn.text import plain, readable
@@ -27,36 +29,38 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("statsd_bn.client")
 
+T = TypeVar("T")
+
 PREFIX = "statsd_bn"
 
-# Between two looks into the store, growing: member 0 needs half a second, and a thousand others ask one store.
+# Pauses between two looks into the store, growing: rank 0 needs half a second, and a thousand others ask one store.
 FIRST_PAUSE_SECONDS = 0.01
 PAUSE_SECONDS = 0.25
 
-# A store answers in milliseconds, but torch waits without a limit for one whose process is frozen. Beyond the time that
-# the others may take it has this much.
+# A store answers in milliseconds, but torch waits for ever for one whose process is frozen. It gets this much time on
+# top of the timeout.
 ANSWER_SECONDS = 5.0
 
-# From when on, and then in growing intervals, a wait is worth a warning.
+# Warn after this long, then at doubling intervals.
 WARN_SECONDS = 10.0
 
-# The stores that this process has opened: one that were forgotten would be closed, and member 0's for everybody. A
-# forked child must not use its parent's.
+# Keep references: a store that is collected closes, and rank 0's closes for all. The process id is part of the key
+# because a forked child must not use its parent's store.
 _stores: dict[tuple[int, StoreAddress], "Store"] = {}
 
-# A process may connect again when it has disconnected, to another master.
-_meetings = itertools.count()
+# A process may connect again after it has disconnected, to another server: the n-th time all use the n-th entry.
+_entries = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What member 0 tells.
+class Announcement:
+    """What rank 0 writes into the store.
 
     Attributes:
-        endpoint: where its master listens.
-        epoch: this life of the job as member 0 counts it.
-        secret: from which all make their keys; empty where they have it already, or there are no keys.
-        problem: why there is no master; empty if there is one.
+        endpoint: where its server listens.
+        epoch: how often the job was restarted, as rank 0 counts it.
+        secret: from which all make their keys; empty where they have it already, or use no keys.
+        problem: why there is no server; empty if there is one.
     """
 
     endpoint: str = ""
@@ -65,96 +69,98 @@ class News:
     problem: str = ""
 
     @classmethod
-    def parse(cls, text: bytes) -> "News":
-        """Returns what was told.
+    def parse(cls, text: bytes) -> "Announcement":
+        """Reads an announcement.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: the text is not an announcement.
         """
         try:
             found = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
             # The reason may quote a secret.
-            raise ProtocolError("expected the news of member 0 in torch's store, got something else") from None
+            raise ProtocolError("expected the announcement of rank 0 in torch's store, got something else") from None
         if any(type(getattr(found, each.name)) is not type(each.default) for each in fields(cls)):
             raise ProtocolError(
-                "expected the news of member 0 in torch's store, with a text for each text and an epoch"
+                "expected the announcement of rank 0 in torch's store, with a text for each text and an epoch"
             )
-        # Both end in errors, and the store takes what anybody tells it.
+        # Both texts appear in errors, and anybody can write to the store.
         return replace(found, endpoint=plain(found.endpoint), problem=readable(found.problem))
 
 
-class Meeting:
-    """One connect of this process, the same one by number of each of the others.
+class StoreEntry:
+    """The place in torch's store for one connect of the job.
 
     Args:
-        place: where the store is.
-        member: this process's number.
+        address: where the store listens.
+        rank: this process's rank.
         world_size: how many processes there are.
-        life: what tells this life of the processes from the ones before, in the store that torchrun keeps for all.
-        patience: how long the others may take, in seconds.
+        life: tells this life of the job from earlier ones; torchrun's store outlives the processes.
+        timeout: how long the other processes may take, in seconds.
 
     Raises:
-        ServerUnreachable: there is no store, or it did not become one in time.
+        ServerUnreachable: there is no store, or it did not start in time.
     """
 
-    def __init__(self, place: StoreAddress, member: int, world_size: int, life: str, patience: float) -> None:
-        self._place = place
-        self._key = f"{life}/{next(_meetings)}"
-        self._expiry = time.monotonic() + patience
-        self._store = _open(place, member, world_size, patience)
+    def __init__(self, address: StoreAddress, rank: int, world_size: int, life: str, timeout: float) -> None:
+        self._address = address
+        self._key = f"{life}/{next(_entries)}"
+        self._expiry = time.monotonic() + timeout
+        self._store = _open(address, rank, world_size, timeout)
 
-    def tell(self, news: News) -> None:
-        """Tells the others; they find it until the store is closed.
+    def write(self, announcement: Announcement) -> None:
+        """Writes the announcement; it stays there until the store closes.
 
         Raises:
             ServerUnreachable: the store is gone.
         """
         try:
-            self._store.set(self._key, json.dumps(asdict(news)))
+            self._store.set(self._key, json.dumps(asdict(announcement)))
         except RuntimeError as error:
-            raise _no_store(self._place, error) from error
+            raise _no_store(self._address, error) from error
 
-    def hear(self, known: News | None = None, seconds: float = math.inf) -> News:
-        """Waits for the news of member 0.
+    def read(self, known: Announcement | None = None, seconds: float = math.inf) -> Announcement:
+        """Waits for an announcement of rank 0.
 
         Args:
-            known: what is no news.
-            seconds: how long it may take, where that is less than the others may take.
+            known: an announcement to ignore.
+            seconds: give up after this long, if that is sooner than the timeout.
 
         Raises:
-            ServerUnreachable: none came in time, or the store is gone.
-            ProtocolError: what came is none.
+            ServerUnreachable: no announcement came in time, or the store is gone.
+            ProtocolError: what came is not an announcement.
         """
         started = time.monotonic()
         expiry = min(self._expiry, started + seconds)
         next_warning, pause = WARN_SECONDS, FIRST_PAUSE_SECONDS
-        while (news := self._look(expiry)) in {None, known}:
+        while (announcement := self._look(expiry)) in {None, known}:
             waited = time.monotonic() - started
             if started + waited >= expiry:
-                raise self._unheard(waited)
+                raise self._nothing_came(waited)
             if waited >= next_warning:
                 next_warning = waited * 2
-                logger.warning("waiting since %.0f s for member 0 to start a master, at %s:%d", waited, *self._place)
+                logger.warning(
+                    "waiting since %.0f s for rank 0 to announce a server in the store at %s:%d", waited, *self._address
+                )
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS)
-        return news
+        return announcement
 
-    def _look(self, expiry: float) -> News | None:
+    def _look(self, expiry: float) -> Announcement | None:
         left = max(0.0, expiry - time.monotonic())
         try:
-            told = within(left + ANSWER_SECONDS, self._told)
+            text = _with_timeout(left + ANSWER_SECONDS, self._text)
         except (RuntimeError, TimeoutError) as error:
-            raise _no_store(self._place, error) from error
-        return None if told is None else News.parse(told)
+            raise _no_store(self._address, error) from error
+        return None if text is None else Announcement.parse(text)
 
-    def _told(self) -> bytes | None:
-        # Not `wait`: torch writes several lines to the error output for each that runs out.
+    def _text(self) -> bytes | None:
+        # Not `wait`: when it times out torch prints several lines to stderr.
         return self._store.get(self._key) if self._store.check([self._key]) else None
 
-    def _unheard(self, waited: float) -> ServerUnreachable:
+    def _nothing_came(self, waited: float) -> ServerUnreachable:
         return ServerUnreachable(
-            f"member 0 has told nobody of a master, in the store at {self._place.host}:{self._place.port}, within "
+            f"rank 0 has announced no server in the store at {self._address.host}:{self._address.port} within "
             f"{waited:.1f} s; does it call client.connect() as often as this process, for the same job, and without an "
             "endpoint too?",
             endpoint="",
@@ -162,32 +168,51 @@ class Meeting:
         )
 
 
-def _open(place: StoreAddress, member: int, world_size: int, patience: float) -> "Store":
+def _open(address: StoreAddress, rank: int, world_size: int, timeout: float) -> "Store":
     if not distributed.is_available():
         raise ConfigurationError("endpoint: expected one, since this torch was built without torch.distributed")
     from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - where there is one
     from torch.distributed.rendezvous import rendezvous  # noqa: PLC0415 - as above
 
-    identity = (os.getpid(), place)
+    identity = (os.getpid(), address)
     if identity not in _stores:
-        host = f"[{place.host}]" if ":" in place.host else place.host
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        url = f"tcp://{host}:{address.port}"
         try:
-            _stores[identity], _, _ = within(
-                patience + ANSWER_SECONDS,
-                lambda: next(
-                    rendezvous(f"tcp://{host}:{place.port}", member, world_size, timeout=timedelta(seconds=patience))
-                ),
+            _stores[identity], _, _ = _with_timeout(
+                timeout + ANSWER_SECONDS,
+                lambda: next(rendezvous(url, rank, world_size, timeout=timedelta(seconds=timeout))),
             )
         except (RuntimeError, TimeoutError) as error:
-            raise _no_store(place, error) from error
+            raise _no_store(address, error) from error
     return PrefixStore(PREFIX, _stores[identity])
 
 
-def _no_store(place: StoreAddress, error: RuntimeError | TimeoutError) -> ServerUnreachable:
+def _no_store(address: StoreAddress, error: RuntimeError | TimeoutError) -> ServerUnreachable:
     # torch adds the frames of its own code.
     reason = str(error).partition("\n")[0] or "it does not answer; its process may be frozen, or its host cut off"
     return ServerUnreachable(
-        f"torch's rendezvous store at MASTER_ADDR {place.host}, MASTER_PORT {place.port}, through which member 0 "
-        f"tells where its master is: {reason}",
-        endpoint=f"tcp://{place.host}:{place.port}",
+        f"torch's rendezvous store at MASTER_ADDR {address.host}, MASTER_PORT {address.port}, where rank 0 announces "
+        f"its server: {reason}",
+        endpoint=f"tcp://{address.host}:{address.port}",
     )
+
+
+def _with_timeout(seconds: float, call: Callable[[], T]) -> T:
+    """Makes a call in a thread of its own and returns its result; a call that takes longer is left behind.
+
+    torch's store needs this: whatever its timeout says, it waits for ever for a process that is frozen.
+
+    Raises:
+        TimeoutError: the call took longer.
+    """
+    result: Future[T] = Future()
+    threading.Thread(target=_make, args=[call, result], name="statsd_bn call", daemon=True).start()
+    return result.result(seconds)
+
+
+def _make(call: Callable[[], T], result: Future[T]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - it is raised where the call was asked for
+        result.set_exception(error)

@@ -15,7 +15,7 @@ import zmq
 from client.connection.connection import Connection
 from client.connection.transport import ZmqTransport
 from client.launch import job_secret, restarts, server_process
-from client.launch.server_process import OwnMaster
+from client.launch.server_process import ServerProcess
 from client.launch.settings import resolve
 from server.cli.status import ask
 from statsd_bn.errors import AuthenticationRefused, ServerUnreachable
@@ -35,7 +35,7 @@ def start():
     masters = []
 
     def run(bind=None, **given):
-        masters.append(OwnMaster(bind, **{"patience": 20.0, **given}))
+        masters.append(ServerProcess(bind, **{"leave_timeout": 20.0, **given}))
         return masters[-1]
 
     yield run
@@ -175,13 +175,11 @@ def test_a_server_that_is_killed_is_started_again_where_it_was(start, caplog, tm
     wait_until(lambda: has_ended(master))
     assert master._process.returncode == 0
     assert list(tmp_path.iterdir()) == []
-    assert (
-        caplog.messages.count("the server that this process had started was ended by SIGKILL; it is started again") == 1
-    )
+    assert caplog.messages.count("the server that this process started was ended by SIGKILL; it is started again") == 1
 
 
 def test_one_that_is_killed_as_soon_as_it_listens_is_started_again(start, monkeypatch):
-    run = OwnMaster._run
+    run = ServerProcess._run
 
     def killed(self, arguments):
         endpoint = run(self, arguments)
@@ -190,7 +188,7 @@ def test_one_that_is_killed_as_soon_as_it_listens_is_started_again(start, monkey
         self._process.wait(20)
         return endpoint
 
-    monkeypatch.setattr(OwnMaster, "_run", killed)
+    monkeypatch.setattr(ServerProcess, "_run", killed)
     assert ask(start().endpoint)["groups"] == []
 
 
@@ -229,7 +227,7 @@ def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(sta
     kill(master)
     wait_until(lambda: has_ended(master))
     assert caplog.text.count("it is started again in 0.") == restarts.AT_MOST - restarts.AT_ONCE
-    assert "was ended by SIGKILL; its members wait for it in vain" in caplog.messages[-1]
+    assert "was ended by SIGKILL; it is not started again, so its members wait in vain" in caplog.messages[-1]
     assert not Path(master.endpoint.removeprefix("ipc://")).parent.exists()
     assert master not in server_process._started
 
@@ -259,7 +257,9 @@ def test_one_that_cannot_be_started_again_is_told(start, caplog, monkeypatch):
     monkeypatch.setattr(server_process, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
     kill(master)
     wait_until(lambda: has_ended(master))
-    assert re.search(r"cannot start a server: .* exit code 7 .*; its members wait for it in vain", caplog.text)
+    assert re.search(
+        r"cannot start a server: .* exit code 7 .*; it is not started again, so its members wait in vain", caplog.text
+    )
 
 
 def test_one_that_is_stopped_is_not_started_again_and_nothing_is_told(start, caplog):
@@ -314,16 +314,16 @@ def test_a_server_that_does_not_start_leaves_no_folder(start, tmp_path, monkeypa
 
 def test_a_long_wait_for_the_members_at_the_end_is_told(start, monkeypatch, caplog):
     monkeypatch.setattr(server_process, "WARN_SECONDS", 0.05)
-    start(patience=0.2)
+    start(leave_timeout=0.2)
     with caplog.at_level("WARNING", "statsd_bn.client"):
         server_process.wait_for_members()
     assert "its server waits for the members that are not, up to 0.2 s" in caplog.text
 
 
 def test_whoever_is_at_the_end_waits_for_the_members_as_long_as_it_said(start):
-    start(patience=0.1)
+    start(leave_timeout=0.1)
     server_process.wait_for_members()
-    patient = start(patience=20.0)
+    patient = start(leave_timeout=20.0)
     member(patient.endpoint).close()
     server_process._started[:] = [patient]
     server_process.wait_for_members()
@@ -332,8 +332,8 @@ def test_whoever_is_at_the_end_waits_for_the_members_as_long_as_it_said(start):
 
 PARENT = """
 import sys, threading
-from client.launch.server_process import OwnMaster
-print(OwnMaster(patience=20.0).endpoint, flush=True)
+from client.launch.server_process import ServerProcess
+print(ServerProcess(leave_timeout=20.0).endpoint, flush=True)
 sys.stdin.readline()
 """
 

@@ -18,7 +18,7 @@ from client.launch import own_server, server_process, store
 from client.launch.launchers import StoreAddress
 from client.launch.own_server import binding, reached_by
 from client.launch.settings import resolve
-from client.launch.store import Meeting, News
+from client.launch.store import Announcement, StoreEntry
 from programs.other_user import NOBODY, as_another_user, needs_another_user
 from server.__main__ import main
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
@@ -77,8 +77,8 @@ def environ(monkeypatch):
     """That of one process on one node whose launcher keeps a store."""
     kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(store, "_stores", {})
-    # Threads that play processes would number their meetings together.
-    monkeypatch.setattr(store, "_meetings", _Zeros())
+    # Threads that play processes would count their entries together.
+    monkeypatch.setattr(store, "_entries", _Zeros())
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     yield {
         "WORLD_SIZE": "2",
@@ -153,13 +153,13 @@ STRANGER = """
 import client
 from client.launch import store
 from client.launch.launchers import StoreAddress
-from client.launch.store import Meeting
+from client.launch.store import StoreEntry
 from server.cli.status import ask
 from statsd_bn.errors import StatsdBNError
 be_another_user()
-place = StoreAddress("127.0.0.1", int(os.environ["MASTER_PORT"]))
-endpoint = Meeting(place, 1, 2, "job default/latest life", 20.0).hear().endpoint
-store._meetings = iter([0])
+address = StoreAddress("127.0.0.1", int(os.environ["MASTER_PORT"]))
+endpoint = StoreEntry(address, 1, 2, "job default/latest life", 20.0).read().endpoint
+store._entries = iter([0])
 for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, rank=1, world_size=2), client.connect):
     try:
         print("IN", look())
@@ -190,22 +190,24 @@ def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(l
 def test_a_server_in_a_folder_that_others_can_enter_is_not_joined(environ, tmp_path, mode):
     """Whoever reaches the store can name a server there, of another user's."""
     tmp_path.chmod(mode)
-    place = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News(f"ipc://{tmp_path}/server"))
+    address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(Announcement(f"ipc://{tmp_path}/server"))
     with pytest.raises(ConfigurationError, match=rf"expected the folder {tmp_path} to be closed to other users"):
         join(environ, 1)
 
 
 def test_a_server_that_is_not_on_this_node_is_not_joined_by_those_who_meet_on_one(environ):
-    place = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://192.0.2.1:1"))
+    address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(Announcement("tcp://192.0.2.1:1"))
     with pytest.raises(ConfigurationError, match=r"MASTER_ADDR: expected the same on all processes; .*//192.0.2.1:1"):
         join(environ, 1)
 
 
 def test_a_folder_that_this_process_does_not_see_is_told_with_what_to_do(environ):
-    place = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("ipc:///nowhere/statsd_bn-job-a/server"))
+    address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(
+        Announcement("ipc:///nowhere/statsd_bn-job-a/server")
+    )
     with pytest.raises(ConfigurationError, match=r"no such folder\. They may be in different containers"):
         join(environ, 1)
 
@@ -248,8 +250,8 @@ def test_on_several_nodes_without_a_secret_every_process_is_told_of_the_ways_at_
 @pytest.mark.parametrize(
     ("first", "second", "told"),
     [
-        ({"STATSD_BN_SECRET": SECRET}, {"STATSD_BN_SECRET_IN_STORE": "1"}, "has no secret, and member 0 tells none"),
-        ({"STATSD_BN_SECRET_IN_STORE": "1"}, {"STATSD_BN_SECRET": SECRET}, "has a secret, and member 0 tells one"),
+        ({"STATSD_BN_SECRET": SECRET}, {"STATSD_BN_SECRET_IN_STORE": "1"}, "has no secret, and rank 0 announces none"),
+        ({"STATSD_BN_SECRET_IN_STORE": "1"}, {"STATSD_BN_SECRET": SECRET}, "has a secret, and rank 0 announces one"),
     ],
 )
 def test_processes_that_do_not_agree_on_where_the_secret_is_are_told(environ, first, second, told):
@@ -270,17 +272,17 @@ def test_a_member_0_that_takes_several_hosts_for_one_is_told_of_by_the_others(en
     """Some launchers say "localhost" to the process that the others come to, by its name."""
     del environ["LOCAL_WORLD_SIZE"]
     join(environ, 0)
-    place = StoreAddress(socket.gethostname(), int(environ["MASTER_PORT"]))
+    address = StoreAddress(socket.gethostname(), int(environ["MASTER_PORT"]))
     # That another host reaches the store by its name is not what this is about.
-    store._stores[os.getpid(), place] = store._stores[os.getpid(), place._replace(host="127.0.0.1")]
+    store._stores[os.getpid(), address] = store._stores[os.getpid(), address._replace(host="127.0.0.1")]
     with pytest.raises(ConfigurationError, match=r"MASTER_ADDR: expected the same on all .* at ipc://\S+\. Give"):
-        join({**environ, "MASTER_ADDR": place.host, "STATSD_BN_SECRET": SECRET}, 1)
+        join({**environ, "MASTER_ADDR": address.host, "STATSD_BN_SECRET": SECRET}, 1)
 
 
 def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_master_before(environ):
     join({**environ, "TORCHELASTIC_RESTART_COUNT": "0"}, 0)
     anew = {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}
-    with pytest.raises(ServerUnreachable, match="has told nobody of a master"):
+    with pytest.raises(ServerUnreachable, match="has announced no server"):
         join(anew, 1, join_timeout=0.1)
     endpoint, _, _ = join(anew, 0)
     store._stores.clear()
@@ -292,7 +294,7 @@ def test_a_master_that_does_not_start_is_told_to_all(environ, monkeypatch):
     errors = in_threads([lambda rank=rank: outcome(lambda: join(environ, rank)) for rank in range(2)])
     assert all(isinstance(error, ServerUnreachable) for error in errors)
     assert "ended with exit code 2" in str(errors[0])
-    assert "member 0 could not start a master: " in str(errors[1])
+    assert "rank 0 could not start a server: " in str(errors[1])
     assert "ended with exit code 2" in str(errors[1])
 
 
@@ -306,7 +308,7 @@ def test_a_master_whose_folder_is_open_to_others_is_told_to_all(environ, monkeyp
     errors = in_threads([lambda rank=rank: outcome(lambda: join(environ, rank)) for rank in range(2)])
     assert isinstance(errors[0], ConfigurationError)
     assert isinstance(errors[1], ServerUnreachable)
-    assert "member 0 could not start a master: " in str(errors[1])
+    assert "rank 0 could not start a server: " in str(errors[1])
     assert "to be closed to other users" in str(errors[1])
 
 
@@ -339,22 +341,22 @@ def test_a_member_0_that_waited_in_vain_leaves_its_master_to_those_who_came(envi
 def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refusal, caplog):
     """On several nodes a process that is started anew may come before member 0, and hear of the master before."""
     environ |= SEVERAL_NODES
-    member_0 = Meeting(
+    member_0 = StoreEntry(
         StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "job default/latest life", 20.0
     )
-    member_0.tell(News("tcp://old:1", 1))
+    member_0.write(Announcement("tcp://old:1", 1))
     tried = []
 
     def join_at(endpoint, _, who):
         tried.append(endpoint)
         if endpoint == "tcp://old:1":
-            member_0.tell(News("tcp://new:1", 2))
+            member_0.write(Announcement("tcp://new:1", 2))
             raise refusal("it is gone")
         return who.epoch
 
     assert join(environ, 1, join_at) == 2
     assert tried == ["tcp://old:1", "tcp://new:1"]
-    assert "it is gone; waiting whether member 0 was started anew" in caplog.text
+    assert "it is gone; waiting in case rank 0 was restarted" in caplog.text
 
 
 @by_name
@@ -367,10 +369,12 @@ def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refus
     ],
 )
 def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ, monkeypatch, ways, told, secret):
-    monkeypatch.setattr(own_server, "ANEW_SECONDS", 0.1)
+    monkeypatch.setattr(own_server, "RESTART_SECONDS", 0.1)
     environ |= {**NODES, **ways}
-    place = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    Meeting(place, 0, 2, "job default/latest life", 20.0).tell(News("tcp://behind-a-wall:1", secret=secret))
+    address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(
+        Announcement("tcp://behind-a-wall:1", secret=secret)
+    )
 
     def join_at(*_):
         raise ServerUnreachable("a wall")
@@ -380,7 +384,7 @@ def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ
 
 
 @pytest.mark.parametrize("environ", [{"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {}])
-def test_processes_that_no_launcher_has_started_do_not_meet(environ):
+def test_processes_that_no_launcher_has_started_have_no_store(environ):
     assert resolve(environ).store is None
 
 

@@ -1,0 +1,171 @@
+"""What rank 0 announces in torch's store, kept by torchrun for the processes that it starts."""
+
+import itertools
+import json
+import socket
+import threading
+
+import pytest
+from torch import distributed
+
+from client.launch import store as launch_store
+from client.launch.launchers import StoreAddress
+from client.launch.store import Announcement, StoreEntry
+from statsd_bn.errors import ProtocolError, ServerUnreachable
+
+ANNOUNCED = Announcement("tcp://127.0.0.1:5555", 3, "sesame", "")
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """The store of a launcher: for its processes there is one already."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(launch_store, "_stores", {})
+    yield distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launch_store._stores.clear()
+
+
+@pytest.fixture
+def entry_of(store, monkeypatch):
+    """Opens the next entry of a process; each process counts its own."""
+    address = StoreAddress("127.0.0.1", store.port)
+    counts = {}
+
+    def run(rank, life="life 0", timeout=20.0):
+        monkeypatch.setattr(launch_store, "_entries", counts.setdefault(rank, itertools.count()))
+        return StoreEntry(address, rank, 2, life, timeout)
+
+    return run
+
+
+def test_the_others_read_what_rank_0_writes(entry_of):
+    entry_of(0).write(ANNOUNCED)
+    assert entry_of(1).read() == ANNOUNCED
+
+
+def test_they_wait_for_it(entry_of):
+    writing, reading = entry_of(0), entry_of(1)
+    later = threading.Timer(0.2, writing.write, [ANNOUNCED])
+    later.start()
+    assert reading.read() == ANNOUNCED
+    later.join()
+
+
+def test_whoever_connects_again_reads_of_the_next_server(entry_of):
+    other = Announcement("tcp://127.0.0.1:5556")
+    entry_of(0).write(ANNOUNCED)
+    entry_of(0).write(other)
+    assert [entry_of(1).read(), entry_of(1).read()] == [ANNOUNCED, other]
+
+
+def test_restarted_processes_do_not_read_of_the_previous_server(entry_of):
+    entry_of(0).write(ANNOUNCED)
+    with pytest.raises(ServerUnreachable, match=r"has announced no server in the store at 127.0.0.1:\d+"):
+        entry_of(1, life="life 1", timeout=0.1).read()
+
+
+def test_a_known_announcement_is_ignored(entry_of):
+    writing, reading = entry_of(0), entry_of(1)
+    writing.write(ANNOUNCED)
+    with pytest.raises(ServerUnreachable):
+        reading.read(ANNOUNCED, 0.1)
+    writing.write(Announcement(problem="none"))
+    assert reading.read(ANNOUNCED, 20.0).problem == "none"
+
+
+def test_a_long_wait_is_told(entry_of, monkeypatch, caplog):
+    monkeypatch.setattr(launch_store, "WARN_SECONDS", 0.05)
+    monkeypatch.setattr(launch_store, "PAUSE_SECONDS", 0.01)
+    with pytest.raises(ServerUnreachable), caplog.at_level("WARNING", "statsd_bn.client"):
+        entry_of(1, timeout=0.6).read()
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0].startswith("waiting since 0 s for rank 0 to announce a server in the store at 127.0.0.1:")
+    assert 2 <= len(told) <= 4, "in growing intervals"
+
+
+def test_a_store_that_is_gone_ends_the_wait(entry_of):
+    reading = entry_of(1)
+    reading._store = _Gone()
+    with pytest.raises(ServerUnreachable, match=r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: connection closed$"):
+        reading.read()
+    with pytest.raises(ServerUnreachable, match=r"connection closed$"):
+        reading.write(ANNOUNCED)
+
+
+class _Gone:
+    """A store whose process has ended, in torch's words."""
+
+    def check(self, *_):
+        raise distributed.DistNetworkError("connection closed\nframe #0: somewhere")
+
+    set = check
+
+
+def test_a_store_whose_process_is_frozen_ends_the_wait_in_time(entry_of, monkeypatch):
+    monkeypatch.setattr(launch_store, "ANSWER_SECONDS", 0.1)
+    reading = entry_of(1, timeout=0.1)
+    reading._store = frozen = _Frozen()
+    try:
+        with pytest.raises(ServerUnreachable, match="does not answer; its process may be frozen"):
+            reading.read()
+    finally:
+        frozen.thaw.set()
+
+
+class _Frozen:
+    """A store whose process is stopped: torch sends it a question, and waits."""
+
+    def __init__(self):
+        self.thaw = threading.Event()
+
+    def check(self, _):
+        self.thaw.wait(20)
+        return False
+
+
+def test_a_store_that_takes_connections_and_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(launch_store, "ANSWER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = StoreAddress("127.0.0.1", silent.getsockname()[1])
+        with pytest.raises(ServerUnreachable, match=r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: "):
+            StoreEntry(address, 1, 2, "life 0", 0.3)
+
+
+def test_without_a_store_its_address_is_named(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(
+        ServerUnreachable, match=r"rendezvous store at MASTER_ADDR 127.0.0.1, MASTER_PORT 1, .*: "
+    ) as caught:
+        StoreEntry(StoreAddress("127.0.0.1", 1), 1, 2, "life 0", 0.3)
+    assert "frame #" not in str(caught.value)
+
+
+def test_a_torch_without_stores_asks_for_an_endpoint(entry_of, monkeypatch):
+    monkeypatch.setattr(distributed, "is_available", lambda: False)
+    with pytest.raises(launch_store.ConfigurationError, match="endpoint: expected one"):
+        entry_of(0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{", '{"endpoint": 1}', '{"epoch": true}', '{"epoch": "1"}', '{"key": "sesame"}'),
+        '{"secret": null}',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_anything_else_is_refused_and_not_quoted(text):
+    with pytest.raises(ProtocolError, match="expected the announcement of rank 0") as caught:
+        Announcement.parse(text.encode())
+    assert "sesame" not in str(caught.value)
+
+
+def test_an_announcement_is_made_printable():
+    told = Announcement.parse(json.dumps({"endpoint": "tcp://\x1b[2J", "problem": "two\nlines\x1b[2J"}).encode())
+    assert (told.endpoint, told.problem) == (r"tcp://\x1b[2J", "two\nlines" + r"\x1b[2J")
+
+
+def test_an_announcement_does_not_show_the_secret():
+    assert "sesame" not in repr(ANNOUNCED)
