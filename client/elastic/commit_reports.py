@@ -1,6 +1,6 @@
-"""Votes: what the members of a meeting say of themselves, and what follows from it.
+"""Reports: what each member says of itself at a commit, and what all conclude from that.
 
-All have the same votes, the same bytes for all, so each finds for itself what all find.
+All members have the same reports, byte for byte, so each one draws the same conclusions for itself.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch
 
 
 @dataclass(frozen=True, slots=True)
-class Vote:
-    """What a member says of itself at a meeting.
+class Report:
+    """What a member says of itself at a commit.
 
     Attributes:
-        generation: how many meetings its state has seen.
+        generation: how many commits its state has seen.
         epoch: of its sampler.
-        members: whom it has met at the last meeting; nobody if it is new.
-        is_latecomer: whether the job was under way already when it connected.
-        batches: how many it has recorded since.
-        indices: their samples.
+        members: who took part in its previous commit; empty if it is new.
+        is_latecomer: whether the job was already running when it connected.
+        batches: how many batches it has recorded since.
+        indices: the samples of these batches.
     """
 
     generation: int
@@ -35,16 +35,16 @@ class Vote:
     indices: list[int]
 
     def packed(self) -> bytes:
-        """Returns what travels."""
+        """Returns the report as bytes."""
         plain = self.generation, self.epoch, self.members, self.is_latecomer, self.batches
         return pack([*plain, np.array(self.indices, np.int64)])
 
     @classmethod
-    def unpacked(cls, data: bytes) -> "Vote":
-        """Returns the vote that was packed.
+    def unpacked(cls, data: bytes) -> "Report":
+        """Reads a report.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: the bytes are not a report.
         """
         match unpack(data):
             case [int(generation), int(epoch), list(met), bool(is_late), int(batches), np.ndarray() as samples] if (
@@ -52,11 +52,11 @@ class Vote:
             ):
                 return cls(generation, epoch, met, is_late, batches, samples.tolist())
             case other:
-                raise ProtocolError(f"expected a vote of a member, got {shown(other)}")
+                raise ProtocolError(f"expected a report of a member, got {shown(other)}")
 
     @property
     def is_new(self) -> bool:
-        """Whether it has met nobody yet. Its number does not tell: a new process may have that of a lost one."""
+        """Whether this is its first commit. Its rank does not tell: a new process may have the rank of a lost one."""
         return not self.members
 
 
@@ -68,51 +68,52 @@ def _are_members(numbers: list[Any]) -> bool:
     return all(type(number) is int and 0 <= number < limits.MAX_MEMBERS for number in numbers)
 
 
-Votes = dict[int, Vote]
-"""What the members of a meeting say, by member."""
+Reports = dict[int, Report]
+"""The reports of all members at a commit, by rank."""
 
 
-def new(votes: Votes) -> set[int]:
-    """Returns who has come."""
-    return {member for member, vote in votes.items() if vote.is_new}
+def new(reports: Reports) -> set[int]:
+    """Members at their first commit."""
+    return {member for member, report in reports.items() if report.is_new}
 
 
-def lost(votes: Votes) -> set[int]:
-    """Returns who is not there whom somebody has met at the last meeting."""
-    met = {member for vote in votes.values() for member in vote.members}
-    return met.difference(votes) | met & new(votes)
+def lost(reports: Reports) -> set[int]:
+    """Members seen at the previous commit but absent now."""
+    seen = {member for report in reports.values() for member in report.members}
+    return seen.difference(reports) | seen & new(reports)
 
 
-def leader(votes: Votes) -> int:
-    """Returns whose state all take over: the lowest of those who are furthest, and were there if anybody was."""
+def leader(reports: Reports) -> int:
+    """Member whose state everyone loads: existing before new, then the most advanced, then the lowest rank."""
     return max(
-        votes, key=lambda member: (not votes[member].is_new, votes[member].generation, votes[member].batches, -member)
+        reports,
+        key=lambda member: (not reports[member].is_new, reports[member].generation, reports[member].batches, -member),
     )
 
 
-def is_uneven(votes: Votes) -> bool:
-    """Whether some members lack what others have: they had a batch less."""
-    return len({vote.batches for vote in votes.values()}) > 1
+def is_uneven(reports: Reports) -> bool:
+    """Whether some members had one batch less than others."""
+    return len({report.batches for report in reports.values()}) > 1
 
 
-def check_not_too_late(votes: Votes, job: str, member: int) -> None:
-    """Raises ReplicaLost where all have come to a job under way, and nobody is left of those who had its state."""
-    if all(vote.is_new and vote.is_latecomer for vote in votes.values()):
+def check_not_too_late(reports: Reports, job: str, member: int) -> None:
+    """Raises ReplicaLost if all members are new to a running job, so that nobody has its state any more."""
+    if all(report.is_new and report.is_latecomer for report in reports.values()):
         raise ReplicaLost(
-            f"job {job!r}: all that had its state have left, or are lost, before members {list(votes)} could take it "
-            "over; if the job is not at its end, begin a new one from a checkpoint",
+            f"job {job!r}: all members that had its state have left or are lost, before ranks {list(reports)} could "
+            "load it; if the job is not at its end, begin a new one from a checkpoint",
             job=job,
             member=member,
             cause="came too late",
         )
 
 
-def check_agreement(votes: Votes) -> None:
-    """Raises RoundMismatch where members that were there before have come from different places."""
-    places = {member: (vote.epoch, vote.generation) for member, vote in votes.items() if not vote.is_new}
-    if len(set(places.values())) > 1:
+def check_agreement(reports: Reports) -> None:
+    """Raises RoundMismatch if existing members commit at different points of the training."""
+    points = {member: (report.epoch, report.generation) for member, report in reports.items() if not report.is_new}
+    if len(set(points.values())) > 1:
         told = ", ".join(
-            f"member {member} in epoch {epoch} after {generation} meetings"
-            for member, (epoch, generation) in places.items()
+            f"rank {member} in epoch {epoch} after {generation} commits"
+            for member, (epoch, generation) in points.items()
         )
-        raise RoundMismatch(f"ElasticState.commit(): expected all members at one place, got {told}")
+        raise RoundMismatch(f"ElasticState.commit(): expected all ranks at the same point, got {told}")

@@ -1,7 +1,7 @@
 """ElasticSampler: every sample of an epoch once, however often the members change meanwhile.
 
-The samples that have been recorded as processed are taken out, and what remains is split anew whenever the members
-change. Nothing is padded, so no sample is seen twice: the shares of the members differ by one where they must.
+Samples that are recorded as processed are taken out, and the rest is split again whenever the members change. Nothing
+is padded, so no sample is seen twice; the shares of the members may differ by one.
 """
 
 from collections.abc import Iterator, Sequence, Sized
@@ -17,22 +17,22 @@ from client.connection.current import current_connection
 class ElasticSampler(Sampler[int]):
     """Gives each member its share of the samples that are not processed yet.
 
-    For a `DataLoader(dataset, batch_size, sampler=sampler)`. Members that have the same state have disjoint shares,
-    which are all that remains together. A loader with `drop_last` leaves samples over in each epoch, and members that
-    have had different numbers of batches when they commit; `ElasticState` tells them so.
+    For a `DataLoader(dataset, batch_size, sampler=sampler)`. Members with the same state have disjoint shares, which
+    together are all remaining samples. Do not use `drop_last`: it leaves samples over in each epoch, and gives members
+    different numbers of batches when they commit; `ElasticState` reports that.
 
     Args:
-        dataset: whose length counts, the same on every member.
-        shuffle: draw a new order for each epoch; else in the order of the dataset.
+        dataset: only its length is used; the same on every member.
+        shuffle: draw a new order for each epoch; else the order of the dataset.
         seed: of the order, the same on every member.
 
     Attributes:
-        epoch: which one it is in.
-        rank: this member's place among those who share.
-        world_size: how many they are.
-        indices: this member's share, in its order.
-        recorded: the batches of its own that were recorded since the share was split, or since `ElasticState` has told
-            the others of them.
+        epoch: the current epoch.
+        rank: this member's index among those who share.
+        world_size: how many share.
+        indices: this member's share, in order.
+        recorded: its own batches recorded since the share was split, or since `ElasticState` reported them to the
+            others.
 
     Raises:
         TypeError: the dataset has no length.
@@ -59,7 +59,7 @@ class ElasticSampler(Sampler[int]):
         return len(self.indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch; does nothing if it is in that one, so that a restored epoch goes on where it was."""
+        """Begins an epoch; does nothing in the current one, so that a restored epoch goes on."""
         if epoch == self.epoch:
             return
         self.epoch = epoch
@@ -67,7 +67,7 @@ class ElasticSampler(Sampler[int]):
         self.reset(self.rank, self.world_size)
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Takes note that a batch of this member's share has been processed.
+        """Records that a batch of this member's share has been processed.
 
         Args:
             batch_idx: which one, as a loader with this sampler counts them, from 0 after each `reset`.
@@ -86,12 +86,12 @@ class ElasticSampler(Sampler[int]):
         self.record_indices(batch)
 
     def record_indices(self, indices: Sequence[int]) -> None:
-        """Takes note that these samples have been processed, by whomever."""
+        """Records that these samples have been processed, by any member."""
         self._processed[list(indices)] = True
 
     @property
     def processed_indices(self) -> list[int]:
-        """The samples of this epoch that have been processed, as far as this member knows, in ascending order."""
+        """The processed samples of this epoch, as far as this member knows, in ascending order."""
         indices: list[int] = np.flatnonzero(self._processed).tolist()
         return indices
 
@@ -101,15 +101,15 @@ class ElasticSampler(Sampler[int]):
         return bool(self._processed.all())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch and what has been processed of it; which member has which share is no part of it."""
+        """Returns the epoch and its processed samples; not who has which share."""
         # A tensor: a list of a million numbers takes more than a second to be copied at each commit.
         return {"epoch": self.epoch, "processed_indices": torch.from_numpy(np.flatnonzero(self._processed))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state, and splits what remains anew; `processed_indices` may be a list as well.
+        """Loads a state, and splits the remaining samples again; `processed_indices` may be a list as well.
 
         Raises:
-            ValueError: it names a sample that the dataset has not.
+            ValueError: the state names a sample that the dataset does not have.
         """
         processed = torch.as_tensor(state_dict["processed_indices"], dtype=torch.int64, device="cpu").numpy()
         if processed.size and not 0 <= processed.min() <= processed.max() < self._size:
@@ -123,11 +123,11 @@ class ElasticSampler(Sampler[int]):
         self.reset(self.rank, self.world_size)
 
     def reset(self, rank: int | None = None, world_size: int | None = None) -> None:
-        """Splits what remains of the epoch anew; a loader with this sampler must be iterated anew after it.
+        """Splits the remaining samples of the epoch; after it, start a new iteration of a loader with this sampler.
 
         Args:
-            rank: this member's place among those who share; None: as the current connection has it.
-            world_size: how many they are; None: as the current connection has it.
+            rank: this member's index among those who share; None: from the current connection.
+            world_size: how many share; None: from the current connection.
         """
         if rank is None or world_size is None:
             connection = current_connection()

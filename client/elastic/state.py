@@ -1,12 +1,12 @@
 """Elastic training: members come and go, and no sample of an epoch is lost or seen twice.
 
-An `ElasticState` holds what a training consists of. Every so often all members *commit*: they meet, tell one another
-which samples they have processed, and keep a copy of the state. There it shows who has come and who has gone. If nobody
-is lost the commit stands; else all go back to the one before it, and split anew what it leaves unprocessed. Newcomers
-are given the state at such a meeting too, which is the only moment at which they can come in.
+An `ElasticState` holds what a training consists of. Every so often all members *commit*: they tell one another which
+samples they have processed, and keep a copy of the state. A commit also shows who has joined and who is lost. If nobody
+is lost the commit stands. Otherwise all go back to the previous commit, and split the samples again that it leaves
+unprocessed. New members get the state at a commit too, and only there.
 
-A meeting is what `client.join` makes of the beginning of a pass: nobody's rounds go on while somebody waits in it. What
-its members decide, they decide from one aggregate, the same bytes for all.
+A commit waits for all members, like the beginning of a pass in `client.join`. They decide from one aggregate, the same
+bytes for all, so they decide alike.
 """
 
 import copy
@@ -21,7 +21,7 @@ from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.registration import cause_of
 from client.elastic import commit_reports
-from client.elastic.commit_reports import Vote, Votes
+from client.elastic.commit_reports import Report, Reports
 from client.elastic.sampler import ElasticSampler
 from client.serialization import packing
 from statsd_bn.checks import shown
@@ -32,22 +32,22 @@ logger = logging.getLogger("statsd_bn.client")
 
 Result = TypeVar("Result")
 
-# The names of its rounds; no layer of a model is called so, since a place in a model has no brackets.
-MEETING = "ElasticState.commit()"
+# The names of its rounds. No layer has such a name: the name of a module contains no brackets.
+COMMIT = "ElasticState.commit()"
 STATE = "ElasticState.sync()"
 
 
 class MembersChanged(Exception):
-    """Members have come or gone at a commit; `run_elastic` catches it, and begins `train` anew.
+    """Members joined or were lost at a commit; `run_elastic` catches this and calls `train` again.
 
     Attributes:
-        lost: who has gone; what was done since the commit before is undone.
-        joined: who has come.
+        lost: the ranks that are lost; the work since the previous commit is undone.
+        joined: the ranks that have joined.
     """
 
     def __init__(self, lost: Iterable[int], joined: Iterable[int]) -> None:
         self.lost, self.joined = sorted(lost), sorted(joined)
-        super().__init__(f"members {self.lost} are lost, and members {self.joined} have come; return to run_elastic()")
+        super().__init__(f"ranks {self.lost} are lost, and ranks {self.joined} have joined; return to run_elastic()")
 
 
 class ElasticState:
@@ -56,10 +56,10 @@ class ElasticState:
     Args:
         model: the model.
         optimizer: its optimizer; None without one.
-        sampler: of its data; None where each member's data is its own business.
-        values: whatever else belongs to it, as attributes that may be set: plain values (numbers, text, None, tensors,
-            and lists, tuples and dicts of these, nested at most 32 deep; a tensor stays on its member's device), or
-            objects with `state_dict` and `load_state_dict`, such as learning-rate schedulers.
+        sampler: of its data; None where each member chooses its own data.
+        values: everything else that belongs to the training, as attributes that may be set: plain values (numbers,
+            text, None, tensors, and lists, tuples and dicts of these, nested at most 32 deep; a tensor stays on its
+            member's device), or objects with `state_dict` and `load_state_dict`, such as learning-rate schedulers.
 
     Attributes:
         model: as given.
@@ -95,21 +95,21 @@ class ElasticState:
         self._saved = self._copy()
 
     def commit(self) -> None:
-        """Meets the other members, and keeps a copy of the state if nobody is lost; all members call it equally often.
+        """Commits with the other members, and keeps a copy of the state if nobody is lost; all call it equally often.
 
-        In an epoch whose batches are uneven the members with one more have the last of the commits for themselves; what
-        they have learnt in it the others are given.
+        If some members have one batch more than others in an epoch, only they take part in its last commit. The others
+        get the result.
 
         Raises:
-            MembersChanged: members have come or gone. The state is what all go on with: that of this commit, or where
-                members are lost that of the one before.
-            RoundMismatch: the members have committed at different places.
+            MembersChanged: members have joined or are lost. The state is then the one to go on with: that of this
+                commit, or if members are lost that of the previous one.
+            RoundMismatch: the members have committed at different points of the training.
             StatsdBNError: the exchange with the others failed, with the reason.
         """
         if self._is_epoch_committed():
             self._saved = self._copy()
             return
-        lost, joined = self._meet()
+        lost, joined = self._agree_with_others()
         if lost or joined:
             raise MembersChanged(lost, joined)
 
@@ -118,18 +118,18 @@ class ElasticState:
         self._load(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Meets the other members, takes over the state of those who are furthest, and keeps a copy of it.
+        """Commits with the other members, loads the state of the most advanced one, and keeps a copy of it.
 
-        Members that have just begun take over what the lowest of them has.
+        If all have just begun they load the state of the lowest rank.
 
         Raises:
-            ReplicaLost: this member has come to a job of which nobody is left.
+            ReplicaLost: this member has joined a job that nobody is left of.
             StatsdBNError: the exchange with the others failed, with the reason.
         """
-        self._meet()
+        self._agree_with_others()
 
-    def _meet(self) -> tuple[set[int], set[int]]:
-        """Meets the others and agrees with them on one state; returns who is lost and who has come."""
+    def _agree_with_others(self) -> tuple[set[int], set[int]]:
+        """Agrees with the others on one state; returns who is lost and who has joined."""
         connection = current_connection()
         self._use(connection)
         if connection is None:
@@ -137,85 +137,85 @@ class ElasticState:
             return set(), set()
         while True:
             connection.come_back(None)
-            votes = _votes(connection, self._vote(is_latecomer=connection.is_latecomer))
-            commit_reports.check_not_too_late(votes, connection.member.job, connection.rank)
-            if self._agree(connection, votes):
-                return commit_reports.lost(votes), commit_reports.new(votes)
-            logger.warning("the member whose state the others were to take over was lost; meeting again")
+            reports = _reports(connection, self._report(is_latecomer=connection.is_latecomer))
+            commit_reports.check_not_too_late(reports, connection.member.job, connection.rank)
+            if self._unite(connection, reports):
+                return commit_reports.lost(reports), commit_reports.new(reports)
+            logger.warning("the member whose state the others were about to load was lost; committing again")
 
     def _use(self, connection: Connection | None) -> None:
-        """With another connection it is new: the others have gone on without it, or all begin anew at their commits."""
+        """With a new connection this member is new: the others have gone on without it, or all start from a commit."""
         if connection is not None and connection is not self._connection:
             if self._members:
                 self.restore()
             self._connection, self._members = connection, []
 
-    def _agree(self, connection: Connection, votes: Votes) -> bool:
-        """Makes one state of all members'; returns False where the member that has it was lost meanwhile."""
-        lost, new = commit_reports.lost(votes), commit_reports.new(votes)
+    def _unite(self, connection: Connection, reports: Reports) -> bool:
+        """Gives all members one state; returns False if the member that has it was lost meanwhile."""
+        lost, new = commit_reports.lost(reports), commit_reports.new(reports)
         if not lost:
-            commit_reports.check_agreement(votes)
-            self._record(votes)
+            commit_reports.check_agreement(reports)
+            self._record(reports)
         elif self._members:
             self.restore()
-        leader = commit_reports.leader(votes)
+        leader = commit_reports.leader(reports)
         is_changed = bool(lost or new)
-        if (is_changed or commit_reports.is_uneven(votes)) and not self._take_over(
+        if (is_changed or commit_reports.is_uneven(reports)) and not self._load_from(
             connection, leader, with_sampler=is_changed
         ):
             return False
-        self._members = list(votes)
-        self._keep(votes[leader].generation + 1)
+        self._members = list(reports)
+        self._keep(reports[leader].generation + 1)
         if is_changed and self.sampler is not None:
-            self.sampler.reset(self._members.index(connection.rank), len(votes))
+            self.sampler.reset(self._members.index(connection.rank), len(reports))
         return True
 
-    def _take_over(self, connection: Connection, leader: int, *, with_sampler: bool) -> bool:
+    def _load_from(self, connection: Connection, leader: int, *, with_sampler: bool) -> bool:
         mine = packing.pack(self._copy()) if leader == connection.rank else b""
         given = connection.all_gather(STATE, mine)
         if leader not in given:
             return False
         state = self._unpacked(leader, given[leader])
         if not with_sampler:
-            # A loader is under way with this member's share, and all know already what has been processed.
+            # A loader is already reading this member's share, and everyone knows what has been processed.
             del state["sampler"]
         try:
             self._load(state)
         except Exception as error:  # noqa: BLE001 - what a foreign state makes of an optimizer is anybody's guess
             # Not `from error`, whose text may hold whatever the state does.
             cause = told(cause_of(error))
-            raise ProtocolError(f"{STATE}: the state of member {leader} does not fit: {cause}") from None
+            raise ProtocolError(f"{STATE}: the state of rank {leader} does not fit: {cause}") from None
         return True
 
     def _unpacked(self, member: int, data: bytes) -> dict[str, Any]:
-        """Returns a member's state, which has the parts of this one's."""
+        """Reads a member's state, and checks that it has the same parts as this one's."""
         try:
             state = packing.unpack(data)
         except ProtocolError as error:
-            raise ProtocolError(f"{STATE}: the state of member {member}: {error}") from error
+            raise ProtocolError(f"{STATE}: the state of rank {member}: {error}") from error
         if type(state) is not dict or state.keys() != set(self._names):
             raise ProtocolError(
-                f"{STATE}: expected a state of {', '.join(self._names)} from member {member}, got {shown(state)}"
+                f"{STATE}: expected a state of {', '.join(self._names)} from rank {member}, got {shown(state)}"
             )
         return state
 
-    def _vote(self, *, is_latecomer: bool) -> bytes:
+    def _report(self, *, is_latecomer: bool) -> bytes:
         sampler = self.sampler
         batches = [] if sampler is None else sampler.recorded
         indices = [index for batch in batches for index in batch]
         epoch = 0 if sampler is None else sampler.epoch
-        return Vote(self._generation, epoch, self._members, is_latecomer, len(batches), indices).packed()
+        return Report(self._generation, epoch, self._members, is_latecomer, len(batches), indices).packed()
 
-    def _record(self, votes: Votes) -> None:
+    def _record(self, reports: Reports) -> None:
         if self.sampler is not None:
             try:
-                self.sampler.record_indices([index for vote in votes.values() for index in vote.indices])
+                self.sampler.record_indices([index for report in reports.values() for index in report.indices])
             except IndexError as error:
-                raise ProtocolError(f"{MEETING}: expected samples of the dataset, got {error}") from error
+                raise ProtocolError(f"{COMMIT}: expected samples of the dataset, got {error}") from error
 
     def _is_epoch_committed(self) -> bool:
         sampler = self.sampler
-        # Not `bool(sampler)`: its length is that of a share, which may be empty.
+        # Not `bool(sampler)`: that is its length, the size of a share, which may be 0.
         return sampler is not None and sampler.is_exhausted and not sampler.recorded
 
     def _keep(self, generation: int) -> None:
@@ -240,9 +240,9 @@ class ElasticState:
 def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:
     """Trains while members come and go.
 
-    All members call it, newcomers as well, right after `client.connect(policy="elastic")`; until then those that train
-    wait for a newcomer. It brings all to one state and calls `train`, which commits now and then, and must go on from
-    what the state says (`state.epoch`, the sampler's share), since it is called anew after each change.
+    All members call it right after `client.connect(policy="elastic")`, also those that join later; the others wait for
+    that call. It gives all members one state and calls `train`. `train` commits now and then. It is called again after
+    each change, so it must go on from what the state says (`state.epoch`, the sampler's share).
 
     Args:
         train: takes the state, and trains to the end.
@@ -253,7 +253,7 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
 
     Raises:
         ConfigurationError: the connection is not elastic.
-        ReplicaLost: this member has come to a job of which nobody is left.
+        ReplicaLost: this member has joined a job that nobody is left of.
         StatsdBNError: the exchange with the others failed, with the reason.
     """
     connection = current_connection()
@@ -267,11 +267,11 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
         try:
             return train(state)
         except MembersChanged as change:
-            logger.warning("members %s are lost, members %s have come; going on", change.lost, change.joined)
+            logger.warning("ranks %s are lost, ranks %s have joined; going on", change.lost, change.joined)
 
 
-def _votes(connection: Connection, vote: bytes) -> Votes:
-    return {member: Vote.unpacked(data) for member, data in connection.all_gather(MEETING, vote).items()}
+def _reports(connection: Connection, report: bytes) -> Reports:
+    return {member: Report.unpacked(data) for member, data in connection.all_gather(COMMIT, report).items()}
 
 
 def _has_state(part: Any) -> bool:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from client.connection.connection import Connection
-from client.elastic.commit_reports import Vote
+from client.elastic.commit_reports import Report
 from client.elastic.sampler import ElasticSampler
-from client.elastic.state import MEETING, STATE, ElasticState, MembersChanged, run_elastic
+from client.elastic.state import COMMIT, STATE, ElasticState, MembersChanged, run_elastic
 from client.serialization.packing import pack
 from statsd_bn.errors import ConfigurationError, ProtocolError, ReplicaLost, RoundMismatch
 from support.elastic_threads import Job, World, own_connections, use
@@ -203,7 +203,7 @@ def test_members_that_commit_at_different_places_are_told(together):
 
     for error in together(2, wander):
         assert type(error) is RoundMismatch
-        assert "member 0 in epoch 0 after 1 meetings, member 1 in epoch 1 after 1 meetings" in str(error)
+        assert "rank 0 in epoch 0 after 1 commits, rank 1 in epoch 1 after 1 commits" in str(error)
 
 
 def test_who_has_come_and_gone_is_said(together):
@@ -248,28 +248,28 @@ def test_one_that_comes_when_nobody_is_left_who_has_the_state_begins_no_training
         with master.connect(7, 1, min_members=1) as latecomer:
             first.close()
             use(latecomer)
-            with pytest.raises(ReplicaLost, match=r"before members \[7\] could take it over"):
+            with pytest.raises(ReplicaLost, match=r"before ranks \[7\] could load it"):
                 run_elastic(lambda _: pytest.fail("it trains"), ElasticState(nn.Linear(1, 1)))
 
 
-def test_a_newcomer_that_comes_before_the_first_meeting_is_one_of_those_who_begin(together):
+def test_a_newcomer_that_comes_before_the_first_commit_is_one_of_those_who_begin(together):
     assert together(1, lambda connection: connection.is_latecomer) == [False]
 
 
-def test_a_vote_of_something_else_is_refused(together):
-    def meet(connection: Connection) -> Any:
+def test_a_report_of_something_else_is_refused(together):
+    def commit(connection: Connection) -> Any:
         if connection.rank:
             connection.come_back(None)
-            return connection.all_gather(MEETING, pack([0, 0, [], "no"]))
+            return connection.all_gather(COMMIT, pack([0, 0, [], "no"]))
         return ElasticState(nn.Linear(1, 1)).sync()
 
-    error, _ = together(2, meet)
+    error, _ = together(2, commit)
     assert type(error) is ProtocolError
-    assert "expected a vote of a member, got [0, 0, [], 'no']" in str(error)
+    assert "expected a report of a member, got [0, 0, [], 'no']" in str(error)
 
 
 @pytest.mark.parametrize(
-    "vote",
+    "report",
     [
         [0, 0, [[]], False, 0, np.zeros(0, "i8")],
         [0, 0, [-1], False, 0, np.zeros(0, "i8")],
@@ -280,19 +280,19 @@ def test_a_vote_of_something_else_is_refused(together):
         [0, 0, [], False, 2**63, np.zeros(0, "i8")],
     ],
 )
-def test_a_vote_that_cannot_be_is_refused(vote):
-    with pytest.raises(ProtocolError, match="expected a vote of a member, got "):
-        Vote.unpacked(pack(vote))
+def test_a_report_that_cannot_be_is_refused(report):
+    with pytest.raises(ProtocolError, match="expected a report of a member, got "):
+        Report.unpacked(pack(report))
 
 
-def test_a_vote_for_samples_that_the_dataset_has_not_is_refused(together):
-    def meet(connection: Connection) -> Any:
+def test_a_report_for_samples_that_the_dataset_has_not_is_refused(together):
+    def commit(connection: Connection) -> Any:
         if connection.rank:
             connection.come_back(None)
-            return connection.all_gather(MEETING, pack([0, 0, [], False, 1, np.array([99])]))
+            return connection.all_gather(COMMIT, pack([0, 0, [], False, 1, np.array([99])]))
         return ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4))).sync()
 
-    error, _ = together(2, meet)
+    error, _ = together(2, commit)
     assert type(error) is ProtocolError
     assert "expected samples of the dataset, got index 99 is out of bounds" in str(error)
 
@@ -304,26 +304,26 @@ NOTHING = {"model": STATE_OF_A_LINEAR, "optimizer": None, "sampler": None}
 @pytest.mark.parametrize(
     ("state", "what"),
     [
-        (7, "expected a state of model, optimizer, sampler from member 1, got 7"),
-        ({}, "expected a state of model, optimizer, sampler from member 1, got {}"),
-        ({"model": None, "optimizer": None}, "expected a state of model, optimizer, sampler from member 1"),
-        ({**NOTHING, "commit": 1}, "expected a state of model, optimizer, sampler from member 1"),
+        (7, "expected a state of model, optimizer, sampler from rank 1, got 7"),
+        ({}, "expected a state of model, optimizer, sampler from rank 1, got {}"),
+        ({"model": None, "optimizer": None}, "expected a state of model, optimizer, sampler from rank 1"),
+        ({**NOTHING, "commit": 1}, "expected a state of model, optimizer, sampler from rank 1"),
         ({**NOTHING, "\x1b[2J": 1}, r"'\x1b[2J': 1"),
-        ({**NOTHING, "model": 7}, "the state of member 1 does not fit: TypeError: "),
+        ({**NOTHING, "model": 7}, "the state of rank 1 does not fit: TypeError: "),
         ({**NOTHING, "model": {"\x1b[2J": 1}}, r"does not fit: RuntimeError: Error(s) in loading"),
         ({**NOTHING, "model": {**STATE_OF_A_LINEAR, "weight": torch.zeros(2**10, 0)}}, "does not fit: RuntimeError: "),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_says_nothing_to_a_terminal(together, state, what):
-    def meet(connection: Connection) -> Any:
+    def commit(connection: Connection) -> Any:
         if connection.rank:
             connection.come_back(None)
-            connection.all_gather(MEETING, pack([5, 0, [0, 1], False, 0, np.zeros(0, "i8")]))
+            connection.all_gather(COMMIT, pack([5, 0, [0, 1], False, 0, np.zeros(0, "i8")]))
             connection.all_gather(STATE, pack(state))
             return None
         return ElasticState(nn.Linear(1, 1)).sync()
 
-    error, _ = together(2, meet)
+    error, _ = together(2, commit)
     assert type(error) is ProtocolError
     assert what in str(error)
     told = "".join(traceback.format_exception(error))
