@@ -1,12 +1,10 @@
 """A member that lies to a restarted server: it says that it was given an answer to the round that it waits for."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 
+from client.connection.member import Member
 from client.connection.session import Session
 from statsd_bn import limits
 from statsd_bn.members import Members
@@ -30,24 +28,22 @@ def with_a_lie(frames: list[bytes], forged: bytes) -> list[bytes]:
     return [encode(replace(decode(register), results=len(results))), *results]
 
 
-@contextmanager
-def lying(number: int) -> Iterator[None]:
-    """Lets all sessions of a member lie."""
-    latest: dict[bytes, tuple[RoundKey, tuple[int, ...]]] = {}
-    introduction, contribution = Session.introduction, Session.contribution
+class LyingSession(Session):
+    """A session that tells a restarted server of a result that it was not given."""
 
-    def note(self: Session, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
-        latest[self.token] = key, rows.values.shape[1:]
-        return contribution(self, key, rows, attempt)
+    def __init__(self, token: bytes, member: Member) -> None:
+        super().__init__(token, member)
+        self._latest: tuple[RoundKey, tuple[int, ...]] | None = None
 
-    def introduce(self: Session) -> list[bytes]:
-        frames = introduction(self)
-        key, shape = latest.get(self.token, (None, ()))
+    def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
+        self._latest = key, rows.values.shape[1:]
+        return super().contribution(key, rows, attempt)
+
+    def introduction(self) -> list[bytes]:
+        frames = super().introduction()
         told = {result.key for result in self._results}
         # Before its first result it would pretend to be in a run that others have not begun: another lie than this.
-        if self.member.rank != number or not told or key in told:
+        if not self._latest or not told or self._latest[0] in told:
             return frames
+        key, shape = self._latest
         return with_a_lie(frames, lie(self.token, key, Members.of(range(self.member.world_size)), shape))
-
-    with mock.patch.object(Session, "introduction", introduce), mock.patch.object(Session, "contribution", note):
-        yield

@@ -94,7 +94,7 @@ def _registered(world: "World") -> set[int]:
     """Who suffices without being covered: whoever is away, or begins later, or was one of these a moment ago."""
     if not (world.plan.passes or world.plan.has_newcomers):
         return set()
-    return {one.number for one in world.processes if one.connection and world.clock.now - one.ended < NEWS_SECONDS}
+    return {one.number for one in world.processes if one.has_connected and world.clock.now - one.ended < NEWS_SECONDS}
 
 
 def check_pass(world: "World", process: "Process", number: int, first_step: int) -> None:

@@ -1,7 +1,7 @@
 """A virtual clock and network for the real, pure halves of the protocol.
 
-Members are greenlets: one runs until it waits for a frame, and goes on when the virtual clock brings one. Nothing
-sleeps, nothing runs at the same time, and all that is random comes from one seed, so a world repeats to the byte.
+Nothing sleeps, nothing runs at the same time, and all that is random comes from one seed, so a world repeats to the
+byte.
 
 A *socket* keeps its frames in order as ZeroMQ does, and two sockets know no order. The faults go beyond ZeroMQ: on a
 socket that stays connected, frames may vanish, come twice, come late or overtake one another. What may be corrupted is
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from client.connection.transport import WATCH_SECONDS, Transport
 from server.core.dispatcher import Dispatcher
 from server.group.seals import Seals
 from server.network.disconnect_probe import Probing
@@ -79,7 +78,7 @@ class Link:
 
 
 class SimulatedChannel:
-    """A DEALER socket, as `client.connection.transport.Channel` wants it."""
+    """A DEALER socket; whoever owns it takes the frames from its inbox."""
 
     def __init__(self, network: "Network", owner: Any, reconnect: float = RECONNECT_SECONDS) -> None:
         self.owner = owner
@@ -95,36 +94,8 @@ class SimulatedChannel:
     def send(self, frame: bytes) -> None:
         self._network.send(self, frame)
 
-    def receive(self, seconds: float) -> bytes | None:
-        clock = self._network.clock
-        expiry = clock.now + seconds
-        while not self.inbox:
-            left = expiry - clock.now
-            if left <= 0:
-                return None
-            if self.connected_anew and left > WATCH_SECONDS:
-                self.owner.wait(WATCH_SECONDS, self)
-                if not self.inbox:
-                    self.connected_anew = False
-                    return None
-            else:
-                self.owner.wait(left, self)
-        return self.inbox.popleft()
-
     def close(self) -> None:
         self._network.close(self)
-
-
-class SimulatedTransport(Transport):
-    """Lends simulated sockets; it has no beacon, since the simulator sends the heartbeats."""
-
-    def __init__(self, network: "Network", owner: Any) -> None:
-        super().__init__("simulated://")
-        self._network = network
-        self._owner = owner
-
-    def _open(self) -> SimulatedChannel:
-        return SimulatedChannel(self._network, self._owner)
 
 
 class Network:

@@ -1,18 +1,14 @@
 """The fault simulator: one seed is one world of members and a master, and whatever happens to them.
 
-Members run the real client over a simulated transport, the master is the real dispatcher; see `simulated_network.py`
-for time and network, `simulated_plan.py` for what happens, `oracle.py` for what must come out of a round, and
-`simulated_rules.py` for what must be true of everything else. `scripts/simulate` runs many seeds.
+Members run the real client's machines, the master is the real dispatcher, all as plain functions of a virtual time.
+`simulated_process.py` calls the machines, `simulated_network.py` has time and network, `simulated_plan.py` says what
+happens, `oracle.py` what must come out of a round, and `simulated_rules.py` what must be true of all else.
+`scripts/simulate` runs many seeds.
 """
 
 import contextlib
-import functools
 import logging
-import os
 import random
-import sys
-import time
-import types
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,13 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from greenlet import getcurrent
 
-import client.connection.session
-import server.core.dispatcher
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
-from simulation.simulated_liar import lying
 from simulation.simulated_member import Outcome, Process
 from simulation.simulated_network import Clock, Network, SimulatedServer
 from simulation.simulated_plan import Call, Fault, Plan, draw
@@ -122,7 +114,7 @@ class World:
         Raises:
             Finding: a rule is broken.
         """
-        with virtual(self), self._lies():
+        with _quiet():
             self.server.start()
             for number in range(self.plan.size):
                 self._spawn(number, 0, 0, self.rng.random() * 0.05)
@@ -215,9 +207,6 @@ class World:
             if self.clock.now > LONGEST_WORLD:
                 self.find("every wait ends", f"at {self.clock.now} s {[p for p in self.processes if not p.result]}")
 
-    def _lies(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.plan.liar is None else lying(self.plan.liar)
-
     def _all_over(self) -> bool:
         return all(process.result is not None for process in self.processes) and self.server.up
 
@@ -234,7 +223,7 @@ class World:
         self.network.count(fault.kind)
         if fault.kind in {"killed", "vanished"}:
             self.note(process, fault.kind)
-            process.end(silently=fault.kind == "vanished")
+            process.kill(silently=fault.kind == "vanished")
             if self.plan.relaunch and process.life == 0:
                 self._spawn(process.number, 1, 1, 0.5 + self.rng.random())
             self._replace(process)
@@ -284,9 +273,6 @@ class World:
         return Tally(1, self.rounds, faults, Counter(type(error).__name__ for error in errors if error))
 
 
-_decode = functools.lru_cache(maxsize=64)(decode)
-
-
 def _told(entry: tuple[Any, ...]) -> str:
     when, what, *rest = entry
     return f"{when:10.5f} {what} " + " ".join(_message(one) if type(one) is bytes else str(one) for one in rest)
@@ -306,49 +292,15 @@ def _message(frame: bytes) -> str:
 
 
 @contextlib.contextmanager
-def virtual(world: World) -> Iterator[None]:
-    """The client's clock, chance and tokens are the world's."""
-
-    def sleep(seconds: float) -> None:
-        process = next(process for process in world.processes if process._greenlet is getcurrent())
-        process.wait(seconds)
-
-    def now() -> float:
-        return world.clock.now
-
-    fakes = {
-        time: types.SimpleNamespace(monotonic=now, perf_counter=now, sleep=sleep),
-        random: world.rng,
-        os: types.SimpleNamespace(urandom=world.rng.randbytes, getpid=lambda: 1, environ={}),
-    }
-    changed = [(module, name, real) for module, name, real in _modules_of_the_client() if real in fakes]
+def _quiet() -> Iterator[None]:
+    """Nobody reads the warnings of worlds in which everything goes wrong."""
     logger = logging.getLogger("statsd_bn")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
-    # A round trip draws when to ask again from `random.random` itself.
-    random.seed(world.seed)
-    for module, name, real in changed:
-        setattr(module, name, fakes[real])
-    # A frame comes to many, and what it says is the same for all.
-    readers = (client.connection.session, server.core.dispatcher, membership_rules)
-    for module in readers:
-        module.decode = _decode
     try:
         yield
     finally:
-        for module in readers:
-            module.decode = decode
-        for module, name, real in changed:
-            setattr(module, name, real)
         logger.setLevel(level)
-
-
-@functools.cache
-def _modules_of_the_client() -> list[tuple[types.ModuleType, str, types.ModuleType]]:
-    """What the client's modules import whole, by module and name."""
-    clients = [module for name, module in sys.modules.items() if name.startswith("client.")]
-    imports = [(module, name, real) for module in clients for name, real in vars(module).items()]
-    return [one for one in imports if isinstance(one[2], types.ModuleType)]
 
 
 def run(seed: int) -> Tally:

@@ -1,0 +1,220 @@
+"""A simulated process: it runs a program, the machines that the program waits for, and its heartbeats."""
+
+import math
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from client.connection.machine import Machine
+from client.connection.pulse import Pulse
+from client.connection.transport import WATCH_SECONDS
+from simulation.simulated_network import BEACON_RECONNECT_SECONDS, Clock, Network, SimulatedChannel
+from statsd_bn.errors import StatsdBNError
+
+if TYPE_CHECKING:
+    from client.connection.session import Session
+
+# What the simulator's own arithmetic may add to a time.
+ROUNDING_SECONDS = 1e-6
+
+
+class SimulatedProcess:
+    """Does in virtual time what `driver.run`, `Transport.channel` and `Heartbeat` do.
+
+    Attributes:
+        alive: whether it has not been killed.
+        frozen_until: until when it does not run.
+        frozen_seconds: how long it did not run, in all.
+        slowness: how much longer its program takes between two rounds, in seconds.
+        sessions: its sessions, by group.
+    """
+
+    def __init__(self, clock: Clock, network: Network) -> None:
+        self.alive = True
+        self.frozen_until = 0.0
+        self.frozen_seconds = 0.0
+        self.slowness = 0.0
+        self.sessions: dict[str, Session] = {}
+        self._clock, self._network = clock, network
+        self._idle: list[SimulatedChannel] = []
+        self._beacon: SimulatedChannel | None = None
+        self._pulse = Pulse()
+        self._has_left = False
+        self._program = self._run()
+        # What the program waits for: a machine on a channel, or without one a time.
+        self._machine: Machine[Any] | None = None
+        self._channel: SimulatedChannel | None = None
+        self._due = self._beat_due = self._alarm = math.inf
+
+    def _run(self) -> Generator[Any, Any, None]:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Begins the program."""
+        self._go_on(lambda: next(self._program))
+
+    def delivered(self, channel: SimulatedChannel) -> None:
+        """A frame has come."""
+        if self._clock.now < self.frozen_until:
+            return
+        if channel is self._channel:
+            self._run_machine()
+        elif channel is self._beacon:
+            self._listen()
+
+    def connected_anew(self, channel: SimulatedChannel) -> None:
+        """A socket has another connection than before."""
+        if channel is self._beacon:
+            self._pulse.connected_anew()
+            self.beat()
+        elif channel is self._channel:
+            # The wait looks a moment later whether its connection is another.
+            self._wait_until(min(self._due, self._clock.now + WATCH_SECONDS))
+
+    def freeze(self, seconds: float) -> None:
+        """Stops it for some time; what comes meanwhile waits."""
+        self.frozen_until = max(self.frozen_until, self._clock.now + seconds)
+        self.frozen_seconds += seconds
+        self._clock.at(self.frozen_until, self._thaw)
+
+    def end(self, *, silently: bool) -> None:
+        """Ends it at once; it sends nothing more."""
+        self.alive = False
+        self._network.vanish(self, silently=silently)
+        self._program.close()
+
+    def open_beacon(self) -> None:
+        """Opens the socket of the heartbeats."""
+        self._beacon = SimulatedChannel(self._network, self, BEACON_RECONNECT_SECONDS)
+
+    def beat(self) -> None:
+        """Sends the heartbeats that are due, as `Heartbeat` does."""
+        now = self._clock.now
+        if self._beacon is None or not self.alive or self._has_left or now < self.frozen_until:
+            return
+        self._listen()
+        sessions = self.sessions.values()
+        for session in self._pulse.due(now, sessions):
+            if self._beacon.link:
+                self._beacon.send(session.heartbeat())
+                self._pulse.sent(session)
+        self._beat_due = now + self._pulse.pause(now, sessions) + ROUNDING_SECONDS
+        self._set_alarm()
+
+    def leave(self, cause: str) -> None:
+        """Says goodbye for every session, as `Sessions.leave` does."""
+        self._has_left = True
+        self.say([session.leave(cause) for session in self.sessions.values()])
+
+    def say(self, frames: list[bytes]) -> None:
+        """Sends frames that need no answer."""
+        if frames:
+            channel = self._lend()
+            for frame in frames:
+                channel.send(frame)
+            self._idle.append(channel)
+
+    def _lend(self) -> SimulatedChannel:
+        return self._idle.pop() if self._idle else SimulatedChannel(self._network, self)
+
+    def _listen(self) -> None:
+        while self._beacon and self._beacon.inbox:
+            frame = self._beacon.inbox.popleft()
+            if not self._has_left:
+                for reply in self._pulse.overhear(frame, self.sessions.values()):
+                    self._beacon.send(reply)
+
+    def _go_on(self, resume: Callable[[], Any]) -> None:
+        """Runs the program up to its next wait."""
+        while True:
+            try:
+                wanted = resume()
+            except StopIteration:
+                return
+            if isinstance(wanted, float):
+                self._wait_until(self._clock.now + wanted)
+                return
+            self._machine, self._channel = wanted, self._lend()
+            try:
+                ended = self._turn(wanted, *wanted.begin(self._clock.now))
+            except StatsdBNError as error:
+                resume = self._failed(error)
+            else:
+                if ended is None:
+                    return
+                resume = self._succeeded(ended)
+
+    def _run_machine(self) -> None:
+        """A frame has come for the machine, or its time is over."""
+        try:
+            ended = self._turn(self._machine, (), self._due, None)
+        except StatsdBNError as error:
+            self._go_on(self._failed(error))
+        else:
+            if ended is not None:
+                self._go_on(self._succeeded(ended))
+
+    def _turn(self, machine: Machine[Any], frames: Any, due: float, result: Any) -> Any:
+        """Returns the machine's result, or None when it waits."""
+        channel, now = self._channel, self._clock.now
+        while True:
+            for frame in frames:
+                channel.send(frame)
+            if result is not None:
+                return result
+            if channel.inbox:
+                frames, due, result = machine.step(now, channel.inbox.popleft())
+            elif now < due:
+                self._wait_until(min(due, now + WATCH_SECONDS) if channel.connected_anew else due)
+                return None
+            else:
+                channel.connected_anew = False
+                frames, due, result = machine.step(now, None)
+
+    def _failed(self, error: StatsdBNError) -> Callable[[], Any]:
+        self._channel.close()
+        self._machine = self._channel = None
+        self._due = math.inf
+        return lambda: self._program.throw(error)
+
+    def _succeeded(self, result: Any) -> Callable[[], Any]:
+        self._idle.append(self._channel)
+        self._machine = self._channel = None
+        self._due = math.inf
+        return lambda: self._program.send(result)
+
+    def _wait_until(self, due: float) -> None:
+        self._due = due
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        """One event of the clock serves all that is to come; one that is early sets the next."""
+        due = min(self._due, self._beat_due)
+        if due < self._alarm:
+            self._alarm = due
+            self._clock.at(due, self._ring, due)
+
+    def _ring(self, alarm: float) -> None:
+        if alarm == self._alarm:
+            self._alarm = math.inf
+        if not self.alive or self._clock.now < self.frozen_until:
+            return
+        if self._beat_due <= self._clock.now:
+            self._beat_due = math.inf
+            self.beat()
+        self._look()
+        self._set_alarm()
+
+    def _thaw(self) -> None:
+        if self.alive and self._clock.now >= self.frozen_until:
+            self.beat()
+            self._look()
+            self._set_alarm()
+
+    def _look(self) -> None:
+        if self._due > self._clock.now and not (self._channel and self._channel.inbox):
+            return
+        if self._machine:
+            self._run_machine()
+        elif self._due < math.inf:
+            self._due = math.inf
+            self._go_on(lambda: self._program.send(None))
