@@ -14,6 +14,8 @@ from unittest import mock
 import numpy as np
 
 import client.connection.session
+from client.connection.registration import Registration
+from client.connection.round_trip import GRACE_SECONDS, RoundTrip
 from client.connection.session import Session
 from server.core import deadlock
 from server.core.dispatcher import Dispatcher
@@ -368,6 +370,48 @@ def gathered_backwards() -> Any:
         return _reduced(round_, [future.get() for future in reversed(round_.futures.values())])
 
     return instead(open_rounds, "reduce_round", reduce_round)
+
+
+@bug
+def retry_without_attempt() -> Any:
+    """A contribution that is sent again does not say so."""
+
+    def ask_again(right: Any, self: RoundTrip, now: float) -> bytes:
+        self._attempt = -1
+        return right(self, now)
+
+    return instead(RoundTrip, "_ask_again", ask_again)
+
+
+@bug
+def deadline_counts_anew() -> Any:
+    """The time for a round begins again with each answer."""
+
+    def step(right: Any, self: RoundTrip, now: float, frame: bytes | None) -> Any:
+        if frame is not None:
+            self._expiry = now + self._session.member.deadline + GRACE_SECONDS
+        return right(self, now, frame)
+
+    return instead(RoundTrip, "step", step)
+
+
+@bug
+def no_introduction_in_a_round() -> Any:
+    """A member that waits for a round does not introduce itself to a restarted master."""
+    return instead(RoundTrip, "_introduction", lambda _right, self, now: [self._ask_again(now)])
+
+
+@bug
+def registers_once() -> Any:
+    """A member that has been told who is missing does not ask again."""
+
+    def take(right: Any, self: Registration, now: float, answer: Any) -> Any:
+        frames, due, result = right(self, now, answer)
+        if result is None:
+            self._due = due = now + 1000.0
+        return frames, due, result
+
+    return instead(Registration, "_take", take)
 
 
 def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:

@@ -266,11 +266,14 @@ class Process(SimulatedProcess):
         outcome = Outcome(self, what, group, key, self.world.clock.now)
         self.outcomes.append(outcome)
         try:
-            return (yield from part)
+            result = yield from part
         except StatsdBNError as error:
             outcome.error = error
+            self._judge(outcome)
             raise
-        finally:
-            if self.alive:
-                outcome.ended = self.world.clock.now
-                self.world.judge(outcome)
+        self._judge(outcome)
+        return result
+
+    def _judge(self, outcome: Outcome) -> None:
+        outcome.ended = self.world.clock.now
+        self.world.judge(outcome)

@@ -1,9 +1,10 @@
 """What must be true of who takes part in which round, of passes over the data, and of how soon answers come."""
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from simulation.simulated_rules import ENDS, NEWS_SECONDS, mute_seconds
+from simulation.simulated_rules import AGGREGATE, CONTRIBUTION, ENDS, NEWS_SECONDS, kind_of, mute_seconds
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Contribution
 from statsd_bn.round_key import RoundKey
@@ -13,12 +14,12 @@ if TYPE_CHECKING:
     from simulation.simulated_member import Process, Span
     from simulation.simulator import World
 
-# Where a frame that is whole says of which type it is: behind the array's first byte, as long as that is a short one.
-TYPE_AT = 9
-CONTRIBUTION, AGGREGATE = 3, 4
-
 # What the simulator's own arithmetic may add to a way.
 ROUNDING_SECONDS = 1e-6
+
+
+# A frame comes to many, and what it says is the same for all.
+_decode = functools.lru_cache(maxsize=64)(decode)
 
 
 @dataclass(frozen=True)
@@ -173,9 +174,9 @@ def check_no_step_grows(world: "World") -> None:
 
 
 def _sound(frame: bytes, kind: int) -> Any:
-    if frame[TYPE_AT : TYPE_AT + 1] != bytes([kind]):
+    if kind_of(frame) != kind:
         return None
     try:
-        return decode(frame)
+        return _decode(frame)
     except StatsdBNError:
         return None

@@ -145,6 +145,9 @@ class Network:
         for channel in self._channels:
             if channel.link:
                 self._sever(channel)
+        # The next server gets nothing that was under way to this one, from hosts that have vanished either.
+        for link in self._links.values():
+            link.open_there = False
         self._links.clear()
 
     def server_back(self) -> None:

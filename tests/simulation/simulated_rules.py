@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from simulation.simulated_member import Outcome
     from simulation.simulator import World
 
+# Where a frame that is whole says of which type it is: behind the array's first byte, as long as that is a short one.
+TYPE_AT = 9
+CONTRIBUTION, AGGREGATE = 3, 4
+
 # What a wait may last beyond its bound: the frames' way, and the server's ticks.
 MARGIN = 1.0
 
@@ -77,6 +81,8 @@ def check_end(world: "World") -> None:
     """All programs have ended."""
     if world.plan.is_faultless:
         _costs_one_message_each_way(world)
+    if world.plan.weather.is_fair:
+        _a_retry_says_so(world)
     waits = [channel for channel in world.network._channels if len(channel.inbox) > limits.KEPT_ROUNDS * 16]
     if waits:
         world.find("memory is bounded", f"{len(waits[0].inbox)} frames that nobody reads")
@@ -106,6 +112,18 @@ def _ends_within_its_bound(world: "World", outcome: "Outcome") -> None:
     took = outcome.ended - outcome.started - outcome.process.frozen_seconds
     if took > bound + MARGIN:
         world.find("every wait ends in time", f"{outcome.process} {outcome.what} {outcome.key}: {took} s, not {bound}")
+
+
+def _a_retry_says_so(world: "World") -> None:
+    """A contribution that is sent again has another attempt, so no two frames are the same."""
+    frames = [entry[3] for entry in world.trace if entry[1] == "to server" and kind_of(entry[3]) == CONTRIBUTION]
+    if len(set(frames)) < len(frames):
+        world.find("a retry says so", f"{len(frames) - len(set(frames))} of {len(frames)} contributions are the same")
+
+
+def kind_of(frame: bytes) -> int:
+    """Returns the number of the message's type, of a frame that is whole."""
+    return frame[TYPE_AT] if len(frame) > TYPE_AT else -1
 
 
 def _costs_one_message_each_way(world: "World") -> None:

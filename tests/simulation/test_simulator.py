@@ -7,12 +7,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from simulation import simulate
 from simulation.planted_bugs import BUGS
+from simulation.simulated_network import Clock, Network, SimulatedChannel, Weather
 from simulation.simulator import World
 from statsd_bn.round_key import FORWARD
 from statsd_bn.rows import Rows
@@ -62,6 +64,18 @@ def test_two_runs_of_one_seed_are_the_same():
     for world in worlds:
         world.run()
     assert worlds[0].told() == worlds[1].told()
+
+
+def test_what_a_vanished_member_sent_does_not_reach_the_next_server():
+    clock, reached = Clock(), []
+    network = Network(clock, random.Random(1), Weather(), [])
+    network.server = SimpleNamespace(up=True, disconnected=lambda: None, receive=lambda *_: reached.append(clock.now))
+    owner = SimpleNamespace(alive=True)
+    SimulatedChannel(network, owner).send(b"late")
+    network.vanish(owner, silently=True)
+    network.server_gone()
+    clock.step()
+    assert not reached
 
 
 def test_a_float_addition_rounds_as_an_exact_one_rounded_once():
