@@ -243,7 +243,7 @@ class Process(SimulatedProcess):
             return session
         session = self.sessions[group.name] = self._new_session(group)
         try:
-            yield Registration(session, ENDPOINT, session.member.patience)
+            yield Registration(session, ENDPOINT, session.member.seconds_to_join)
         except StatsdBNError as error:
             del self.sessions[group.name]
             self.say([session.leave(cause_of(error))])
@@ -260,7 +260,7 @@ class Process(SimulatedProcess):
     def _change_stand(self, session: Session, stand: Stand) -> Part:
         """Does what `Sessions.change_stand` does."""
         session.stand = stand
-        return (yield Registration(session, ENDPOINT, session.member.deadline))
+        return (yield Registration(session, ENDPOINT, session.member.round_timeout))
 
     def _observed(self, what: str, group: str, key: RoundKey | None, part: Part) -> Part:
         outcome = Outcome(self, what, group, key, self.world.clock.now)
