@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,32 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 import torch
+from hypothesis import HealthCheck, settings
 
 import client
 from server import Config, Service
 from server.limits.quota import Quota
 
 MEMBERS = 4
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 100.0
+
+# On a busy machine a process may stand still for seconds, and a compiler holds Python's lock: nobody is dead for that.
+# Tests about death have servers of their own.
+SILENCE_SECONDS = 60.0
+
+# A busy machine is slow to make examples, too.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
+
+# What a test is marked with that uses a fixture.
+MARKS = {"honest_job_beside": pytest.mark.alone, "pool": pytest.mark.processes, "workers": pytest.mark.processes}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that start processes which import torch, and those that must run alone."""
+    for item in items:
+        for fixture in MARKS.keys() & getattr(item, "fixturenames", ()):
+            item.add_marker(MARKS[fixture])
 
 
 @dataclass
@@ -43,12 +62,22 @@ class Server:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """One real server process for all tests; each test has jobs of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "server", "--bind", "tcp://127.0.0.1:*", "--log-level", "error"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
+    with running_server("--silence-seconds", str(SILENCE_SECONDS)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def impatient_server() -> Iterator[Server]:
+    """One that takes a member for lost as soon as its default says."""
+    with running_server() as found:
+        yield found
+
+
+@contextmanager
+def running_server(*options: str) -> Iterator[Server]:
+    """A server process, which has to end well."""
+    command = [sys.executable, "-m", "server", "--bind", "tcp://127.0.0.1:*", "--log-level", "error", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()
             assert line.startswith("listening on "), line
@@ -93,7 +122,11 @@ def job() -> str:
 def pool() -> Iterator[ProcessPoolExecutor]:
     """Worker processes that play the members; kept, because importing torch takes seconds."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(MEMBERS, mp_context=context) as executor:
+    together = context.Barrier(MEMBERS)
+    with ProcessPoolExecutor(MEMBERS, mp_context=context, initializer=_wait_for_all, initargs=(together,)) as executor:
+        # All have imported torch, as this module does, when the first test's time begins.
+        for started in [executor.submit(int) for _ in range(MEMBERS)]:
+            started.result(timeout=WAIT_SECONDS)
         yield executor
 
 
@@ -107,6 +140,10 @@ def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[...
         return [future.result(timeout=WAIT_SECONDS) for future in futures]
 
     return run
+
+
+def _wait_for_all(together: threading.Barrier) -> None:
+    together.wait()
 
 
 def _member(program: Callable[..., Any], endpoint: str, member: int, given: dict[str, Any], arguments: Any) -> Any:

@@ -56,8 +56,8 @@ class Company:
 
 
 @pytest.fixture
-def company(server, job) -> Iterator[Company]:
-    found = Company(server.endpoint, job)
+def company(impatient_server, job) -> Iterator[Company]:
+    found = Company(impatient_server.endpoint, job)
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
         yield found
