@@ -40,15 +40,19 @@ SILENCE_SECONDS = 60.0
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-# What a test is marked with that uses a fixture.
-MARKS = {"honest_job_beside": pytest.mark.alone, "pool": pytest.mark.processes, "workers": pytest.mark.processes}
+# Fixtures whose processes import torch, and those whose tests hold times against each other.
+PROCESSES = {"company", "launch", "pool", "python", "workers"}
+ALONE = {"honest_job_beside"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that start processes which import torch, and those that must run alone."""
+    """Marks the tests that use them; tests that start such processes by themselves say so."""
     for item in items:
-        for fixture in MARKS.keys() & getattr(item, "fixturenames", ()):
-            item.add_marker(MARKS[fixture])
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if fixtures & PROCESSES:
+            item.add_marker(pytest.mark.processes)
+        if fixtures & ALONE:
+            item.add_marker(pytest.mark.alone)
 
 
 @dataclass

@@ -18,6 +18,7 @@ LAYERS = 3
 PHASES = 2
 
 
+@pytest.mark.processes
 def test_the_demo_shows_that_synchronised_training_is_training_on_the_whole_batch():
     done = subprocess.run(
         [sys.executable, EXAMPLES / "demo.py", "--steps", str(STEPS), "--json"],
@@ -77,6 +78,7 @@ train_digits.main()
 """
 
 
+@pytest.mark.processes
 def test_a_member_that_dies_while_the_others_are_in_gloo_is_named(server, job, tmp_path):
     together = ["--steps", "5", "--init-method", f"file://{tmp_path / 'meeting'}"]
     environ = {**os.environ, "WORLD_SIZE": "3", "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": job}
@@ -106,6 +108,7 @@ def test_a_member_that_dies_while_the_others_are_in_gloo_is_named(server, job, t
         assert "ReplicaLost" in text.splitlines()[-1]
 
 
+@pytest.mark.processes
 def test_elastic_members_end_with_the_same_weights_and_have_learnt(server, job, tmp_path, monkeypatch):
     processes = [
         subprocess.Popen(

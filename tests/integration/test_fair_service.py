@@ -17,6 +17,8 @@ from statsd_bn.wire import decode, encode
 from support.paths import ROOT, TESTS
 from support.strategies import contribution, key, register
 
+pytestmark = pytest.mark.alone
+
 WAIT_SECONDS = 30.0
 ROUNDS = 150
 TURNS = 3

@@ -300,6 +300,7 @@ else:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["connected", "left open"])
 def test_a_script_that_never_closes_ends_all_the_same(server, job, how):
     subprocess.run([sys.executable, "-c", UNTIDY, server.endpoint, how, job], check=True, timeout=100)

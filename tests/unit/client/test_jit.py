@@ -303,6 +303,7 @@ def test_without_numba_it_says_what_to_install(monkeypatch):
         numba_backend.use_compiled_kernels()
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(400)
 def test_the_layer_stays_transparent_with_them():
     """The layer's own tests, in a process whose environment asks for the compiled kernels."""

@@ -111,6 +111,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.processes
 def test_a_child_that_is_forked_during_a_round_has_the_usual_interval():
     """In a process of its own, which has no other rounds."""
     assert subprocess.run([sys.executable, "-c", FORK], check=False).returncode == 0

@@ -157,6 +157,7 @@ with client.connect(rank=int(sys.argv[1]), world_size=2, round_timeout=60.0) as 
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
 @pytest.mark.usefixtures("server")
 def test_a_server_and_scripts_in_terminals_of_one_user_need_nothing_configured(environ, tmp_path, capsys):
@@ -211,6 +212,7 @@ assert time.monotonic() - started < 5.0
 """
 
 
+@pytest.mark.processes
 @needs_another_user
 @pytest.mark.usefixtures("server")
 def test_another_user_who_configures_nothing_finds_no_server_and_is_told_so():
@@ -218,6 +220,7 @@ def test_another_user_who_configures_nothing_finds_no_server_and_is_told_so():
     assert [line.partition(" (uid")[0] for line in told] == ["ServerUnreachable no server of this user"] * 2
 
 
+@pytest.mark.processes
 @needs_another_user
 @pytest.mark.usefixtures("server")
 def test_another_user_who_names_the_path_is_told_that_the_folder_is_closed(environ):
@@ -229,6 +232,7 @@ def test_another_user_who_names_the_path_is_told_that_the_folder_is_closed(envir
         assert "belongs to uid 0 and lets in nobody else" in line
 
 
+@pytest.mark.processes
 @needs_another_user
 def test_another_user_cannot_reach_a_private_socket_in_a_folder_for_all(environ):
     endpoint = f"ipc://{environ['XDG_RUNTIME_DIR']}/s"
