@@ -60,20 +60,28 @@ def test_the_demo_says_so_if_it_is_not(monkeypatch, way, kind, difference):
     assert report.TITLES[way] in sentence
 
 
+# Member 2 dies when the gradients are to be summed, once the others have come as far.
 DIES_IN_GLOO = """
-import os, signal, sys, time
-import torch, train_digits
+import os, pathlib, signal, time
+import train_digits
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-class Dying(train_digits.DistributedDataParallel):
+here, rank = pathlib.Path(os.environ["FOLDER"]), int(os.environ["RANK"])
+
+class Watched(train_digits.DistributedDataParallel):
     def __init__(self, network):
         super().__init__(network)
-        self.register_comm_hook(None, die)
+        self.register_comm_hook(None, sum_up)
 
-def die(state, bucket):
-    time.sleep(1)  # until the others are in gloo
+def sum_up(state, bucket):
+    (here / f"in-gloo-{rank}").touch()
+    if rank < 2:
+        return allreduce_hook(state, bucket)
+    while len(list(here.glob("in-gloo-*"))) < 3:
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
-train_digits.DistributedDataParallel = Dying
+train_digits.DistributedDataParallel = Watched
 train_digits.main()
 """
 
@@ -83,20 +91,19 @@ def test_a_member_that_dies_while_the_others_are_in_gloo_is_named(server, job, t
     together = ["--steps", "5", "--init-method", f"file://{tmp_path / 'meeting'}"]
     environ = {**os.environ, "WORLD_SIZE": "3", "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": job}
     path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
-    programs = [[EXAMPLES / "train_digits.py"], [EXAMPLES / "train_digits.py"], ["-c", DIES_IN_GLOO]]
     processes = [
         subprocess.Popen(
-            [sys.executable, *program, *together],
-            env={**environ, "RANK": str(rank), "PYTHONPATH": path},
+            [sys.executable, "-c", DIES_IN_GLOO, *together],
+            env={**environ, "RANK": str(rank), "FOLDER": str(tmp_path), "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, program in enumerate(programs)
+        for rank in range(3)
     ]
     try:
-        said = [process.communicate(timeout=90)[1] for process in processes]
+        said = [process.communicate(timeout=110)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -129,7 +136,7 @@ def test_elastic_members_end_with_the_same_weights_and_have_learnt(server, job, 
     ]
     try:
         for process in processes:
-            said, _ = process.communicate(timeout=90)
+            said, _ = process.communicate(timeout=110)
             assert process.returncode == 0, said
             assert "epoch 1, batch 45 of 45" in said
     finally:

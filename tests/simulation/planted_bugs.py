@@ -389,7 +389,7 @@ def deadline_counts_anew() -> Any:
 
     def step(right: Any, self: RoundTrip, now: float, frame: bytes | None) -> Any:
         if frame is not None:
-            self._expiry = now + self._session.member.deadline + GRACE_SECONDS
+            self._expiry = now + self._session.member.round_timeout + GRACE_SECONDS
         return right(self, now, frame)
 
     return instead(RoundTrip, "step", step)
