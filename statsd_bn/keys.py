@@ -113,7 +113,7 @@ def load_client(path: str | Path) -> ClientKeys:
         path: the client's file, or the folder that `python -m server keygen` made, for the client named "client".
 
     Raises:
-        ConfigurationError: there is no such file, or it is none.
+        ConfigurationError: there is no such file, or it holds no keys.
     """
     path = Path(path)
     if path.is_dir():
@@ -138,7 +138,7 @@ def load_server(folder: str | Path) -> Pair:
     """Returns the server's keys from the folder that `python -m server keygen` made.
 
     Raises:
-        ConfigurationError: there is no such file, or it is none.
+        ConfigurationError: there is no such file, or it holds no keys.
     """
     path = Path(folder) / SERVER_SECRET
     found = _load(path, secret=True)
@@ -153,7 +153,7 @@ def parse_server(text: str, source: str) -> ServerKeys:
         source: where it comes from, for people.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: `text` holds no keys.
     """
     found = _parse(source, text)
     pair = Pair(_key(source, found, PUBLIC), _key(source, found, SECRET))

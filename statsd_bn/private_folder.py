@@ -63,7 +63,7 @@ def find_server(environ: Mapping[str, str]) -> str:
     It may have been started where there was no runtime folder, so all folders are looked into.
 
     Raises:
-        ServerUnreachable: there is none.
+        ServerUnreachable: no server of this user is running.
         ConfigurationError: the folder where one would be started is not private to this user.
     """
     first = default_endpoint(environ)

@@ -194,7 +194,7 @@ class Connection:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
             RegistrationRefused: the group did not fill in time, or does not take this member; this concerns no other
                 group, and a later use tries again.
-            ConfigurationError: the group is none of this job, or this process uses it with another size.
+            ConfigurationError: this is not a group of this job, or this process uses it with another size.
             ConnectionClosed: the connection was closed, or belongs to the parent process.
         """
         aggregate = self._round(layer, rows, key, self.group(group))

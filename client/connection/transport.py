@@ -112,7 +112,7 @@ class ZmqTransport(Transport):
         keys: this client's, and the server's public one; None for a server that asks for none.
 
     Raises:
-        ConfigurationError: the endpoint is none.
+        ConfigurationError: `endpoint` is not an endpoint.
     """
 
     def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:

@@ -86,7 +86,7 @@ class Barrier:
             self._wake()
 
     def _settle(self, combine: Combine | None) -> None:
-        """Once no replica is running, holds the meeting, or finds the reason why there is none."""
+        """If nobody is running any more, holds the meeting or says why it cannot take place."""
         if self._failure is None:
             if not self._waiting or len(self._waiting) + len(self._finished) < self.nr_replicas:
                 return

@@ -153,7 +153,7 @@ def _device(device: int | str | torch.device) -> torch.device:
 
 
 def _needs_virtual_replicas(device_ids: Sequence[int | str | torch.device]) -> bool:
-    """Torch's own way needs distinct accelerators; where there are none, it ignores their numbers."""
+    """Torch's own way needs distinct accelerators. Without any it ignores their numbers."""
     if all(isinstance(device, int) for device in device_ids) and not torch.accelerator.is_available():
         return False
     devices = [_device(device) for device in device_ids]

@@ -26,7 +26,7 @@ def _alone(begin: int, end: int, _: int, function: int, given: "ctypes.Array[cty
 @cache
 def _loop() -> _Loop:
     try:
-        # The symbol is another library's, which this one needs; where that is not searched there is none.
+        # The symbol is in another library, which this one needs. Some systems do not search that one.
         loop: Any = ctypes.CDLL(torch._C.__file__).torch_parallel_for  # noqa: SLF001 - a library like others
     except (OSError, AttributeError):
         return _alone

@@ -87,8 +87,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         replicas, and be 0.
 
     Raises:
-        ValueError: `eps_mode` is neither, `group` is none, `chunks` is below 1, or `process_group` is not None; in
-            `forward`, the input has other dimensions or channels, the mask another shape, or the whole batch has one
+        ValueError: `eps_mode` is neither, `group` is not a group, `chunks` is below 1, or `process_group` is not None;
+            in `forward`, the input has other dimensions or channels, the mask another shape, or the whole batch has one
             value per channel.
         TypeError: `chunks` is no int; in `forward`, the input is not floating-point or a DTensor, or the mask not
             boolean.

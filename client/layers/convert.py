@@ -54,8 +54,8 @@ def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks
         The module, or its replacement if it is itself a batch norm or an `nn.DataParallel`.
 
     Raises:
-        ValueError: `group` is none, or `chunks` is below 1; or an `nn.SyncBatchNorm` has a `process_group`, and no
-            `group` is given; nothing is changed.
+        ValueError: `group` is not a group, or `chunks` is below 1; or an `nn.SyncBatchNorm` has a `process_group`,
+            and no `group` is given; nothing is changed.
         TypeError: `chunks` is neither None nor an int.
         ConfigurationError: a layer's place in the model is not printable, or too long; nothing is changed.
     """
@@ -144,7 +144,7 @@ def _plain() -> Kinds:
 
 
 def _check_names(module: nn.Module) -> None:
-    """The place of a layer in the model is its name on the wire; a round would be too late to find that it is none."""
+    """Check each layer's path in the model now: it is the layer's name on the wire, where errors come too late."""
     for place, layer in _places(module):
         if place and (type(layer) in TWINS or isinstance(layer, Synchronized)):
             try:

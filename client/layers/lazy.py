@@ -36,7 +36,7 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         chunks: micro-batches per mini-batch.
 
     Raises:
-        ValueError: `eps_mode` is neither, `group` is none, or `chunks` is below 1.
+        ValueError: `eps_mode` is neither, `group` is not a group, or `chunks` is below 1.
         TypeError: `chunks` is no int.
     """
 

@@ -54,7 +54,7 @@ def flattened(place: int, array: Array) -> tuple[int, bytes, bytes]:
         array: of any shape; a tensor may be on any device, and its graph stays behind.
 
     Raises:
-        TypeError: it is neither a dense tensor nor a numpy array, or its dtype is none of numbers or bool.
+        TypeError: it is neither a dense tensor nor a numpy array, or its dtype is neither of numbers nor bool.
         ValueError: it has too many dimensions.
     """
     kind, dtype, elements = _elements_of(place, array)

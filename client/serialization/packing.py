@@ -57,7 +57,7 @@ def unpack(data: bytes) -> Any:
     """Returns the state that `pack` was given; tensors are on the CPU, and dicts and numbers of Python's own types.
 
     Raises:
-        ProtocolError: `data` is none of `pack`.
+        ProtocolError: `data` was not made by `pack`.
     """
     if len(data) < _LENGTH.size:
         raise ProtocolError(f"state: expected at least {_LENGTH.size} bytes, got {len(data)}")

@@ -31,7 +31,7 @@ def share(connection: Connection | None, make: Callable[[], Mapping[Any, Tensor]
     """Returns every member's tensors, by member, in order; on the CPU.
 
     Args:
-        connection: to the other members; None where there are none.
+        connection: to the other members; None if this process has no others.
         make: returns this member's tensors, by names that are the same on all members, in any order.
 
     Raises:

@@ -26,7 +26,7 @@ PUBLIC_NOTE = "# A client's public key, which the server lets in while this file
 
 
 def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str] = (), tenant: str = "") -> list[Path]:
-    """Makes a key pair for each client, and one for the server if there is none yet.
+    """Makes a key pair for each client, and one for the server if it has no keys yet.
 
     Args:
         folder: where to; it is made if it is not there.
@@ -38,8 +38,8 @@ def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str
         The files that were written.
 
     Raises:
-        ConfigurationError: a file is there already, a name is none, or the folder cannot be written, or others can
-            write to it.
+        ConfigurationError: a file is there already, a name is unusable, or the folder cannot be written, or others
+            can write to it.
     """
     check_curve()
     folder = Path(folder)
