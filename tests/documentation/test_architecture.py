@@ -110,3 +110,15 @@ def test_a_package_says_what_belongs_there(path):
 def test_the_conversation_with_the_server_imports_no_torch():
     for path in (ROOT / "client" / "connection").glob("*.py"):
         assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path
+
+
+def test_nothing_is_called_none_that_is_invalid():
+    """`None` is Python's None. "The group is none" would say the opposite of the truth where None is valid."""
+    said = re.compile("(is|are) none")
+    lines = (
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in import_graph.modules().values()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if said.search(line)
+    )
+    assert not list(lines), "say what it is not: `is not a group`, `holds no keys`"
