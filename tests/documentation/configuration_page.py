@@ -23,38 +23,38 @@ PAGE = ROOT / "docs" / "configuration.md"
 
 CLIENT_VARIABLES = {
     "GROUP_RANK": 'which of the job\'s hosts this is, for the group "local"; torchrun sets it',
-    "LOCAL_RANK": "this process's number on its host; where a launcher sets it WORLD_SIZE counts processes",
+    "LOCAL_RANK": "this process's number on its host; if a launcher sets it, WORLD_SIZE counts processes",
     "LOCAL_WORLD_SIZE": 'how many processes this host has, for the group "local"; torchrun sets it',
-    "MASTER_ADDR": "where the processes meet that have no endpoint: a name or address of rank 0's host",
-    "MASTER_PORT": "and the port there",
-    "PET_NNODES": "Kubeflow's number of hosts, by which a WORLD_SIZE that counts hosts is noticed",
-    "PET_NPROC_PER_NODE": "and of processes on each",
+    "MASTER_ADDR": "where processes without an endpoint meet: a name or address of rank 0's host",
+    "MASTER_PORT": "the port where they meet",
+    "PET_NNODES": "Kubeflow's number of hosts; it shows that a WORLD_SIZE counts hosts",
+    "PET_NPROC_PER_NODE": "Kubeflow's number of processes on each host",
     "RANK": "`rank`",
     "SLURM_JOB_ID": "`job`, together with SLURM_STEP_ID, and the port where the tasks of srun meet",
-    "SLURM_NNODES": "how many hosts a step has, where SLURM_STEP_NUM_NODES is not set",
+    "SLURM_NNODES": "how many hosts a step has, if SLURM_STEP_NUM_NODES is not set",
     "SLURM_PROCID": "`rank`, for a task of srun, where RANK is not set",
-    "SLURM_RESTART_COUNT": "the job's epoch, for a task of srun, where TORCHELASTIC_RESTART_COUNT is not set",
+    "SLURM_RESTART_COUNT": "the job's epoch, for a task of srun, if TORCHELASTIC_RESTART_COUNT is not set",
     "SLURM_STEP_ID": "see SLURM_JOB_ID",
-    "SLURM_STEP_NODELIST": "the hosts of a step, of which the first stands in for MASTER_ADDR",
+    "SLURM_STEP_NODELIST": "the hosts of a step; the first takes the place of MASTER_ADDR",
     "SLURM_STEP_NUM_NODES": "how many hosts a step has",
-    "SLURM_STEP_NUM_TASKS": "`world_size`, for a task of srun, where WORLD_SIZE is not set",
+    "SLURM_STEP_NUM_TASKS": "`world_size`, for a task of srun, if WORLD_SIZE is not set",
     "STATSD_BN_COMPILED": "1: numba's kernels, as `client.use_compiled_kernels()`",
     "STATSD_BN_CURVE": "`curve`",
     "STATSD_BN_ENDPOINT": "`endpoint`",
     "STATSD_BN_JOB": "`job`",
-    "STATSD_BN_SECRET": "the job's secret itself, in place of STATSD_BN_SECRET_FILE; to set both is an error",
-    "STATSD_BN_SECRET_FILE": "a file with the job's secret, the same on all its hosts, as `python -m server secret` "
-    "makes it: for a job on several hosts that has no endpoint",
-    "STATSD_BN_SECRET_IN_STORE": "1: rank 0 makes the secret and sends it through torch's rendezvous store, where "
-    "whoever reaches MASTER_ADDR:MASTER_PORT can read it",
-    "TORCHELASTIC_RESTART_COUNT": "the job's epoch, default 0: members of an older one are refused; torchrun sets it",
-    "TORCHELASTIC_RUN_ID": "`job`, where STATSD_BN_JOB is not set; torchrun sets it",
+    "STATSD_BN_SECRET": "the job's secret itself, instead of STATSD_BN_SECRET_FILE; it is an error to set both",
+    "STATSD_BN_SECRET_FILE": "a file with the job's secret, the same on all its hosts; `python -m server secret` makes "
+    "it. For a job on several hosts without an endpoint",
+    "STATSD_BN_SECRET_IN_STORE": "1: rank 0 makes the secret and sends it through torch's rendezvous store; anybody "
+    "who can reach MASTER_ADDR:MASTER_PORT can read it there",
+    "TORCHELASTIC_RESTART_COUNT": "the job's epoch, default 0; ranks of an older epoch are refused; torchrun sets it",
+    "TORCHELASTIC_RUN_ID": "`job`, if STATSD_BN_JOB is not set; torchrun sets it",
     "WORLD_SIZE": "`world_size`",
 }
 
 EXIT_CODES = {
     ConfigurationError: "a flag, a variable or a file is wrong",
-    BindError: "it cannot listen there",
+    BindError: "the server cannot listen there",
     ServerUnreachable: "no server answers there",
     AuthenticationRefused: "the server and the key do not accept each other",
 }
@@ -66,20 +66,20 @@ Every flag, argument and environment variable. `scripts/configuration` writes th
 
 FLAGS = """## python -m server
 
-A flag wins over its variable, which is named in brackets, and that over the default."""
+A flag wins over its variable, whose name is in brackets. The variable wins over the default."""
 
 LIMITS = """### Limits
 
-What is beyond one gets an error, and is counted in the status; [security.md](security.md) says what they are good for.
-Each is a flag, as `--max-jobs 4`, and a variable, as `STATSD_BN_MAX_JOBS=4`."""
+The server answers a request beyond a limit with an error, and counts it in the status. [security.md](security.md) says
+what the limits are for. Each limit is a flag, such as `--max-jobs 4`, and a variable, such as `STATSD_BN_MAX_JOBS=4`."""
 
 CONNECT = """## client.connect
 
-An argument that is given wins over a variable."""
+An argument wins over a variable."""
 
-VARIABLES = """## What the client reads of the environment
+VARIABLES = """## Variables that the client reads
 
-In place of an argument of `client.connect` that is not given, or beside them."""
+They take the place of arguments of `client.connect` that you do not give, or have no argument."""
 
 
 def page() -> str:

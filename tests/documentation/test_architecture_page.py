@@ -49,15 +49,25 @@ def test_every_name_on_the_page_is_defined_where_its_link_leads(name, target):
 
 
 def _defines(file: Path, names: list[str]) -> bool:
-    """Whether a file defines a function or class, or a class with such a method."""
+    """Whether a file defines a function, class or name, or a class with such a method or attribute."""
     found = ast.parse(file.read_text()).body
     for name in names:
-        kinds = (node for node in found if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
-        node = next(kinds, None)
+        node = next((node for node in found if name in _names(node)), None)
         if node is None:
             return False
-        found = node.body
+        found = getattr(node, "body", [])
     return True
+
+
+def _names(node: ast.stmt) -> list[str]:
+    match node:
+        case ast.FunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.Assign():
+            return [target.id for target in node.targets if isinstance(target, ast.Name)]
+        case ast.AnnAssign(target=ast.Name()):
+            return [node.target.id]
+    return []
 
 
 def test_the_page_answers_at_least_fifteen_questions():
