@@ -71,7 +71,7 @@ A flag wins over its variable, whose name is in brackets. The variable wins over
 LIMITS = """### Limits
 
 The server answers a request beyond a limit with an error, and counts it in the status. [security.md](security.md) says
-what the limits are for. Each limit is a flag, such as `--max-jobs 4`, and a variable, such as `STATSD_BN_MAX_JOBS=4`."""
+what they are for. Each limit is a flag, such as `--max-jobs 4`, and a variable, such as `STATSD_BN_MAX_JOBS=4`."""
 
 CONNECT = """## client.connect
 
