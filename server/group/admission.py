@@ -1,4 +1,4 @@
-"""Admission: who may come into a group, and who is told why not."""
+"""Admission: which processes may join a group, and the errors of those that may not."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -12,7 +12,7 @@ from statsd_bn.messages import WORLD, Register
 
 
 class Group(Protocol):
-    """What is asked of a group; `server.group.membership.Membership` is one."""
+    """What admission needs to know of a group; `server.group.membership.Membership` is one."""
 
     job: str
     group: str
@@ -24,15 +24,15 @@ class Group(Protocol):
 
     @property
     def name(self) -> str:
-        """As people call it."""
+        """Name of the group, for people."""
 
     @property
     def slaves(self) -> Mapping[int, Slave]:
-        """By member number."""
+        """Slaves by member number."""
 
     @property
     def present(self) -> Members:
-        """Who is registered."""
+        """Members that are registered."""
 
     @property
     def is_elastic(self) -> bool:
@@ -48,7 +48,7 @@ class Group(Protocol):
 
 
 def check(group: Group, register: Register) -> Slave | None:
-    """Returns who registers again; None for a newcomer who may come in.
+    """Slave that registers again; None for a newcomer that may join.
 
     Raises:
         ReplicaLost: the group is broken, or the member was taken for lost.
@@ -110,7 +110,7 @@ def _check_joiner(group: Group, register: Register) -> None:
 
 
 def _check_past(group: Group, register: Register) -> None:
-    """After a restart of the master its members tell it how far they are; a newcomer cannot be among them."""
+    """Refuse to mix members that come back after a restart of the server with members that have not begun."""
     for slave in group.slaves.values():
         older, newer = (slave, register) if slave.has_begun else (register, slave)
         if older.has_begun and not (newer.has_begun or newer.has_past):
@@ -163,7 +163,7 @@ def _mismatch(group: Group, register: Register, reason: str, got: int) -> WorldS
 
 
 def too_late(register: Register) -> ReplicaLost:
-    """Returns the error of a member that comes back when the others have done without it."""
+    """Error of a member that comes back when the others have gone on without it."""
     return ReplicaLost(
         f"job {register.job!r}, group {register.group!r}, step {register.step}: rank {register.member} "
         f"({register.place}) came back too late after the server was restarted; the others have gone on without it",

@@ -30,7 +30,7 @@ logger = logging.getLogger("statsd_bn.server")
 
 @dataclass(slots=True)
 class Claim:
-    """An aggregate, who was the first to say that it was given it, and the numbers of all who do."""
+    """An aggregate, the first member that says it was given it, and the numbers of all that do."""
 
     aggregate: Aggregate
     first: Slave
@@ -38,7 +38,7 @@ class Claim:
 
     @property
     def size(self) -> int:
-        """How many bytes it takes while it is kept."""
+        """Number of bytes that it takes."""
         return self.aggregate.values.nbytes + CONTRIBUTION_BYTES
 
 
@@ -62,7 +62,7 @@ class Claims:
         self._rounds_left = limits.KEPT_ROUNDS
 
     def add(self, slave: Slave, aggregate: Aggregate) -> None:
-        """Takes note of what a slave says that it was given.
+        """Record an aggregate that a slave says it was given.
 
         Raises:
             LimitExceeded: the job would keep too many bytes.
@@ -76,14 +76,14 @@ class Claims:
         claim.authors.add(slave.member)
 
     def are_due(self, round_: Round) -> bool:
-        """Returns whether a round waits for nobody who has not claimed to have its answer."""
+        """Whether all members that a round still waits for claim to have its answer."""
         claims = self.of.get(round_.key) if self.count else None
         if not claims:
             return False
         return self._are_genuine or set().union(*(claim.authors for claim in claims)).issuperset(round_.missing)
 
     def take(self, round_: Round) -> Aggregate | None:
-        """Returns what a round ends with that lacks nothing any more, and forgets its claims; None: with its rows' sum.
+        """Aggregate that ends a complete round, taken from its claims; None if the sum of its rows ends it.
 
         Raises:
             ContributionConflict: the claims contradict one another, or leave out a member that has contributed.
@@ -99,7 +99,7 @@ class Claims:
         return claims[0].aggregate
 
     def check(self, total: Aggregate) -> None:
-        """Drops the claims of a round that was summed, with a word about those that say anything else."""
+        """Drop the claims of a round that was summed, and warn of those that differ from the sum."""
         for claim in self._forget(total.key):
             if not is_same(claim.aggregate, total):
                 logger.warning(
@@ -109,7 +109,7 @@ class Claims:
                 )
 
     def contradictions(self, open_rounds: Collection[Round]) -> list[ContributionConflict]:
-        """Returns what is wrong where members claim different things, and the rows cannot tell."""
+        """Errors of the rounds whose claims differ, where the rows cannot decide."""
         waiting = {round_.key: set(round_.waiting) for round_ in open_rounds}
         return [
             conflict(claims[1])
@@ -118,7 +118,7 @@ class Claims:
         ]
 
     def round_ended(self) -> list[RoundKey]:
-        """Returns the rounds whose claims are forgotten now: so many have ended since that nobody can wait for them."""
+        """Count a round that has ended; returns the rounds whose claims are dropped, since nobody can wait for them."""
         self._rounds_left -= 1
         if self._rounds_left > 0:
             return []
@@ -128,7 +128,7 @@ class Claims:
         return forgotten
 
     def _are_there(self, round_: Round, claims: list[Claim]) -> bool:
-        """Whether the rows have come of all whom the claims cover."""
+        """Whether the rows of all members that the claims cover have come."""
         if not round_.is_complete:
             return False
         there = set(round_.futures)
@@ -144,7 +144,7 @@ class Claims:
 
 
 def is_same(one: Aggregate, other: Aggregate) -> bool:
-    """Whether two aggregates are the same to the last bit; their seals may be of different keys."""
+    """Whether two aggregates are equal to the last bit; their seals may differ."""
     return (
         (one.key, one.replicas, one.count, one.members) == (other.key, other.replicas, other.count, other.members)
         and one.values.shape == other.values.shape
@@ -153,12 +153,12 @@ def is_same(one: Aggregate, other: Aggregate) -> bool:
 
 
 def conflict(claim: Claim) -> ContributionConflict:
-    """Returns the error of members that were given different answers to one round."""
+    """Error of members that were given different answers to one round."""
     return _error(claim, "was given another aggregate than others were, before the server was restarted")
 
 
 def contradiction(claim: Claim, left_out: Collection[int]) -> ContributionConflict:
-    """Returns the error of a claim that leaves out members that have contributed."""
+    """Error of a claim that leaves out members that have contributed."""
     return _error(claim, f"was given an aggregate without ranks {Members.of(left_out)}, and not all others were")
 
 

@@ -92,7 +92,7 @@ class SyncMaster:
         return len(self.membership.slaves)
 
     def register_slave(self, now: float, register: Register, peer: bytes) -> tuple[Slave, list[Reply]]:
-        """Takes a slave in and tells it whom the group still waits for; tells everybody when nobody is missing.
+        """Register a slave and tell it whom the group still waits for; if nobody is missing, tell everybody to go on.
 
         Raises:
             RegistrationRefused: with the reason.
@@ -110,7 +110,7 @@ class SyncMaster:
         return slave, replies + self.open_rounds.complete() + self._tell_news()
 
     def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
-        """Takes a slave's rows for one round.
+        """Take a slave's rows for one round.
 
         Returns:
             Nothing while others are missing; the aggregate for everyone once it is complete; the kept answer if
@@ -125,7 +125,7 @@ class SyncMaster:
         return replies + self._tell_news() if self.membership.news else replies
 
     def recall(self, now: float, slave: Slave, aggregate: Aggregate, peer: bytes) -> list[Reply]:
-        """Takes the aggregate that an earlier life of the server gave a slave for one round, as it says.
+        """Take an aggregate that an earlier life of the server gave the slave, as the slave says.
 
         See `server.group.claims` for what that is worth. The slave has told it, so that nobody waits for it any more.
         """
@@ -152,26 +152,26 @@ class SyncMaster:
         return [] if slave.owes else self._settle(now)
 
     def remove_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
-        """Takes a slave out that says goodbye.
+        """Remove a slave that says goodbye.
 
         Returns:
-            What it is told if it comes back, and what the others are told: the rounds of a strict group fail, with the
-            cause, and those of an elastic one go on.
+            The error that it gets if it comes back, and the answers to the others: the rounds of a strict group fail
+            with the cause, those of an elastic group go on.
         """
         return self._without(now, slave, self.membership.remove(slave, cause))
 
     def lose_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
-        """Takes a slave out that is lost without a goodbye; else as `remove_slave`."""
+        """Remove a slave that is lost; else as `remove_slave`."""
         return self._without(now, slave, self.membership.lose(slave, cause))
 
     def expire(self, now: float) -> list[Reply]:
-        """Ends what is over its time: the wait for members after a restart of the server, and rounds."""
+        """End what is over its time: rounds, and the wait for members after a restart of the server."""
         self.membership.give_up_waiting(now)
         self._weigh()
         return self._tell_news() + self._settle(now) + self.open_rounds.expire(now)
 
     def stop(self) -> list[Reply]:
-        """Ends all open rounds, and the wait of a group that is not open, because the master stops."""
+        """End all open rounds, and the wait for the group to open, because the master stops."""
         replies = self.break_all(lambda key: MasterStopped(f"the master stopped during {key}"))
         if self.membership.state not in {GroupState.FILLING, GroupState.RECOVERING}:
             return replies
@@ -179,24 +179,24 @@ class SyncMaster:
         return replies + [(slave.peer, stopped) for slave in self.membership.slaves.values()]
 
     def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
-        """Ends all open rounds and all deferred contributions, each for its own reason."""
+        """End all open rounds and refuse all parked contributions, each with its own error."""
         replies = self.open_rounds.break_all(reason)
         keys = ((peer, contribution.key) for _, contribution, peer in self._deferral.take())
         return replies + [(peer, failure(reason(key), key)) for peer, key in keys]
 
     def retire(self) -> None:
-        """Gives back all room that it has; to be called when the group has ended."""
+        """Give back all room that the group takes. Call it when the group has ended."""
         self._room.empty()
 
     def _more_for(self, register: Register) -> int:
-        """Returns how many bytes a registration adds at most."""
+        """Number of bytes that a registration adds at most."""
         member = 0 if register.member in self.membership.slaves else MEMBER_BYTES
         return member + (
             NAMED_BYTES * len(register.known) if register.has_past and not self.membership.has_opened else 0
         )
 
     def _weigh(self) -> None:
-        """Takes note of what the members take, and what they have told of the past until all are back."""
+        """Account for the room that the members take, and for what they tell after a restart until all are back."""
         size = MEMBER_BYTES * self.nr_slaves
         if (recovery := self.membership.recovery) is not None:
             size += NAMED_BYTES * recovery.nr_named + self._told_bytes
@@ -209,7 +209,7 @@ class SyncMaster:
         return self._room.held
 
     def _settle(self, now: float) -> list[Reply]:
-        """Lets the members go on if nobody is missing any more, and tells them."""
+        """Tell the members to go on if nobody is missing any more."""
         if not self.membership.settle(now):
             return []
         self.open_rounds.answered = now
@@ -220,7 +220,7 @@ class SyncMaster:
         return replies + (self._weigh_claims() if self._claims.of else [])
 
     def _weigh_claims(self) -> list[Reply]:
-        """Ends the rounds whose answers members have brought along; breaks the group where these differ."""
+        """End the rounds whose answers members have brought along; break the group if these differ."""
         self._claims.count = True
         replies = self.open_rounds.complete()
         for contradiction in self._claims.contradictions(list(self.open_rounds)):
@@ -236,7 +236,7 @@ class SyncMaster:
         return loss, replies
 
     def _tell_news(self) -> list[Reply]:
-        """Tells the members whom it concerns what has happened to the group."""
+        """Tell the members concerned what has happened to the group."""
         news, self.membership.news = self.membership.news, []
         return [reply for told in news for reply in self._tell(told)]
 
@@ -249,7 +249,7 @@ class SyncMaster:
         return self.break_all(lambda _: lost) + [(slave.peer, failure(lost)) for slave in waiting]
 
     def _waiting(self) -> list[Slave]:
-        """Returns who waits for the group to open, or for all to be back, and not for a round."""
+        """Slaves that wait for the group to open, or for all to be back, and have no round that could tell them."""
         has_opened, with_a_round = self.membership.has_opened, self._deferral.members
         return [
             slave
@@ -262,7 +262,7 @@ class SyncMaster:
         return encode(Registered(digest(slave.session), self._server, self.epoch, slave.first_step, missing, present))
 
     def _defer(self, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
-        """Keeps a contribution until the members are back after a restart of the server."""
+        """Keep a contribution until the members are back after a restart of the server."""
         key = contribution.key
         if slave.owes:
             return [(peer, failure(unknown(slave.session), key))]
@@ -285,6 +285,6 @@ class SyncMaster:
 
 
 def unknown(session: bytes) -> UnknownSession:
-    """Returns the error that asks a member to say who it is, and what it was given."""
+    """Error that asks a member to say who it is, and which results it was given."""
     name = digest(session).hex()
     return UnknownSession(f"the session with digest {name} is not registered here", digest=name)

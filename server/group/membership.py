@@ -11,6 +11,7 @@ from server.group import admission, life
 from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
 from server.group.recovery import Recovery
 from server.group.slave import Slave
+from server.group.standing import Standing
 from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from statsd_bn.members import Members
@@ -18,7 +19,7 @@ from statsd_bn.messages import Register, Stand
 from statsd_bn.round_key import RoundKey
 
 
-class Membership:
+class Membership(Standing):
     """The slaves of one life of a group.
 
     Args:
@@ -29,17 +30,13 @@ class Membership:
     Attributes:
         slaves: by member number.
         latest_step: the highest step that any member has begun.
-        policy: strict or elastic.
-        state: where the group is in its life.
         recovery: who is still to come back to a recovering group; None in any other state.
-        lost: why the group is broken; None while it is not.
-        departed: who has left a strict group while it was away, so that all can never be back again; None if nobody.
-        news: what has happened that the members are still to be told.
     """
 
     def __init__(
         self, register: Register, silence: float = limits.SILENCE_SECONDS, *, are_genuine: bool = True
     ) -> None:
+        super().__init__(Policy.ELASTIC if register.min_members else Policy.STRICT)
         self._silence = silence
         self._are_genuine = are_genuine
         self.job = register.job
@@ -48,28 +45,7 @@ class Membership:
         self.min_members = register.min_members
         self.slaves: dict[int, Slave] = {}
         self.latest_step = 0
-        self.policy = Policy.ELASTIC if register.min_members else Policy.STRICT
-        self.state = GroupState.FILLING
-        self._state_before = GroupState.FILLING
         self.recovery: Recovery | None = None
-        self.lost: StatsdBNError | None = None
-        self.departed: ReplicaLost | None = None
-        self.news: list[Told] = []
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the group goes on when a member is lost."""
-        return self.policy is Policy.ELASTIC
-
-    @property
-    def is_open(self) -> bool:
-        """Whether rounds can take place."""
-        return self.state is GroupState.OPEN
-
-    @property
-    def has_opened(self) -> bool:
-        """Whether the group is open, or was until it was broken."""
-        return GroupState.OPEN in {self.state, self._state_before}
 
     @property
     def suffices(self) -> bool:
@@ -99,7 +75,7 @@ class Membership:
         return [slave.member for slave in self.slaves.values() if not slave.owes]
 
     def missing_for(self, slave: Slave) -> tuple[int, Members]:
-        """Returns how many members must come before a slave can go on, and who is there."""
+        """Number of members that a slave still waits for, and the members that are there."""
         if not self.is_open or slave.state is not MemberState.BACK:
             return self.missing, self.present
         back = Members.of(other.member for other in self.slaves.values() if other.state is MemberState.BACK)
@@ -107,7 +83,7 @@ class Membership:
         return max(1, self._size - len(back)), back
 
     def participants(self, step: int) -> list[int]:
-        """Returns the members that take part in the rounds of a step that begin now."""
+        """Members that take part in a round of a step, if the round begins now."""
         return [
             slave.member
             for slave in self.slaves.values()
@@ -115,17 +91,17 @@ class Membership:
         ]
 
     def reach(self, step: int) -> None:
-        """Takes note that a member has begun a step."""
+        """Record that a member has begun a step."""
         self.latest_step = max(self.latest_step, step)
 
     def recall(self, slave: Slave, key: RoundKey, covered: Members) -> None:
-        """Takes note of whom a result covers that an earlier life of the server gave a slave."""
+        """Record which members a result covers; an earlier life of the server gave it to a slave."""
         self.reach(key.step)
         if self.recovery:
             self.recovery.tell(slave.member, key, covered)
 
     def admit(self, now: float, register: Register, peer: bytes) -> Slave:
-        """Takes a member in, or finds it again.
+        """Register a member, or find it if it is registered.
 
         Raises:
             ReplicaLost: the group is broken, or the member was taken for lost.
@@ -148,27 +124,27 @@ class Membership:
         return slave
 
     def settle(self, now: float) -> bool:
-        """Opens the group, or lets its members begin another pass, if nobody is missing; returns whether it did."""
+        """Open the group, or begin another pass, if nobody is missing; returns whether it did."""
         if self.state is GroupState.BROKEN:
             return False
         return self._call_back() if self.is_open else self._open(now)
 
     def incomplete(self, now: float) -> list[Slave]:
-        """Returns who has come back without all it has announced, when the time for that is over."""
+        """Members that have announced results that did not come in time; none while there is time."""
         if self.recovery is None or not self.recovery.is_late(now):
             return []
         return [slave for slave in self.slaves.values() if slave.owes]
 
     @property
     def overtaken(self) -> list[Slave]:
-        """Who has come back to an elastic group that had lost it: the others were given a result without it."""
+        """Members that come back to an elastic group that had lost them: the others have a result without them."""
         if self.recovery is None or not self.is_elastic:
             return []
         back = [slave for slave in self.slaves.values() if slave.has_past and slave.state is MemberState.TAKES_PART]
         return [slave for slave in back if self.recovery.is_left_out(slave, back)]
 
     def give_up_waiting(self, now: float) -> bool:
-        """Takes members for lost that have not come back after a restart of the server; returns whether there are."""
+        """Give up on members that have not come back after a restart of the server; returns whether there are any."""
         late = self.recovery.late(now, self._returned) if self.recovery else []
         if late:
             cause = "did not come back after the server was restarted"
@@ -177,47 +153,25 @@ class Membership:
         return bool(late)
 
     def find_contradiction(self, error: StatsdBNError) -> None:
-        """Takes note that members have proved that they were given different results."""
+        """Break the group because its members were given different results."""
         self._break_if_told(self._move(Event.RESULTS_DIFFER), error)
 
     def remove(self, slave: Slave, cause: str) -> ReplicaLost | None:
-        """Takes a member out that said goodbye; returns what it is told if it comes back."""
+        """Remove a member that said goodbye; returns the error that it gets if it comes back."""
         if cause:
             return self._take_out(slave, Event.FAILS, f"failed with {cause}", cause)
         orderly = "left while others went on; for data of different lengths see client.join"
         return self._take_out(slave, Event.LEAVES, orderly, cause)
 
     def lose(self, slave: Slave, cause: str) -> ReplicaLost | None:
-        """Takes a member out that is lost without a goodbye; returns what it is told if it comes back."""
+        """Remove a member that is lost; returns the error that it gets if it comes back."""
         return self._take_out(slave, Event.IS_LOST, f"was lost: {cause}", cause)
 
-    @property
-    def why_broken(self) -> StatsdBNError:
-        """The error that broke the group."""
-        if self.lost is None:
-            raise LookupError(f"{self.name} is not broken")
-        return self.lost
-
-    @property
-    def why_incomplete(self) -> ReplicaLost:
-        """The error of the member that has left while it was away."""
-        if self.departed is None:
-            raise LookupError(f"nobody has left {self.name}")
-        return self.departed
-
     def _move(self, event: Event, member: MemberState | None = None) -> Move:
-        """Takes the step of the table that an event leads to."""
-        move = life.move(self.policy, self.state, event, member)
-        if move.group is not self.state:
-            self.state, self._state_before = move.group, self.state
-        if move.group is not GroupState.RECOVERING:
+        move = super()._move(event, member)
+        if self.state is not GroupState.RECOVERING:
             self.recovery = None
         return move
-
-    def _break_if_told(self, move: Move, error: StatsdBNError) -> None:
-        if move.told is Told.BROKEN:
-            self.lost = error
-            self.news.append(move.told)
 
     def _take_in(self, register: Register, peer: bytes) -> Slave:
         self.reach(register.step)
@@ -261,7 +215,7 @@ class Membership:
         return self._move(Event.NOBODY_IS_MISSING).told is Told.GO_ON
 
     def _let_in_after_recovery(self) -> None:
-        """Whoever is new begins after the others; whoever was about to be called back begins with those who were."""
+        """Let new members begin after the others; let members that missed the call for a pass begin that pass."""
         begun = self._latest_call
         for slave in self.slaves.values():
             if self.is_elastic and not slave.has_past and self._has_begun:
@@ -271,7 +225,7 @@ class Membership:
 
     @property
     def _latest_call(self) -> int:
-        """The step at which the latest pass that is known of began."""
+        """First step of the latest pass that any member knows of."""
         if not self.is_elastic:
             return max((slave.first_step for slave in self.slaves.values()), default=0)
         # Those who wait may be newcomers, and so may those who take part: whoever was called begins before these.
@@ -280,7 +234,7 @@ class Membership:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether a round has ended; before that whoever is new was there from the beginning, and was never told."""
+        """Whether a round has ended. Before that, a member that seems new may have been there from the beginning."""
         return self.latest_step > 0 or (self.recovery is not None and self.recovery.has_results)
 
     def _call_back(self) -> bool:

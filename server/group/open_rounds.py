@@ -78,7 +78,7 @@ class OpenRounds:
         return iter(self._open.values())
 
     def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
-        """Takes a slave's rows for one round, and begins that if they are its first."""
+        """Take a slave's rows for one round; the first rows begin the round."""
         key, rows = contribution.key, contribution.rows
         try:
             if round_ := self._open.get(key):
@@ -97,18 +97,18 @@ class OpenRounds:
         return self._put(now, round_, slave, contribution, peer)
 
     def withdraw(self, slave: Slave) -> list[Reply]:
-        """Expects no more of a slave; ends the rounds that lacked nothing but it."""
+        """Wait no longer for a slave, and end the rounds that waited for it alone."""
         for round_ in self:
             round_.withdraw(slave.member)
         return self.complete()
 
     def complete(self) -> list[Reply]:
-        """Ends the rounds that lack nothing any more."""
+        """End the rounds that wait for nobody any more."""
         ready = [round_ for round_ in self if self._is_ready(round_)]
         return [reply for round_ in ready for reply in self._finish(round_)]
 
     def expire(self, now: float) -> list[Reply]:
-        """Ends the rounds that are over their time."""
+        """End the rounds that are over their time."""
         if now < self._next_deadline:
             return []
         late = [round_ for round_ in self if now >= round_.opened + round_.seconds]
@@ -118,15 +118,15 @@ class OpenRounds:
         return replies
 
     def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
-        """Ends a round with an error."""
+        """End a round with an error."""
         return self._break(self._open[key], error)
 
     def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
-        """Ends all rounds, each for its own reason."""
+        """End all rounds, each with its own error."""
         return [reply for round_ in list(self) for reply in self._break(round_, reason(round_.key))]
 
     def check_key(self, slave: Slave, key: RoundKey) -> None:
-        """Raises ProtocolError where a slave names a round of another life or group."""
+        """Raise ProtocolError if a slave names a round of another group, or of another life of this one."""
         if key[:3] != self._run:
             job, group, epoch = self._run
             raise ProtocolError(
@@ -134,7 +134,7 @@ class OpenRounds:
             )
 
     def too_many(self, key: RoundKey) -> LimitExceeded:
-        """Returns the error of a round too many."""
+        """Error of a slave that opens one round too many."""
         most = self._budget.quota.max_open_rounds
         return self._budget.exceeded(
             f"group {key.group!r} of job {key.job!r} has {most} open rounds already", most, "open rounds"
@@ -209,7 +209,7 @@ class OpenRounds:
         return self._close(round_)
 
     def _sum(self, round_: Round) -> bytes:
-        """Returns the answer that the rows make."""
+        """Frame of the sum of the rows."""
         total = reduce_round(round_)
         if self._claims.of:
             self._claims.check(total)
@@ -233,12 +233,12 @@ class OpenRounds:
         return round_.timeout(self._awaited(round_), missing)
 
     def _pending(self, now: float, round_: Round) -> bytes:
-        """Returns what tells a member that asks again whom its round waits for."""
+        """Frame that tells a member that asks again whom its round waits for."""
         seconds = int(now - round_.opened)
         return pending(round_.key, seconds, f"waiting since {seconds} s for {self._awaited(round_)}")
 
     def _awaited(self, round_: Round) -> str:
-        """Returns in words whom a round waits for."""
+        """Whom a round waits for, in words."""
         membership = self._membership
         if not membership.suffices:
             return f"enough ranks ({len(membership.slaves)} of min_members {membership.min_members} are there)"
@@ -247,6 +247,6 @@ class OpenRounds:
 
 
 def pending(key: RoundKey, seconds: int, text: str) -> bytes:
-    """Returns the frame that tells a member why it waits, and since when."""
+    """Frame that tells a member why it waits, and since when."""
     told = f"{key}: {text}".encode()[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
     return encode(Pending(key, seconds, told))

@@ -1,4 +1,4 @@
-"""Deferral: contributions that came to a restarted server before all members had come back to it."""
+"""Deferral: contributions that reach a restarted server before all members are back."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ Deferred = tuple[Slave, Contribution, bytes]
 
 
 class Deferral:
-    """The contributions that wait, one of each member for each round, in the order in which they came.
+    """Contributions that wait, one for each member and round, in the order of their arrival.
 
     Args:
         room: what they take is taken from.
@@ -27,15 +27,15 @@ class Deferral:
 
     @property
     def members(self) -> set[int]:
-        """Whose contributions wait."""
+        """Members whose contributions wait."""
         return set(self._counts)
 
     def would_exceed(self, most: int, slave: Slave, key: RoundKey) -> bool:
-        """Whether a contribution to this round would be more than so many of a slave."""
+        """Whether accepting this would exceed the slave's limit, `most` contributions."""
         return self._counts[slave.member] >= most and (slave.member, key) not in self._waiting
 
     def add(self, slave: Slave, contribution: Contribution, peer: bytes) -> None:
-        """Lets a contribution wait, or takes note of the peer that has sent it again.
+        """Keep a contribution; if it was sent again, remember the new peer.
 
         Raises:
             LimitExceeded: the job would keep too many bytes.
@@ -53,7 +53,7 @@ class Deferral:
         self._waiting[slave.member, key] = slave, contribution, peer
 
     def take(self) -> list[Deferred]:
-        """Returns all of them; none waits any more."""
+        """Take all contributions out, in order."""
         taken = list(self._waiting.values())
         self._waiting.clear()
         self._counts.clear()
@@ -61,9 +61,9 @@ class Deferral:
         return taken
 
     def forget(self, gone: Slave) -> None:
-        """Forgets those of a slave."""
-        for place in [place for place, (slave, _, _) in self._waiting.items() if slave is gone]:
-            _, contribution, _ = self._waiting.pop(place)
+        """Drop the contributions of a slave."""
+        for case in [case for case, (slave, _, _) in self._waiting.items() if slave is gone]:
+            _, contribution, _ = self._waiting.pop(case)
             self._counts[gone.member] -= 1
             self._room.keep(-size_of(contribution.rows))
         if not self._counts[gone.member]:

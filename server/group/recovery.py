@@ -1,4 +1,4 @@
-"""Recovery: after a restart of the server its members come back, and name each other.
+"""Recovery: after a restart of the server the members of a group come back, and name each other.
 
 The server has written nothing down. A member that comes back says who belonged to the group, as it last heard, and the
 group waits until all who were named are there, as long as it would wait for any sign of life.
@@ -16,7 +16,7 @@ RECONNECT_SECONDS = 0.3
 
 
 class Recovery:
-    """Who is still to come back to a group.
+    """Members that are still to come back to a group.
 
     Args:
         now: when the first member came back.
@@ -33,29 +33,29 @@ class Recovery:
         self._told: dict[tuple[RoundKey, Members], set[int]] = {}
 
     def name(self, known: Members) -> None:
-        """Takes note of the members that one that has come back knows of."""
+        """Wait for the members that a returned member knows of."""
         self._named.update(known)
 
     @property
     def nr_named(self) -> int:
-        """How many members are named."""
+        """Number of members that were named."""
         return len(self._named)
 
     def forget(self, member: int) -> None:
-        """Waits no longer for a member."""
+        """Wait no longer for a member."""
         self._named.discard(member)
 
     def tell(self, member: int, key: RoundKey, covered: Members) -> None:
-        """Takes note that a member was given a result, and whom it covers."""
+        """Record that a member was given a result, and which members the result covers."""
         self._told.setdefault((key, covered), set()).add(member)
 
     @property
     def has_results(self) -> bool:
-        """Whether anybody was given a result."""
+        """Whether any member was given a result."""
         return bool(self._told)
 
     def is_left_out(self, slave: Slave, back: Iterable[Slave]) -> bool:
-        """Returns whether the others had gone on without a slave, in a step in which it takes part.
+        """Whether the others had gone on without a slave, in a step in which it takes part.
 
         One result is enough that is known to be the server's own. Otherwise all others who could know must have told of
         one, that is all who are back and took part in that step: one member alone may make it up.
@@ -72,15 +72,15 @@ class Recovery:
         return could_know <= set().union(*(authors for _, authors in without))
 
     def missing(self, present: Collection[int]) -> list[int]:
-        """Returns who is still to come."""
+        """Members that are still to come."""
         return sorted(self._named.difference(present))
 
     def is_late(self, now: float) -> bool:
-        """Returns whether the time to come back is over."""
+        """Whether the time to come back is over."""
         return now - self._since >= self._silence
 
     def late(self, now: float, present: Collection[int]) -> list[int]:
-        """Returns who has not come in time, and waits no longer for them."""
+        """Members that have not come in time; it waits no longer for them."""
         if not self.is_late(now):
             return []
         late = self.missing(present)
@@ -88,7 +88,7 @@ class Recovery:
         return late
 
     def is_over(self, now: float, present: Collection[int], *, is_elastic: bool) -> bool:
-        """Returns whether nobody is missing."""
+        """Whether nobody is missing."""
         # The members of an elastic group may not know of one that joined last; it comes back within the same moment.
         settled = not is_elastic or now - self._since >= RECONNECT_SECONDS
         return settled and not self.missing(present)

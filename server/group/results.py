@@ -1,4 +1,4 @@
-"""Archive: what a group keeps of its rounds that have ended, and how much room all that it keeps takes.
+"""Archive: the answers of ended rounds that a group keeps. Room: the bytes that the whole group takes.
 
 Members in step can be a round apart, so the latest answers are kept for whoever asks again. Of those before them a
 number each is enough: a late copy of a contribution must not begin such a round anew.
@@ -13,7 +13,7 @@ REMEMBERED_ROUNDS = 1024
 
 
 class Room:
-    """A group's part of what the server keeps for an owner.
+    """The bytes that one group takes of its owner's account.
 
     Args:
         budget: what the server agrees to keep.
@@ -31,7 +31,7 @@ class Room:
         self._share = budget.account.share(owner)
 
     def check(self, size: int) -> None:
-        """Raises LimitExceeded where too many bytes would be kept."""
+        """Raise LimitExceeded if there is no room for so many bytes more."""
         if not self._account.fits(self._share, size):
             self._budget.check_room(self._owner, size)
 
@@ -49,12 +49,12 @@ class Room:
         self.held += size
 
     def keep(self, size: int) -> None:
-        """Takes note of bytes that are kept, or with a size below zero no longer are."""
+        """Count bytes that are kept, without a check; a negative size gives bytes back."""
         self._account.keep(self._share, size)
         self.held += size
 
     def empty(self) -> None:
-        """Gives all back."""
+        """Give all bytes back."""
         self.keep(-self.held)
 
 
@@ -77,15 +77,15 @@ class Archive:
         return len(self._kept)
 
     def get(self, key: RoundKey) -> Round | None:
-        """Returns a round whose answer is kept."""
+        """Round whose answer is kept; None if it is not."""
         return self._kept.get(key)
 
     def remembers(self, key: RoundKey) -> bool:
-        """Returns whether a round has ended whose answer is no longer kept."""
+        """Whether a round has ended and its answer is no longer kept."""
         return hash(key) in self._remembered
 
     def add(self, round_: Round, most: int) -> None:
-        """Keeps a round that has ended, and of those before it so many that `most` are kept."""
+        """Keep a round that has ended, and drop the oldest beyond `most`."""
         self._kept[round_.key] = round_
         change = len(round_.answer)
         round_.held += change
@@ -96,7 +96,7 @@ class Archive:
         self.room.keep(change)
 
     def remember(self, key: RoundKey) -> None:
-        """Takes note that a round has ended whose answer is not kept."""
+        """Remember that a round has ended whose answer is not kept."""
         self._remembered[hash(key)] = None
         if len(self._remembered) > REMEMBERED_ROUNDS:
             del self._remembered[next(iter(self._remembered))]

@@ -74,7 +74,7 @@ class FutureResult:
         return self._rows is not None
 
     def put(self, rows: Rows, peer: bytes) -> bool:
-        """Takes a contribution; `peer` is whom to answer from now on.
+        """Take a contribution; `peer` is whom to answer from now on.
 
         Returns:
             True if these are the rows kept: the first, or the same bytes again. False if they differ.
@@ -97,7 +97,7 @@ class FutureResult:
 
 
 def conflict(key: RoundKey, member: int) -> ContributionConflict:
-    """Returns the error of a member that speaks twice of one round in different words."""
+    """Error of a member that sends two different contributions to one round."""
     return ContributionConflict(
         f"rank {member} sent two different contributions for {key}; the first one counts",
         **key.fields,
@@ -142,11 +142,11 @@ class Round:
         self.held = 0
 
     def advance(self, event: Event) -> None:
-        """Moves along the table."""
+        """Move along the table."""
         self.state = TRANSITIONS[self.state, event]
 
     def put(self, member: int, rows: Rows, peer: bytes) -> None:
-        """Takes a member's rows.
+        """Take a member's rows.
 
         Raises:
             RoundMismatch: their shape is not that of the rows that came first.
@@ -165,7 +165,7 @@ class Round:
         self.advance(Event.CONTRIBUTED)
 
     def withdraw(self, member: int) -> None:
-        """Expects no more of a member: what it has contributed stays, and nobody waits for what it has not."""
+        """Wait no longer for a member. Its rows stay if they have come."""
         future = self.futures.get(member)
         if future is None:
             return
@@ -176,12 +176,12 @@ class Round:
         self.advance(Event.WITHDRAWN)
 
     def end(self, answer: bytes) -> None:
-        """Ends with the frame of an aggregate as the answer."""
+        """End with the frame of an aggregate as the answer."""
         self.advance(Event.COMPLETED)
         self.answer = answer
 
     def fail(self, error: StatsdBNError) -> None:
-        """Ends with an error as the answer."""
+        """End with an error as the answer."""
         self.advance(Event.BROKEN)
         self.answer = failure(error, self.key)
 
@@ -211,11 +211,11 @@ class Round:
         return [future.peer for future in self.futures.values() if future.peer]
 
     def conflict(self, member: int) -> ContributionConflict:
-        """Returns the error of a member that speaks twice in different words."""
+        """Error of a member that sends two different contributions."""
         return conflict(self.key, member)
 
     def timeout(self, whom: str, missing: list[int]) -> RoundTimeout:
-        """Returns the error of a round that waited too long, and says for whom."""
+        """Error of a round that waited too long; it says for whom."""
         return RoundTimeout(
             f"{self.key}: {whom} did not arrive within {self.seconds:g} s; "
             f"ranks {self.waiting} are waiting. Look at the missing ranks' logs, or raise "
@@ -265,12 +265,12 @@ class Round:
 
 
 def failed(key: RoundKey, reason: str) -> RoundFailed:
-    """Returns the error of a round that no finer error describes."""
+    """Error of a round for which there is no more specific class."""
     return RoundFailed(f"{key}: {reason}", **key.fields)
 
 
 def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
-    """Returns the frame that carries an error to a member."""
+    """Frame that carries an error to a member."""
     # Some errors are kept and raised again, and each time would add its stack, with the frames that were being read.
     error.__traceback__ = None
     return encode(Failure(error.code, told(str(error)), error.fields, key))

@@ -18,7 +18,7 @@ _BLOCK_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Seals:
-    """Makes seals, and knows them again.
+    """Makes seals and recognises them.
 
     Attributes:
         key: what they are made with, of at most 64 bytes; secret. Without one all seals are zeros, and all are genuine.
@@ -34,14 +34,14 @@ class Seals:
         object.__setattr__(self, "_begun", hashlib.sha256(self.key.ljust(_BLOCK_BYTES, b"\0")))
 
     def sealed(self, aggregate: Aggregate) -> bytes:
-        """Returns the frame of an aggregate, with its seal."""
+        """Frame of an aggregate, with its seal."""
         if not self.key:
             return encode(aggregate)
         parts = unsealed(aggregate)
         return b"".join((*parts, self._seal(*parts)))
 
     def is_genuine(self, aggregate: Aggregate) -> bool:
-        """Returns whether an aggregate was sealed with this key."""
+        """Whether an aggregate was sealed with this key."""
         if not self.key:
             return True
         return hmac.compare_digest(self._seal(*unsealed(aggregate)), aggregate.seal)

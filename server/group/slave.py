@@ -53,11 +53,11 @@ class Slave:
 
     @property
     def owes(self) -> bool:
-        """Whether results that it has announced have not come: they may have been lost on the way."""
+        """Whether results that it has announced are still to come; they may have been lost on the way."""
         return len(self.recalled) < self.owed
 
     def report(self) -> dict[str, Any]:
-        """Returns what a status report says of it."""
+        """Entry of the status report."""
         return {
             "member": self.member,
             "place": self.place,
