@@ -1,10 +1,10 @@
-"""Lightning: the plugin that a `Trainer` calls to synchronise a model's batch norms, and to undo it.
+"""Lightning: the plugin with which a `Trainer` synchronises a model's batch norms, and undoes that after `fit`.
 
     Trainer(strategy="ddp", devices=4, sync_batchnorm=True, plugins=[StatsdBNLayerSync()])
 
-A strategy calls `apply` in each process, after the process group has begun and before DistributedDataParallel takes the
-model, and `revert` when `fit` ends, also by an exception. So this is where a process knows its number, whoever has
-launched it, and where its connection belongs. On a single device Lightning calls neither.
+A strategy calls `apply` in each process, after the process group is initialised and before DistributedDataParallel
+wraps the model. It calls `revert` when `fit` ends, also by an exception. So here each process knows its rank,
+whatever its launcher, and can connect. On a single device Lightning calls neither.
 """
 
 import sys
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from client.connection.connection import Connection
 
 
-# A LayerSync that is not derived from Lightning's own one is refused beside sync_batchnorm=True.
+# Lightning refuses a LayerSync that is not a subclass of its own one together with sync_batchnorm=True.
 class StatsdBNLayerSync(TorchSyncBatchNorm):
     """Synchronises a model's batch norms through an aggregation server while `Trainer.fit` runs.
 
     It connects as `client.connect()` does, with the process group's rank and size for `rank` and `world_size`, and
-    disconnects when the model is reverted. A process that is connected already keeps its connection, and one that is
+    disconnects when the model is reverted. A process that is already connected keeps its connection. A process that is
     alone in its process group needs none.
 
     `fit` raises what `convert_model` and `connect` raise.
@@ -51,11 +51,11 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
     def revert(self, model: nn.Module) -> nn.Module:
         """Disconnects, and returns the model with torch's layers where `apply` found them.
 
-        If an exception ends the training, the other members are told of it.
+        If an exception ends the training the other members get it as the cause.
         """
         if self._connection:
             error = sys.exception()
-            # A training that is run while an older exception is handled does not fail of that one.
+            # If `fit` was called while an older exception was handled, that one is not the cause.
             self._connection.close("" if error is self._handled else cause_of(error))
             self._connection = None
         kept, self._kept = self._kept, []

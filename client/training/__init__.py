@@ -1,4 +1,4 @@
-"""Helpers around a training loop: none is needed to synchronise a model.
+"""Helpers around a training loop; synchronising a model needs none of them.
 
-What runs inside of a layer belongs in `client.layers`.
+Code that runs inside a layer belongs in `client.layers`.
 """

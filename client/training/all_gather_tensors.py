@@ -1,7 +1,7 @@
-"""Sharing: every member's tensors, by name, to every member, in one gather.
+"""Every member's tensors, by name, to every member, in one all_gather.
 
-A member that cannot give what it was asked for says so in the same gather. It must not stay away: the others wait for
-it. Whatever does not fit is found in what all have gathered, so all raise, and all go on in step.
+A member that cannot make its tensors says so in the same all_gather. It must not stay away, because the others wait for
+it. All members check the same gathered data, so all raise together, and stay in step.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,15 +20,15 @@ from statsd_bn.text import told
 
 Tensors = dict[str | int, Tensor]
 
-# The name of its rounds; no layer of a model is called so, since a place in a model has no brackets.
+# The name of its rounds. No layer has such a name: the name of a module contains no brackets.
 LANE = "mp_sync()"
 
-# Keys in an error's text, of as many as a member likes to send.
+# The most keys in an error's text; a member may send any number of them.
 MAX_TOLD_KEYS = 8
 
 
 def share(connection: Connection | None, make: Callable[[], Mapping[Any, Tensor]]) -> dict[int, Tensors]:
-    """Returns every member's tensors, by member, in order; on the CPU.
+    """Returns every member's tensors on the CPU, by rank, in order.
 
     Args:
         connection: to the other members; None if this process has no others.
@@ -36,7 +36,7 @@ def share(connection: Connection | None, make: Callable[[], Mapping[Any, Tensor]
 
     Raises:
         TypeError: a name is neither str nor int, or a tensor cannot travel.
-        Exception: what `make` raises, when the other members have been told.
+        Exception: what `make` raises, after the other members were told.
         RoundFailed: another member raised.
         RoundMismatch: the names differ.
         StatsdBNError: the exchange failed, with the reason.
@@ -66,7 +66,7 @@ def _packed(tensors: Mapping[Any, Tensor]) -> bytes:
 
 
 def _message(tensors: Mapping[str | int, Tensor], cause: str) -> bytes:
-    """What a member gives: its tensors, or why it has none to give."""
+    """What a member sends: its tensors, or why it has none."""
     return pack([tensors, told(cause)])
 
 
@@ -74,7 +74,7 @@ def _unpacked(member: int, data: bytes) -> tuple[Tensors, str]:
     try:
         return _read(data)
     except ProtocolError as error:
-        raise ProtocolError(f"{LANE}: what member {member} gave: {error}") from error
+        raise ProtocolError(f"{LANE}: the values of rank {member}: {error}") from error
 
 
 def _read(data: bytes) -> tuple[Tensors, str]:
@@ -95,7 +95,7 @@ def _check_nobody_raised(causes: dict[int, str]) -> None:
     if causes:
         member, cause = next(iter(causes.items()))
         raise RoundFailed(
-            f"{LANE}: expected values from all members, got none from {Members.of(causes)}; member {member}: {cause}",
+            f"{LANE}: expected values from all ranks, got none from {Members.of(causes)}; rank {member}: {cause}",
             member=member,
             cause=cause,
         )
@@ -111,4 +111,4 @@ def _check_names(shared: dict[int, Tensors]) -> None:
         some = islice(partial.items(), MAX_TOLD_KEYS)
         got = "; ".join(f"{shown(name)} only from {members}" for name, members in some)
         more = f" and {len(partial) - MAX_TOLD_KEYS} keys more" if len(partial) > MAX_TOLD_KEYS else ""
-        raise RoundMismatch(f"{LANE}: expected the same keys from members {Members.of(shared)}, got {got}{more}")
+        raise RoundMismatch(f"{LANE}: expected the same keys from ranks {Members.of(shared)}, got {got}{more}")

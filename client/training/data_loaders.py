@@ -1,4 +1,4 @@
-"""Loaders whose samples are split among the members, and what tells their samplers which epoch it is."""
+"""Loaders whose samples are split among the members, and a callback that tells their samplers the epoch."""
 
 import inspect
 import sys
@@ -13,7 +13,7 @@ from statsd_bn.errors import ConfigurationError
 Loader = DataLoader[Any]
 Sampler = DistributedSampler[Any]
 
-# What a loader was made with, its sampler apart, whatever this torch offers; it is all kept under the same names.
+# All arguments of a loader except its sampler, in this version of torch; a loader has attributes of the same names.
 KEPT = sorted({*inspect.signature(DataLoader).parameters} - {"dataset", "shuffle", "sampler", "batch_sampler"})
 
 
@@ -37,7 +37,7 @@ def _check_can_be_split(data_loader: Loader) -> None:
     if isinstance(dataset, IterableDataset):
         raise ConfigurationError(
             f"data_loader: expected a dataset with indices, which a sampler can split among the members, got the "
-            f"IterableDataset {name}, which alone decides what it gives; let it give each member a part of its own"
+            f"IterableDataset {name}, which chooses its samples itself; let it give each member a part of its own"
         )
     if not hasattr(dataset, "__len__"):
         raise ConfigurationError(
@@ -46,14 +46,14 @@ def _check_can_be_split(data_loader: Loader) -> None:
         )
     if data_loader.batch_size is None and data_loader.batch_sampler is not None:
         raise ConfigurationError(
-            f"data_loader: expected batches made by batch_size, which can be made anew from one member's samples, got "
-            f"those of the batch_sampler {type(data_loader.batch_sampler).__name__}, which alone decides what is in "
-            "them; let it give each member batches of its own"
+            f"data_loader: expected batches made by batch_size, which can be made from one member's samples too, got "
+            f"those of the batch_sampler {type(data_loader.batch_sampler).__name__}, which chooses their "
+            "samples itself; let it give each member batches of its own"
         )
 
 
 def is_shuffled(data_loader: Loader) -> bool:
-    """Returns whether the samples come in random order; also of a loader that has been split already."""
+    """Returns whether the samples come in random order; works for a loader that is already split too."""
     sampler = data_loader.sampler
     return isinstance(sampler, RandomSampler) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
 
@@ -66,7 +66,7 @@ class EpochCallback:
     """
 
     callback_name = "epoch of the distributed samplers"
-    # Before all others: they may read from the loaders.
+    # First, because the others may read from the loaders.
     execution_order = -100
     # On all devices.
     device_idx_execution = None
@@ -77,7 +77,7 @@ class EpochCallback:
         self.message_service: Any = None
 
     def register_train_loop_object(self, train_loop_obj: Any) -> Self:
-        """Learns whose epochs are meant."""
+        """Sets the training loop whose epochs count."""
         self.train_loop_obj = train_loop_obj
         self.message_service = getattr(train_loop_obj, "message_service", None)
         return self
@@ -88,10 +88,10 @@ class EpochCallback:
 
 
 def epoch_callback(callbacks_handler: Any, set_epoch: Callable[[int], None]) -> EpochCallback:
-    """Returns a callback that `callbacks_handler` takes.
+    """Returns a callback that `callbacks_handler` accepts.
 
-    aitoolbox's takes only what inherits from the `AbstractCallback` of its module. Ours then does, without an import of
-    a package that need not be there.
+    aitoolbox's accepts only subclasses of the `AbstractCallback` in its module. Ours becomes one, without an import of
+    a package that may be missing.
     """
     module = sys.modules.get(callbacks_handler.register_callbacks.__module__)
     base: type = getattr(module, "AbstractCallback", object)

@@ -45,8 +45,8 @@ class DDPHandler:
         called again when the members have changed.
 
         Args:
-            world_size: how many members there are; default: as `Connection.rank_and_size` says.
-            rank: which of them this one is; default: the same.
+            world_size: how many members there are; default: from `Connection.rank_and_size`.
+            rank: this member's index among them; default: likewise.
 
         Raises:
             ConfigurationError: `rank` is outside [0, world_size), or a loader cannot be split. All loaders are then
@@ -72,15 +72,15 @@ class DDPHandler:
         self._register()
 
     def set_epoch(self, epoch: int) -> None:
-        """Gives the samplers the number of the epoch that begins; whoever has no `callbacks_handler` calls it."""
+        """Tells the samplers which epoch begins; call it if the training loop has no `callbacks_handler`."""
         for sampler in self._samplers.values():
             sampler.set_epoch(epoch)
 
     @staticmethod
     def build_loader_sampler(data_loader: Loader, shuffle: bool, world_size: int, rank: int) -> tuple[Loader, Sampler]:
-        """Returns a loader like `data_loader` that gives the samples of member `rank` of `world_size`, and its sampler.
+        """Returns a loader like `data_loader` for the samples of `rank` among `world_size`, and its sampler.
 
-        Everything the loader was made with stays, its sampler apart.
+        Except for the sampler it has all settings of the given loader.
 
         Raises:
             ConfigurationError: `rank` is outside [0, world_size); or the samples cannot be split: of an
@@ -93,21 +93,21 @@ class DDPHandler:
     ) -> Any:
         """Returns the values of all members. All of them call it, in the same order among their rounds.
 
-        Those that are through with a pass in `client.join` wait for the others to be through as well.
+        A member that has finished a pass in `client.join` waits until the others have finished too.
 
         Args:
-            data: a tensor, array, number, or list of numbers. Its length, which is that of dimension 0, may differ from
-                member to member; a number is of length 1. Python's numbers become bool, int64 or torch's default dtype.
+            data: a tensor, array, number, or list of numbers. Its length, the size of dimension 0, may differ between
+                members; a number has length 1. Python's numbers become bool, int64 or torch's default dtype.
             double_precision: whether anything but a tensor becomes float64.
-            concat_mp_data: whether the values are joined along dimension 0, in the order of the members; else the
-                result is a list with what each member gave.
+            concat_mp_data: whether the values are joined along dimension 0, in the order of the ranks; else the result
+                is a list with the values of each member.
             return_tensor: whether the result is a tensor, on the device of `data`; else an array for an array, and a
                 list for anything else.
 
         Raises:
             TypeError: `data` is something else, such as a str, None or dict. The other members raise RoundFailed.
             ValueError: a list's elements differ in shape. The other members raise RoundFailed.
-            RoundMismatch: on all members: their values differ in dtype, or in more than the length, and are to be
+            RoundMismatch: on all members: the values differ in dtype, or in more than the length, so they cannot be
                 joined.
             RoundFailed: another member raised; the error names it and its cause.
             StatsdBNError: the exchange failed, with the reason.

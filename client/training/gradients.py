@@ -18,7 +18,7 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
 
-# The name of its rounds; no layer of a model is called so, since a place in a model has no brackets.
+# The name of its rounds. No layer has such a name: the name of a module contains no brackets.
 LANE = "average_gradients()"
 
 
@@ -27,7 +27,7 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
 
     All members call it after `backward`, in each step. With `count=len(batch)` and a loss that is a mean, the result is
     the gradient of the mean over the whole batch, however unequal the members' shares; a member without a batch calls
-    it with 0. It takes a round for each 65,536 elements; without a connection it leaves the gradients as they are.
+    it with 0. It takes one round for each 65,536 elements. Without a connection the gradients stay as they are.
 
     Args:
         parameters: the model, or what `model.parameters()` gives; the same shapes on every member. Where a member has
@@ -49,7 +49,7 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     trained = _trained(parameters)
     _check_dense(trained)
     parts = _sum(connection, _flat(trained) * count if count else np.zeros(_size(trained)), count)
-    # Of several parts a later one may lack a member that is lost meanwhile, and is an average all the same.
+    # A member may be lost between two parts; each part is an average over its own members.
     averages = np.concatenate([part.values[0] / max(1, part.count) for part in parts])
     if parts[0].count:
         _write(trained, averages)
@@ -80,12 +80,12 @@ def _sizes(trained: list[Tensor]) -> list[int]:
 
 
 def _size(trained: list[Tensor]) -> int:
-    """Returns how many numbers a member brings: all gradients, and for each parameter whether it has one."""
+    """Returns how many numbers a member sends: all gradients, and for each parameter whether it has one."""
     return sum(_sizes(trained)) + len(trained)
 
 
 def _flat(trained: list[Tensor]) -> FloatArray:
-    """Returns all gradients one behind the other, and then 1 for each parameter that has one, else 0."""
+    """Returns all gradients in a row, followed by 1 for each parameter that has one, else 0."""
     has_gradient = torch.tensor([parameter.grad is not None for parameter in trained]).double()
     gradients = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in trained)
     return torch.cat([*(_numbers(gradient.detach().cpu()) for gradient in gradients), has_gradient]).numpy()

@@ -1,8 +1,8 @@
-"""Uneven inputs: members whose data ends before that of others.
+"""join(): uneven inputs, where some members have fewer batches than others.
 
-Inside the block a member takes part in the rounds of its groups; after it, it is away, and the others go on without it,
-as with a member whose slice is empty. Entering the block again it waits until all others have left theirs too, so that
-every pass over the data begins together.
+Inside the block a member takes part in the rounds of its groups. After the block it is away, and the others go on
+without it, as with a member whose slice is empty. When it enters the block again it waits until all others have left
+theirs too, so every pass over the data begins together.
 """
 
 from collections.abc import Iterator
@@ -21,22 +21,23 @@ from client.training.running_statistics import commit_running_statistics
 def join(model: nn.Module) -> Iterator[None]:
     """Lets the members of a job have different numbers of batches in one pass over their data.
 
-    Every member puts its pass into this block, `with client.join(model): for batch in loader: ...`. Whoever is through
-    leaves the block and does not wait; the others' rounds go on, and cover those who are left. Entering waits until all
-    members of the groups that the model's layers use have entered, `deadline` seconds at most. Between two passes
-    members may gather and recalibrate: `DDPHandler.mp_sync`, `client.recalibrate`.
+    Every member puts its pass into this block, `with client.join(model): for batch in loader: ...`. A member that has
+    finished leaves the block and does not wait; the rounds of the others go on without it. Entering waits until all
+    members of the groups that the model's layers use have entered, for up to `round_timeout`. Between two passes
+    members may call `DDPHandler.mp_sync` and `client.recalibrate`.
 
-    With `convert_model(model, chunks=k)` the end of a pass ends the mini-batch, see `client.commit_running_statistics`.
+    With `convert_model(model, chunks=k)` the end of a pass also ends the mini-batch, see
+    `client.commit_running_statistics`.
 
     A model under DistributedDataParallel needs torch's own `Join` as well, for the gradients: `with Join([ddp]),
     client.join(ddp):`, ours inside.
 
     Args:
-        model: whose synchronised layers are used in the pass, all those of the process.
+        model: contains all synchronised layers that this process uses in the pass.
 
     Raises:
         GroupIncomplete: not all members entered in time.
-        ReplicaLost: one of them has left the job, and there can be no further pass.
+        ReplicaLost: one of them has left the job, so no further pass is possible.
     """
     connection = current_connection()
     if connection is None:
@@ -49,22 +50,22 @@ def join(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except GeneratorExit:
-        # The block is in a generator that is read no further: as good an end of the pass as any.
+        # The block is in a generator that nobody reads to the end: the pass ends here.
         _end(model, connection, groups)
         raise
-    # Not after another exception: it ends this member, and the others are told its cause.
+    # Not after another exception: that ends this member, and the others get its cause.
     _end(model, connection, groups)
 
 
 def _end(model: nn.Module, connection: Connection, groups: list[Group]) -> None:
-    # What is pending would be counted into the next pass, in which this member would be out of step with the others.
+    # Pending micro-batches would count for the next pass, and this member would be out of step with the others.
     commit_running_statistics(model)
     for group in groups:
         connection.stay_away(group)
 
 
 def _groups_of(model: nn.Module, connection: Connection) -> list[Group]:
-    """In an order that is the same on all members, so that nobody waits for two groups crosswise."""
+    """The groups of the model, in the same order on all members, so that no two wait for each other."""
     layers = (module for module in model.modules() if isinstance(module, SynchronizedBatchNorm))
     groups = {group.name: group for group in (connection.group(layer.group) for layer in layers)}
     return [group for _, group in sorted(groups.items()) if not connection.is_alone(group)]

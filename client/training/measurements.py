@@ -1,4 +1,4 @@
-"""What people measure, as tensors: what `mp_sync` takes, and how what all members gave is joined."""
+"""Measured values as tensors: what `mp_sync` accepts, and how the values of all members are joined."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ def as_tensor(data: Any, double_precision: bool) -> Tensor:
     """Returns a tensor of at least one dimension.
 
     Args:
-        data: a tensor, which stays as it is; an array, a number, or a list or tuple of these.
+        data: a tensor, which is returned as it is; an array, a number, or a list or tuple of these.
         double_precision: whether anything but a tensor becomes float64 (complex128).
 
     Raises:
         TypeError: `data` is something else.
-        ValueError: a list's elements differ in shape, or int64 has no room for a number, or float64 where it is wanted.
+        ValueError: a list's elements differ in shape, or a number is too large for int64, or for float64 where asked.
     """
     tensor = _tensor(data, double_precision and not isinstance(data, Tensor))
     return tensor if tensor.ndim else tensor.reshape(1)
@@ -32,11 +32,11 @@ def as_tensor(data: Any, double_precision: bool) -> Tensor:
 def joined(name: str, tensors: dict[int, Tensor]) -> Tensor:
     """Returns the members' tensors one behind the other along dimension 0.
 
-    An empty list, or any tensor of shape (0,), says nothing of dtype and further dimensions, and fits all others.
+    An empty list, or any tensor of shape (0,), fits all others: it has no dtype or further dimensions of its own.
 
     Args:
         name: what the tensors are called in an error.
-        tensors: by member, in order.
+        tensors: by rank, in order.
 
     Raises:
         RoundMismatch: they differ in dtype, or in more than the length of dimension 0.
@@ -48,13 +48,13 @@ def joined(name: str, tensors: dict[int, Tensor]) -> Tensor:
     if len(sorts) > 1:
         told = "; ".join(f"{sort} from {_told(members)}" for sort, members in sorts.items())
         raise RoundMismatch(
-            f"{name}: expected one dtype, and one shape but for dimension 0, from all members, got {told}"
+            f"{name}: expected one dtype, and one shape but for dimension 0, from all ranks, got {told}"
         )
     return torch.cat(list(parts.values()))
 
 
 def like(tensor: Tensor, data: Any, return_tensor: bool) -> Any:
-    """Returns a result as it is wanted: a tensor on the device of `data`, an array for an array, or a list."""
+    """Returns a result in the form asked for: a tensor on the device of `data`, an array for an array, or a list."""
     if return_tensor:
         return tensor.to(data.device) if isinstance(data, Tensor) else tensor
     return tensor.numpy() if isinstance(data, np.ndarray) else tensor.tolist()
@@ -66,7 +66,7 @@ def _sort(tensor: Tensor) -> str:
 
 
 def _told(members: list[int]) -> str:
-    return f"member{'s' * (len(members) > 1)} {Members.of(members)}"
+    return f"rank{'s' * (len(members) > 1)} {Members.of(members)}"
 
 
 def _tensor(data: Any, is_double: bool) -> Tensor:
@@ -94,12 +94,12 @@ def _cast(tensor: Tensor, is_double: bool) -> Tensor:
 
 def _of_numbers(data: Any, is_double: bool) -> Tensor:
     try:
-        # At once: a number that has been float32 is not what it was.
+        # Directly: a detour through float32 would lose digits.
         return torch.tensor(data, dtype=torch.float64 if is_double else None)
     except (OverflowError, RuntimeError, ValueError) as error:  # which of them depends on the version of torch
         if isinstance(error, OverflowError) or "Overflow" in str(error):
             kind = "float64" if is_double else "int64"
-            raise ValueError(f"expected numbers that {kind} has room for, got {shown(data)}") from error
+            raise ValueError(f"expected numbers that fit into {kind}, got {shown(data)}") from error
         raise
 
 
@@ -108,7 +108,7 @@ def _of_list(data: list[Any] | tuple[Any, ...], is_double: bool) -> Tensor:
     for kind in kinds:
         if not issubclass(kind, (Tensor, np.ndarray, *_NUMBERS)):
             raise TypeError(f"expected a list of numbers, arrays, tensors or such lists, got {kind.__name__} in it")
-    # Number by number torch is quick; of arrays it is slow, and of tensors it warns.
+    # torch is fast with plain numbers, slow with arrays, and warns for tensors.
     if not any(issubclass(kind, Tensor | np.ndarray) for kind in kinds):
         return _of_numbers(data, is_double)
     elements = [_tensor(element, is_double) for element in data]

@@ -1,9 +1,9 @@
 """recalibrate(): the statistics of the whole population, instead of a moving average over the last batches.
 
-Running statistics lag behind the weights and remember the last few batches best. Before an evaluation that matters
-("precise BN": Wu & Johnson, "Rethinking 'Batch' in BatchNorm", 2021, section 3) a pass over many batches with fixed
-weights measures them anew. What is averaged here is values, not batches: every layer adds up its sums, squares and
-counts, so batches of any sizes, spread over the members in any way, give what one process gives that has them all.
+Running statistics lag behind the weights, and the last few batches count most. Before an important evaluation a pass
+over many batches with fixed weights measures them again ("precise BN": Wu & Johnson, "Rethinking 'Batch' in BatchNorm",
+2021, section 3). We average values, not batches: every layer adds up its sums, squares and counts. So batches of any
+sizes, spread over the members in any way, give the same result as one process that has them all.
 """
 
 import warnings
@@ -31,7 +31,7 @@ from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
 
-# The name of its rounds; no layer of a model is called so, since a place in a model has no brackets.
+# The name of its rounds. No layer has such a name: the name of a module contains no brackets.
 LANE = "recalibrate()"
 
 Tallies = dict[SynchronizedBatchNorm, Tally]
@@ -45,26 +45,26 @@ def recalibrate(
     num_batches: int | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> int:
-    """Replaces the running statistics by the mean and unbiased variance of everything all members' batches hold.
+    """Replaces the running statistics by the mean and unbiased variance over all batches of all members.
 
-    All members call it, each with batches of its own: as many, and as large, as it has, even none. The forward pass
-    runs without gradients, and each synchronised layer normalises with the statistics of the batch that this process
-    puts in. Nothing is sent before the last batch; then one message per member and group carries all layers (one for
-    every `limits.MAX_CHANNELS` channels).
+    All members call it, each with its own batches, of any number and size, even none. The forward pass runs without
+    gradients, and each synchronised layer normalises with the statistics of this process's batch. Nothing is sent
+    before the last batch; then one message per member and group carries all layers (one for every
+    `limits.MAX_CHANNELS` channels).
 
-    No momentum, mode, hook or `num_batches_tracked` is touched; what an unfinished mini-batch has pending is forgotten.
-    If anything raises, all statistics stay as they were.
+    Momentum, modes, hooks and `num_batches_tracked` stay as they are; pending micro-batches of an unfinished mini-batch
+    are dropped. If anything raises, all statistics stay as they were.
 
     Args:
         model: in training mode its layers in training mode are measured, and a layer in eval stays frozen; in eval
             mode all are. Other modules run in the mode they are in: in eval there is no dropout.
-        loader: gives the batches. Of a tuple or list the first element goes into the model, as in
-            `torch.optim.swa_utils.update_bn`; anything else goes in as it is.
-        num_batches: take at most so many; a shorter loader is used whole.
-        progress: called after each batch with how many are done on this member.
+        loader: gives the batches. If a batch is a tuple or list its first element goes into the model, as in
+            `torch.optim.swa_utils.update_bn`.
+        num_batches: the most batches to take.
+        progress: called after each batch with the number of batches done on this member.
 
     Returns:
-        How many batches there were, over all members; where layers have groups, over those of the group with the most.
+        How many batches there were on all members; where layers have groups, in the group with the most.
 
     Raises:
         ValueError: `num_batches` is below 1; the model has no layer to measure, or one whose size is not known yet;

@@ -1,4 +1,4 @@
-"""The end of a mini-batch that came in micro-batches, for all layers of a model."""
+"""Ending a mini-batch of several micro-batches, for all layers of a model."""
 
 from torch import nn
 
@@ -6,17 +6,17 @@ from client.layers.batchnorm import SynchronizedBatchNorm
 
 
 def commit_running_statistics(model: nn.Module) -> None:
-    """Moves the running statistics by micro-batches that have not moved them yet: call it after each optimizer step.
+    """Updates the running statistics with the micro-batches that are still pending; call it after each optimizer step.
 
-    With `convert_model(model, chunks=k)` a mini-batch of k micro-batches moves them by itself, and then this does
-    nothing. It is there for mini-batches that have fewer: the last of an epoch, or 9 samples in 4 chunks, which are
-    3 micro-batches. All members call it alike; nothing is sent, since they have the same numbers.
+    With `convert_model(model, chunks=k)` a mini-batch of k micro-batches updates them by itself, and this does nothing.
+    Shorter mini-batches need it: the last of an epoch, or 9 samples in 4 chunks, which are 3 micro-batches. All members
+    call it; nothing is sent, since all have the same numbers.
 
-    What is pending is no part of a layer's state: copies, pickles and checkpoints do not have it, and loading a state
-    forgets it.
+    Pending micro-batches are not part of a layer's state: copies, pickles and checkpoints leave them out, and loading a
+    state drops them.
 
     Args:
-        model: whose synchronised layers, at any depth, end their mini-batch.
+        model: its synchronised layers, at any depth, end their mini-batch.
     """
     for module in model.modules():
         if isinstance(module, SynchronizedBatchNorm):

@@ -61,7 +61,7 @@ def test_the_model_is_synchronised_while_fit_runs_and_torchs_before_and_after(fo
 
 def test_the_connection_lasts_as_long_as_fit(found):
     for rank, of_rank in enumerate(found):
-        assert f"member {rank} of {training.MEMBERS}, open" in of_rank["connection during"]
+        assert f"rank {rank} of {training.MEMBERS}, open" in of_rank["connection during"]
         assert of_rank["connection after"] == "None"
 
 

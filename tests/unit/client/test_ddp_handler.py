@@ -191,8 +191,8 @@ def after(connection: client.Connection, sync: Any) -> tuple[Any, list[int], int
             ValueError,
             r"elements have one shape, got \[\(1,\), \(2,\)\]",
         ),
-        (2**64, ValueError, "expected numbers that int64 has room for, got 18446744073709551616"),
-        ([1, -(2**63) - 1], ValueError, r"int64 has room for, got \[1, -9223372036854775809\]"),
+        (2**64, ValueError, "expected numbers that fit into int64, got 18446744073709551616"),
+        ([1, -(2**63) - 1], ValueError, r"fit into int64, got \[1, -9223372036854775809\]"),
         (torch.ones(1, device="meta"), NotImplementedError, "meta"),
     ],
 )
@@ -206,13 +206,13 @@ def test_a_bad_value_on_one_member_is_told_to_all_and_nobody_hangs(bad, kind, wh
         raise second
     assert type(first) is type(third) is RoundFailed
     assert str(first) == str(third)
-    assert f"expected values from all members, got none from 1; member 1: {kind.__name__}: " in str(first)
+    assert f"expected values from all ranks, got none from 1; rank 1: {kind.__name__}: " in str(first)
     assert first.fields["member"] == 1
     assert [told for _, *told in results] == [[[0, 1, 2], 2]] * 3
 
 
 def test_a_number_that_is_too_large_for_double_precision_is_refused():
-    with pytest.raises(ValueError, match=r"expected numbers that float64 has room for, got 10{17}\.\.\.0{19}$"):
+    with pytest.raises(ValueError, match=r"expected numbers that fit into float64, got 10{17}\.\.\.0{19}$"):
         as_tensor(10**400, double_precision=True)
 
 
@@ -243,13 +243,13 @@ def test_where_all_give_what_is_bad_each_raises_its_own(values):
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ([1, 0.5, 2], r"got int64 of shape \(\*\) from members 0, 2; float32 of shape \(\*\) from member 1"),
-        ([np.ones(1), [1.0]], r"got float64 of shape \(\*\) from member 0; float32 of shape \(\*\) from member 1"),
+        ([1, 0.5, 2], r"got int64 of shape \(\*\) from ranks 0, 2; float32 of shape \(\*\) from rank 1"),
+        ([np.ones(1), [1.0]], r"got float64 of shape \(\*\) from rank 0; float32 of shape \(\*\) from rank 1"),
         (
             [torch.ones(1, 2), torch.ones(1, 3)],
-            r"\(\*, 2\) from member 0; float32 of shape \(\*, 3\) from member 1",
+            r"\(\*, 2\) from rank 0; float32 of shape \(\*, 3\) from rank 1",
         ),
-        ([torch.ones(2), torch.ones(1, 2)], r"\(\*\) from member 0; float32 of shape \(\*, 2\) from member 1"),
+        ([torch.ones(2), torch.ones(1, 2)], r"\(\*\) from rank 0; float32 of shape \(\*, 2\) from rank 1"),
     ],
 )
 def test_values_that_cannot_be_joined_are_named_on_every_member(values, what):
@@ -270,7 +270,7 @@ def test_different_keys_are_named_on_every_member():
         return after(connection, lambda: handler(connection).mp_sync_dict(dicts[connection.rank]))
 
     for error, *told in run_members(3, sync):
-        with pytest.raises(RoundMismatch, match=r"same keys from members 0-2, got 'f1' only from 0, 2; 7 only from 1$"):
+        with pytest.raises(RoundMismatch, match=r"same keys from ranks 0-2, got 'f1' only from 0, 2; 7 only from 1$"):
             raise error
         assert told == [[0, 1, 2], 2]
 
@@ -360,14 +360,14 @@ def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
         return outcome(lambda: handler(connection).mp_sync(1))
 
     for error in run_members(3, sync)[::2]:
-        with pytest.raises(ProtocolError, match=rf"mp_sync\(\): what member 1 gave: .*{what}"):
+        with pytest.raises(ProtocolError, match=rf"mp_sync\(\): the values of rank 1: .*{what}"):
             raise error
 
 
 @pytest.mark.parametrize(
     ("foreign", "what"),
     [
-        (pack([{}, "OSError: \x1b[2J\r" + "x" * 10**6]), r"none from 1; member 1: OSError: \x1b[2J\rxxx"),
+        (pack([{}, "OSError: \x1b[2J\r" + "x" * 10**6]), r"none from 1; rank 1: OSError: \x1b[2J\rxxx"),
         (pack([{"\x1b]0;x\x07": torch.ones(1)}, ""]), r"got 'value' only from 0, 2; '\x1b]0;x\x07' only from 1"),
         (pack([{number: torch.ones(1) for number in range(10**4)}, ""]), "only from 1 and 9993 keys more"),
     ],
@@ -388,7 +388,7 @@ def test_what_a_member_says_is_short_and_plain_in_the_others_error(foreign, what
 
 def test_many_members_in_an_error_are_told_in_short():
     tensors = {member: torch.ones(1, 1 + (member == 500)) for member in range(1000)}
-    with pytest.raises(RoundMismatch, match=r"from members 0-499, 501-999; float32 of shape \(\*, 2\) from member 500"):
+    with pytest.raises(RoundMismatch, match=r"from ranks 0-499, 501-999; float32 of shape \(\*, 2\) from rank 500"):
         joined("it", tensors)
 
 

@@ -129,14 +129,17 @@ def test_a_rank_outside_the_world_is_refused(rank):
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (DataLoader(Endless()), "expected a dataset with indices, .* the IterableDataset Endless, which alone decides"),
+        (
+            DataLoader(Endless()),
+            "expected a dataset with indices, .* the IterableDataset Endless, which chooses its samples",
+        ),
         (
             DataLoader(OfUnknownLength(), sampler=[0]),
             "expected a dataset with a length, .* got OfUnknownLength without __len__",
         ),
         (
             DataLoader(SAMPLES, batch_sampler=BatchSampler(SequentialSampler(SAMPLES), 2, drop_last=False)),
-            "expected batches made by batch_size, .* the batch_sampler BatchSampler, which alone decides",
+            "expected batches made by batch_size, .* the batch_sampler BatchSampler, which chooses their",
         ),
     ],
 )
