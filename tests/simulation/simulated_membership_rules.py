@@ -37,7 +37,7 @@ def check_coverage(world: "World", process: "Process", aggregate: Aggregate, tur
     members = list(aggregate.members)
     if process.number not in members:
         world.find("an aggregate covers its receiver", f"{process}: {aggregate.key} covers {members}")
-    if len(_registered(world).union(members)) < world.plan.min_members:
+    if len(_registered(world, aggregate.key).union(members)) < world.plan.min_members:
         world.find("no round completes with too few", f"{process}: {aggregate.key} covers {members}")
     covered = Covered(process.spans[-1].base, turn, aggregate.key, tuple(members))
     world.covered.append(covered)
@@ -91,11 +91,15 @@ def _is_excused(process: "Process") -> bool:
     return bool(world.plan.min_members) and (befallen or is_displaced)
 
 
-def _registered(world: "World") -> set[int]:
-    """Who suffices without being covered: whoever is away, or begins later, or was one of these a moment ago."""
+def _registered(world: "World", key: RoundKey) -> set[int]:
+    """Who suffices without being covered: whoever is away, or begins later, or was one of these a moment ago.
+
+    What counts is the time of the answer: one that was frozen reads it when others have left since.
+    """
     if not (world.plan.passes or world.plan.has_newcomers):
         return set()
-    return {one.number for one in world.processes if one.has_connected and world.clock.now - one.ended < NEWS_SECONDS}
+    when = world.sent_at.get(key, world.clock.now)
+    return {one.number for one in world.processes if one.has_connected and when - one.ended < NEWS_SECONDS}
 
 
 def check_pass(world: "World", process: "Process", number: int, first_step: int) -> None:
@@ -153,6 +157,7 @@ def note_sent(world: "World", frame: bytes) -> None:
     if not isinstance(message, Aggregate):
         return
     members = tuple(message.members)
+    world.sent_at.setdefault(message.key, world.clock.now)
     lacking = world.arrived.pop(message.key, set()).difference(members)
     if lacking and message.key not in world.sent:
         world.find("what has come is kept", f"{message.key} covers {members}, and {sorted(lacking)} had come")

@@ -92,6 +92,7 @@ class World:
         self.brought_at: dict[RoundKey, float] = {}
         self.left_a_round = 0.0
         self.sent: dict[RoundKey, tuple[int, ...]] = {}
+        self.sent_at: dict[RoundKey, float] = {}
         self.arrived: dict[RoundKey, set[int]] = {}
         self.covered: list[membership_rules.Covered] = []
         self.pass_began: dict[int, int] = {}
