@@ -13,7 +13,7 @@ from server.group.master import SyncMaster
 from server.group.rounds import Reply, failure
 from server.group.slave import Slave
 from server.limits.access import ANYBODY
-from statsd_bn.errors import RegistrationRefused, StatsdBNError
+from statsd_bn.errors import RegistrationRefused, RoundMismatch, StatsdBNError
 from statsd_bn.messages import WORLD
 from statsd_bn.tokens import digest
 
@@ -83,13 +83,20 @@ class Registry:
             self.ended.end_session(session, record.master.epoch, loss)
         return self._end_if_empty(record.master, replies)
 
-    def dissolve(self, now: float, master: SyncMaster, error: StatsdBNError) -> list[Reply]:
+    def dissolve(self, now: float, master: SyncMaster, error: RoundMismatch) -> list[Reply]:
         """Tell all who wait for a group to open that it will not, and end their sessions so that each is told once."""
-        slaves = list(master.membership.slaves.values())
+        membership = master.membership
+        slaves = list(membership.slaves.values())
         replies = [(slave.peer, failure(error)) for slave in slaves]
+        # One whose connection broke meanwhile asks again. What it is told then is short, because it is kept for long.
+        again = RoundMismatch(
+            f"job {membership.job!r}, group {membership.group!r}: it has ended, because its members waited for one "
+            "another in different places"
+        )
         for slave in slaves:
             self._remove(slave.session)
             replies += self._take_out(now, slave.session, SessionRecord(master, slave), "")
+            self.ended.end_session(slave.session, master.epoch, again)
         return replies
 
     def close(self, name: Name, reason: str) -> list[Reply]:

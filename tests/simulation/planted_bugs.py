@@ -271,7 +271,7 @@ def first_result_wins_unchecked() -> Any:
 
     def take(right: Any, self: Claims, round_: Round) -> Any:
         told = right(self, round_)
-        claims = [claim.aggregate for others in self._of.values() for claim in others]
+        claims = [claim.aggregate for others in self.of.values() for claim in others]
         alike = [one for one in claims if (one.key.step, one.key.phase) == (round_.key.step, round_.key.phase)]
         return replace(alike[0], key=round_.key) if alike else told
 

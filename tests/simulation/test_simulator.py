@@ -39,7 +39,10 @@ def test_worlds_are_not_vacuous():
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name):
-    assert simulate.first_finding(simulate.run_seeds(0, MOST_SEEDS_FOR_A_BUG, name, jobs=os.cpu_count() or 1))
+    found = simulate.first_finding(simulate.run_seeds(0, MOST_SEEDS_FOR_A_BUG, name, jobs=os.cpu_count() or 1))
+    assert found
+    seed, text = found
+    assert text.startswith(f"seed {seed}, "), "a rule finds it; an exception would be a bug that is planted wrongly"
 
 
 def test_a_seed_repeats_to_the_byte_whatever_the_hash_seed():

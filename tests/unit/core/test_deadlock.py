@@ -362,6 +362,17 @@ def test_members_may_wait_for_a_group_to_open_and_for_one_another():
     assert [group["group"] for group in job.dispatcher.report(job.now)["groups"]] == ["world"]
 
 
+def test_whoever_missed_why_its_group_ended_is_told_when_it_asks_again():
+    """Its connection broke when it was told, so it registers once more."""
+    job = Job(2)
+    job.open("pair", 0, size=2)
+    job.bring(1, A)
+    job.wait(QUIET)
+    told = job.say(register(0, 2, job="job", group="pair", session=job.session(0, "pair")), b"0 anew")
+    assert mismatches(told) == {b"0 anew"}
+    assert "its members waited for one another" in told[b"0 anew"].message
+
+
 def test_members_that_wait_for_other_groups_are_told_once():
     job = Job(2)
     job.open("left", 0, size=2)

@@ -1,0 +1,127 @@
+"""The client's waits as pure functions: what they send, when they look again, and how they end."""
+
+import numpy as np
+import pytest
+
+from client.connection.member import Member
+from client.connection.registration import ANSWER_SECONDS, ASK_AGAIN_SECONDS, TAKEN_SECONDS, Registration
+from client.connection.round_trip import GRACE_SECONDS, RoundTrip
+from client.connection.session import Session
+from statsd_bn.errors import DuplicateMember, GroupIncomplete, RoundTimeout, ServerUnreachable
+from statsd_bn.members import NOBODY, Members
+from statsd_bn.messages import Aggregate, Contribution, Failure, Pending, Register, Registered
+from statsd_bn.rows import Rows
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode, encode
+
+TOKEN = b"session0"
+BEGAN = 100.0
+DEADLINE = 30.0
+
+
+@pytest.fixture
+def session():
+    return Session(TOKEN, Member("job", "world", 0, 0, 2, DEADLINE, "here"))
+
+
+@pytest.fixture
+def trip(session):
+    key, rows = session.forward_key("bn"), Rows((1,), np.ones((1, 2, 1)))
+    return RoundTrip(session, "memory://", key, rows, session.contribution(key, rows), chance=lambda: 0.5)
+
+
+@pytest.fixture
+def registration(session):
+    return Registration(session, "memory://", DEADLINE)
+
+
+def registered(missing=0):
+    return encode(Registered(digest(TOKEN), b"server-0", 0, 0, missing, NOBODY))
+
+
+def sent(frames):
+    return [decode(frame) for frame in frames]
+
+
+def test_a_round_trip_sends_its_rows_and_ends_with_the_aggregate(trip):
+    (first,), due, result = trip.begin(BEGAN)
+    contribution = decode(first)
+    assert (type(contribution), contribution.attempt, due, result) == (Contribution, 0, BEGAN + 1.0, None)
+    answer = Aggregate(contribution.key, 2, 2, Members.of(range(2)), np.ones((2, 1)))
+    frames, _, result = trip.step(BEGAN + 0.1, encode(answer))
+    assert not frames
+    assert result.key == answer.key
+
+
+def test_it_asks_again_less_and_less_often_and_counts_the_attempts(trip):
+    _, due, _ = trip.begin(BEGAN)
+    attempts, pauses = [], []
+    for _ in range(4):
+        now = due
+        (frame,), due, _ = trip.step(now, None)
+        attempts.append(decode(frame).attempt)
+        pauses.append(due - now)
+    assert attempts == [1, 2, 3, 4]
+    assert pauses == pytest.approx([2.0, 3.0, 3.0, 3.0])
+
+
+def test_news_of_a_wait_does_not_prolong_the_deadline(trip):
+    (first,), *_ = trip.begin(BEGAN)
+    pending = encode(Pending(decode(first).key, 3, "waiting for members [1]"))
+    for seconds in range(1, int(DEADLINE + GRACE_SECONDS)):
+        assert trip.step(BEGAN + seconds, pending)[2] is None
+    with pytest.raises(RoundTimeout, match="the latest was: waiting for members"):
+        trip.step(BEGAN + DEADLINE + GRACE_SECONDS, None)
+
+
+def test_a_long_wait_is_told_at_doubling_intervals(trip, caplog):
+    (first,), *_ = trip.begin(BEGAN)
+    key = decode(first).key
+    with caplog.at_level("WARNING", "statsd_bn.client"):
+        for seconds in range(1, 31):
+            trip.step(BEGAN + seconds, encode(Pending(key, seconds, f"waiting, {seconds} s")))
+    assert [record.getMessage() for record in caplog.records] == ["waiting, 10 s", "waiting, 20 s"]
+
+
+def test_a_member_introduces_itself_to_a_restarted_master_and_asks_again(trip):
+    trip.begin(BEGAN)
+    frames, _, result = trip.step(BEGAN + 1.0, encode(Failure("unknown_session", "who?", {})))
+    register, contribution = sent(frames)
+    assert (type(register), contribution.attempt, result) == (Register, 1, None)
+
+
+def test_a_registration_asks_again_until_nobody_has_answered_for_long(registration):
+    frames, due, _ = registration.begin(BEGAN)
+    for _ in range(int(ANSWER_SECONDS / ASK_AGAIN_SECONDS) - 1):
+        assert [type(message) for message in sent(frames)] == [Register]
+        frames, due, _ = registration.step(due, None)
+    assert due == BEGAN + ANSWER_SECONDS
+    with pytest.raises(ServerUnreachable):
+        registration.step(due, None)
+
+
+def test_a_registration_waits_for_the_others_and_ends_when_the_group_is_open(registration):
+    registration.begin(BEGAN)
+    frames, due, result = registration.step(BEGAN + 0.1, registered(missing=1))
+    assert (list(frames), due, result) == ([], BEGAN + 0.1 + ANSWER_SECONDS, None)
+    (frame,), *_ = registration.step(due, None)
+    assert isinstance(decode(frame), Register)
+    assert registration.step(due + 1.0, registered())[2].missing == 0
+
+
+def test_a_group_that_does_not_fill_in_time_is_given_up(registration):
+    registration.begin(BEGAN)
+    registration.step(BEGAN + 0.1, registered(missing=1))
+    with pytest.raises(GroupIncomplete):
+        registration.step(BEGAN + DEADLINE, registered(missing=1))
+
+
+def test_a_number_that_is_still_taken_is_asked_for_again_for_a_moment(registration):
+    registration.begin(BEGAN)
+    taken = encode(Failure("duplicate_member", "taken", {}))
+    frames, due, _ = registration.step(BEGAN + 0.1, taken)
+    assert not frames
+    (frame,), *_ = registration.step(due, None)
+    assert isinstance(decode(frame), Register)
+    with pytest.raises(DuplicateMember):
+        registration.step(BEGAN + TAKEN_SECONDS, taken)
