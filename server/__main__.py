@@ -33,7 +33,7 @@ EXIT_CODES: dict[type[Exception], int] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server there, 5 refused by it."""
+    """Run a command; returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server there, 5 refused by the server."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         command = COMMANDS.get(given[0]) if given else None

@@ -1,4 +1,4 @@
-"""Configuration: flags and their STATSD_BN_* twins, resolved once into one frozen value."""
+"""Configuration: flags and their STATSD_BN_* variables, resolved once into one frozen value."""
 
 import argparse
 import logging
@@ -26,10 +26,10 @@ class Config:
         curve: folder with the server's keys and the public keys of its clients, as `python -m server keygen` makes it;
             "-": they come by standard input, see `statsd_bn.keys.ServerKeys`; None: whoever reaches an endpoint is let
             in.
-        quota: how much is taken, kept and waited for.
-        parent: id of the process that this server belongs to: it ends with it, and as soon as all members that were
-            there have left; None: it serves until it is told to stop.
-        again: whether it stands in for one with this parent that was killed: it ends as well if no member comes back.
+        quota: how much it accepts and keeps, and how long it waits.
+        parent: id of the process that this server belongs to: the server ends with it, and as soon as all members have
+            left; None: it serves until it is told to stop.
+        again: whether it replaces a server of this parent that was killed; then it also ends if no member comes back.
 
     Raises:
         ConfigurationError: a value is unusable.
@@ -71,7 +71,7 @@ class Config:
 
 
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Returns the parser of `python -m server`; an environment twin is the flag's default."""
+    """Parser of `python -m server`; a flag's default comes from its variable."""
     result = argparse.ArgumentParser(
         prog="python -m server",
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
@@ -131,7 +131,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """Returns the configuration that a command line and an environment ask for.
+    """Configuration from a command line and an environment.
 
     Raises:
         ConfigurationError: a value is unusable.
@@ -143,6 +143,6 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
 
 
 def bound_to(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the endpoints that an environment says to listen on."""
+    """Endpoints that an environment says to listen on."""
     given = environ.get("STATSD_BN_BIND")
     return (default_endpoint(environ),) if given is None else tuple(filter(None, given.split(",")))

@@ -179,7 +179,8 @@ class Service:
         """Handle a frame, and send the answers."""
         if peer in self._members:
             received = self._dispatcher.receive(now, peer, frame, tenant)
-            self._sender.send(received.replies)
+            if received.replies:  # only a round's last contribution has any
+                self._sender.send(received.replies)
             if received.is_refused:
                 # Only counted, not timed: this clock would cost each round of a member a hundredth.
                 self._watch.note(peer, received, tenant, 0.0)

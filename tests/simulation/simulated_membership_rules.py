@@ -146,9 +146,9 @@ def note_arrival(world: "World", frame: bytes) -> None:
     message = _sound(frame, CONTRIBUTION)
     if not isinstance(message, Contribution):
         return
-    seat = world.server.dispatcher._registry.sessions.get(message.session)
-    if seat and not seat.master.membership.recovery and message.key not in world.sent:
-        world.arrived.setdefault(message.key, set()).add(seat.slave.member)
+    record = world.server.dispatcher._registry.sessions.get(message.session)
+    if record and not record.master.membership.recovery and message.key not in world.sent:
+        world.arrived.setdefault(message.key, set()).add(record.slave.member)
 
 
 def note_sent(world: "World", frame: bytes) -> None:

@@ -61,10 +61,10 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
 def check_memory(world: "World") -> None:
     """Nothing that the server keeps grows without bound."""
     dispatcher = world.server.dispatcher
-    seats, pulses = len(dispatcher._registry.sessions), len(dispatcher._registry.liveness._pulses)
+    sessions, pulses = len(dispatcher._registry.sessions), len(dispatcher._registry.liveness._pulses)
     most = len(world.processes) * (1 + len(world.plan.groups))
-    if seats > most or pulses > most or pulses > seats:
-        world.find("memory is bounded", f"{seats} seats and {pulses} pulses for {len(world.processes)} processes")
+    if sessions > most or pulses > most or pulses > sessions:
+        world.find("memory is bounded", f"{sessions} sessions and {pulses} pulses for {len(world.processes)} processes")
     for master in dispatcher._registry.masters.values():
         # Of those who come back after a restart each may tell of as many rounds, and not of the same ones.
         claimed = limits.KEPT_ROUNDS * len(world.processes) if world.server.outages else 0
@@ -99,7 +99,7 @@ def check_nothing_is_left(world: "World") -> None:
     if not is_empty(world):
         dispatcher = world.server.dispatcher
         world.find(
-            "nothing is left", f"{list(dispatcher._registry.masters)}, {len(dispatcher._registry.sessions)} seats"
+            "nothing is left", f"{list(dispatcher._registry.masters)}, {len(dispatcher._registry.sessions)} sessions"
         )
 
 

@@ -585,7 +585,7 @@ def test_of_too_many_silent_connections_the_oldest_are_overdue_and_none_that_has
     assert connections.overdue(4.5 + SETTLING_SECONDS) == numbers[1:4]
 
 
-def test_a_connection_is_a_members_while_its_session_has_a_seat(connected):
+def test_a_connection_is_a_members_while_its_session_is_registered(connected):
     connections, (number,) = connected(1, idle_seconds=60.0)
     connections.heard(1.0, number, with_key(""), b"peer", b"session")
     connections.leave(100.0, lambda session: session == b"session")
