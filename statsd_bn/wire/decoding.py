@@ -62,12 +62,12 @@ def decode_request(frame: bytes) -> Request:
 def _message(header: Any, frame: bytes, end: int) -> Any:
     if type(header) is not list or not header:
         raise ProtocolError(f"header: expected [type, ...], got {shown(header)}")
-    number, *fields = header
+    number = header[0]
     kind = BY_TYPE.get(number) if type(number) is int else None
     if kind is None:
         raise ProtocolError(f"type: expected one of {sorted(BY_TYPE)}, got {shown(number)}")
     try:
-        return _build(kind, fields, frame, end)
+        return _build(kind, header[1:], frame, end)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"fields of message type {number}: {error}") from error
 
