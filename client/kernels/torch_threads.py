@@ -18,7 +18,7 @@ _Function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void
 _Loop = Callable[[int, int, int, int, "ctypes.Array[ctypes.c_int64]"], int]
 
 
-def _alone(begin: int, end: int, _: int, function: int, given: "ctypes.Array[ctypes.c_int64]") -> int:
+def _in_this_thread(begin: int, end: int, _: int, function: int, given: "ctypes.Array[ctypes.c_int64]") -> int:
     _Function(function)(begin, end, given)
     return 0
 
@@ -29,7 +29,7 @@ def _loop() -> _Loop:
         # The symbol is in another library, which this one needs. Some systems do not search that one.
         loop: Any = ctypes.CDLL(torch._C.__file__).torch_parallel_for  # noqa: SLF001 - a library like others
     except (OSError, AttributeError):
-        return _alone
+        return _in_this_thread
     loop.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 2
     loop.restype = ctypes.c_int32
     found: _Loop = loop

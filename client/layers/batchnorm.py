@@ -87,10 +87,10 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         replicas, and be 0.
 
     Raises:
-        ValueError: `eps_mode` is neither, `group` is not a group, `chunks` is below 1, or `process_group` is not None;
-            in `forward`, the input has other dimensions or channels, the mask another shape, or the whole batch has one
-            value per channel.
-        TypeError: `chunks` is no int; in `forward`, the input is not floating-point or a DTensor, or the mask not
+        ValueError: `eps_mode` is neither "plus" nor "clamp", `group` is neither None, "local" nor a `client.Group`,
+            `chunks` is below 1, or `process_group` is not None; in `forward`, the input has other dimensions or
+            channels, the mask another shape, or the whole batch has one value per channel.
+        TypeError: `chunks` is not an int; in `forward`, the input is not floating-point or a DTensor, or the mask not
             boolean.
         StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
             RoundFailed.

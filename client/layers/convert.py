@@ -54,8 +54,8 @@ def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks
         The module, or its replacement if it is itself a batch norm or an `nn.DataParallel`.
 
     Raises:
-        ValueError: `group` is not a group, or `chunks` is below 1; or an `nn.SyncBatchNorm` has a `process_group`,
-            and no `group` is given; nothing is changed.
+        ValueError: `group` is neither None, "local" nor a `client.Group`, or `chunks` is below 1; or an
+            `nn.SyncBatchNorm` has a `process_group`, and no `group` is given; nothing is changed.
         TypeError: `chunks` is neither None nor an int.
         ConfigurationError: a layer's place in the model is not printable, or too long; nothing is changed.
     """
@@ -65,7 +65,7 @@ def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks
 def convert(
     module: nn.Module, group: Group | str | None = None, chunks: int | None = None, *, stacklevel: int
 ) -> nn.Module:
-    """`convert_model`, for callers that have callers of their own: 2 makes the warning show their line, 3 those'."""
+    """`convert_model`; `stacklevel`: as for `warnings.warn`."""
     groups.check(group)
     if chunks is not None:
         check_chunks(chunks)

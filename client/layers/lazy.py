@@ -36,8 +36,9 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         chunks: micro-batches per mini-batch.
 
     Raises:
-        ValueError: `eps_mode` is neither, `group` is not a group, or `chunks` is below 1.
-        TypeError: `chunks` is no int.
+        ValueError: `eps_mode` is neither "plus" nor "clamp", or `chunks` is below 1.
+        ConfigurationError: `group` is neither None, "local" nor a `client.Group`.
+        TypeError: `chunks` is not an int.
     """
 
     def __init__(

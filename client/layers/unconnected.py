@@ -1,4 +1,4 @@
-"""A layer that trains alone in a process that has company: it is said once, for nothing else would show it."""
+"""Warns once where the launcher has started several processes and this one trains without a connection."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ logger = logging.getLogger("statsd_bn.client")
 
 
 class Unconnected:
-    """Whether it was said."""
+    """Remembers whether it has warned."""
 
     def __init__(self) -> None:
         self._is_told = False

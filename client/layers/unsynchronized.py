@@ -1,4 +1,4 @@
-"""A layer without company: torch's own batch norm, to the last bit, but for two of its faults."""
+"""A layer with nobody to synchronise with: torch's own batch norm, to the last bit, without two of its faults."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name

@@ -11,7 +11,7 @@ from client.kernels import torch_threads
 
 Range = tuple[int, int]
 needs_loop = pytest.mark.skipif(
-    torch_threads._loop() is torch_threads._alone, reason="torch lends no threads before 2.10"
+    torch_threads._loop() is torch_threads._in_this_thread, reason="torch lends no threads before 2.10"
 )
 
 
@@ -50,7 +50,7 @@ def test_one_thread_is_the_callers(set_threads):
 
 def test_a_torch_that_lends_none_leaves_all_to_the_caller(monkeypatch, set_threads):
     set_threads(2)
-    monkeypatch.setattr(torch_threads, "_loop", lambda: torch_threads._alone)
+    monkeypatch.setattr(torch_threads, "_loop", lambda: torch_threads._in_this_thread)
     assert shared(100, 1) == [(threading.get_native_id(), (0, 100))]
 
 
@@ -65,6 +65,6 @@ def test_a_torch_without_such_a_loop_leaves_all_to_the_caller(monkeypatch, libra
     monkeypatch.setattr(torch._C, "__file__", library)
     torch_threads._loop.cache_clear()
     try:
-        assert torch_threads._loop() is torch_threads._alone
+        assert torch_threads._loop() is torch_threads._in_this_thread
     finally:
         torch_threads._loop.cache_clear()
