@@ -12,7 +12,7 @@ import server.core.registry
 from fuzzing import fuzz, fuzz_target
 from fuzzing.fuzz_target import MOST_TURNS, SOUND, Play
 from server.core.dispatcher import Dispatcher
-from server.group.master import SyncMaster
+from server.group import open_rounds
 from statsd_bn.messages import BY_TYPE, Contribution, Heartbeat, Leave, Register, Result, StatusRequest
 from statsd_bn.round_key import GATHER
 from statsd_bn.wire import decode
@@ -45,13 +45,13 @@ def test_random_plays_get_far():
 
 def test_random_plays_end_gathers(monkeypatch):
     phases = Counter()
-    reduce = SyncMaster.run_master
+    reduce = open_rounds.reduce_round
 
     def count(round_):
         phases[round_.key.phase] += 1
         return reduce(round_)
 
-    monkeypatch.setattr(SyncMaster, "run_master", staticmethod(count))
+    monkeypatch.setattr(open_rounds, "reduce_round", count)
     chance = random.Random(0)
     for _ in range(300):
         Play().run(fuzz.random_play(chance))
@@ -112,8 +112,8 @@ def test_a_flood_gets_far_to_its_end(monkeypatch):
         done.append(len(ended) - before)
 
     ended = []
-    reduce = SyncMaster.run_master
-    monkeypatch.setattr(SyncMaster, "run_master", staticmethod(lambda round_: ended.append(round_) or reduce(round_)))
+    reduce = open_rounds.reduce_round
+    monkeypatch.setattr(open_rounds, "reduce_round", lambda round_: ended.append(round_) or reduce(round_))
     monkeypatch.setattr(Play, "run", count)
     monkeypatch.setattr(fuzz, "GROWTH_KIB", 10**6)  # what is kept of ended sessions fills up in a longer one only
     assert fuzz.flood(frames=7000, seed=0) >= 7000

@@ -18,6 +18,7 @@ from client.connection.transport import ZmqTransport
 from client.launch import connect as launch
 from client.launch.settings import resolve
 from programs import member_programs
+from server.core.received import Received
 from statsd_bn import Rows, limits, private_folder
 from statsd_bn.errors import (
     ConfigurationError,
@@ -274,7 +275,7 @@ def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
     monkeypatch.setattr(round_trip, "GRACE_SECONDS", 0.1)
     master = MemoryMaster()
     connection = master.connect(0, 1, round_timeout=0.1)
-    monkeypatch.setattr(master.dispatcher, "receive", lambda *_: [])
+    monkeypatch.setattr(master.dispatcher, "receive", lambda *_: Received([]))
     with pytest.raises(RoundTimeout, match=r"no aggregate from the master at memory:// within 0.2 s"):
         connection.exchange("bn", ROW)
     connection.close()

@@ -161,7 +161,7 @@ def test_a_round_that_ended_without_a_member_is_no_answer_to_it(world):
     ).replies[0][1]
     late.key = world.members[0].key
     late.hear(frame)
-    assert "members 0-2 have gone on without it" in str(late.latest(ReplicaLost))
+    assert "ranks 0-2 have gone on without it" in str(late.latest(ReplicaLost))
 
 
 @pytest.mark.parametrize("min_members", [0, 1])

@@ -364,7 +364,7 @@ def test_a_member_that_its_own_server_took_for_lost_is_told_so():
     """To register again and go on would be a guess."""
     master = MemoryMaster()
     connection = master.connect(0, 1)
-    for session in list(master.dispatcher._registry.seats):
+    for session in list(master.dispatcher._registry.sessions):
         master.dispatcher._registry.lose(0.0, session, "no sign of life")
     with pytest.raises(ReplicaLost, match=r"rank 0 \(thread 0\) was lost: no sign of life"):
         connection.exchange("bn", rows_of(0))

@@ -24,6 +24,9 @@ MEGABYTE = 2**20
 ACCOUNT = 32 * MEGABYTE
 REST = 64 * MEGABYTE
 
+# How much ZeroMQ holds at a moment depends on who else has the processor.
+pytestmark = pytest.mark.alone
+
 
 class Server:
     """A server process with a small account, and one honest pair beside whatever fills it."""

@@ -155,7 +155,7 @@ def test_what_only_one_member_says_of_a_round_without_others_breaks_a_group_whos
     for session in world.members[:2]:
         failure = answers(world, session)[-1]
         assert (failure.code, failure.key, failure.fields["member"]) == ("conflict", key, 2)
-        assert "was given an aggregate without members" in failure.message
+        assert "was given an aggregate without ranks" in failure.message
 
 
 def test_an_answer_that_covers_one_who_has_died_since_stays_what_it_was():

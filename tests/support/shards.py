@@ -245,7 +245,7 @@ def as_virtual_replicas(case: Shards) -> Outcome:
     devices = [torch.device(case.device)] * len(shards)
     replicas = any_device.replicate(layer, devices)
     execute_replication_callbacks(replicas)
-    meeting = vars(replicas[0])["_rendezvous"]
+    meeting = vars(replicas[0])["_barrier"]
     inputs = [(shard.x, shard.mask) for shard in shards]
     outputs = any_device.parallel_apply(replicas, inputs, [{}] * len(shards), devices, meeting.finish, meeting.fail)
     torch.autograd.backward([(output * shard.factors).sum() for output, shard in zip(outputs, shards, strict=True)])
