@@ -171,7 +171,7 @@ def replica_killed(plan: Plan) -> Outcome:
         seconds = _wait_for_end(others, KNOWN_SECONDS)
         named = sum(map(_names_the_victim, others))
     return Outcome(
-        f"the other {len(others)} name member {VICTIM} and fail within {KNOWN_SECONDS:g} s",
+        f"the other {len(others)} name rank {VICTIM} and fail within {KNOWN_SECONDS:g} s",
         f"{named} name it; all had failed after {seconds:.1f} s",
         named == len(others) and seconds <= KNOWN_SECONDS,
     )
@@ -190,7 +190,7 @@ def network_cut(plan: Plan) -> Outcome:
         # It may wait for its peers in gloo, and then for the server that is to name them.
         alone = seconds + _wait_for_end([replicas[VICTIM]], plan.deadline * 2 + LEAVE_SECONDS)
     return Outcome(
-        f"the other {len(others)} name member {VICTIM} and fail within {limit:g} s; it fails too",
+        f"the other {len(others)} name rank {VICTIM} and fail within {limit:g} s; it fails too",
         f"{named} name it; all had failed after {seconds:.1f} s, it after {alone:.1f} s",
         named == len(others) and seconds <= limit,
     )

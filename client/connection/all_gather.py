@@ -85,15 +85,15 @@ def _begun(aggregate: Aggregate) -> dict[int, _Parcel]:
         size, here = (int(word) for word in values[:HEAD_WORDS].view(_LENGTH))
         first, values = values[HEAD_WORDS : HEAD_WORDS + here], values[HEAD_WORDS + here :]
         if not 0 <= size <= MAX_BYTES:
-            raise ProtocolError(f"{aggregate.key}: expected 0 to {MAX_BYTES} bytes from member {member}, got {size}")
+            raise ProtocolError(f"{aggregate.key}: expected 0 to {MAX_BYTES} bytes from rank {member}, got {size}")
         total = -(-size // WORD_BYTES)
         if not len(first) == here <= total:
             raise ProtocolError(
-                f"{aggregate.key}: expected {here} of {total} words from member {member}, got {len(first)}"
+                f"{aggregate.key}: expected {here} of {total} words from rank {member}, got {len(first)}"
             )
         parcels[member] = _Parcel(size, [first], total - here)
     if len(values):
-        raise ProtocolError(f"{aggregate.key}: expected no more after the last member's words, got {len(values)}")
+        raise ProtocolError(f"{aggregate.key}: expected no more after the last rank's words, got {len(values)}")
     return parcels
 
 
@@ -107,7 +107,7 @@ def _widths(parcels: dict[int, _Parcel]) -> dict[int, int]:
 def _of(aggregate: Aggregate, parcels: dict[int, _Parcel]) -> dict[int, _Parcel]:
     """Returns the parcels of those who are still there."""
     if strangers := [member for member in aggregate.members if member not in parcels]:
-        raise ProtocolError(f"{aggregate.key}: expected some of members {list(parcels)}, got {strangers} as well")
+        raise ProtocolError(f"{aggregate.key}: expected some of ranks {list(parcels)}, got {strangers} as well")
     return {member: parcels[member] for member in aggregate.members}
 
 

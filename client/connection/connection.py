@@ -163,7 +163,7 @@ class Connection:
         """Takes part in the rounds of a group again, as soon as all its members want to.
 
         Raises:
-            GroupIncomplete: they did not within the deadline.
+            GroupIncomplete: they did not within `round_timeout`.
             ReplicaLost: one of them has left the job.
         """
         self._check_usable()

@@ -104,15 +104,15 @@ class RoundTrip:
     def _tell_changes(self, before: Members, answer: Aggregate) -> None:
         """Nothing is dropped silently; in a strict group only members whose data has ended come and go."""
         if self._session.member.is_elastic and answer.members != before:
-            logger.warning("%s: from now on members %s, not %s", answer.key, answer.members, before)
+            logger.warning("%s: from now on ranks %s, not %s", answer.key, answer.members, before)
 
     def _introduction(self, now: float) -> list[bytes]:
-        logger.info("the master at %s has been restarted; taking part again", self._endpoint)
+        logger.info("the server at %s has been restarted; taking part again", self._endpoint)
         return [*self._session.introduction(), self._ask_again(now)]
 
     def _ask_again(self, now: float) -> bytes:
         silent = now - self._heard
-        self._warn(silent, f"{self._key}: the master at {self._endpoint} has not answered for {silent:.0f} s")
+        self._warn(silent, f"{self._key}: the server at {self._endpoint} has not answered for {silent:.0f} s")
         self._attempt += 1
         self._session.spoke = now
         return self._session.contribution(self._key, self._rows, self._attempt)
@@ -124,10 +124,10 @@ class RoundTrip:
 
     def _timeout(self) -> RoundTimeout:
         seconds = self._session.member.round_timeout + GRACE_SECONDS
-        # A restarted master counts the round's time anew, so it may have had no reason to end it yet.
+        # A restarted server counts the round's time anew, so it may have had no reason to end it yet.
         reason = f"; the latest was: {self._told}" if self._told else ""
         return RoundTimeout(
-            f"{self._key}: no aggregate from the master at {self._endpoint} within {seconds:g} s{reason}",
+            f"{self._key}: no aggregate from the server at {self._endpoint} within {seconds:g} s{reason}",
             **self._key.fields,
             seconds=seconds,
         )

@@ -222,8 +222,10 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         is_tallied = self._tally is not None
         if not (self.training or is_tallied or (self.running_mean is None and self.running_var is None)):
             return Way.TORCHS, None
-        connection = connection_to(self.group) if self.training and not is_tallied else None
         is_traced = torch.compiler.is_compiling() and self._replica is None
+        if is_traced and mask is not None:
+            return Way.COMPILED, None
+        connection = connection_to(self.group) if self.training and not is_tallied else None
         if mask is None and not self._has_company(connection) and self._can_be_torchs(is_traced=is_traced):
             return Way.TORCHS, None
         if is_traced:

@@ -40,7 +40,7 @@ MAX_TOLD_MEMBERS = 64
 # A member that is not known here, and so not known to be blocked. Ranks are not negative.
 ANYBODY = -1
 
-ADVICE = "Run the same layers in the same order on every member, equally often"
+ADVICE = "Run the same layers in the same order on every rank, equally often"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Table:
         membership = wait.master.membership
         name = {"job": membership.job, "group": membership.group}
         head = str(wait.key or f"job {membership.job!r}, group {membership.group!r}")
-        head += ": the members wait for one another in different places, so nobody can go on: "
+        head += ": the ranks wait for one another in different places, so nobody can go on: "
         return RoundMismatch(
             f"{head}{self._text(limits.MAX_TEXT_BYTES - len(head.encode()))}",
             **(wait.key.fields if wait.key else name),

@@ -77,14 +77,11 @@ class Liveness:
             pulse.heard, pulse.peer = now, peer
             self._revive(session, pulse)
 
-    def beat(self, now: float, session: bytes, peer: bytes) -> bool:
-        """Note a session's heartbeat; returns whether the session is known."""
-        pulse = self._pulses.get(session)
-        if pulse is None:
-            return False
-        pulse.heard, pulse.beacon = now, peer
-        self._revive(session, pulse)
-        return True
+    def beat(self, now: float, session: bytes, peer: bytes) -> None:
+        """Note a session's heartbeat; one of an unknown session is ignored."""
+        if pulse := self._pulses.get(session):
+            pulse.heard, pulse.beacon = now, peer
+            self._revive(session, pulse)
 
     def forget(self, session: bytes) -> None:
         """Forget a session that has ended; an unknown one is ignored."""

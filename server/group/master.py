@@ -57,7 +57,7 @@ class SyncMaster:
         loss_is_told: whether all who wait in other groups for a member of this one were told why it is broken.
     """
 
-    # The seed's name.
+    # The seed's name, for whoever reduces a round by hand; `OpenRounds` calls the function.
     run_master = staticmethod(reduce_round)
 
     def __init__(

@@ -219,7 +219,7 @@ class Round:
         return RoundTimeout(
             f"{self.key}: {whom} did not arrive within {self.seconds:g} s; "
             f"ranks {self.waiting} are waiting. Look at the missing ranks' logs, or raise "
-            "connect(deadline=...) if a step may take longer",
+            "connect(round_timeout=...) if a step may take longer",
             **self.key.fields,
             missing=missing,
             waiting=self.waiting,

@@ -1,7 +1,7 @@
 """Nothing that nests without an end ends whoever reads it.
 
-At 6b62bd3: each nested extension in `client/packing.py` is one more call in C, so about 1 KB from one member, 200 deep,
-ends all others with SIGSEGV, through `DDPHandler.mp_sync`.
+At 6b62bd3: each nested extension in `client/packing.py`, as it was called, is one more call in C, so about 1 KB from
+one member, 200 deep, ends all others with SIGSEGV, through `DDPHandler.mp_sync`.
 """
 
 import struct

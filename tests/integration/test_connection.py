@@ -276,7 +276,7 @@ def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
     master = MemoryMaster()
     connection = master.connect(0, 1, round_timeout=0.1)
     monkeypatch.setattr(master.dispatcher, "receive", lambda *_: Received([]))
-    with pytest.raises(RoundTimeout, match=r"no aggregate from the master at memory:// within 0.2 s"):
+    with pytest.raises(RoundTimeout, match=r"no aggregate from the server at memory:// within 0.2 s"):
         connection.exchange("bn", ROW)
     connection.close()
 

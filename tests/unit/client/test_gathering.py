@@ -131,12 +131,12 @@ def test_the_master_refuses_rows_that_are_none_of_a_gather(rows, what):
 @pytest.mark.parametrize(
     ("integers", "what"),
     [
-        ([8, 1], "expected 1 of 1 words from member 0, got 0"),
-        ([8, 2, 0, 0], "expected 2 of 1 words from member 0, got 2"),
-        ([-1, 0], "expected 0 to 1099511627776 bytes from member 0, got -1"),
-        ([2**63 - 1, 0], "expected 0 to 1099511627776 bytes from member 0, got 9223372036854775807"),
-        ([8, -1, 5], "expected -1 of 1 words from member 0, got 0"),
-        ([8, 0, 5], "expected no more after the last member's words, got 1"),
+        ([8, 1], "expected 1 of 1 words from rank 0, got 0"),
+        ([8, 2, 0, 0], "expected 2 of 1 words from rank 0, got 2"),
+        ([-1, 0], "expected 0 to 1099511627776 bytes from rank 0, got -1"),
+        ([2**63 - 1, 0], "expected 0 to 1099511627776 bytes from rank 0, got 9223372036854775807"),
+        ([8, -1, 5], "expected -1 of 1 words from rank 0, got 0"),
+        ([8, 0, 5], "expected no more after the last rank's words, got 1"),
     ],
 )
 def test_a_first_round_that_makes_no_sense_is_refused(integers, what):
@@ -152,7 +152,7 @@ def test_a_further_round_of_another_width_is_refused():
 
 def test_a_member_that_was_not_there_from_the_first_round_is_refused():
     rounds = iter([_brought([16, 1, 7]), _brought([7, 7], 0, 1)])
-    with pytest.raises(ProtocolError, match=r"expected some of members \[0\], got \[1\] as well"):
+    with pytest.raises(ProtocolError, match=r"expected some of ranks \[0\], got \[1\] as well"):
         gather(lambda _: next(rounds), bytes(16), 0, 1)
 
 

@@ -99,11 +99,11 @@ def test_members_in_other_layer_orders_are_told_who_waits_where():
     table = (
         "rank 0 (host 0, process 00): layer 'layer1.bn', call 0, forward, step 7, for 0.5 s; "
         "rank 1 (host 1, process 10): layer 'layer2.bn', call 3, forward, step 7, for 0.5 s. "
-        "Run the same layers in the same order on every member, equally often"
+        "Run the same layers in the same order on every rank, equally often"
     )
     for answer, mine in ((told[b"0"], key("layer1.bn", step=7)), (told[b"1"], key("layer2.bn", step=7, call=3))):
         assert answer.key == mine
-        expected = f"{mine}: the members wait for one another in different places, so nobody can go on: {table}"
+        expected = f"{mine}: the ranks wait for one another in different places, so nobody can go on: {table}"
         assert answer.message == expected
         assert answer.fields == {
             **mine.fields,
@@ -356,7 +356,7 @@ def test_members_may_wait_for_a_group_to_open_and_for_one_another():
     assert "rank 0 (host 0, process 00): waiting for group 'pair' to open, for 0.5 s" in told[b"1"].message
     first = told[b"0 pair"]
     assert first.key is None
-    assert first.message.startswith("job 'job', group 'pair': the members wait for one another")
+    assert first.message.startswith("job 'job', group 'pair': the ranks wait for one another")
     assert list(first.fields) == ["job", "group", "table", "places"]
     assert {"members": [0], "nr_members": 1, "seconds": 0.5, "group": "pair"} in first.fields["table"]
     assert [group["group"] for group in job.dispatcher.report(job.now)["groups"]] == ["world"]
