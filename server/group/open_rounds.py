@@ -83,15 +83,16 @@ class OpenRounds:
         try:
             if round_ := self._open.get(key):
                 future = self._future(round_, slave)
-                if not future.done:
+                is_first = not future.done
+                if is_first:
                     self._reserve(round_, size_of(rows))
             else:
                 round_ = self._begin(now, slave, contribution)
-                future = round_.futures[slave.member]
+                future, is_first = round_.futures[slave.member], True
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
         slave.step, slave.replicas = key.step, len(rows.counts)
-        if not future.done:
+        if is_first:
             future.since = now
             self._count_threads(slave, contribution)
         return self._put(now, round_, slave, contribution, peer)

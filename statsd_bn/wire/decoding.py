@@ -27,6 +27,7 @@ from statsd_bn.rows import Rows
 from statsd_bn.wire.frame import FLOAT, header_of, padded
 from statsd_bn.wire.headers import MOST_NAMES, SHORT_BYTES, array, unpack, unpack_without_arrays
 from statsd_bn.wire.kept import unpacked_key, unpacked_members
+from statsd_bn.wire.repeated import keep_header, repeated_contribution
 
 _REQUESTS = frozenset(get_args(Request))
 
@@ -50,12 +51,16 @@ def decode_request(frame: bytes) -> Request:
         VersionMismatch: the frame is of another protocol version.
         ProtocolError: it is not a sound frame of a request.
     """
+    if (again := repeated_contribution(frame)) is not None:
+        return again
     packed, end = header_of(frame, limits.MAX_REQUEST_HEADER_BYTES)
     is_short = len(packed) <= SHORT_BYTES
     header = unpack("header", packed, limits.MAX_REPLICAS) if is_short else unpack_without_arrays(packed)
     request: Request = _message(header, frame, end)
     if type(request) not in _REQUESTS:
         raise ProtocolError(f"expected a request, got {type(request).__name__}")
+    if type(request) is Contribution:
+        keep_header(frame, end, request)
     return request
 
 

@@ -19,8 +19,8 @@ _LONG_ARRAY = b"\xdc"
 _FIRST_BYTE = slice(PRELUDE.size, PRELUDE.size + 1)
 
 # Where a session stands: behind the array's beginning, the type, and two bytes for its own length.
-_IN_ARRAY = slice(PRELUDE.size + 4, PRELUDE.size + 4 + limits.TOKEN_BYTES)
-_IN_LONG_ARRAY = slice(PRELUDE.size + 6, PRELUDE.size + 6 + limits.TOKEN_BYTES)
+SHORT_ARRAY_SESSION = slice(PRELUDE.size + 4, PRELUDE.size + 4 + limits.TOKEN_BYTES)
+_LONG_ARRAY_SESSION = slice(PRELUDE.size + 6, PRELUDE.size + 6 + limits.TOKEN_BYTES)
 
 
 def padded(size: int) -> int:
@@ -54,4 +54,4 @@ def named_session(frame: bytes) -> bytes:
 
     The session is the first field of every message that has one.
     """
-    return frame[_IN_LONG_ARRAY] if frame[_FIRST_BYTE] == _LONG_ARRAY else frame[_IN_ARRAY]
+    return frame[_LONG_ARRAY_SESSION] if frame[_FIRST_BYTE] == _LONG_ARRAY else frame[SHORT_ARRAY_SESSION]

@@ -27,7 +27,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, decode_request, encode
+from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, decode_request, encode, repeated
 from support.strategies import MESSAGES, key, messages, register
 
 relaxed = settings(deadline=None)
@@ -499,6 +499,51 @@ def test_a_contribution_with_the_longest_header_still_fits():
     rows = Rows((limits.MAX_COUNT // limits.MAX_REPLICAS,) * limits.MAX_REPLICAS, np.ones((limits.MAX_REPLICAS, 1, 1)))
     sent = Contribution(b"session0", longest, limits.MAX_COUNTER, rows)
     assert decode_request(encode(sent)).key == longest
+
+
+def parts_of(contribution: Contribution) -> tuple[Any, ...]:
+    rows = contribution.rows
+    numbers = rows.values
+    return (contribution.session, contribution.key, contribution.attempt, rows.counts, numbers.shape, numbers.tobytes())
+
+
+@relaxed
+@given(MESSAGES[Contribution], st.binary(min_size=limits.TOKEN_BYTES, max_size=limits.TOKEN_BYTES), st.floats())
+def test_a_contribution_whose_header_came_before_is_decoded_as_if_it_had_not(first, session, number):
+    decode_request(encode(first))
+    rows = Rows(first.rows.counts, np.full_like(first.rows.values, number))
+    frame = encode(dataclasses.replace(first, session=session, rows=rows))
+    assert parts_of(decode_request(frame)) == parts_of(decode(frame))
+
+
+def test_a_contribution_is_not_taken_for_another_with_nearly_the_same_header():
+    frame = encode(CONTRIBUTION)
+    decode_request(frame)
+    start = len(frame) - CONTRIBUTION.rows.values.nbytes
+    for place in range(start):
+        changed = bytearray(frame)
+        changed[place] ^= 1
+        try:
+            expected = parts_of(decode(bytes(changed)))
+        except ProtocolError:
+            with pytest.raises(ProtocolError):
+                decode_request(bytes(changed))
+        else:
+            assert parts_of(decode_request(bytes(changed))) == expected
+
+
+@pytest.mark.parametrize("end", [b"\0", b"\0" * 8, -1, -8, -40])
+def test_a_header_that_came_before_is_no_licence_for_the_values_behind_it(end):
+    frame = encode(CONTRIBUTION)
+    decode_request(frame)
+    with pytest.raises(ProtocolError):
+        decode_request(frame + end if isinstance(end, bytes) else frame[:end])
+
+
+def test_only_so_many_headers_are_kept():
+    for step in range(3 * repeated._MOST_KEPT):
+        decode_request(encode(dataclasses.replace(CONTRIBUTION, key=KEY._replace(step=step))))
+    assert len(repeated._kept) <= repeated._MOST_KEPT
 
 
 ANNOUNCED = b"\xdc\xff\xff" * 500  # arrays in arrays, each of 65,535 items
