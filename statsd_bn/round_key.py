@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, Self
 
 from statsd_bn import limits
 from statsd_bn.checks import check_integer, check_name
+from statsd_bn.error_text import layer_in_words
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -54,6 +55,12 @@ class RoundKey(_KeyFields):
             f"job {self.job!r}, group {self.group!r}, epoch {self.epoch}, step {self.step}, "
             f"layer {self.layer!r}, call {self.call}, {self.phase}"
         )
+
+    def in_words(self, *, with_call: bool = True, with_group: bool = False) -> str:
+        """Returns where in the model and when a round takes place, for a row of an error's table."""
+        call = f", call {self.call}" if with_call else ""
+        group = f", group {self.group!r}" if with_group else ""
+        return f"{self.phase} of {layer_in_words(self.layer)}{call}, step {self.step}{group}"
 
     def of_phase(self, phase: str) -> Self:
         """Returns the key of another exchange of the same call."""

@@ -4,11 +4,13 @@ Whatever is not printable is written as a string literal of Python would have it
 printable throughout. An error's message or a cause may have several lines, so line feeds and tabs stay.
 """
 
+import re
 from typing import Any
 
 from statsd_bn import limits
 
 _LAYOUT = "\n\t"
+_SPACES = re.compile(" {2,}")
 _WITHOUT_LAYOUT = str.maketrans("", "", _LAYOUT)
 
 
@@ -20,6 +22,15 @@ def is_readable(text: str) -> bool:
 def plain(text: str) -> str:
     """Returns a text on one line, with all that is not printable escaped, line feeds too."""
     return text if text.isprintable() else _escaped(text, "")
+
+
+def on_one_line(text: str) -> str:
+    """Returns a text of several lines on one, for a log: its lines follow one another as parts of a sentence."""
+    if "\n" not in text:
+        return plain(text)
+    lines = [_SPACES.sub(" ", line.strip()) for line in text.split("\n") if line.strip()]
+    ended = [line if line.endswith((",", ";", ":", ".")) else f"{line};" for line in lines[:-1]]
+    return plain(" ".join([*ended, *lines[-1:]]))
 
 
 def readable(text: str) -> str:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from client.autograd.exchange import Exchange
 from client.autograd.second_order import SecondOrder
+from client.border import make_readable
 from client.kernels import dispatch, vectors
+from statsd_bn.errors import StatsdBNError
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
 
@@ -150,7 +152,11 @@ class _BatchNorm(_Exchanging):
         xs = [holder.saved_tensors[0] if holder else x for x, holder in zip(xs, ctx.holders, strict=True)]
         arguments = _BackwardPass(ctx.exchange, needs), *grads, *xs, *weights, *masks
         # A graph of this pass, and so a node for it, is made only where someone asks for it.
-        gradients = _apply(_Backward, *arguments) if torch.is_grad_enabled() else _Backward.forward(*arguments)
+        try:
+            gradients = _apply(_Backward, *arguments) if torch.is_grad_enabled() else _Backward.forward(*arguments)
+        except StatsdBNError as error:
+            make_readable(error)
+            raise
         return None, None, *gradients, *[None] * ctx.replicas
 
 
@@ -202,7 +208,12 @@ class _Backward(_Exchanging):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         replicas = len(ctx.backward_pass.local)
-        return None, *_SecondBackward.apply(ctx.backward_pass, *ctx.saved_tensors, *gradients), *[None] * replicas
+        try:
+            found = _SecondBackward.apply(ctx.backward_pass, *ctx.saved_tensors, *gradients)
+        except StatsdBNError as error:
+            make_readable(error)
+            raise
+        return None, *found, *[None] * replicas
 
 
 class _SecondBackward(_Exchanging):

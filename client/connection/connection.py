@@ -13,6 +13,7 @@ from typing import Self
 
 import numpy as np
 
+from client.border import at_border, make_readable
 from client.connection import all_gather, driver, groups
 from client.connection.groups import Group
 from client.connection.member import Member
@@ -25,6 +26,7 @@ from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
     ProtocolError,
+    StatsdBNError,
 )
 from statsd_bn.messages import Aggregate, Stand
 from statsd_bn.reduction import FloatArray
@@ -154,11 +156,13 @@ class Connection:
         """Returns whether a group has no other members, and can have none."""
         return self.group(group).size == 1 and not self.member.is_elastic
 
+    @at_border
     def stay_away(self, group: Group | str | None) -> None:
         """Takes no part in the rounds of a group until it comes back; `client.join` is the way to it."""
         self._check_usable()
         self._sessions.change_stand(self.group(group), Stand.AWAY)
 
+    @at_border
     def come_back(self, group: Group | str | None) -> None:
         """Takes part in the rounds of a group again, as soon as all its members want to.
 
@@ -197,13 +201,18 @@ class Connection:
             ConfigurationError: this is not a group of this job, or this process uses it with another size.
             ConnectionClosed: the connection was closed, or belongs to the parent process.
         """
-        aggregate = self._round(layer, rows, key, self.group(group))
+        try:
+            aggregate = self._round(layer, rows, key, self.group(group))
+        except StatsdBNError as error:
+            make_readable(error)
+            raise
         if aggregate.values.shape != rows.values.shape[1:]:
             raise ProtocolError(
                 f"{aggregate.key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"
             )
         return aggregate
 
+    @at_border
     def all_gather(self, name: str, data: bytes) -> dict[int, bytes]:
         """Gives this member's bytes to all members of the job, and returns theirs.
 

@@ -5,7 +5,8 @@ import logging
 from client.connection.machine import Turn
 from client.connection.member import Member
 from client.connection.session import Session
-from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable
+from statsd_bn.error_text import error_text, in_brief
+from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
 from statsd_bn.messages import WORLD, Registered, missing_members
 
 logger = logging.getLogger("statsd_bn.client")
@@ -25,8 +26,13 @@ TAKEN_PAUSE_SECONDS = 0.1
 
 
 def cause_of(error: BaseException | None) -> str:
-    """Returns what the other members are told about an exception; empty for none."""
-    return "" if error is None else f"{type(error).__name__}: {error}"
+    """Returns what the other members are told about an exception; empty for none.
+
+    Of an error of ours they know the rest already, since it concerns them all.
+    """
+    if error is None:
+        return ""
+    return in_brief(error) if isinstance(error, StatsdBNError) else f"{type(error).__name__}: {error}"
 
 
 class Registration:
@@ -133,8 +139,11 @@ def _incomplete(who: Member, answer: Registered, timeout: float) -> GroupIncompl
     if who.group == WORLD:
         fields["missing"] = sorted(set(range(who.world_size)).difference(answer.present))
     return GroupIncomplete(
-        f"job {who.job!r}, group {who.group!r} of {who.world_size}: {_awaited(who, answer)} did not connect within "
-        f"{timeout:g} s",
+        error_text(
+            f"{_awaited(who, answer)} did not connect within {timeout:g} s",
+            where=f"job {who.job!r}, group {who.group!r} of {who.world_size}",
+            advice="Look at the logs of the missing ranks: did they start, with the same endpoint and job name?",
+        ),
         **fields,
     )
 

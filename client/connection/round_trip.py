@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from client.connection.machine import Turn
 from client.connection.session import Session
+from statsd_bn.error_text import error_text
 from statsd_bn.errors import RoundTimeout, UnknownSession
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
@@ -125,9 +126,13 @@ class RoundTrip:
     def _timeout(self) -> RoundTimeout:
         seconds = self._session.member.round_timeout + GRACE_SECONDS
         # A restarted server counts the round's time anew, so it may have had no reason to end it yet.
-        reason = f"; the latest was: {self._told}" if self._told else ""
+        reason = f"the latest was: {self._told}" if self._told else ""
         return RoundTimeout(
-            f"{self._key}: no aggregate from the server at {self._endpoint} within {seconds:g} s{reason}",
+            error_text(
+                f"no aggregate from the server at {self._endpoint} within {seconds:g} s",
+                where=str(self._key),
+                advice=reason,
+            ),
             **self._key.fields,
             seconds=seconds,
         )

@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 from client.connection.member import Member
 from statsd_bn import limits
+from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError, UnknownSession, from_wire
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import (
@@ -189,8 +190,10 @@ class Session:
         who = self.member
         if who.rank not in aggregate.members:
             raise ReplicaLost(
-                f"{aggregate.key}: rank {who.rank} was taken for lost, and ranks {aggregate.members} have gone "
-                "on without it",
+                error_text(
+                    f"rank {who.rank} was taken for lost, and ranks {aggregate.members} have gone on without it",
+                    where=str(aggregate.key),
+                ),
                 job=who.job,
                 group=who.group,
                 member=who.rank,

@@ -72,10 +72,7 @@ class Transport:
     @contextmanager
     def channel(self) -> Iterator[Channel]:
         """Lends a channel to the calling thread."""
-        try:
-            channel = self._idle.pop()
-        except IndexError:
-            channel = self._open()
+        channel = self._taken() or self._open()
         try:
             yield channel
         except BaseException:
@@ -99,6 +96,12 @@ class Transport:
     def close(self) -> None:
         """Closes all idle channels."""
         self.close_idle()
+
+    def _taken(self) -> Channel | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def _open(self) -> Channel:
         raise NotImplementedError

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from client.border import at_border
 from client.connection.current import current_connection
 from client.connection.member import DEFAULT_ROUND_TIMEOUT
 from client.data_parallel import any_device
@@ -98,6 +99,7 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
         execute_replication_callbacks(replicas)
         return replicas
 
+    @at_border
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Runs the replicas; an exception in one reaches its siblings at once and is the one raised."""
         return _parallel_apply(self, replicas, inputs, kwargs)
@@ -135,6 +137,7 @@ def _replicate(
     return replicas
 
 
+@at_border
 def _parallel_apply(
     data_parallel: nn.DataParallel[Any], replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
 ) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from client.border import make_readable
 from client.connection.connection import Connection
 from client.connection.groups import Group
+from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
@@ -38,7 +40,11 @@ class SlavePipe:
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
-        return self.connection.exchange(self.layer, contribution, key, self.group)
+        try:
+            return self.connection.exchange(self.layer, contribution, key, self.group)
+        except StatsdBNError as error:
+            make_readable(error)
+            raise
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""

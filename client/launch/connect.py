@@ -9,6 +9,7 @@ import time
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection, hold
 from client.connection.member import DEFAULT_ROUND_TIMEOUT, STRICT, Member
@@ -31,6 +32,7 @@ FIND_SECONDS = 2.0
 FIND_PAUSE_SECONDS = 0.05
 
 
+@at_border
 def connect(
     endpoint: str | None = None,
     *,

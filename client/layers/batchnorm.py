@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from client.autograd.functional import Slice
+from client.border import make_readable
 from client.connection import groups
 from client.connection.connection import Connection
 from client.connection.groups import Group
@@ -25,7 +26,7 @@ from client.layers.convert import convert
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.synchronized import Synchronized, twin_of
 from client.layers.unconnected import unconnected
-from statsd_bn.errors import ConfigurationError
+from statsd_bn.errors import ConfigurationError, StatsdBNError
 
 EPS_MODES = ("plus", "clamp")
 
@@ -144,9 +145,13 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         input_checks.check_local(self, input, self.weight)
         mine = Slice(input, self.weight, self.bias, mask)
         call = Call(self, lane, self._tally, self._deferred_now())
-        if way is Way.BY_ITSELF or self._replica is None:
-            return call.by_itself(mine)
-        return call.as_replica(mine, *self._replica)
+        try:
+            if way is Way.BY_ITSELF or self._replica is None:
+                return call.by_itself(mine)
+            return call.as_replica(mine, *self._replica)
+        except StatsdBNError as error:
+            make_readable(error)
+            raise
 
     def reset_running_stats(self) -> None:
         """Torch's; what is pending is forgotten."""

@@ -14,6 +14,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from client.autograd.backward_passes import BackwardPasses, phase_of
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.exchange import Exchange
+from client.border import make_readable
 from client.connection.groups import LOCAL, Group
 from client.kernels import dispatch, layout, vectors
 from client.kernels.statistics import Statistics
@@ -22,6 +23,7 @@ from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
 from client.layers import running_stats
 from client.layers.micro_batches import Deferred, numbered
+from statsd_bn.errors import StatsdBNError
 from statsd_bn.moments import Moments
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
@@ -115,7 +117,11 @@ def batch_norm(
         named above.
     """
     fresh = Exchange(_lane(layer, group, size), layer, eps, eps_mode)
-    exchange = _exchange(x, mask, fresh)
+    try:
+        exchange = _exchange(x, mask, fresh)
+    except StatsdBNError as error:
+        make_readable(error)
+        raise
     exchange.check_count(x)
     assert exchange.key is not None  # noqa: S101 - the forward round has set it
     found = exchange.statistics

@@ -16,9 +16,8 @@ from typing import Any
 
 from server.group.life import GroupState
 from server.group.master import SyncMaster
-from statsd_bn import limits
+from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import RoundMismatch
-from statsd_bn.members import Members
 from statsd_bn.messages import WORLD
 from statsd_bn.round_key import RoundKey
 
@@ -40,7 +39,8 @@ MAX_TOLD_MEMBERS = 64
 # A member that is not known here, and so not known to be blocked. Ranks are not negative.
 ANYBODY = -1
 
-ADVICE = "Run the same layers in the same order on every rank, equally often"
+WHAT = "the ranks wait for one another in different places, so nobody can go on"
+ADVICE = "Run the same layers in the same order on every rank, equally often."
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,53 +161,50 @@ class Table:
         self._nr_places = len(waits)
         self._told = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_TOLD_PLACES]
         self._in_groups = len({wait.master.membership.group for wait in waits}) > 1
-        self._lines = [self._line(wait) for wait in self._told]
-        self._rows = [self._row(wait) for wait in self._told]
+        self._in_calls = any(wait.key and wait.key.call for wait in waits)
+        self._places = [self._place(wait) for wait in self._told]
+        self._fields = [self._field(wait) for wait in self._told]
 
     def error(self, wait: Wait) -> RoundMismatch:
         """Error for the members at one of the places."""
         membership = wait.master.membership
         name = {"job": membership.job, "group": membership.group}
-        head = str(wait.key or f"job {membership.job!r}, group {membership.group!r}")
-        head += ": the ranks wait for one another in different places, so nobody can go on: "
+        text = error_text(
+            WHAT,
+            table=self._places,
+            more_places=self._nr_places - len(self._places),
+            where=self._where(wait.master),
+            advice=ADVICE,
+        )
         return RoundMismatch(
-            f"{head}{self._text(limits.MAX_TEXT_BYTES - len(head.encode()))}",
-            **(wait.key.fields if wait.key else name),
-            table=self._rows,
-            places=self._nr_places,
+            text, **(wait.key.fields if wait.key else name), table=self._fields, places=self._nr_places
         )
 
-    def _text(self, room: int) -> str:
-        """As many lines as fit into `room` bytes, and how many are left out."""
-        for told in range(len(self._lines), -1, -1):
-            more = [f"and {self._nr_places - told} places more"] if told < self._nr_places else []
-            text = f"{'; '.join(self._lines[:told] + more)}. {ADVICE}"
-            if len(text.encode()) <= room:
-                break
-        return text
+    def _where(self, master: SyncMaster) -> str:
+        name = f"job {master.membership.job!r}"
+        return f"{name}, epoch {master.epoch}" if self._in_groups else f"{master.membership.name}, epoch {master.epoch}"
 
-    def _line(self, wait: Wait) -> str:
-        first, *others = sorted(wait.since)
-        who = f"ranks {Members.of(wait.since)}" if others else str(wait.master.membership.slaves[first])
-        return f"{who}: {self._where(wait)}, for {self._seconds(wait):.1f} s"
+    def _place(self, wait: Wait) -> Place:
+        name = self._name(wait)
+        first = sorted(wait.since)[:MOST_ROWS]
+        return Place([self._row(wait, member, name) for member in first], len(wait.since), name)
 
-    def _where(self, wait: Wait) -> str:
-        group, key = wait.master.membership.group, wait.key
-        if key is None:
-            return f"waiting for group {group!r} to open"
-        in_group = f", group {group!r}" if self._in_groups else ""
-        return f"layer {key.layer!r}, call {key.call}, {key.phase}, step {key.step}{in_group}"
+    def _row(self, wait: Wait, member: int, name: str) -> Row:
+        seconds = self._now - wait.since[member]
+        return Row((str(wait.master.membership.slaves[member]), f"waits {seconds:.1f} s", name))
 
-    def _row(self, wait: Wait) -> dict[str, Any]:
+    def _name(self, wait: Wait) -> str:
+        if wait.key is None:
+            return f"for group {wait.master.membership.group!r} to open"
+        return f"in {wait.key.in_words(with_call=self._in_calls, with_group=self._in_groups)}"
+
+    def _field(self, wait: Wait) -> dict[str, Any]:
         key = wait.key
         place = {"step": key.step, "layer": key.layer, "call": key.call, "phase": key.phase} if key else {}
         return {
             "members": sorted(wait.since)[:MAX_TOLD_MEMBERS],
             "nr_members": len(wait.since),
-            "seconds": self._seconds(wait),
+            "seconds": self._now - min(wait.since.values()),
             "group": wait.master.membership.group,
             **place,
         }
-
-    def _seconds(self, wait: Wait) -> float:
-        return self._now - min(wait.since.values())

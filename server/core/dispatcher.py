@@ -26,6 +26,7 @@ from server.limits.access import ANYBODY, REVOKED, Access, Tenant
 from server.limits.account import FUTURE_BYTES, ROUND_BYTES, Account
 from server.limits.fair_share import STRANGERS
 from server.limits.quota import Budget, Quota, size_of
+from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
     LimitExceeded,
@@ -170,7 +171,7 @@ class Dispatcher:
 
     def farewell(self) -> list[Reply]:
         """Tell all members that this server ends for good; a busy member reads it before its next round."""
-        stopped = MasterStopped("the master stopped with the process that had started it")
+        stopped = MasterStopped("the server has ended with the process that had started it")
         records = self._registry.sessions.values()
         return [(record.slave.peer, failure(record.master.membership.lost or stopped)) for record in records]
 
@@ -230,7 +231,7 @@ class Dispatcher:
     def _refuse(self, peer: bytes, error: StatsdBNError) -> Received:
         is_unsound = isinstance(error, ProtocolError)
         self.bad_frames += is_unsound
-        logger.warning("refused: %s", error)
+        logger.warning("refused: %s", in_log(error))
         return Received([(peer, failure(error))], is_refused=True, is_unsound=is_unsound)
 
     def _refuse_stranger(self, replies: list[Reply]) -> Received:
@@ -284,7 +285,9 @@ class Dispatcher:
         replies: list[Reply] = []
         for waits in self._mismatches.find(now, dict(self._registry.masters)):
             table = deadlock.Table(waits, now)
-            logger.warning("%s", table.error(waits[0]))
+            logger.warning("%s", in_log(table.error(waits[0])))
+            for wait in waits:
+                wait.master.logged_cause = in_brief(table.error(wait))
             replies += [reply for wait in waits for reply in self._end_wait(now, wait, table.error(wait))]
         return replies
 

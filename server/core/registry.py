@@ -15,6 +15,7 @@ from server.group.slave import Slave
 from server.limits.access import ANYBODY
 from statsd_bn.errors import RegistrationRefused, RoundMismatch, StatsdBNError
 from statsd_bn.messages import WORLD
+from statsd_bn.text import on_one_line
 from statsd_bn.tokens import digest
 
 logger = logging.getLogger("statsd_bn.server")
@@ -69,7 +70,7 @@ class Registry:
         record = self._remove(session)
         if record is None:
             return []
-        _log_end(record, f"leaves: {cause}" if cause else "leaves")
+        _log_end(record, _how_it_leaves(record.master, cause))
         return self._take_out(now, session, record, cause)
 
     def lose(self, now: float, session: bytes, cause: str) -> list[Reply]:
@@ -168,6 +169,16 @@ def failed_member(world: SyncMaster) -> StatsdBNError | None:
     membership = world.membership
     has_failed = membership.group == WORLD and membership.lost and membership.lost.fields.get("cause")
     return membership.lost if has_failed else None
+
+
+def _how_it_leaves(master: SyncMaster, cause: str) -> str:
+    """What concerns all members they all give as their reason, and the log has it once."""
+    if not cause:
+        return "leaves"
+    if cause == master.logged_cause:
+        return f"leaves after this {cause.partition(':')[0]}"
+    master.logged_cause = cause
+    return f"leaves: {on_one_line(cause)}"
 
 
 def _log_end(record: SessionRecord, how: str) -> None:

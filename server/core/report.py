@@ -11,6 +11,7 @@ from server.group.master import SyncMaster
 from server.group.rounds import Round
 from server.limits.access import Tenant
 from statsd_bn import limits
+from statsd_bn.error_text import in_log
 from statsd_bn.messages import Status
 from statsd_bn.wire import encode
 
@@ -70,7 +71,7 @@ def _head(master: SyncMaster) -> dict[str, Any]:
         "min_members": membership.min_members,
         "members": [],
         "missing": membership.missing,
-        "lost": str(membership.lost or "")[: limits.MAX_NAME_BYTES],
+        "lost": in_log(membership.lost or "")[: limits.MAX_NAME_BYTES],
         "rounds_done": master.open_rounds.done,
         "rounds_failed": master.open_rounds.failed,
         "kept_bytes": master.kept,

@@ -6,6 +6,7 @@ from typing import Protocol
 from server.group import life
 from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
 from server.group.slave import Slave
+from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import Members
 from statsd_bn.messages import WORLD, Register
@@ -141,9 +142,11 @@ def _check_room(group: Group, register: Register, move: Move) -> None:
 
 def _duplicate(group: Group, register: Register, slave: Slave) -> DuplicateMember:
     return DuplicateMember(
-        f"{group.name} already has a rank {register.member}: "
-        f"{slave.place} is registered, {register.place} was refused. Give every process its own RANK, "
-        "or every run its own job name",
+        error_text(
+            f"there is a rank {register.member} already: {slave.place} is registered, {register.place} was refused",
+            where=group.name,
+            advice="Give every process its own RANK, or every run its own job name.",
+        ),
         job=group.job,
         group=group.group,
         member=register.member,
@@ -153,7 +156,7 @@ def _duplicate(group: Group, register: Register, slave: Slave) -> DuplicateMembe
 
 def _mismatch(group: Group, register: Register, reason: str, got: int) -> WorldSizeMismatch:
     return WorldSizeMismatch(
-        f"{group.name}: {reason} from rank {register.member} ({register.place})",
+        error_text(f"{reason} from rank {register.member} ({register.place})", where=group.name),
         job=group.job,
         group=group.group,
         member=register.member,
@@ -165,8 +168,11 @@ def _mismatch(group: Group, register: Register, reason: str, got: int) -> WorldS
 def too_late(register: Register) -> ReplicaLost:
     """Error of a member that comes back when the others have gone on without it."""
     return ReplicaLost(
-        f"job {register.job!r}, group {register.group!r}, step {register.step}: rank {register.member} "
-        f"({register.place}) came back too late after the server was restarted; the others have gone on without it",
+        error_text(
+            f"rank {register.member} ({register.place}) came back too late after the server was restarted; the others "
+            "have gone on without it",
+            where=f"job {register.job!r}, group {register.group!r}, step {register.step}",
+        ),
         job=register.job,
         group=register.group,
         member=register.member,

@@ -19,6 +19,7 @@ from server.group.seals import Seals
 from server.group.slave import Slave
 from server.limits.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
 from server.limits.quota import Budget
+from statsd_bn.error_text import error_text
 from statsd_bn.errors import (
     ContributionConflict,
     LimitExceeded,
@@ -54,6 +55,7 @@ class SyncMaster:
         membership: who belongs to the group.
         open_rounds: the rounds that have not ended.
         owner: as given.
+        logged_cause: why a member has left, as the log has told it last.
         loss_is_told: whether all who wait in other groups for a member of this one were told why it is broken.
     """
 
@@ -69,6 +71,7 @@ class SyncMaster:
         owner: str = "",
     ) -> None:
         self.epoch = register.epoch
+        self.logged_cause = ""
         self.loss_is_told = False
         self._server = server
         self._budget = budget or Budget()
@@ -172,10 +175,14 @@ class SyncMaster:
 
     def stop(self) -> list[Reply]:
         """End all open rounds, and the wait for the group to open, because the master stops."""
-        replies = self.break_all(lambda key: MasterStopped(f"the master stopped during {key}"))
+        replies = self.break_all(
+            lambda key: MasterStopped(error_text("the server was stopped during a round", where=str(key)))
+        )
         if self.membership.state not in {GroupState.FILLING, GroupState.RECOVERING}:
             return replies
-        stopped = failure(MasterStopped(f"the master stopped before {self.membership.name} was open"))
+        stopped = failure(
+            MasterStopped(error_text("the server was stopped before the group was open", where=self.membership.name))
+        )
         return replies + [(slave.peer, stopped) for slave in self.membership.slaves.values()]
 
     def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:

@@ -13,6 +13,7 @@ from server.group.recovery import Recovery
 from server.group.slave import Slave
 from server.group.standing import Standing
 from statsd_bn import limits
+from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from statsd_bn.members import Members
 from statsd_bn.messages import Register, Stand
@@ -266,7 +267,7 @@ class Membership(Standing):
 
     def _loss(self, member: int, step: int, text: str, cause: str) -> ReplicaLost:
         return ReplicaLost(
-            f"job {self.job!r}, group {self.group!r}, step {step}: {text}",
+            error_text(text, where=f"{self.name}, step {step}"),
             job=self.job,
             group=self.group,
             member=member,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+from server.group import late
 from server.group.claims import Claims
 from server.group.life import GroupState
 from server.group.membership import Membership
@@ -112,9 +113,9 @@ class OpenRounds:
         """End the rounds that are over their time."""
         if now < self._next_deadline:
             return []
-        late = [round_ for round_ in self if now >= round_.opened + round_.seconds]
-        self.answered = now if late else self.answered
-        replies = [reply for round_ in late for reply in self._break(round_, self._timeout(round_))]
+        over = [round_ for round_ in self if now >= round_.opened + round_.seconds]
+        self.answered = now if over else self.answered
+        replies = [reply for round_ in over for reply in self._break(round_, self._timeout(now, round_))]
         self._next_deadline = min((round_.opened + round_.seconds for round_ in self), default=math.inf)
         return replies
 
@@ -228,10 +229,15 @@ class OpenRounds:
             self._archive.remember(key)
         return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
 
-    def _timeout(self, round_: Round) -> RoundTimeout:
+    def _timeout(self, now: float, round_: Round) -> RoundTimeout:
         # Where too few are left, whoever has not come waits for newcomers as well.
         missing = round_.missing if self._membership.suffices else []
-        return round_.timeout(self._awaited(round_), missing)
+        return round_.timeout(self._late(round_), missing, late.table(now, round_, self._membership.slaves, missing))
+
+    def _late(self, round_: Round) -> str:
+        """Whom a round waits for, in few words; a table has the rest."""
+        are_several = self._membership.suffices and len(round_.missing) > 1
+        return f"ranks {Members.of(round_.missing)}" if are_several else self._awaited(round_)
 
     def _pending(self, now: float, round_: Round) -> bytes:
         """Frame that tells a member that asks again whom its round waits for."""

@@ -9,16 +9,20 @@ group. It ends once, in one of two ways, and the frame that ended it answers eve
 Whatever the table below does not name cannot happen, and raises if it does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from statsd_bn import limits
+from statsd_bn.error_text import Place, error_text
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout, StatsdBNError
+from statsd_bn.members import Members
 from statsd_bn.messages import Failure
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.text import told
 from statsd_bn.wire import encode
+
+LATE_ADVICE = "Look at the missing ranks' logs, or raise connect(round_timeout=...) if a step may take longer."
 
 Reply = tuple[bytes, bytes]
 """(peer, frame): what to send to whom."""
@@ -99,7 +103,7 @@ class FutureResult:
 def conflict(key: RoundKey, member: int) -> ContributionConflict:
     """Error of a member that sends two different contributions to one round."""
     return ContributionConflict(
-        f"rank {member} sent two different contributions for {key}; the first one counts",
+        error_text(f"rank {member} sent two different contributions; the first one counts", where=str(key)),
         **key.fields,
         member=member,
     )
@@ -214,12 +218,15 @@ class Round:
         """Error of a member that sends two different contributions."""
         return conflict(self.key, member)
 
-    def timeout(self, whom: str, missing: list[int]) -> RoundTimeout:
-        """Error of a round that waited too long; it says for whom."""
+    def timeout(self, whom: str, missing: list[int], table: Sequence[Place] = ()) -> RoundTimeout:
+        """Error of a round that waited too long; it says for whom, and who waits."""
         return RoundTimeout(
-            f"{self.key}: {whom} did not arrive within {self.seconds:g} s; "
-            f"ranks {self.waiting} are waiting. Look at the missing ranks' logs, or raise "
-            "connect(round_timeout=...) if a step may take longer",
+            error_text(
+                f"{whom} did not arrive within {self.seconds:g} s",
+                table=table,
+                where=str(self.key),
+                advice=LATE_ADVICE,
+            ),
             **self.key.fields,
             missing=missing,
             waiting=self.waiting,
@@ -241,7 +248,7 @@ class Round:
             else f"expected {vectors} vectors, got {got_vectors}"
         )
         raise RoundMismatch(
-            f"{self.key}: {what} from rank {member}; ranks {self.waiting} came first",
+            error_text(f"{what} from rank {member}; ranks {Members.of(self.waiting)} came first", where=str(self.key)),
             **self.key.fields,
             expected=list(self.shape),
             got=list(shape),
@@ -266,7 +273,7 @@ class Round:
 
 def failed(key: RoundKey, reason: str) -> RoundFailed:
     """Error of a round for which there is no more specific class."""
-    return RoundFailed(f"{key}: {reason}", **key.fields)
+    return RoundFailed(error_text(reason, where=str(key)), **key.fields)
 
 
 def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:

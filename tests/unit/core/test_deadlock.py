@@ -96,15 +96,16 @@ def test_members_in_other_layer_orders_are_told_who_waits_where():
     job.bring(1, key("layer2.bn", step=7, call=3))
     told = job.wait(QUIET)
     assert mismatches(told) == {b"0", b"1"}
-    table = (
-        "rank 0 (host 0, process 00): layer 'layer1.bn', call 0, forward, step 7, for 0.5 s; "
-        "rank 1 (host 1, process 10): layer 'layer2.bn', call 3, forward, step 7, for 0.5 s. "
-        "Run the same layers in the same order on every rank, equally often"
+    text = (
+        "the ranks wait for one another in different places, so nobody can go on\n"
+        "  rank 0 (host 0, process 00)  waits 0.5 s  in forward of layer1.bn, call 0, step 7\n"
+        "  rank 1 (host 1, process 10)  waits 0.5 s  in forward of layer2.bn, call 3, step 7\n"
+        "  in job 'job', group 'world', epoch 0\n"
+        "Run the same layers in the same order on every rank, equally often."
     )
     for answer, mine in ((told[b"0"], key("layer1.bn", step=7)), (told[b"1"], key("layer2.bn", step=7, call=3))):
         assert answer.key == mine
-        expected = f"{mine}: the ranks wait for one another in different places, so nobody can go on: {table}"
-        assert answer.message == expected
+        assert answer.message == text
         assert answer.fields == {
             **mine.fields,
             "table": [
@@ -129,8 +130,10 @@ def test_one_member_elsewhere_stops_all_and_all_are_told(odd):
     job.bring(3, odd)
     told = job.wait(QUIET)
     assert mismatches(told) == {b"0", b"1", b"2", b"3"}
-    assert all("ranks 0-2: layer 'layer1.bn', call 0, forward, step 0" in each.message for each in told.values())
-    assert all("rank 3 (host 3, process 30): layer" in each.message for each in told.values())
+    for each in told.values():
+        rows = [line for line in each.message.splitlines() if line.startswith("  rank ")]
+        assert [row[:29] for row in rows] == [f"  rank {rank} (host {rank}, process {rank}0)" for rank in range(4)]
+        assert all("  waits 0.5 s  in forward of layer1.bn," in row for row in rows[:3])
 
 
 def test_while_one_member_runs_nobody_is_stuck_until_the_deadline():
@@ -299,8 +302,8 @@ def test_members_of_two_groups_may_wait_for_one_another():
     job.bring(1, A)
     told = job.wait(QUIET)
     assert mismatches(told) == {b"0", b"1"}
-    assert "layer 'layer1.bn', call 0, forward, step 0, group 'pair', for 0.5 s" in told[b"0"].message
-    assert "layer 'layer1.bn', call 0, forward, step 0, group 'world', for 0.5 s" in told[b"0"].message
+    assert "waits 0.5 s  in forward of layer1.bn, step 0, group 'pair'" in told[b"0"].message
+    assert "waits 0.5 s  in forward of layer1.bn, step 0, group 'world'" in told[b"0"].message
     assert [told[whom].key for whom in (b"0", b"1")] == [PAIR, A]
 
 
@@ -353,10 +356,10 @@ def test_members_may_wait_for_a_group_to_open_and_for_one_another():
     job.open("pair", 0, size=2)  # it asks again, which changes nothing
     told = job.wait(0.25)
     assert mismatches(told) == {b"0 pair", b"1"}
-    assert "rank 0 (host 0, process 00): waiting for group 'pair' to open, for 0.5 s" in told[b"1"].message
+    assert "rank 0 (host 0, process 00)  waits 0.5 s  for group 'pair' to open" in told[b"1"].message
     first = told[b"0 pair"]
     assert first.key is None
-    assert first.message.startswith("job 'job', group 'pair': the ranks wait for one another")
+    assert first.message.startswith("the ranks wait for one another")
     assert list(first.fields) == ["job", "group", "table", "places"]
     assert {"members": [0], "nr_members": 1, "seconds": 0.5, "group": "pair"} in first.fields["table"]
     assert [group["group"] for group in job.dispatcher.report(job.now)["groups"]] == ["world"]
@@ -414,8 +417,13 @@ def test_a_thousand_members_are_told_in_a_few_words():
     told = job.wait(QUIET)
     assert len(mismatches(told)) == 1000
     text = told[b"999"].message
-    assert "ranks 0-6, 8-999: layer 'layer1.bn'" in text
-    assert "; rank 7 (host 7, process 70): layer 'layer2.bn'" in text
+    assert text.splitlines()[1:6] == [
+        "  rank 0 (host 0, process 00)  waits 0.5 s  in forward of layer1.bn, step 0",
+        "  rank 1 (host 1, process 10)  waits 0.5 s  in forward of layer1.bn, step 0",
+        "  rank 2 (host 2, process 20)  waits 0.5 s  in forward of layer1.bn, step 0",
+        "  ... and 996 more ranks in forward of layer1.bn, step 0",
+        "  rank 7 (host 7, process 70)  waits 0.5 s  in forward of layer2.bn, step 0",
+    ]
     row, odd = told[b"999"].fields["table"]
     assert (row["nr_members"], row["members"]) == (999, [*range(7), *range(8, 65)])
     assert (odd["nr_members"], odd["members"]) == (1, [7])
@@ -429,8 +437,9 @@ def test_a_member_at_every_place_is_told_the_most_crowded_places():
     assert len(mismatches(told)) == 200
     for answer in told.values():
         assert len(answer.message.encode()) <= limits.MAX_TEXT_BYTES
-        assert "nobody can go on: ranks 0-1: layer" in answer.message
-        assert answer.message.endswith(f"places more. {deadlock.ADVICE}")
+        assert answer.message.splitlines()[1].startswith("  rank 0 (hhh")
+        assert " more places\n  in job 'job', group 'world', epoch 0\n" in answer.message
+        assert answer.message.endswith(deadlock.ADVICE)
         assert len(encode(answer)) < 8 * limits.MAX_TEXT_BYTES
         assert (answer.fields["places"], len(answer.fields["table"])) == (199, deadlock.MAX_TOLD_PLACES)
 

@@ -464,7 +464,8 @@ def test_stop_tells_who_waits_for_a_group_to_open(play):
     answers = read(play.dispatcher.stop())
     assert codes(answers) == dict.fromkeys([peer(0), peer(2)], "master_stopped")
     told = answers[peer(0)]
-    assert (told.key, told.message) == (None, "the master stopped before job 'job', group 'world' was open")
+    text = "the server was stopped before the group was open\n  in job 'job', group 'world'"
+    assert (told.key, told.message) == (None, text)
 
 
 def test_a_status_report_says_what_the_server_is_doing(play):

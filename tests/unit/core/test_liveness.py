@@ -93,7 +93,7 @@ def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(c
     ((whom, told),) = clock.pass_time(SILENCE, alive=(0, 1))
     assert (whom, told.code, told.key) == (peer(0), "replica_lost", key(step=5))
     cause = "no sign of life for 3.5 s"
-    assert told.message == f"job 'job', group 'world', step 4: rank 2 (place 2) was lost: {cause}"
+    assert told.message == f"rank 2 (place 2) was lost: {cause}\n  in job 'job', group 'world', step 4"
     assert told.fields == {"job": "job", "group": "world", "member": 2, "step": 4, "cause": cause}
     ((_, later),) = clock.bring(1, key(step=5))
     assert (later.code, later.fields) == ("replica_lost", told.fields)

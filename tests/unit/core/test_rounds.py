@@ -201,7 +201,7 @@ def test_a_mismatch_names_the_layer_the_member_and_both_shapes(first, second, wo
     message = str(caught.value)
     assert words in message
     assert "layer 'layer3.bn'" in message
-    assert "from rank 0; ranks [2] came first" in message
+    assert "from rank 0; ranks 2 came first" in message
     assert caught.value.fields == {**KEY.fields, "expected": expected, "got": got, "member": 0}
     assert round_.waiting == [2]
 
@@ -217,7 +217,7 @@ def test_a_timeout_names_who_is_missing_who_waits_and_how_long():
     round_ = a_round(0, 1, 2, seconds=2.5)
     round_.put(1, rows(1.0), b"")
     error = round_.timeout("rank 0 (here), rank 2 (there)", round_.missing)
-    assert "rank 0 (here), rank 2 (there) did not arrive within 2.5 s; ranks [1] are waiting" in str(error)
+    assert str(error).startswith("rank 0 (here), rank 2 (there) did not arrive within 2.5 s\n")
     assert str(KEY) in str(error)
     assert error.fields == {**KEY.fields, "missing": [0, 2], "waiting": [1], "seconds": 2.5}
 
@@ -225,5 +225,5 @@ def test_a_timeout_names_who_is_missing_who_waits_and_how_long():
 def test_a_failed_round_names_its_key():
     error = failed(KEY, "the dog ate it")
     assert type(error) is RoundFailed
-    assert str(error) == f"{KEY}: the dog ate it"
+    assert str(error) == f"the dog ate it\n  in {KEY}"
     assert error.fields == KEY.fields

@@ -1,0 +1,67 @@
+"""Border: where an error of ours leaves for the user's code.
+
+Whoever reads a traceback looks for their own line, and below it for what happened; how a frame travels in between tells
+them nothing. So the public functions raise again what comes from inside, without the frames that it passed. Only one of
+ours remains below the user's line. Whoever looks for a fault in here sets STATSD_BN_TRACEBACK=full.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from statsd_bn.errors import StatsdBNError
+
+ParamsT = ParamSpec("ParamsT")
+ResultT = TypeVar("ResultT")
+
+# Of the packages beside this one, and of the standard library's futures, in which an error passes between threads.
+_PACKAGES = Path(__file__).parents[1]
+_HIDDEN = tuple(f"{folder}{os.sep}" for folder in (_PACKAGES / "client", _PACKAGES / "statsd_bn"))
+_FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"
+
+
+def make_readable(error: StatsdBNError) -> None:
+    """Hides our frames but the first of an error that is about to be raised again, and adds where to read about it."""
+    note = f"see docs/errors.md#{type(error).__name__.lower()}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    if os.environ.get("STATSD_BN_TRACEBACK", "").lower() != "full":
+        error.__traceback__ = _with_one_of_ours(error.__traceback__)
+
+
+def at_border(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+    """Makes a public function raise its errors as users are to see them; not for one that is called in each round."""
+
+    @functools.wraps(function)
+    def raises_for_user(*arguments: ParamsT.args, **named: ParamsT.kwargs) -> ResultT:
+        try:
+            return function(*arguments, **named)
+        except StatsdBNError as error:
+            make_readable(error)
+            raise
+
+    return raises_for_user
+
+
+def _with_one_of_ours(trace: TracebackType | None) -> TracebackType | None:
+    frames = list(_frames(trace))
+    first = next((frame for frame in frames if _is_ours(frame)), None)
+    found: TracebackType | None = None
+    for each in reversed(frames):
+        if each is first or not _is_ours(each):
+            found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace:
+        yield trace
+        trace = trace.tb_next
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    file = trace.tb_frame.f_code.co_filename
+    return file.startswith(_HIDDEN) or _FUTURES in file

@@ -1,0 +1,157 @@
+"""Error texts: what happened, who waits where, and what to do, each on lines of its own.
+
+A short first line says what happened, so that it can be read in a log, a list or a narrow terminal. A table follows,
+with a row for each rank. Then come the place, for looking it up, and what to do. Server and client make their texts
+here, so that they look alike:
+
+    RoundMismatch: the ranks wait for one another in different places, so nobody can go on
+      rank 0 (host-a, pid 811)  waits 0.6 s  in forward of layer1.bn2, step 3
+      rank 1 (host-b, pid 812)  waits 0.6 s  in backward of layer1.bn1, step 3
+      in job 'digits', group 'world', epoch 0
+    Run the same layers in the same order on every rank, equally often.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from statsd_bn import limits
+from statsd_bn.text import on_one_line
+
+# Letters of a first line. Python writes the name of the class before it, which takes 40 with its module at most, and
+# both together stay below 120.
+FIRST_LINE = 80
+
+# Rows of a table. A table of more ranks shows a few of each place, and says how many more are there.
+MOST_ROWS = 16
+FEW_ROWS = 3
+
+# What a first line may end with, the strongest first; it is not cut before this many letters.
+_ENDS = ("; ", ". ", ": ", ", ", " ")
+_SHORTEST = 40
+
+_A_PATH = re.compile(r"[^\W\d]\w*(\.\w+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank in a table.
+
+    Attributes:
+        columns: who it is, and what it does; each is as wide as the widest of all rows.
+        below: further lines about it, which stand below its row.
+    """
+
+    columns: tuple[str, ...]
+    below: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Ranks that are at the same place.
+
+    Attributes:
+        rows: of the first ranks, `MOST_ROWS` at most.
+        size: how many ranks there are.
+        name: the place, as it follows "3 more ranks".
+    """
+
+    rows: Sequence[Row]
+    size: int
+    name: str
+
+
+def error_text(
+    what: str, *, table: Sequence[Place] = (), more_places: int = 0, where: str = "", advice: str = ""
+) -> str:
+    """Returns the text of an error, which an error may carry over the wire.
+
+    Args:
+        what: what happened. It becomes the first line; what does not fit goes on in the next ones.
+        table: who waits where, the most telling places first.
+        more_places: how many places the table leaves out.
+        where: the job, group and round that it is about.
+        advice: what to do.
+    """
+    head, tail = _first_line(what), [line for line in (where and f"  in {where}", advice) if line]
+    room = limits.MAX_TEXT_BYTES - _size([*head, *tail])
+    return "\n".join([*head, *_fitting(table, more_places, room), *tail])
+
+
+def first_line(error: BaseException | str) -> str:
+    """Returns the first line of an error's text, which says what happened."""
+    return str(error).strip().partition("\n")[0]
+
+
+def in_brief(error: BaseException) -> str:
+    """Returns an error's class and the first line of its text."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def layer_in_words(layer: str) -> str:
+    """Returns a layer's name as it stands in a sentence: a path as it is, anything else in quotes."""
+    return layer if _A_PATH.fullmatch(layer) else f"layer {layer!r}"
+
+
+def in_log(error: BaseException | str) -> str:
+    """Returns an error's text on one line, for a log."""
+    return on_one_line(str(error))
+
+
+def _first_line(what: str) -> list[str]:
+    first, *others = what.split("\n")
+    if len(first) <= FIRST_LINE:
+        return [first, *others]
+    cut = max(_cut(first, end) for end in _ENDS[:-1]) or _cut(first, _ENDS[-1]) or FIRST_LINE
+    return [first[:cut].rstrip(), f"  {first[cut:].lstrip()}", *others]
+
+
+def _cut(line: str, end: str) -> int:
+    found = line.rfind(end, _SHORTEST, FIRST_LINE)
+    return found + len(end) if found >= 0 else 0
+
+
+def _fitting(table: Sequence[Place], more_places: int, room: int) -> list[str]:
+    """As many rows as fit into `room` bytes; each place that is told has one."""
+    total = sum(place.size for place in table)
+    shortened = [rows for rows in (MOST_ROWS, FEW_ROWS, 1) if rows < MOST_ROWS or total <= MOST_ROWS]
+    for rows in shortened:
+        if _size(lines := _lines(table, more_places, rows)) <= room:
+            return lines
+    for told in range(len(table) - 1, -1, -1):
+        lines = _lines(table[:told], more_places + len(table) - told, 1)
+        if _size(lines) <= room:
+            return lines
+    return []
+
+
+def _lines(table: Iterable[Place], more_places: int, rows: int) -> list[str]:
+    told = [(place, place.rows[:rows]) for place in table]
+    widths = _widths(row for _, some in told for row in some)
+    lines = []
+    for place, some in told:
+        for row in some:
+            lines += [f"  {_aligned(row, widths)}", *(f"      {line}" for line in row.below)]
+        if more := place.size - len(some):
+            lines.append(f"  ... and {more:,} more rank{'' if more == 1 else 's'} {place.name}")
+    if more_places:
+        lines.append(f"  ... and {more_places:,} more place{'' if more_places == 1 else 's'}")
+    return lines
+
+
+def _widths(rows: Iterable[Row]) -> list[int]:
+    widths: list[int] = []
+    for row in rows:
+        widths += [0] * (len(row.columns) - len(widths))
+        widths = [
+            max(width, len(text)) for width, text in zip(widths, (*row.columns, *[""] * len(widths)), strict=False)
+        ]
+    return widths
+
+
+def _aligned(row: Row, widths: Sequence[int]) -> str:
+    return "  ".join(text.ljust(width) for text, width in zip(row.columns, widths, strict=False)).rstrip()
+
+
+def _size(lines: Iterable[str]) -> int:
+    return sum(len(line.encode()) + 1 for line in lines)

@@ -1,0 +1,158 @@
+"""An error leaves for the user's code without the frames that it passed inside, and with a note where to read on."""
+
+import pickle
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import client
+from client import border
+from client.border import at_border, make_readable
+from client.connection import connection, current
+from client.connection.transport import ZmqTransport
+from statsd_bn.errors import ConfigurationError, RoundMismatch
+from support.memory_members import MemoryMaster
+
+
+def ours(error: BaseException) -> list[str]:
+    """The functions of ours in a traceback."""
+    return [
+        frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(border._HIDDEN)
+    ]
+
+
+def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
+    """A layer whose rounds fail, after so many that do not."""
+    real, rounds = connection.Connection._round, []
+
+    def round_(self, *arguments):
+        rounds.append(1)
+        if len(rounds) > after:
+            raise RoundMismatch("the ranks differ")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(connection.Connection, "_round", round_)
+    return client.SynchronizedBatchNorm1d(3)
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    """This process is one of a job of two, whose other half is never asked for anything."""
+    with MemoryMaster().connect(0, 1) as opened:
+        monkeypatch.setattr(connection.Connection, "is_alone", lambda *_: False)
+        monkeypatch.setattr(current, "_current", opened)
+        yield opened
+
+
+@pytest.mark.usefixtures("connected")
+def test_forward_shows_one_frame_of_ours(monkeypatch):
+    layer = failing_round(monkeypatch)
+    with pytest.raises(RoundMismatch) as caught:
+        layer(torch.randn(4, 3))
+    assert ours(caught.value) == ["forward"]
+    assert caught.value.__notes__ == ["see docs/errors.md#roundmismatch"]
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.usefixtures("connected")
+def test_backward_shows_one_frame_of_ours(monkeypatch):
+    layer = failing_round(monkeypatch, after=1)
+    output = layer(torch.randn(4, 3, requires_grad=True)).sum()
+    with pytest.raises(RoundMismatch) as caught:
+        output.backward()
+    assert ours(caught.value) == ["backward"]
+
+
+@pytest.mark.usefixtures("connected")
+def test_the_gradient_of_a_gradient_shows_one_frame_of_ours(monkeypatch):
+    layer = failing_round(monkeypatch, after=2)
+    x = torch.randn(4, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad((layer(x) ** 2).sum(), x, create_graph=True)
+    with pytest.raises(RoundMismatch) as caught:
+        gradient.sum().backward()
+    assert ours(caught.value) == ["backward"]
+
+
+@pytest.mark.usefixtures("connected")
+def test_replicas_show_one_frame_of_ours_and_the_users_model(monkeypatch):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = failing_round(monkeypatch)
+
+        def forward(self, x):
+            return self.bn(x)
+
+    model = client.DataParallelWithCallback(Net(), device_ids=["cpu", "cpu"])
+    with pytest.raises(RoundMismatch) as caught:
+        model(torch.randn(4, 3))
+    assert len(ours(caught.value)) == 1
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert any(frame.filename == __file__ and frame.name == "forward" for frame in frames)
+
+
+@pytest.mark.usefixtures("connected")
+def test_a_compiled_layer_shows_one_frame_of_ours(monkeypatch):
+    layer = failing_round(monkeypatch)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    with pytest.raises(RoundMismatch) as caught:
+        compiled(torch.randn(4, 3))
+    assert len([name for name in ours(caught.value) if name != "forward"]) == 1
+
+
+def test_a_bad_endpoint_has_no_context():
+    with pytest.raises(ConfigurationError) as caught:
+        client.connect("nonsense", rank=0, world_size=1)
+    assert len(ours(caught.value)) == 1
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "deque" not in shown
+    with pytest.raises(ConfigurationError) as caught:
+        ZmqTransport("nonsense")
+    assert not isinstance(caught.value.__context__, IndexError)
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize("value", ["full", "Full"])
+def test_all_frames_are_shown_on_demand(monkeypatch, value):
+    monkeypatch.setenv("STATSD_BN_TRACEBACK", value)
+    layer = failing_round(monkeypatch)
+    with pytest.raises(RoundMismatch) as caught:
+        layer(torch.randn(4, 3))
+    assert {"by_itself", "run_slave", "exchange"} <= set(ours(caught.value))
+
+
+def test_what_is_not_ours_passes_as_it_is():
+    @at_border
+    def wrong():
+        return torch.zeros(2)[5]
+
+    with pytest.raises(IndexError) as caught:
+        wrong()
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_the_note_is_added_once_and_survives_a_pickle():
+    error = RoundMismatch("the ranks differ", step=3)
+    make_readable(error)
+    make_readable(error)
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - of our own
+    assert copy.__notes__ == error.__notes__ == ["see docs/errors.md#roundmismatch"]
+    assert (str(copy), copy.fields) == ("the ranks differ", {"step": 3})
+
+
+def test_futures_between_threads_are_hidden():
+    @at_border
+    def in_another_thread():
+        def fail():
+            raise RoundMismatch("the ranks differ")
+
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(fail).result()
+
+    with pytest.raises(RoundMismatch) as caught:
+        in_another_thread()
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert not any("concurrent/futures" in file for file in files)

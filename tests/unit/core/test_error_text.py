@@ -1,0 +1,102 @@
+"""What happened stands in a short first line, who waits where in a table, and all of it fits into a frame."""
+
+import pytest
+
+from statsd_bn import limits
+from statsd_bn.error_text import FIRST_LINE, MOST_ROWS, Place, Row, error_text, first_line, in_log, layer_in_words
+from statsd_bn.errors import BY_CODE
+
+
+def place(name: str, *ranks: int, size: int = 0, host: str = "host", below: tuple[str, ...] = ()) -> Place:
+    rows = [Row((f"rank {rank} ({host})", "waits 1.0 s", name), below) for rank in ranks]
+    return Place(rows, size or len(ranks), name)
+
+
+def test_a_text_says_what_then_who_then_where_then_what_to_do():
+    assert error_text(
+        "nobody can go on",
+        table=[place("in a", 0, 10), place("in b", 1)],
+        where="job 'j'",
+        advice="Look at rank 1.",
+    ).splitlines() == [
+        "nobody can go on",
+        "  rank 0 (host)   waits 1.0 s  in a",
+        "  rank 10 (host)  waits 1.0 s  in a",
+        "  rank 1 (host)   waits 1.0 s  in b",
+        "  in job 'j'",
+        "Look at rank 1.",
+    ]
+
+
+def test_what_belongs_to_a_rank_stands_below_its_row():
+    text = error_text("no", table=[place("in a", 0, below=("is in train.py:57 main",))])
+    assert text.splitlines()[1:] == ["  rank 0 (host)  waits 1.0 s  in a", "      is in train.py:57 main"]
+
+
+def test_of_many_ranks_a_few_of_each_place_are_told():
+    lines = error_text(
+        "no", table=[place("in a", *range(MOST_ROWS), size=1023), place("in b", 7)], more_places=2
+    ).splitlines()
+    assert len(lines) == 7
+    assert lines[4] == "  ... and 1,020 more ranks in a"
+    assert lines[5].startswith("  rank 7 (host)")
+    assert lines[6] == "  ... and 2 more places"
+
+
+def test_a_row_for_each_rank_as_long_as_they_are_few():
+    lines = error_text("no", table=[place("in a", *range(MOST_ROWS - 1)), place("in b", 99)]).splitlines()
+    assert len(lines) == 1 + MOST_ROWS
+    assert not any("more" in line for line in lines)
+
+
+@pytest.mark.parametrize(("host", "places"), [("h" * 256, 8), ("é" * 128, 8), ("h" * 3000, 2)])
+def test_a_text_fits_into_a_frame_and_keeps_what_to_do(host, places):
+    table = [place(f"in {number}" + "n" * 256, *range(16), size=100, host=host) for number in range(places)]
+    text = error_text("no", table=table, more_places=5, where="job " + "j" * 256, advice="Do it.")
+    assert len(text.encode()) <= limits.MAX_TEXT_BYTES
+    assert text.endswith("\nDo it.")
+    assert " more place" in text
+
+
+@pytest.mark.parametrize(
+    ("what", "first"),
+    [
+        ("short", "short"),
+        ("x" * 200, "x" * FIRST_LINE),
+        ("expected one thing of many words that explain it; got another thing " + "of words " * 9, None),
+        ("rank 2 (host-b, pid 812) failed with MemoryError: " + "out of memory " * 20, None),
+    ],
+)
+def test_the_first_line_is_short(what, first):
+    text = error_text(what)
+    line = text.splitlines()[0]
+    assert line == (first or line)
+    assert 0 < len(line) <= FIRST_LINE
+    assert "".join(text.split()) == "".join(what.split())
+    assert "".join(in_log(text).split()).replace(";", "") == "".join(what.split()).replace(";", "")
+
+
+def test_the_first_line_and_the_longest_name_stay_below_120_letters():
+    longest = max(len(f"{error.__module__}.{error.__name__}: ") for error in BY_CODE.values())
+    assert longest + FIRST_LINE <= 120
+
+
+def test_a_log_has_it_on_one_line():
+    error = ValueError(error_text("no", table=[place("in a", 0, 10)], where="job 'j'", advice="Stop."))
+    expected = "no; rank 0 (host) waits 1.0 s in a; rank 10 (host) waits 1.0 s in a; in job 'j'; Stop."
+    assert in_log(error) == expected
+    assert first_line(error) == "no"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("layer4.1.bn2",) * 2,
+        ("bn", "bn"),
+        ("3", "layer '3'"),
+        ("1.bn", "layer '1.bn'"),
+        ("a b", "layer 'a b'"),
+    ],
+)
+def test_a_path_stands_as_it_is_and_other_names_in_quotes(name, words):
+    assert layer_in_words(name) == words
