@@ -14,6 +14,7 @@ from server.cli.status import CHECK_SECONDS, ask, describe, own_endpoint
 from server.config import from_arguments
 from server.network.service import run_master
 from server.secrets.keygen import generate, write_secret
+from statsd_bn.error_text import in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
     BindError,
@@ -22,7 +23,6 @@ from statsd_bn.errors import (
     ServerUnreachable,
 )
 from statsd_bn.keys import load_client
-from statsd_bn.text import plain
 
 EXIT_CODES: dict[type[Exception], int] = {
     ConfigurationError: 2,
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = COMMANDS.get(given[0]) if given else None
         return command(given[1:]) if command else _serve(given)
     except tuple(EXIT_CODES) as error:
-        print(f"statsd_bn: {plain(str(error))}", file=sys.stderr)  # noqa: T201 - the command's one-line error
+        print(f"statsd_bn: {in_log(error)}", file=sys.stderr)  # noqa: T201 - the command's one-line error
         return EXIT_CODES[type(error)]
 
 

@@ -26,8 +26,8 @@ FIRST_LINE = 80
 MOST_ROWS = 16
 FEW_ROWS = 3
 
-# What a first line may end with, the strongest first; it is not cut before this many letters.
-_ENDS = ("; ", ". ", ": ", ", ", " ")
+# What a first line may end with, if possible; it is not cut there before this many letters.
+_ENDS = ("; ", ". ", ": ", ", ")
 _SHORTEST = 40
 
 _A_PATH = re.compile(r"[^\W\d]\w*(\.\w+)*")
@@ -102,7 +102,10 @@ def _first_line(what: str) -> list[str]:
     first, *others = what.split("\n")
     if len(first) <= FIRST_LINE:
         return [first, *others]
-    cut = max(_cut(first, end) for end in _ENDS[:-1]) or _cut(first, _ENDS[-1]) or FIRST_LINE
+    # Only what is no words is cut in the middle: a path is to be copied.
+    cut = (
+        max(_cut(first, end) for end in _ENDS) or _cut(first, " ") or first.rfind(" ", 1, FIRST_LINE) + 1 or FIRST_LINE
+    )
     return [first[:cut].rstrip(), f"  {first[cut:].lstrip()}", *others]
 
 

@@ -1,4 +1,4 @@
-"""Reach: who can get at an endpoint, as far as its name and the file system say."""
+"""Reach: who can get at an endpoint, as far as its name and the file system say; and why nobody answers there."""
 
 import os
 import stat
@@ -6,11 +6,20 @@ from contextlib import suppress
 from enum import Enum
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+from types import ModuleType
 
+from statsd_bn.error_text import error_text
 from statsd_bn.errors import ServerUnreachable
 from statsd_bn.private_folder import OTHERS
 
 WRITABLE_BY_OTHERS = 0o022
+
+# ZeroMQ has tried for seconds already, and a network that lets something through does so in milliseconds.
+PROBE_SECONDS = 1.0
+
+START = "Is `python -m server` running there? Start it, or correct the endpoint."
+LOST_ON_THE_WAY = "A firewall, a wrong address or a wrong port? Nothing came back, not even a refusal."
+OTHER_PROGRAM = "Is it a statsd_bn server? One that has too much to do, or is stopped, does not answer either."
 
 
 class Reach(Enum):
@@ -86,6 +95,60 @@ def check_is_open_to_us(endpoint: str) -> None:
             endpoint=endpoint,
             seconds=0.0,
         )
+
+
+def why_silent(endpoint: str, seconds: float, network: ModuleType) -> str:
+    """Returns why nobody has answered at an endpoint, as the text of an error; it tries a plain connection.
+
+    Args:
+        endpoint: where a client has waited in vain.
+        seconds: for how long; the connection is tried for at most `PROBE_SECONDS` more, and the name looked up for as
+            long as the system takes.
+        network: the module `socket`, which this package does not load.
+    """
+    try:
+        is_there = _is_there(endpoint, network)
+    except network.gaierror as error:
+        return _unknown_name(endpoint, str(error.strerror))
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        how = "connection refused" if isinstance(error, ConnectionRefusedError) else "there is no such file"
+        return error_text(f"nobody listens at {endpoint} ({how})", advice=START)
+    except TimeoutError:
+        return error_text(f"no answer from {endpoint} within {seconds:g} s", advice=LOST_ON_THE_WAY)
+    except (OSError, ValueError) as error:
+        return error_text(f"no way to {endpoint} ({error})", advice=LOST_ON_THE_WAY)
+    if not is_there:
+        return silent(endpoint, seconds)
+    what = f"no answer from {endpoint} within {seconds:g} s, but a program listens there"
+    return error_text(what, advice=OTHER_PROGRAM)
+
+
+def _is_there(endpoint: str, network: ModuleType) -> bool:
+    """Whether a connection to an endpoint could be made; False also where the kind of endpoint is not known."""
+    scheme, _, address = endpoint.partition("://")
+    path = ipc_path(endpoint)
+    if scheme == "tcp":
+        host, _, port = address.rpartition(":")
+        network.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+    elif path:
+        with network.socket(network.AF_UNIX, network.SOCK_STREAM) as probe:
+            probe.settimeout(PROBE_SECONDS)
+            probe.connect(str(path))
+    return scheme == "tcp" or path is not None
+
+
+def silent(endpoint: str, seconds: float) -> str:
+    """Returns the text of the error that nobody has answered, where nothing more is known."""
+    return error_text(f"no answer from {endpoint} within {seconds:g} s", advice=START)
+
+
+def _unknown_name(endpoint: str, reason: str) -> str:
+    host = endpoint.partition("://")[2].rpartition(":")[0]
+    return error_text(
+        f"the name {host!r} is not known here ({reason})",
+        where=endpoint,
+        advice="Correct the name of the server's host, or use its address.",
+    )
 
 
 def _closed_folder(path: Path) -> str:

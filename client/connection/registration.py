@@ -8,6 +8,7 @@ from client.connection.session import Session
 from statsd_bn.error_text import error_text, in_brief
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
 from statsd_bn.messages import WORLD, Registered, missing_members
+from statsd_bn.reach import silent
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -103,8 +104,7 @@ class Registration:
     def _ask_again(self, now: float) -> Turn[Registered]:
         if now >= self._expiry:
             raise ServerUnreachable(
-                f"no answer from {self._endpoint} within {self._answer_within:g} s; "
-                "is `python -m server` running there?",
+                silent(self._endpoint, self._answer_within),
                 endpoint=self._endpoint,
                 seconds=self._answer_within,
             )

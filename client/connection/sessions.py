@@ -8,6 +8,7 @@ import os
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import cast
 
 from client.connection import driver
 from client.connection.groups import Group
@@ -17,7 +18,7 @@ from client.connection.registration import Registration, cause_of
 from client.connection.session import Session
 from client.connection.transport import Transport
 from statsd_bn import limits
-from statsd_bn.errors import ConfigurationError, ConnectionClosed
+from statsd_bn.errors import ConfigurationError, ConnectionClosed, ServerUnreachable
 from statsd_bn.messages import Stand
 
 
@@ -126,8 +127,12 @@ class Sessions:
             seat.opened.set_result(None)
 
     def _register(self, session: Session, timeout: float) -> None:
-        with self._transport.channel() as channel:
-            driver.run(Registration(session, self._transport.endpoint, timeout), channel)
+        try:
+            with self._transport.channel() as channel:
+                driver.run(Registration(session, self._transport.endpoint, timeout), channel)
+        except ServerUnreachable as error:
+            seconds = cast("float", error.fields["seconds"])
+            raise ServerUnreachable(self._transport.why_silent(seconds), **error.fields) from None
 
     def _give_up(self, seat: _Seat, error: BaseException) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ function; tests and demos use it to run several members in one process.
 
 import itertools
 import queue
+import socket
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
+from statsd_bn.reach import silent, why_silent
 
 # How often a wait looks whether the connection broke and was made again: what was sent before is lost then.
 WATCH_SECONDS = 0.1
@@ -84,6 +86,10 @@ class Transport:
         """Opens a way for signs of life; None where the master needs none, because it lives in this process."""
         return None
 
+    def why_silent(self, seconds: float) -> str:
+        """Returns why nobody has answered for so long, as the text of an error."""
+        return silent(self.endpoint, seconds)
+
     def close_idle(self) -> None:
         """Closes the channels that nobody has borrowed; whoever needs one opens another.
 
@@ -134,6 +140,17 @@ class ZmqTransport(Transport):
     def beacon(self) -> Beacon:
         """Opens a socket for signs of life; whoever asks for it closes it before the transport."""
         return Beacon(self._context, self.endpoint, self._keys)
+
+    def why_silent(self, seconds: float) -> str:
+        """Tries a plain connection, for a few seconds at most."""
+        found = [super().why_silent(seconds)]
+        # Like ZeroMQ's thread below, it may be asking for a name that nobody answers for.
+        probe = threading.Thread(
+            target=lambda: found.append(why_silent(self.endpoint, seconds, socket)), name="statsd_bn probe", daemon=True
+        )
+        probe.start()
+        probe.join(CLOSE_SECONDS)
+        return found[-1]
 
     def close(self) -> None:
         """Closes all sockets; the last frames have a moment to leave."""

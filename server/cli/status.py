@@ -1,5 +1,6 @@
 """`python -m server status` and `check`: ask a running server what it is doing, or whether it is there."""
 
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Status, StatusRequest, missing_members
 from statsd_bn.private_folder import find_server
-from statsd_bn.reach import check_is_open_to_us
+from statsd_bn.reach import check_is_open_to_us, why_silent
 from statsd_bn.text import plain, readable_within
 from statsd_bn.wire import decode, encode
 
@@ -85,11 +86,7 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None 
             finally:
                 dealer.disable_monitor()
     if frame is None:
-        raise ServerUnreachable(
-            f"no answer from {endpoint} within {seconds:g} s; is `python -m server` running there?",
-            endpoint=endpoint,
-            seconds=seconds,
-        )
+        raise ServerUnreachable(why_silent(endpoint, seconds, socket), endpoint=endpoint, seconds=seconds)
     return _report(endpoint, frame)
 
 

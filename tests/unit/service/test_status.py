@@ -109,7 +109,7 @@ def nobody() -> str:
 def test_where_nobody_listens_there_is_no_answer(nobody):
     with pytest.raises(ServerUnreachable) as caught:
         ask(nobody, 0.05)
-    assert f"no answer from {nobody} within 0.05 s" in str(caught.value)
+    assert str(caught.value).startswith(f"nobody listens at {nobody} (connection refused)\n")
     assert caught.value.fields == {"endpoint": nobody, "seconds": 0.05}
 
 
@@ -118,7 +118,7 @@ def test_where_nobody_listens_the_command_exits_with_4(nobody, monkeypatch, caps
     assert command.main(["status", nobody]) == 4
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("statsd_bn: no answer from ")
+    assert said.err.startswith("statsd_bn: nobody listens at ")
     assert said.err.count("\n") == 1
 
 
@@ -139,7 +139,7 @@ def test_a_check_without_an_endpoint_is_of_this_hosts_own_server(server, nobody,
     monkeypatch.setattr(command, "CHECK_SECONDS", 0.05)
     monkeypatch.setenv("STATSD_BN_BIND", nobody)
     assert command.main(["check"]) == 4
-    assert capsys.readouterr().err.startswith(f"statsd_bn: no answer from {nobody} within 0.05 s")
+    assert capsys.readouterr().err.startswith(f"statsd_bn: nobody listens at {nobody} (connection refused)")
     monkeypatch.setattr(command, "CHECK_SECONDS", 5.0)
     monkeypatch.setenv("STATSD_BN_BIND", server.endpoint)
     assert command.main(["check"]) == 0

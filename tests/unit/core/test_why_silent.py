@@ -1,0 +1,73 @@
+"""Where nobody answers, an error says whether the name, the port or the way is wrong."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from statsd_bn.error_text import FIRST_LINE
+from statsd_bn.reach import why_silent
+
+
+def network(error: OSError | None) -> SimpleNamespace:
+    """What `socket` does where each connection ends in this way."""
+
+    def create_connection(*_: object) -> SimpleNamespace:
+        if error:
+            raise error
+        return SimpleNamespace(close=lambda: None)
+
+    return SimpleNamespace(create_connection=create_connection, gaierror=socket.gaierror)
+
+
+@pytest.mark.parametrize(
+    ("error", "first"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "the name 'host-x' is not known here (Name or service"),
+        (ConnectionRefusedError(), "nobody listens at tcp://host-x:5555 (connection refused)"),
+        (TimeoutError(), "no answer from tcp://host-x:5555 within 5 s"),
+        (OSError(113, "No route to host"), "no way to tcp://host-x:5555 ([Errno 113] No route to host)"),
+        (None, "no answer from tcp://host-x:5555 within 5 s, but a program listens there"),
+    ],
+)
+def test_the_first_line_says_how_the_attempt_ended(error, first):
+    text = why_silent("tcp://host-x:5555", 5.0, network(error))
+    head, *_, advice = text.splitlines()
+    assert head.startswith(first)
+    assert len(head) <= FIRST_LINE
+    assert advice.endswith((".", "?"))
+
+
+def test_a_name_is_looked_up_for_real():
+    # The top-level domain is reserved for names that do not exist.
+    assert "is not known here (" in why_silent("tcp://host.invalid:5555", 5.0, socket).splitlines()[0]
+
+
+def test_a_port_where_nobody_listens_refuses():
+    with socket.socket() as bound:  # bound, and not listening: nobody else gets the port meanwhile
+        bound.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{bound.getsockname()[1]}"
+        assert why_silent(endpoint, 5.0, socket).startswith(f"nobody listens at {endpoint} (connection refused)")
+
+
+@pytest.mark.parametrize("family", ["tcp", "ipc"])
+def test_another_program_may_listen(tmp_path, family):
+    kind, where = (socket.AF_INET, ("127.0.0.1", 0)) if family == "tcp" else (socket.AF_UNIX, str(tmp_path / "s"))
+    with socket.socket(kind) as other:
+        other.bind(where)
+        other.listen()
+        endpoint = f"ipc://{where}" if family == "ipc" else f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        assert " but a program listens there" in why_silent(endpoint, 5.0, socket)
+
+
+def test_a_file_that_a_server_left_behind_is_told_from_none(tmp_path):
+    path = tmp_path / "s"
+    assert "(there is no such file)" in why_silent(f"ipc://{path}", 5.0, socket)
+    with socket.socket(socket.AF_UNIX) as former:
+        former.bind(str(path))
+    assert "(connection refused)" in why_silent(f"ipc://{path}", 5.0, socket)
+
+
+@pytest.mark.parametrize("endpoint", ["memory://", "ipc://@name", "inproc://x"])
+def test_other_endpoints_are_not_tried(endpoint):
+    assert why_silent(endpoint, 5.0, network(RuntimeError("tried"))).startswith(f"no answer from {endpoint} within 5 s")
