@@ -38,6 +38,11 @@ logger = logging.getLogger("statsd_bn.client")
 # Round trips remembered for `median_round_trip`.
 REMEMBERED_ROUND_TRIPS = 4096
 
+# What `Connection.endpoint` says where there is no server.
+IN_PROCESS = "in process"
+
+_ONE_HERE = {"LOCAL_WORLD_SIZE": "1"}
+
 
 class Connection:
     """A member's place among the members of its job; also a context manager that says goodbye.
@@ -86,9 +91,18 @@ class Connection:
     def __repr__(self) -> str:
         who = self.member
         state = "closed" if self._closed else "open"
-        return (
-            f"<Connection to {self._transport.endpoint}: job {who.job!r}, rank {who.rank} of {who.world_size}, {state}>"
-        )
+        at = self.endpoint if self.is_in_process else f"to {self.endpoint}"
+        return f"<Connection {at}: job {who.job!r}, rank {who.rank} of {who.world_size}, {state}>"
+
+    @property
+    def endpoint(self) -> str:
+        """Where its server listens, such as `ipc:///run/user/1000/statsd_bn/server`; "in process" if it has none."""
+        return self._transport.endpoint
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether this process is alone in its job and needs no server."""
+        return self.endpoint == IN_PROCESS
 
     @property
     def closed(self) -> bool:
@@ -272,7 +286,8 @@ class Connection:
         groups.check(rule)
         # No cached_property: it takes a lock, and torch.compile follows a layer down to here.
         if self._local is None:
-            self._local = groups.local(os.environ)
+            # No launcher is needed to say how many there are of one.
+            self._local = groups.local({**os.environ, **(_ONE_HERE if self.is_alone(None) else {})})
         return self._local
 
     def _check_usable(self) -> None:

@@ -249,10 +249,13 @@ class MemoryTransport(Transport):
 
     Args:
         receive: takes a peer and a frame, returns the frames to send as (peer, frame) pairs; called under a lock.
+        endpoint: what it is called.
     """
 
-    def __init__(self, receive: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]]) -> None:
-        super().__init__("memory://")
+    def __init__(
+        self, receive: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]], endpoint: str = "memory://"
+    ) -> None:
+        super().__init__(endpoint)
         self._receive = receive
         self._master = threading.Lock()
         self._inboxes: dict[bytes, queue.SimpleQueue[bytes]] = {}

@@ -4,6 +4,7 @@ import atexit
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from multiprocessing.util import Finalize
@@ -15,8 +16,8 @@ from client.connection.current import current_connection, hold
 from client.connection.member import DEFAULT_ROUND_TIMEOUT, STRICT, Member
 from client.connection.registration import cause_of
 from client.connection.transport import ZmqTransport
-from client.launch import own_server, server_process
-from client.launch.settings import resolve
+from client.launch import alone, own_server, process_group, server_process
+from client.launch.settings import Settings, resolve
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.keys import ClientKeys
 from statsd_bn.private_folder import find_server
@@ -49,14 +50,19 @@ def connect(
 
     Under torchrun it needs no argument: rank 0 starts a server, which ends with it, and announces it in torch's
     rendezvous store. The same holds for any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and for
-    tasks of SLURM's srun. Without a launcher it finds the `python -m server` of this user.
+    tasks of SLURM's srun. Without a launcher torch's process group says who this process is, if it is initialised, and
+    its store is used; so it works in the children of `torch.multiprocessing.spawn`. A process that is told of no others
+    is alone: it joins the `python -m server` of this user if one is running, and needs none otherwise.
 
     Args:
         endpoint: where `python -m server` listens, `tcp://host:port` or `ipc://path`; else STATSD_BN_ENDPOINT; else
-            rank 0 starts a server if there is a launcher, and without one this user's own server is used.
+            rank 0 starts a server if there is a launcher or a process group, and without one this user's own server is
+            used.
         job: the training run's name; else STATSD_BN_JOB, else the launcher's name for it, else "default".
-        rank: this process's number in the job; else RANK, else SLURM's number of the task, else 0.
-        world_size: how many processes the job begins with; else WORLD_SIZE, else the number of SLURM's tasks, else 1.
+        rank: this process's number in the job; else RANK, else SLURM's number of the task, else the rank in torch's
+            process group, else 0.
+        world_size: how many processes the job begins with; else WORLD_SIZE, else the number of SLURM's tasks, else the
+            size of torch's process group, else 1.
         round_timeout: how long a round may take, in seconds.
         join_timeout: how long the processes may take to connect, in seconds; else as long as a round.
         policy: what happens when a member is lost. "strict": all others raise `ReplicaLost`. "elastic": they go on
@@ -72,7 +78,8 @@ def connect(
         reason.
 
     Raises:
-        ConfigurationError: an argument or variable is missing or wrong, or this process is already connected.
+        ConfigurationError: an argument or variable is missing or wrong, or this process is already connected; or the
+            launcher's rank is not that of the process group.
         ServerUnreachable: no server answers at the endpoint within seconds, or it is closed to this user; or rank 0
             could not start a server, or announced none in time.
         AuthenticationRefused: server and client do not accept each other's keys.
@@ -87,6 +94,7 @@ def connect(
         raise ConfigurationError(f"already connected: {open_connection!r}; call client.disconnect() first")
     settings = resolve(
         os.environ,
+        process_group.find(),
         endpoint=endpoint,
         job=job,
         rank=rank,
@@ -98,15 +106,56 @@ def connect(
         curve=curve,
     )
     logger.info("connecting with %s", settings)
-    if settings.store:
-        connection = own_server.join(settings, settings.store.value, os.environ, _join)
-    else:
-        connection = _join(settings.endpoint.value or _own_server(), settings.keys(), settings.member())
+    connection = _connection(settings)
     hold(connection)
+    who = connection.member
+    logger.info("connected: job %r, rank %d of %d, %s", who.job, who.rank, who.world_size, _lane(connection))
     if multiprocessing.parent_process():
         # A forked child of multiprocessing does not run atexit.
         Finalize(None, _goodbye, exitpriority=AFTER_QUEUES)
     return connection
+
+
+def _connection(settings: Settings) -> Connection:
+    if settings.is_alone:
+        return _alone(settings)
+    if settings.store or settings.is_process_group:
+        store = settings.store.value if settings.store else None
+        return own_server.join(settings, store, os.environ, _join)
+    return _join(settings.endpoint.value or _own_server(), settings.keys(), settings.member())
+
+
+def _alone(settings: Settings) -> Connection:
+    """Returns the connection of the only process of a job, through this user's server where one is running.
+
+    It does not wait for one that has just been started: a job of one has the same results without.
+    """
+    if not settings.store and (endpoint := _running_server()):
+        return _join(endpoint, settings.keys(), settings.member())
+    if multiprocessing.parent_process() and process_group.find() is None:
+        logger.warning(
+            "this process is a child of multiprocessing, and nothing says that its job has others, so it trains alone; "
+            "call client.connect() after torch.distributed.init_process_group(), or pass rank and world_size"
+        )
+    else:
+        logger.info("this process is alone, as far as anything says, and needs no server")
+    return Connection(alone.transport(), settings.member())
+
+
+def _running_server() -> str | None:
+    """Returns where this user's server listens; None where there is none, or a killed one has left its socket."""
+    try:
+        endpoint = find_server(os.environ)
+        with socket.socket(socket.AF_UNIX) as trial:
+            trial.connect(endpoint.removeprefix("ipc://"))
+    except (ServerUnreachable, OSError):
+        return None
+    return endpoint
+
+
+def _lane(connection: Connection) -> str:
+    """Says how a connection reaches the others."""
+    return "in process" if connection.is_in_process else f"over ZeroMQ, server at {connection.endpoint}"
 
 
 def _join(endpoint: str, keys: ClientKeys | None, who: Member) -> Connection:

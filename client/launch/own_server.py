@@ -10,7 +10,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
 from client.connection.member import Member
-from client.launch import job_secret
+from client.launch import job_secret, process_group
 from client.launch.launchers import StoreAddress
 from client.launch.server_process import ServerProcess
 from client.launch.settings import Settings
@@ -36,28 +36,39 @@ Join = Callable[[str, ClientKeys | None, Member], "Connection"]
 """Joins a job: where its server listens, the keys for it, and who this process is."""
 
 
-def join(settings: Settings, store: StoreAddress, environ: Mapping[str, str], join_at: Join) -> "Connection":
+def join(settings: Settings, store: StoreAddress | None, environ: Mapping[str, str], join_at: Join) -> "Connection":
     """Connects to the server that rank 0 starts for this job.
+
+    Args:
+        settings: who this process is.
+        store: where the launcher's store is; None: the processes meet in that of torch's process group.
+        environ: the environment.
+        join_at: joins the job when the server is known.
 
     Raises:
         ConfigurationError: this process is set up differently from rank 0, or the job runs on several nodes and has no
             secret.
         ServerUnreachable: there is no server, with the reason.
     """
-    # Before the store is asked: without a secret all processes say so at once.
-    secret = None if settings.is_one_node else job_secret.given(environ)
     who = settings.member()
     life = _life(settings)
 
     def entry() -> StoreEntry:
         return StoreEntry(store, who.rank, who.world_size, f"job {who.job}/{life}", who.seconds_to_join)
 
+    is_one_node = settings.is_one_node
+    if store is None:
+        shared = entry()
+        entry, is_one_node = (lambda: shared), shared.is_one_host()
+    # Before rank 0 announces anything: without a secret all processes say so at once.
+    secret = None if is_one_node else job_secret.given(environ)
     if who.rank != 0:
-        return _on_one_node(who, entry, join_at) if settings.is_one_node else _on_many(who, secret, entry, join_at)
-    if settings.is_one_node:
+        return _on_one_node(who, entry, join_at) if is_one_node else _on_many(who, secret, entry, join_at)
+    if is_one_node:
         return _with_own_server(who, "", Announcement(), entry, join_at)
     made = "" if secret else job_secret.make()
-    return _with_own_server(who, store.host, Announcement(secret=made), entry, join_at, secret or made)
+    address = store.host if store else process_group.address(environ)
+    return _with_own_server(who, address, Announcement(secret=made), entry, join_at, secret or made)
 
 
 def _with_own_server(

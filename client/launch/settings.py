@@ -1,6 +1,8 @@
 """Settings: everything that `client.connect` has to know, and where each value came from.
 
-An argument wins over a variable named for us, that wins over the launcher's variables, and these win over the default.
+An argument wins over a variable named for us, that wins over the launcher's variables, these win over torch's process
+group, and that wins over the default. A launcher that has started one process does not know of those which that process
+has started, so a process group of several wins over it.
 `resolve` is the only place that decides this. It is a function of its arguments, so a test needs no environment of its
 own; only `Settings.member` and `Settings.keys` ask the machine for something.
 """
@@ -13,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from client.connection.member import DEFAULT_ROUND_TIMEOUT, ELASTIC, STRICT, Member
-from client.launch import launchers
+from client.launch import launchers, process_group
 from client.launch.launchers import StoreAddress
+from client.launch.process_group import ProcessGroup
 from client.launch.sources import ARGUMENT, DEFAULT, Setting, found
 from statsd_bn import limits
 from statsd_bn.checks import check_name
@@ -58,6 +61,8 @@ class Settings:
         store: where torch's store is, in which rank 0 says where its server is; None where there is an endpoint, or
             no launcher.
         is_one_node: whether all processes are on this host, as far as the launcher says.
+        is_process_group: whether the processes are those of torch's process group, and no launcher says where a store
+            is; then they meet in the group's store.
     """
 
     endpoint: Setting[str | None]
@@ -72,6 +77,12 @@ class Settings:
     curve: Setting[str | os.PathLike[str] | None]
     store: Setting[StoreAddress] | None
     is_one_node: bool
+    is_process_group: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process is the only one there can be, and no server is named."""
+        return self.world_size.value == 1 and not self.min_members.value and self.endpoint.value is None
 
     def __str__(self) -> str:
         all_of_them = (getattr(self, each.name) for each in fields(self))
@@ -102,6 +113,7 @@ class Settings:
 
 def resolve(
     environ: Mapping[str, str],
+    group: ProcessGroup | None = None,
     *,
     endpoint: str | None = None,
     job: str | None = None,
@@ -113,7 +125,20 @@ def resolve(
     min_members: int | None = None,
     curve: str | Path | None = None,
 ) -> Settings:
-    """Finds the value of each setting; the arguments are those of `client.connect`.
+    """Finds the value of each setting.
+
+    Args:
+        environ: the environment.
+        group: torch's process group; None where it is not initialised.
+        endpoint: as `client.connect` takes it, like all that follow.
+        job: likewise.
+        rank: likewise.
+        world_size: likewise.
+        round_timeout: likewise.
+        join_timeout: likewise.
+        policy: likewise.
+        min_members: likewise.
+        curve: likewise.
 
     Raises:
         ConfigurationError: a value is unusable; the text says what it is and where it came from.
@@ -126,6 +151,8 @@ def resolve(
     )
     size = found("world_size", world_size, ARGUMENT) or launchers.world_size(environ)
     number = found("rank", rank, ARGUMENT) or launchers.rank(environ)
+    if group:
+        size, number = process_group.merged(size, number, group)
     if size and number is None:
         _check_is_alone(size)
     size, number = size or Setting("world_size", 1, DEFAULT), number or Setting("rank", 0, DEFAULT)
@@ -134,6 +161,10 @@ def resolve(
     _check_rank(number, size, is_elastic=least.value > 0)
     in_round, to_join = _timeouts(round_timeout, join_timeout)
     store = None if at.value else _store(environ, size)
+    meets_in_group = (
+        at.value is None and process_group.is_of(group, number, size) and not (store and _is_launched(number, environ))
+    )
+    store = None if meets_in_group else store
     return Settings(
         endpoint=at,
         job=_job(environ, job),
@@ -151,6 +182,7 @@ def resolve(
         ),
         store=store,
         is_one_node=store is not None and launchers.is_one_node(environ, store.value, size.value),
+        is_process_group=meets_in_group,
     )
 
 
@@ -234,3 +266,9 @@ def _store(environ: Mapping[str, str], size: Setting[int]) -> Setting[StoreAddre
     # Variables that are left in a shell do not make a launcher.
     is_launched = size.value > 1 or launchers.world_size(environ) is not None
     return store if is_launched else None
+
+
+def _is_launched(rank: Setting[int], environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has given this process its rank."""
+    launched = launchers.rank(environ)
+    return launched is not None and launched.value == rank.value and rank.source != process_group.SOURCE

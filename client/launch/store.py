@@ -1,8 +1,9 @@
 """torch's store: rank 0 announces its server there, and the other processes of the job look for it.
 
 It is the store of `torch.distributed.init_process_group("env://")`. torchrun keeps it; without torchrun rank 0
-keeps it, and a later process group uses it too. Whoever reaches the store can read and change an announcement, so it
-holds no secret unless the user asks for that.
+keeps it, and a later process group uses it too. Where no launcher says where it is, it is the store of the process
+group that the script has initialised. Whoever reaches the store can read and change an announcement, so it holds no
+secret unless the user asks for that.
 """
 
 import itertools
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import distributed
 
 from client.launch.launchers import StoreAddress
+from client.launch.process_group import this_host
 from statsd_bn.errors import ConfigurationError, ProtocolError, ServerUnreachable
 from statsd_bn.text import plain, readable
 
@@ -92,7 +94,7 @@ class StoreEntry:
     """The place in torch's store for one connect of the job.
 
     Args:
-        address: where the store listens.
+        address: where the store listens; None: it is that of torch's process group.
         rank: this process's rank.
         world_size: how many processes there are.
         life: tells this life of the job from earlier ones; torchrun's store outlives the processes.
@@ -102,11 +104,27 @@ class StoreEntry:
         ServerUnreachable: there is no store, or it did not start in time.
     """
 
-    def __init__(self, address: StoreAddress, rank: int, world_size: int, life: str, timeout: float) -> None:
+    def __init__(self, address: StoreAddress | None, rank: int, world_size: int, life: str, timeout: float) -> None:
         self._address = address
+        self._rank = rank
+        self._world_size = world_size
         self._key = f"{life}/{next(_entries)}"
         self._expiry = time.monotonic() + timeout
-        self._store = _open(address, rank, world_size, timeout)
+        self._store = _open(address, rank, world_size, timeout) if address else _of_process_group()
+
+    def is_one_host(self) -> bool:
+        """Returns whether all processes are on one host. Rank 0 waits until each has said where it is.
+
+        Raises:
+            ServerUnreachable: not all did in time, or the store is gone.
+        """
+        verdict = f"{self._key}/hosts"
+        self._set(f"{verdict}/{self._rank}", self._host())
+        if self._rank == 0:
+            ranks = range(self._world_size)
+            hosts = {self._wait_for(f"{verdict}/{rank}", f"rank {rank} to call client.connect()") for rank in ranks}
+            self._set(verdict, "one" if len(hosts) == 1 else "several")
+        return self._wait_for(verdict, "rank 0 to hear from all ranks where they are") == b"one"
 
     def write(self, announcement: Announcement) -> None:
         """Writes the announcement; it stays there until the store closes.
@@ -114,10 +132,7 @@ class StoreEntry:
         Raises:
             ServerUnreachable: the store is gone.
         """
-        try:
-            self._store.set(self._key, json.dumps(asdict(announcement)))
-        except RuntimeError as error:
-            raise _no_store(self._address, error) from error
+        self._set(self._key, json.dumps(asdict(announcement)))
 
     def read(self, known: Announcement | None = None, seconds: float = math.inf) -> Announcement:
         """Waits for an announcement of rank 0.
@@ -130,42 +145,83 @@ class StoreEntry:
             ServerUnreachable: no announcement came in time, or the store is gone.
             ProtocolError: what came is not an announcement.
         """
+
+        def look(expiry: float) -> Announcement | None:
+            text = self._look(self._key, expiry)
+            announcement = None if text is None else Announcement.parse(text)
+            return None if announcement == known else announcement
+
+        found = self._wait(look, "rank 0 to announce a server", seconds)
+        if isinstance(found, float):
+            raise self._nothing_came(found)
+        return found
+
+    def _host(self) -> str:
+        return this_host()
+
+    def _wait_for(self, name: str, what: str) -> bytes:
+        found = self._wait(lambda expiry: self._look(name, expiry), what)
+        if isinstance(found, float):
+            raise ServerUnreachable(
+                f"waited {found:.1f} s for {what}, in {self._where}; do all ranks of the job call client.connect() as "
+                "often as this process?",
+                endpoint="",
+                seconds=found,
+            )
+        return found
+
+    def _wait(self, look: Callable[[float], T | None], what: str, seconds: float = math.inf) -> T | float:
+        """Returns what `look` finds; the seconds that were waited if it finds nothing in time."""
         started = time.monotonic()
         expiry = min(self._expiry, started + seconds)
         next_warning, pause = WARN_SECONDS, FIRST_PAUSE_SECONDS
-        while (announcement := self._look(expiry)) in {None, known}:
+        while (found := look(expiry)) is None:
             waited = time.monotonic() - started
             if started + waited >= expiry:
-                raise self._nothing_came(waited)
+                return waited
             if waited >= next_warning:
                 next_warning = waited * 2
-                logger.warning(
-                    "waiting since %.0f s for rank 0 to announce a server in the store at %s:%d", waited, *self._address
-                )
+                logger.warning("waiting since %.0f s for %s in %s", waited, what, self._where)
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS)
-        return announcement
+        return found
 
-    def _look(self, expiry: float) -> Announcement | None:
+    def _look(self, name: str, expiry: float) -> bytes | None:
         left = max(0.0, expiry - time.monotonic())
         try:
-            text = _with_timeout(left + ANSWER_SECONDS, self._text)
+            return _with_timeout(left + ANSWER_SECONDS, lambda: self._text(name))
         except (RuntimeError, TimeoutError) as error:
             raise _no_store(self._address, error) from error
-        return None if text is None else Announcement.parse(text)
 
-    def _text(self) -> bytes | None:
+    def _text(self, name: str) -> bytes | None:
         # Not `wait`: when it times out torch prints several lines to stderr.
-        return self._store.get(self._key) if self._store.check([self._key]) else None
+        return self._store.get(name) if self._store.check([name]) else None
+
+    def _set(self, name: str, text: str) -> None:
+        try:
+            self._store.set(name, text)
+        except RuntimeError as error:
+            raise _no_store(self._address, error) from error
+
+    @property
+    def _where(self) -> str:
+        if self._address is None:
+            return "the store of the process group"
+        return f"the store at {self._address.host}:{self._address.port}"
 
     def _nothing_came(self, waited: float) -> ServerUnreachable:
         return ServerUnreachable(
-            f"rank 0 has announced no server in the store at {self._address.host}:{self._address.port} within "
-            f"{waited:.1f} s; does it call client.connect() as often as this process, for the same job, and without an "
-            "endpoint too?",
+            f"rank 0 has announced no server in {self._where} within {waited:.1f} s; does it call client.connect() as "
+            "often as this process, for the same job, and without an endpoint too?",
             endpoint="",
             seconds=waited,
         )
+
+
+def _of_process_group() -> "Store":
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # noqa: PLC0415 - where there is one
+
+    return PrefixStore(PREFIX, _get_default_store())
 
 
 def _open(address: StoreAddress, rank: int, world_size: int, timeout: float) -> "Store":
@@ -188,9 +244,12 @@ def _open(address: StoreAddress, rank: int, world_size: int, timeout: float) -> 
     return PrefixStore(PREFIX, _stores[identity])
 
 
-def _no_store(address: StoreAddress, error: RuntimeError | TimeoutError) -> ServerUnreachable:
+def _no_store(address: StoreAddress | None, error: RuntimeError | TimeoutError) -> ServerUnreachable:
     # torch adds the frames of its own code.
     reason = str(error).partition("\n")[0] or "it does not answer; its process may be frozen, or its host cut off"
+    if address is None:
+        text = f"the store of torch's process group, where rank 0 announces its server: {reason}"
+        return ServerUnreachable(text, endpoint="")
     return ServerUnreachable(
         f"torch's rendezvous store at MASTER_ADDR {address.host}, MASTER_PORT {address.port}, where rank 0 announces "
         f"its server: {reason}",

@@ -104,7 +104,7 @@ def test_without_an_endpoint_and_a_server_of_this_user_it_says_so(monkeypatch, t
     with pytest.raises(
         ServerUnreachable, match=rf"no server of this user .* ipc://{tmp_path}/.*start `python -m server`.*torchrun"
     ):
-        client.connect()
+        client.connect(rank=0, world_size=2)
 
 
 def test_the_endpoint_comes_from_the_environment(monkeypatch, server, job):

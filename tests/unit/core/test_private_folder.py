@@ -175,7 +175,9 @@ def test_a_server_and_scripts_in_terminals_of_one_user_need_nothing_configured(e
     assert capsys.readouterr().out.startswith("server ")
 
 
-@pytest.mark.parametrize("look", [lambda: command.main(["check"]), lambda: client.connect(world_size=1).close()])
+@pytest.mark.parametrize(
+    "look", [lambda: command.main(["check"]), lambda: client.connect(rank=0, world_size=1, policy="elastic").close()]
+)
 def test_a_server_that_has_only_just_been_started_is_found(environ, tmp_path, monkeypatch, look):
     for module in (status, connect):
         monkeypatch.setattr(module, "FIND_SECONDS", 60.0)
@@ -202,7 +204,9 @@ from statsd_bn.private_folder import find_server
 be_another_user()
 started = time.monotonic()
 endpoint = {endpoint!r}
-for look in (client.connect, lambda endpoint: ask(endpoint or find_server({{}}))):
+def connect(endpoint):
+    client.connect(endpoint, rank=0, world_size=2)
+for look in (connect, lambda endpoint: ask(endpoint or find_server({{}}))):
     try:
         look(endpoint)
         print("IN")

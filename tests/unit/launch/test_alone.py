@@ -1,0 +1,110 @@
+"""A connection of one: it needs no server, and all that a connection does works."""
+
+import logging
+import socket
+import tempfile
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import client
+from client.launch import connect
+from statsd_bn import private_folder
+from statsd_bn.errors import ConfigurationError, ServerUnreachable
+
+
+@pytest.fixture(autouse=True)
+def _nothing_configured(monkeypatch, tmp_path):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "STATSD_BN_ENDPOINT", "STATSD_BN_JOB"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+class Loop:
+    train_loader = DataLoader(torch.arange(6.0), batch_size=2)
+    validation_loader = test_loader = None
+
+
+def test_all_that_a_connection_does_works_alone():
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    model, plain = client.convert_model(nn.BatchNorm1d(3)), nn.BatchNorm1d(3)
+    with client.connect() as connection:
+        assert (connection.rank, connection.rank_and_size, connection.members) == (0, (0, 1), [0])
+        assert (connection.endpoint, connection.is_in_process) == ("in process", True)
+        assert connection.group("local").size == 1
+        data = bytes(range(256)) * 9000
+        assert connection.all_gather("data", data) == {0: data}
+        for _ in range(2):
+            with client.join(model):
+                model(x).square().sum().backward()
+            plain(x).square().sum().backward()
+            before = [parameter.grad.clone() for parameter in model.parameters()]
+            assert client.average_gradients(model, 8) == 8
+            assert all(torch.equal(old, new.grad) for old, new in zip(before, model.parameters(), strict=True))
+        handler = client.DDPHandler(Loop())
+        handler.add_distributed_samplers()
+        assert handler.mp_sync(2.5, return_tensor=False) == [2.5]
+        for found, expected in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+            assert torch.equal(found, expected)
+        client.recalibrate(model, [x, x])
+        with pytest.raises(ConfigurationError, match="expected at most the 1 members"):
+            connection.group(client.Group("pair", 2))
+    assert "in process: job 'default', rank 0 of 1, closed" in repr(connection)
+
+
+def test_a_member_that_is_back_from_an_absence_begins_a_step_of_its_own():
+    with client.connect() as connection:
+        steps = [connection.first_step]
+        for _ in range(2):
+            connection.stay_away(None)
+            connection.come_back(None)
+            steps.append(connection.first_step)
+            connection.stay_away(None)
+            assert connection.all_gather("data", b"x") == {0: b"x"}, "it comes back by itself"
+        assert steps == sorted(set(steps))
+
+
+def test_it_says_so_once_and_who_it_is(caplog):
+    caplog.set_level("INFO", "statsd_bn.client")
+    client.connect(job="digits").close()
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert "this process is alone, as far as anything says, and needs no server" in told
+    assert told[-1] == "connected: job 'digits', rank 0 of 1, in process"
+
+
+def test_a_server_of_this_user_that_is_running_is_used(serve, tmp_path):
+    endpoint = private_folder.default_endpoint({"XDG_RUNTIME_DIR": str(tmp_path)})
+    (tmp_path / "statsd_bn").mkdir(mode=0o700)
+    serve(endpoint)
+    with client.connect() as connection:
+        assert (connection.endpoint, connection.is_in_process) == (endpoint, False)
+
+
+def test_a_socket_that_a_killed_server_has_left_behind_is_no_server(tmp_path):
+    (tmp_path / "statsd_bn").mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "statsd_bn" / "server"))
+    with client.connect() as connection:
+        assert connection.is_in_process
+
+
+def test_more_than_one_process_without_a_server_stays_an_error(monkeypatch):
+    monkeypatch.setattr(connect, "FIND_SECONDS", 0.0)
+    with pytest.raises(ServerUnreachable, match="no server of this user"):
+        client.connect(rank=0, world_size=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ServerUnreachable, match="no server of this user"):
+        client.connect()
+
+
+def test_a_child_of_multiprocessing_that_hears_of_no_others_is_warned(monkeypatch, caplog):
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    monkeypatch.setattr("client.launch.connect.Finalize", lambda *_, **__: None)
+    client.connect().close()
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "call client.connect() after torch.distributed.init_process_group()" in record.getMessage()

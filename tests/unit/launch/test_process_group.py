@@ -1,0 +1,151 @@
+"""torch's process group in place of a launcher: which source wins, and where the processes meet."""
+
+import socket
+
+import pytest
+from torch import distributed
+
+from client.launch import own_server, server_process, store
+from client.launch.process_group import ProcessGroup, this_host
+from client.launch.settings import resolve
+from statsd_bn.errors import ConfigurationError, ServerUnreachable
+from support.memory_members import in_threads, outcome
+
+GROUP = ProcessGroup(1, 4)
+STORE = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", **STORE}
+
+
+def who(environ, **arguments):
+    found = resolve(environ, GROUP, **arguments)
+    return (found.rank.value, found.rank.source), (found.world_size.value, found.world_size.source)
+
+
+def test_where_nothing_else_says_who_this_process_is_the_process_group_does():
+    """As in the children of mp.spawn, whose script sets MASTER_ADDR and MASTER_PORT itself, or nothing at all."""
+    for environ in ({}, STORE):
+        assert who(environ) == ((1, "process group"), (4, "process group"))
+        found = resolve(environ, GROUP)
+        assert found.is_process_group
+        assert found.store is None
+
+
+def test_a_launcher_wins_over_the_process_group_and_keeps_its_store():
+    assert who(TORCHRUN) == ((1, "RANK"), (4, "WORLD_SIZE"))
+    for arguments in ({}, {"rank": 1, "world_size": 4}):
+        found = resolve(TORCHRUN, GROUP, **arguments)
+        assert found.store.value == ("node1", 29500)
+        assert not found.is_process_group
+
+
+def test_arguments_win_over_the_process_group():
+    assert who({}, rank=0, world_size=2) == ((0, "argument"), (2, "argument"))
+    assert not resolve({}, GROUP, rank=0, world_size=2).is_process_group, "these are other processes"
+    assert resolve({}, GROUP, rank=1, world_size=4).is_process_group, "as Lightning passes them"
+
+
+def test_a_launcher_of_one_process_does_not_know_of_those_that_this_one_has_started():
+    """As in a container whose platform counts nodes in WORLD_SIZE, and for mp.spawn under `srun --ntasks 1`."""
+    srun = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    for environ in ({"RANK": "0", "WORLD_SIZE": "1", **STORE}, srun):
+        assert who(environ) == ((1, "process group"), (4, "process group"))
+        assert resolve(environ, GROUP).is_process_group
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        (
+            {"RANK": "2", "WORLD_SIZE": "4"},
+            r"^rank: expected the same .*, got 2 \(RANK\) and 1; pass rank and world_size$",
+        ),
+        ({"RANK": "2"}, r"^rank: expected the same .*, got 2 \(RANK\) and 1"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, r"^world_size: expected the same .*, got 2 \(WORLD_SIZE\) and 4"),
+    ],
+)
+def test_a_launcher_of_several_that_says_something_else_is_an_error(environ, told):
+    with pytest.raises(ConfigurationError, match=told):
+        resolve(environ, GROUP)
+    assert resolve(environ, GROUP, rank=1, world_size=4).rank.source == "argument"
+
+
+def test_with_an_endpoint_nothing_is_looked_for():
+    assert not resolve({}, GROUP, endpoint="tcp://a:1").is_process_group
+    assert not resolve({"STATSD_BN_ENDPOINT": "tcp://a:1"}, GROUP).is_process_group
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "is_alone"),
+    [
+        ({}, {}, True),
+        (STORE, {}, True),
+        ({"RANK": "0", "WORLD_SIZE": "1", **STORE}, {}, True),
+        ({}, {"world_size": 1, "job": "mine"}, True),
+        ({}, {"endpoint": "tcp://a:1"}, False),
+        ({}, {"rank": 0, "world_size": 2}, False),
+        ({}, {"policy": "elastic"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {}, False),
+    ],
+)
+def test_a_process_is_alone_where_nothing_says_more_than_one_and_no_server_is_named(environ, arguments, is_alone):
+    assert resolve(environ, **arguments).is_alone is is_alone
+    assert resolve({}, ProcessGroup(0, 1)).is_alone
+    assert not resolve({}, GROUP).is_alone
+
+
+@pytest.fixture
+def meet(monkeypatch):
+    """Two ranks of a process group, played by threads, look for their server; each on the host that is given."""
+    monkeypatch.setattr(store, "_entries", _Zeros())
+
+    def run(*hosts, environ=None, **arguments):
+        kept = distributed.HashStore()
+        monkeypatch.setattr(store, "_of_process_group", lambda: kept)
+
+        def join(rank):
+            settings = resolve({}, ProcessGroup(rank, 2), round_timeout=20.0, **arguments)
+            return own_server.join(settings, None, environ or {}, lambda *found: found)
+
+        monkeypatch.setattr(store.StoreEntry, "_host", lambda entry: hosts[entry._rank])
+        return in_threads([lambda rank=rank: outcome(lambda: join(rank)) for rank in range(len(hosts))])
+
+    yield run
+    for master in list(server_process._started):
+        master.stop()
+
+
+class _Zeros:
+    def __next__(self):
+        return 0
+
+
+def test_on_one_host_the_server_of_rank_0_is_private_and_has_no_keys(meet):
+    first, second = meet("a", "a")
+    assert first[0].startswith("ipc://")
+    assert second[:2] == (first[0], None)
+    assert (first[2].rank, second[2].rank) == (0, 1)
+
+
+def test_on_several_hosts_all_are_told_that_the_job_needs_a_secret(meet):
+    """Nothing but the hosts' own words says so: the script has set MASTER_ADDR, or meets in a file."""
+    for told in meet("a", "b"):
+        assert isinstance(told, ConfigurationError)
+        assert "several nodes" in str(told)
+
+
+def test_on_several_hosts_with_a_secret_the_server_has_keys(meet):
+    environ = {"STATSD_BN_SECRET": "0123456789abcdef" * 2, "MASTER_ADDR": "127.0.0.1"}
+    first, second = meet("a", "b", environ=environ)
+    assert first[0].startswith("tcp://127.0.0.1:")
+    assert first[1] == second[1] is not None
+
+
+def test_a_rank_that_does_not_come_is_named(meet):
+    (told,) = meet("a", join_timeout=0.1)
+    assert isinstance(told, ServerUnreachable)
+    assert "for rank 1 to call client.connect(), in the store of the process group" in str(told)
+
+
+def test_a_host_has_a_name_that_stays():
+    assert this_host() == this_host()
+    assert this_host().startswith(f"{socket.gethostname()} ")
