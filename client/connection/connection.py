@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from statsd_bn.messages import Aggregate, Stand
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -57,6 +60,7 @@ class Connection:
         member: who this process is.
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
+        watch: told of each exchange, by the layer's name and the round's key, and of the end, by "" and None; or None.
 
     Raises:
         ServerUnreachable: nobody answers at the endpoint.
@@ -73,6 +77,8 @@ class Connection:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
+        self._has_asked = False
+        self.watch: Callable[[str, RoundKey | None], None] | None = None
         self._round_trips: deque[float] = deque(maxlen=REMEMBERED_ROUND_TRIPS)
         try:
             self.is_latecomer = self._sessions.of(self._world).first_step > 0
@@ -224,6 +230,8 @@ class Connection:
             raise ProtocolError(
                 f"{aggregate.key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"
             )
+        if self.watch:
+            self.watch(layer, aggregate.key)
         return aggregate
 
     @at_border
@@ -276,11 +284,25 @@ class Connection:
         """
         if self._closed or not self.is_own:
             return
+        if self.watch:
+            self.watch("", None)
         self._closed = True
-        if self.member.world_size > 1 and not (self.rounds or cause):
-            logger.warning("%r took part in no round: was the model given to client.convert_model()?", self)
+        if not (self.rounds or cause):
+            self.ask_for_layers("it ends")
         self._sessions.leave(cause)
         self._transport.close()
+
+    def ask_for_layers(self, when: str) -> None:
+        """Warns, the first time, that no layer has been synchronised, if there are other members.
+
+        Args:
+            when: what has come before any layer.
+        """
+        if self.member.world_size > 1 and not self._has_asked:
+            self._has_asked = True
+            logger.warning(
+                "%r has synchronised no layer, and %s: was the model given to client.convert_model()?", self, when
+            )
 
     def _by_rule(self, rule: str) -> Group:
         groups.check(rule)

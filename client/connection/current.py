@@ -28,3 +28,8 @@ def current_connection() -> Connection | None:
 def has_been_connected() -> bool:
     """Whether this process has had a connection, open or closed by now."""
     return _current is not None
+
+
+def has_been_alone() -> bool:
+    """Whether this process's latest connection needed no server, because nothing said that there were others."""
+    return _current is not None and _current.is_in_process

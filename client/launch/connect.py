@@ -17,6 +17,7 @@ from client.connection.member import DEFAULT_ROUND_TIMEOUT, STRICT, Member
 from client.connection.registration import cause_of
 from client.connection.transport import ZmqTransport
 from client.launch import alone, own_server, process_group, server_process
+from client.launch.first_step import FirstStep
 from client.launch.settings import Settings, resolve
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.keys import ClientKeys
@@ -108,6 +109,8 @@ def connect(
     logger.info("connecting with %s", settings)
     connection = _connection(settings)
     hold(connection)
+    if connection.member.world_size > 1:
+        FirstStep(connection)
     who = connection.member
     logger.info("connected: job %r, rank %d of %d, %s", who.job, who.rank, who.world_size, _lane(connection))
     if multiprocessing.parent_process():

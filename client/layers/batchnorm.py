@@ -20,12 +20,11 @@ from client.connection.groups import Group
 from client.data_parallel import any_device
 from client.lanes.choose import connection_to, lane_over
 from client.lanes.lane import Lane
-from client.layers import custom_op, input_checks, unsynchronized
+from client.layers import custom_op, input_checks, unconnected, unsynchronized
 from client.layers.call import Call
 from client.layers.convert import convert
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.synchronized import Synchronized, twin_of
-from client.layers.unconnected import unconnected
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 
 EPS_MODES = ("plus", "clamp")
@@ -247,8 +246,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             return False
         if self._replica is not None:
             return self._replica[0].nr_replicas > 1
-        if not torch.compiler.is_compiling():
-            unconnected.tell(self.layer_name)
+        unconnected.tell(self.layer_name)
         return False
 
     def _can_be_torchs(self, *, is_traced: bool) -> bool:

@@ -1,7 +1,9 @@
-"""Warns once where the launcher has started several processes and this one trains without a connection."""
+"""Warns once where a process is one of several and trains without a connection to the others."""
 
 import logging
 import os
+
+from torch import distributed
 
 from client.connection import current
 
@@ -13,20 +15,44 @@ class Unconnected:
 
     def __init__(self) -> None:
         self._is_told = False
+        self._launched: str | None = None
 
     def tell(self, layer: str) -> None:
-        """Warns, the first time, if the launcher has started more processes, and this one has never been connected."""
-        if self._is_told:
+        """Warns, the first time, if this process is one of several and has never been connected to them.
+
+        The launcher says so, or torch's process group, which may be initialised later than the first forward pass.
+        """
+        if self._is_told or not (others := self._others()):
             return
         self._is_told = True
-        processes = os.environ.get("WORLD_SIZE", "")
-        if processes.isdecimal() and int(processes) > 1 and not current.has_been_connected():
-            logger.warning(
-                "WORLD_SIZE is %s, and this process is not connected: layer %r normalises its batch alone; call "
-                "client.connect() before training",
-                processes,
-                layer,
-            )
+        if not current.has_been_connected():
+            why, what = "this process is not connected", "call client.connect() before training"
+        elif current.has_been_alone():
+            why, what = "client.connect() heard of no others", "call it after init_process_group()"
+        else:
+            return
+        logger.warning("%s, and %s: layer %r normalises its batch alone; %s", others, why, layer, what)
+
+    def _others(self) -> str:
+        """Returns what says that there are other processes; "" if nothing does."""
+        if self._launched is None:
+            processes = os.environ.get("WORLD_SIZE", "")
+            is_of_several = processes.isdecimal() and int(processes) > 1
+            self._launched = f"WORLD_SIZE is {processes}" if is_of_several else ""
+        if self._launched or not (distributed.is_available() and distributed.is_initialized()):
+            return self._launched
+        size = distributed.get_world_size()
+        return f"torch's process group has {size} ranks" if size > 1 else ""
 
 
 unconnected = Unconnected()
+
+
+def tell(layer: str) -> None:
+    """Warns, see `Unconnected.tell`."""
+    unconnected.tell(layer)
+
+
+# torch.compile calls it while it traces a layer, and keeps nothing of it. As `torch.compiler.assume_constant_result`,
+# which would load the compiler.
+tell._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name

@@ -6,6 +6,7 @@ import torch
 import client
 from client.connection import current
 from client.layers.unconnected import Unconnected
+from statsd_bn import private_folder
 from support.memory_members import run_members
 
 X = torch.arange(12.0).reshape(4, 3)
@@ -15,7 +16,7 @@ X = torch.arange(12.0).reshape(4, 3)
 def fresh(monkeypatch):
     """A process that has neither connected nor been told."""
     monkeypatch.setattr(current, "_current", None)
-    monkeypatch.setattr("client.layers.batchnorm.unconnected", Unconnected())
+    monkeypatch.setattr("client.layers.unconnected.unconnected", Unconnected())
 
 
 @pytest.fixture
@@ -64,10 +65,63 @@ def test_whoever_was_connected_before_is_told_nothing(monkeypatch, told, server,
     assert told() == []
 
 
+@pytest.fixture
+def process_group(monkeypatch):
+    """torch's process group, as if it had three ranks."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def initialise(size=3):
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: size)
+
+    return initialise
+
+
+def test_a_process_of_a_process_group_that_trains_unconnected_is_told(process_group, told):
+    """As under mp.spawn, where no variable says anything."""
+    layer()(X)
+    assert told() == [], "there are no others yet"
+    process_group()
+    for _ in range(2):
+        layer()(X)
+    (text,) = told()
+    assert "torch's process group has 3 ranks, and this process is not connected: layer 'bn1'" in text
+
+
+def test_the_only_process_of_a_process_group_is_told_nothing(process_group, told):
+    process_group(1)
+    layer()(X)
+    assert told() == []
+
+
+def test_whoever_connected_before_there_was_a_process_group_is_told(process_group, told, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with client.connect():
+        layer()(X)
+        assert told() == []
+        process_group()
+        layer()(X)
+    (text,) = told()
+    assert "client.connect() heard of no others" in text
+    assert "call it after init_process_group()" in text
+
+
+def test_a_compiled_layer_tells_it_too(monkeypatch, told):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    torch.compile(layer(), backend="eager", fullgraph=True)(X)
+    (text,) = told()
+    assert "WORLD_SIZE is 4" in text
+
+
 def test_a_member_that_closes_without_a_round_is_told(told):
     run_members(2, lambda _: None)
     assert len(told()) == 2
-    assert all("took part in no round: was the model given to client.convert_model()?" in text for text in told())
+    assert all(
+        "has synchronised no layer, and it ends: was the model given to client.convert_model()?" in text
+        for text in told()
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""FirstStep: tells of a connection's first training step, how many layers it has synchronised, or that none has.
+
+Whoever forgets `client.convert_model` is told when the optimizer steps for the first time, not at the end of the run.
+"""
+
+import logging
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from client.connection.connection import Connection
+from statsd_bn.round_key import FORWARD, RoundKey
+
+logger = logging.getLogger("statsd_bn.client")
+
+
+class FirstStep:
+    """Watches a connection until its first step is over, and then costs nothing.
+
+    Args:
+        connection: one to other members.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._layers: set[str] = set()
+        self._hook = register_optimizer_step_post_hook(self._optimizer_has_stepped)
+        connection.watch = self._see
+
+    def _see(self, layer: str, key: RoundKey | None) -> None:
+        """Takes notice of a round; None for the end of the connection."""
+        # Not in the hook itself: torch goes through its hooks then.
+        self._hook.remove()
+        if key is not None and key.phase == FORWARD:
+            self._layers.add(layer)
+            return
+        self._connection.watch = None
+        if key is not None:
+            logger.info("%r: %d layers were synchronised in the first step", self._connection, len(self._layers))
+
+    def _optimizer_has_stepped(self, *_: object) -> None:
+        if not torch.compiler.is_compiling() and self._connection.is_own:
+            self._connection.ask_for_layers("the optimizer has stepped")

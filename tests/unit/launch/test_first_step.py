@@ -1,0 +1,101 @@
+"""A connection's first step: whoever forgot to convert the model is told then, the others how many layers."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+import client
+from client.launch.first_step import FirstStep
+from statsd_bn import Rows
+from support.memory_members import run_members
+
+X = torch.arange(12.0).reshape(4, 3)
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level("INFO", "statsd_bn.client")
+    return lambda: [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def step() -> None:
+    model = nn.Linear(3, 1)
+    model(X).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def hooks() -> int:
+    return len(_global_optimizer_post_hooks)
+
+
+def exchange(connection, layer, key=None):
+    return client.SlavePipe(connection, layer).run_slave(Rows((4,), np.ones((1, 2, 3))), key)
+
+
+def run(program, others=lambda _: None):
+    """Rank 0 runs the program; the other rank takes part in its rounds, and leaves torch's hooks alone."""
+    before = hooks()
+    run_members(2, lambda connection: (others if connection.rank else program)(connection))
+    assert hooks() == before
+
+
+def test_an_optimizer_that_steps_before_any_round_is_told_of_once_and_at_once(told):
+    def train(connection):
+        FirstStep(connection)
+        step()
+        ((level, text),) = told()
+        assert level == "WARNING"
+        assert "no layer, and the optimizer has stepped: was the model given to client.convert_model()?" in text
+        step()
+        connection.close()
+        assert len(told()) == 1
+
+    run(train, lambda connection: connection.close("a cause"))
+
+
+def test_one_that_has_only_gathered_is_told_too(told):
+    def train(connection):
+        FirstStep(connection)
+        connection.all_gather("hello", b"")
+        step()
+        assert "was the model given to client.convert_model()?" in told()[0][1]
+
+    run(train, lambda connection: connection.all_gather("hello", b""))
+
+
+def test_a_round_before_the_optimizer_steps_ends_the_watch_and_the_layers_are_counted(told):
+    def take_part(connection):
+        keys = [exchange(connection, name).key for name in ("a", "b", "a")]
+        assert connection.rank == 1 or hooks() == before, "it costs nothing from now on"
+        exchange(connection, "a", keys[0].of_phase("backward"))
+        exchange(connection, "c")
+
+    def train(connection):
+        FirstStep(connection)
+        take_part(connection)
+        assert connection.watch is None
+        step()
+
+    before = hooks()
+    run(train, take_part)
+    ((level, text),) = told()
+    assert level == "INFO"
+    assert text.endswith("2 layers were synchronised in the first step")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_optimizers_are_left_alone():
+    """The hook would break their graph; whoever steps so is told at the end."""
+
+    def train(connection):
+        FirstStep(connection)
+        model = nn.Linear(3, 1)
+        model(X).sum().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model.weight.detach().clone()
+        torch.compile(optimizer.step, backend="eager")()
+        assert not torch.equal(before, model.weight)
+
+    run(train)
