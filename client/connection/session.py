@@ -37,6 +37,9 @@ from statsd_bn.wire import decode, encode
 # The phases that may begin a step.
 BEGINNINGS = (FORWARD, GATHER)
 
+# What is about a round.
+_ANSWERS = (Aggregate, Pending)
+
 
 class Session:
     """One member's conversation with one master.
@@ -50,7 +53,10 @@ class Session:
         first_step: the first step it takes part in, as the master said.
         members: who belongs to the group, as it last heard.
         spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
+        decode: what reads the master's frames.
     """
+
+    decode = staticmethod(decode)
 
     def __init__(self, token: bytes, member: Member) -> None:
         self.token = token
@@ -149,7 +155,7 @@ class Session:
             StatsdBNError: the round failed; the error is the master's.
         """
         message = self._read(frame, key)
-        if not isinstance(message, Aggregate | Pending):
+        if not isinstance(message, _ANSWERS):
             self._is_registered(message)
             return None
         if message.key != key:
@@ -204,7 +210,7 @@ class Session:
         self._results.append(aggregate)
 
     def _read(self, frame: bytes, key: RoundKey | None) -> Message | None:
-        message = decode(frame)
+        message = self.decode(frame)
         if not isinstance(message, Failure):
             return message
         if message.key is not None and message.key != key:

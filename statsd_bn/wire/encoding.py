@@ -33,9 +33,10 @@ _Flat = tuple[FloatArray | None, list[Any]]
 def encode(message: Message) -> bytes:
     """Frame that carries `message`."""
     head, values = _parts(message)
-    if isinstance(message, Aggregate | Result):
-        seal = message.seal if isinstance(message, Aggregate) else message.aggregate.seal
-        return b"".join((head, values, seal))
+    if isinstance(message, Aggregate):
+        return b"".join((head, values, message.seal))
+    if isinstance(message, Result):
+        return b"".join((head, values, message.aggregate.seal))
     return b"".join((head, values))
 
 

@@ -25,7 +25,7 @@ def run_chunk(chunk: Chunk) -> tuple[Tally, list[tuple[int, str]]]:
     tally, found = Tally(), []
     # A world is a heap of things that know each other, all of which live until its end.
     gc.disable()
-    with BUGS[bug]() if bug else contextlib.nullcontext():
+    with simulator.quiet(), BUGS[bug]() if bug else contextlib.nullcontext():
         for seed in range(first, end):
             try:
                 tally.add(simulator.run(seed))
@@ -42,9 +42,13 @@ def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tu
     """Runs seeds in several processes and yields what comes, in the order of the seeds."""
     chunks = [(start, min(start + CHUNK, end), bug) for start in range(first, end, CHUNK)]
     if jobs == 1:
-        yield from map(run_chunk, chunks)
+        # Frozen, what this process has loaded costs the garbage collection of the worlds nothing.
+        gc.freeze()
+        try:
+            yield from map(run_chunk, chunks)
+        finally:
+            gc.unfreeze()
         return
-    # Frozen, what the parent has loaded costs the children's garbage collection nothing.
     with multiprocessing.get_context("fork").Pool(jobs, initializer=gc.freeze) as pool:
         yield from pool.imap(run_chunk, chunks)
 

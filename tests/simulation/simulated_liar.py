@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from client.connection.member import Member
-from client.connection.session import Session
+from simulation.simulated_frames import SimulatedSession
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Result
@@ -28,7 +28,7 @@ def with_a_lie(frames: list[bytes], forged: bytes) -> list[bytes]:
     return [encode(replace(decode(register), results=len(results))), *results]
 
 
-class LyingSession(Session):
+class LyingSession(SimulatedSession):
     """A session that tells a restarted server of a result that it was not given."""
 
     def __init__(self, token: bytes, member: Member) -> None:

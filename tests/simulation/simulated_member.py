@@ -12,6 +12,7 @@ from client.connection.registration import Registration, cause_of
 from client.connection.round_trip import RoundTrip
 from client.connection.session import Session
 from simulation import simulated_membership_rules as membership_rules
+from simulation.simulated_frames import SimulatedSession
 from simulation.simulated_liar import LyingSession
 from simulation.simulated_plan import GATHERED, Call, Fault
 from simulation.simulated_process import SimulatedProcess
@@ -74,6 +75,8 @@ class Process(SimulatedProcess):
         self.ended = float("inf")
         self.result: BaseException | str | None = None
         self._world = groups.world(world.plan.size)
+        # Only a first life has them.
+        self._own_faults = [fault for fault in world.plan.faults if fault.member == number and not life]
 
     def __repr__(self) -> str:
         return f"member {self.number}.{self.life}"
@@ -196,12 +199,10 @@ class Process(SimulatedProcess):
             yield seconds
 
     def _faults(self, kind: str, step: int = 0, place: int | None = None) -> list[Fault]:
-        if self.life:
-            return []
         return [
             fault
-            for fault in self.world.plan.faults
-            if (fault.kind, fault.member) == (kind, self.number)
+            for fault in self._own_faults
+            if fault.kind == kind
             and (kind == "joins late" or fault.step == step)
             and (place is None or fault.place == place)
         ]
@@ -254,7 +255,7 @@ class Process(SimulatedProcess):
     def _new_session(self, group: Group) -> Session:
         plan = self.world.plan
         who = Member("job", "world", self.epoch, self.number, plan.size, plan.deadline, repr(self), plan.min_members)
-        kind = LyingSession if plan.liar == self.number else Session
+        kind = LyingSession if plan.liar == self.number else SimulatedSession
         return kind(self.world.rng.randbytes(limits.TOKEN_BYTES), who.in_group(group.name, group.size))
 
     def _change_stand(self, session: Session, stand: Stand) -> Part:

@@ -1,14 +1,15 @@
 """What must be true of who takes part in which round, of passes over the data, and of how soon answers come."""
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from simulation.simulated_frames import decode_once
 from simulation.simulated_rules import AGGREGATE, CONTRIBUTION, ENDS, NEWS_SECONDS, kind_of, mute_seconds
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import Aggregate, Contribution
+from statsd_bn.messages import Aggregate, Contribution, Message
 from statsd_bn.round_key import RoundKey
-from statsd_bn.wire import decode
+from statsd_bn.wire import decode_request
 
 if TYPE_CHECKING:
     from simulation.simulated_member import Process, Span
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
 
 # What the simulator's own arithmetic may add to a way.
 ROUNDING_SECONDS = 1e-6
-
-
-# A frame comes to many, and what it says is the same for all.
-_decode = functools.lru_cache(maxsize=64)(decode)
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ def check_promptness(world: "World", process: "Process", key: RoundKey) -> None:
 
 def note_arrival(world: "World", frame: bytes) -> None:
     """The server is about to take a contribution of somebody that it knows."""
-    message = _sound(frame, CONTRIBUTION)
+    message = _sound(frame, CONTRIBUTION, decode_request)
     if not isinstance(message, Contribution):
         return
     record = world.server.dispatcher._registry.sessions.get(message.session)
@@ -153,7 +150,7 @@ def note_arrival(world: "World", frame: bytes) -> None:
 
 def note_sent(world: "World", frame: bytes) -> None:
     """The server answers: what had come from members is in it, whoever is lost since."""
-    message = _sound(frame, AGGREGATE)
+    message = _sound(frame, AGGREGATE, decode_once)
     if not isinstance(message, Aggregate):
         return
     members = tuple(message.members)
@@ -178,10 +175,10 @@ def check_no_step_grows(world: "World") -> None:
         latest[key.step] = members
 
 
-def _sound(frame: bytes, kind: int) -> Any:
+def _sound(frame: bytes, kind: int, decode: Callable[[bytes], Message]) -> Any:
     if kind_of(frame) != kind:
         return None
     try:
-        return _decode(frame)
+        return decode(frame)
     except StatsdBNError:
         return None

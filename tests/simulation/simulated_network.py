@@ -19,6 +19,7 @@ from typing import Any
 
 from server.core.dispatcher import Dispatcher
 from server.group.seals import Seals
+from server.limits.quota import Quota
 from server.network.disconnect_probe import Probing
 from server.network.service import TICK_SECONDS
 
@@ -27,6 +28,9 @@ Trace = list[tuple[Any, ...]]
 # How soon a socket connects anew once the server is back or the network whole: ZeroMQ tries about so often.
 RECONNECT_SECONDS = 0.1
 BEACON_RECONNECT_SECONDS = 0.05
+
+# Checked once for all servers.
+QUOTA = Quota()
 
 
 class Clock:
@@ -109,6 +113,7 @@ class Network:
         self.server: SimulatedServer
         self._rng = rng
         self._trace = trace
+        self._is_fair = weather.is_fair
         self._peers = 0
         self._links: dict[bytes, Link] = {}
         self._channels: list[SimulatedChannel] = []
@@ -200,7 +205,7 @@ class Network:
     def _carry(self, link: Link, frame: bytes, *, upwards: bool) -> None:
         weather, rng = self.weather, self._rng
         seconds = weather.latency * (1 + rng.random())
-        if weather.is_fair:
+        if self._is_fair:
             self._pass(link, frame, seconds, upwards=upwards)
             return
         fate = rng.random()
@@ -284,7 +289,7 @@ class SimulatedServer:
         self._probing = Probing()
         self._trace.append((self._clock.now, "server starts"))
         self.on_start()
-        self.dispatcher = Dispatcher(self._rng.randbytes(8), self._clock.now, seals=self._seals())
+        self.dispatcher = Dispatcher(self._rng.randbytes(8), self._clock.now, QUOTA, self._seals())
         if self.outages:
             self.outages[-1][1] = self._clock.now
         self._clock.after(TICK_SECONDS, self._tick, self.lives)

@@ -24,7 +24,6 @@ from simulation.simulated_network import Clock, Network, SimulatedServer
 from simulation.simulated_plan import Call, Fault, Plan, draw
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import Aggregate, Contribution
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.wire import decode
@@ -37,6 +36,9 @@ NR_NUMBERS = 211
 
 # A world in which more happens has messages that beget messages; the busiest others have a third of it.
 MOST_EVENTS = 30_000
+
+# Above all levels of a log.
+SILENT = logging.CRITICAL + 1
 
 # A world that lasts longer than this has a wait without an end.
 LONGEST_WORLD = 2000.0
@@ -98,7 +100,8 @@ class World:
         self.pass_began: dict[int, int] = {}
         self.server = SimulatedServer(self.clock, self.network, self.rng, self.trace, keeps_key=self.plan.keeps_key)
         self.server.on_receive = self._heard
-        if self.plan.min_members or self.plan.passes:
+        self._membership_changes = bool(self.plan.min_members or self.plan.passes)
+        if self._membership_changes:
             self.server.on_start = self.arrived.clear
             self.server.on_answer = lambda frame: membership_rules.note_sent(self, frame)
         self.server.on_tick = lambda: rules.check_memory(self)
@@ -118,10 +121,11 @@ class World:
         Raises:
             Finding: a rule is broken.
         """
-        with _quiet():
+        with quiet():
             self.server.start()
             for number in range(self.plan.size):
                 self._spawn(number, 0, 0, self.rng.random() * 0.05)
+            self._still_there = self.processes[0]
             for fault in self.plan.faults:
                 if fault.when:
                     self.clock.at(0.06 + fault.when, self._befall, fault)
@@ -212,10 +216,12 @@ class World:
                 self.find("every wait ends", f"at {self.clock.now} s {[p for p in self.processes if not p.result]}")
 
     def _all_over(self) -> bool:
-        # From the youngest on: while a world runs, one of these is mostly still there.
-        if not self.server.up:
+        # Asked after each event: while a world runs, the one that was still there then mostly still is.
+        if not self.server.up or self._still_there.result is None:
             return False
-        return all(process.result is not None for process in reversed(self.processes))
+        there = next((process for process in self.processes if process.result is None), None)
+        self._still_there = there or self._still_there
+        return there is None
 
     def _befall(self, fault: Fault) -> None:
         if fault.kind.startswith("server"):
@@ -256,16 +262,16 @@ class World:
 
     @property
     def contributions(self) -> int:
-        return sum(entry[1] == "to server" and _kind(entry[3]) is Contribution for entry in self.trace)
+        return sum(entry[1] == "to server" and rules.kind_of(entry[3]) == rules.CONTRIBUTION for entry in self.trace)
 
     @property
     def aggregates(self) -> int:
-        return sum(entry[1] == "to member" and _kind(entry[3]) is Aggregate for entry in self.trace)
+        return sum(entry[1] == "to member" and rules.kind_of(entry[3]) == rules.AGGREGATE for entry in self.trace)
 
     def _heard(self, process: Process, frame: bytes) -> None:
         self._hear(process.number)
         process.hear()
-        if self.plan.min_members or self.plan.passes:
+        if self._membership_changes:
             membership_rules.note_arrival(self, frame)
 
     def _hear(self, number: int) -> None:
@@ -285,10 +291,6 @@ def _told(entry: tuple[Any, ...]) -> str:
     return f"{when:10.5f} {what} " + " ".join(_message(one) if type(one) is bytes else str(one) for one in rest)
 
 
-def _kind(frame: bytes) -> type:
-    return type(decode(frame))
-
-
 def _message(frame: bytes) -> str:
     try:
         message = decode(frame)
@@ -299,15 +301,18 @@ def _message(frame: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Nobody reads the warnings of worlds in which everything goes wrong."""
     logger = logging.getLogger("statsd_bn")
     level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    # Each change makes all loggers forget what they let through, so many worlds share one.
+    if level != SILENT:
+        logger.setLevel(SILENT)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        if level != SILENT:
+            logger.setLevel(level)
 
 
 def run(seed: int) -> Tally:
