@@ -33,6 +33,9 @@ def check_name(name: str, value: object, longest: int) -> None:
 
     Names stand in errors, logs and reports, where a control character could speak to a terminal or forge a line.
     """
+    # What nearly all names are comes first: a byte for each letter.
+    if type(value) is str and value.isascii() and value.isprintable() and 1 <= len(value) <= longest:
+        return
     if type(value) is not str or not value.isprintable() or not 1 <= _size(value) <= longest:
         raise ProtocolError(f"{name}: expected printable text of 1 to {longest} bytes, got {shown(value)}")
 

@@ -6,7 +6,7 @@ Members are numbered from 0 and mostly all there, so a set of thousands is one r
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
@@ -46,13 +46,18 @@ class Members:
         return _of(listed) if len(listed) <= MANY else _of_many(listed)
 
     def __iter__(self) -> Iterator[int]:
-        return (number for first, count in self.runs for number in range(first, first + count))
+        return chain.from_iterable(range(first, first + count) for first, count in self.runs)
 
     def __len__(self) -> int:
         return sum(count for _, count in self.runs)
 
     def __contains__(self, number: object) -> bool:
-        return isinstance(number, int) and any(first <= number < first + count for first, count in self.runs)
+        if isinstance(number, int):
+            # Mostly one run, and asked once a round.
+            for first, count in self.runs:
+                if first <= number < first + count:
+                    return True
+        return False
 
     def __str__(self) -> str:
         """As people write them, in bounded length: 0-6, 8."""

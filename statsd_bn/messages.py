@@ -40,6 +40,9 @@ class Stand(IntEnum):
     BACK = 2
 
 
+_STANDS = tuple(stand.value for stand in Stand)
+
+
 @dataclass(frozen=True, slots=True)
 class Register:
     """A member says who it is and what it knows, to belong to a group; sent again, it asks again how the group stands.
@@ -103,7 +106,7 @@ class Register:
                 f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {shown(self.deadline)}"
             )
         check_name("place", self.place, limits.MAX_NAME_BYTES)
-        check_integer("stand", self.stand, min(Stand), max(Stand))
+        check_integer("stand", self.stand, _STANDS[0], _STANDS[-1])
         check_token("server", self.server)
         check_integer("step", self.step, 0, limits.MAX_COUNTER)
         check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)

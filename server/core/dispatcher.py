@@ -113,11 +113,14 @@ class Dispatcher:
         registry = self._registry
         replies = self._lose(now, registry.liveness.lost(now))
         memberships = [master.membership for master in registry.masters.values()]
-        lost = [(slave.session, INCOMPLETE) for membership in memberships for slave in membership.incomplete(now)]
-        lost += [(slave.session, OVERTAKEN) for membership in memberships for slave in membership.overtaken]
-        replies += self._lose(now, lost)
-        replies += [reply for master in registry.masters.values() for reply in master.expire(now)]
-        replies += [reply for master in registry.masters.values() for reply in registry.tell_of_loss(master)]
+        if recovering := [membership for membership in memberships if membership.recovery]:
+            lost = [(slave.session, INCOMPLETE) for membership in recovering for slave in membership.incomplete(now)]
+            lost += [(slave.session, OVERTAKEN) for membership in recovering for slave in membership.overtaken]
+            replies += self._lose(now, lost)
+        for master in registry.masters.values():
+            replies += master.expire(now)
+        for master in registry.masters.values():
+            replies += registry.tell_of_loss(master)
         return replies + self._end_deadlocks(now)
 
     @property

@@ -43,7 +43,7 @@ class Clock:
 
     def at(self, when: float, action: Callable[..., None], *args: Any) -> None:
         self._order += 1
-        heapq.heappush(self._due, (max(when, self.now), self._order, action, args))
+        heapq.heappush(self._due, (when if when > self.now else self.now, self._order, action, args))
 
     def after(self, seconds: float, action: Callable[..., None], *args: Any) -> None:
         self.at(self.now + seconds, action, *args)

@@ -60,12 +60,12 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
 
 def check_memory(world: "World") -> None:
     """Nothing that the server keeps grows without bound."""
-    dispatcher = world.server.dispatcher
-    sessions, pulses = len(dispatcher._registry.sessions), len(dispatcher._registry.liveness._pulses)
+    registry = world.server.dispatcher._registry
+    sessions, pulses = len(registry.sessions), len(registry.liveness._pulses)
     most = len(world.processes) * (1 + len(world.plan.groups))
     if sessions > most or pulses > most or pulses > sessions:
         world.find("memory is bounded", f"{sessions} sessions and {pulses} pulses for {len(world.processes)} processes")
-    for master in dispatcher._registry.masters.values():
+    for master in registry.masters.values():
         # Of those who come back after a restart each may tell of as many rounds, and not of the same ones.
         claimed = limits.KEPT_ROUNDS * len(world.processes) if world.server.outages else 0
         if (

@@ -69,7 +69,7 @@ def is_same(one: list[float], other: list[float]) -> bool:
 def is_near_the_exact_sum(rows: Sequence[list[float]], total: list[float]) -> bool:
     """Whether a sum of finite numbers is as near to the exact one as n additions in any order can be."""
     for column, got in zip(zip(*rows, strict=True), total, strict=True):
-        size = sum(abs(value) for value in column)
+        size = sum(map(abs, column))
         if math.isfinite(size) and abs(math.fsum(column) - got) > len(column) * 2**-52 * size:
             return False
     return True
