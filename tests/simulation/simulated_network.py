@@ -235,11 +235,11 @@ class Network:
         when = self.clock.now + seconds
         if upwards:
             if in_order:
-                when = link.up = max(when, link.up)
+                when = link.up = when if when > link.up else link.up
             self.clock.at(when, self._arrive_there, link, frame)
         else:
             if in_order:
-                when = link.down = max(when, link.down)
+                when = link.down = when if when > link.down else link.down
             self.clock.at(when, self._arrive_here, link, frame)
 
     def _arrive_there(self, link: Link, frame: bytes) -> None:
@@ -378,8 +378,9 @@ class SimulatedServer:
             self._deliver(peer, frame)
 
     def _send(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
+        deliver = self._deliver
         for peer, frame in replies:
-            self._deliver(peer, frame)
+            deliver(peer, frame)
 
     def _deliver(self, peer: bytes, frame: bytes) -> None:
         if self.on_answer:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from simulation.simulated_network import Weather
 from statsd_bn.round_key import BACKWARD
@@ -149,8 +150,15 @@ def draw(seed: int) -> Plan:
     )
     plan = _draw_policy(random.Random(seed + 2**42), _draw_faults(rng, plan))
     rng = random.Random(seed + 2**43)
-    plan = replace(plan, gathers=random.Random(seed + 2**44).random() < 0.2)
-    return _draw_key(_draw_newcomers(rng, _draw_passes(rng, replace(plan, phases=_draw_phases(rng)))))
+    plan = _with(plan, gathers=random.Random(seed + 2**44).random() < 0.2)
+    return _draw_key(_draw_newcomers(rng, _draw_passes(rng, _with(plan, phases=_draw_phases(rng)))))
+
+
+def _with(plan: Plan, **changes: Any) -> Plan:
+    """Does what `dataclasses.replace` does, without a call for each of the other fields."""
+    changed = object.__new__(Plan)
+    vars(changed).update(vars(plan), **changes)
+    return changed
 
 
 def _draw_key(plan: Plan) -> Plan:
@@ -158,7 +166,7 @@ def _draw_key(plan: Plan) -> Plan:
     rng = random.Random(plan.seed + 2**45)
     keeps_key = rng.random() < 0.6
     lies = keeps_key and plan.has("server killed", "server stopped") and rng.random() < 0.3
-    return replace(plan, keeps_key=keeps_key, liar=rng.randrange(plan.size) if lies else None)
+    return _with(plan, keeps_key=keeps_key, liar=rng.randrange(plan.size) if lies else None)
 
 
 def _draw_phases(rng: random.Random) -> tuple[str, ...]:
@@ -174,26 +182,26 @@ def _draw_passes(rng: random.Random, plan: Plan) -> Plan:
     if plan.groups or plan.has("skips", "swaps") or plan.relaunch or rng.random() < 0.85:
         return plan
     passes = tuple(tuple(rng.choice((0, 1, 1, 2, 3)) for _ in plan.replicas) for _ in range(rng.choice((1, 2, 2, 3))))
-    return replace(plan, passes=passes, deadline=max(plan.deadline, 60.0))
+    return _with(plan, passes=passes, deadline=max(plan.deadline, 60.0))
 
 
 def _draw_newcomers(rng: random.Random, plan: Plan) -> Plan:
     """New processes come, of numbers that had one or of others, or when one of their number has ended."""
     if not plan.min_members:
         some_end = plan.has("killed", "vanished") and not plan.relaunch
-        return replace(plan, replaced_after=rng.choice((0.05, 0.6, 2.0))) if some_end and rng.random() < 0.5 else plan
+        return _with(plan, replaced_after=rng.choice((0.05, 0.6, 2.0))) if some_end and rng.random() < 0.5 else plan
     if rng.random() < 0.4:
         return plan
     numbers = [rng.randrange(plan.size + 2) for _ in range(rng.choice((0, 1, 1, 2)))]
     newcomers = tuple(Fault("comes", number, when=rng.random() * _length(plan)) for number in numbers)
-    return replace(plan, faults=plan.faults + newcomers, replaced_after=rng.choice((0.0, 0.05, 0.6, 2.0)))
+    return _with(plan, faults=plan.faults + newcomers, replaced_after=rng.choice((0.0, 0.05, 0.6, 2.0)))
 
 
 def _draw_policy(rng: random.Random, plan: Plan) -> Plan:
     """Makes some worlds elastic; their groups beyond the world are strict like all others."""
     if plan.size == 1 or plan.groups or plan.has("skips", "swaps") or rng.random() < 0.6:
         return plan
-    return replace(plan, min_members=rng.choice((1, 1, max(1, plan.size - 1), plan.size)), relaunch=False)
+    return _with(plan, min_members=rng.choice((1, 1, max(1, plan.size - 1), plan.size)), relaunch=False)
 
 
 def _draw_groups(rng: random.Random, size: int) -> dict[str, tuple[int, ...]]:
@@ -217,19 +225,19 @@ def _draw_faults(rng: random.Random, plan: Plan) -> Plan:
     if mood < 0.12:
         return plan
     if mood < 0.35:
-        return replace(plan, weather=_bad_weather(rng, plan.weather, 0.08), deadline=max(plan.deadline, 30.0))
+        return _with(plan, weather=_bad_weather(rng, plan.weather, 0.08), deadline=max(plan.deadline, 30.0))
     if mood < 0.5:
         faults = [_server_fault(rng, plan, "server killed") for _ in range(rng.choice((1, 1, 2, 3)))]
         weather = _bad_weather(rng, plan.weather, 0.04) if rng.random() < 0.3 else plan.weather
-        return replace(plan, faults=tuple(faults), weather=weather, deadline=max(plan.deadline, 30.0))
+        return _with(plan, faults=tuple(faults), weather=weather, deadline=max(plan.deadline, 30.0))
     if mood < 0.9:
-        return replace(
+        return _with(
             plan, faults=tuple(_any_fault(rng, plan) for _ in range(rng.choice((1, 1, 1, 2)))),
             relaunch=rng.random() < 0.25,
         )  # fmt: skip
     weather = replace(_bad_weather(rng, plan.weather, 0.1), corrupted=rng.choice((0.0, 0.0, 0.02)))
     faults = tuple(_any_fault(rng, plan) for _ in range(rng.randint(2, 5)))
-    return replace(plan, faults=faults, weather=weather, relaunch=rng.random() < 0.3)
+    return _with(plan, faults=faults, weather=weather, relaunch=rng.random() < 0.3)
 
 
 def _bad_weather(rng: random.Random, weather: Weather, worst: float) -> Weather:
