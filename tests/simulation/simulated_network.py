@@ -43,7 +43,7 @@ class Clock:
 
     def at(self, when: float, action: Callable[..., None], *args: Any) -> None:
         self._order += 1
-        heapq.heappush(self._due, (when if when > self.now else self.now, self._order, action, args))
+        heapq.heappush(self._due, (max(when, self.now), self._order, action, args))
 
     def after(self, seconds: float, action: Callable[..., None], *args: Any) -> None:
         self.at(self.now + seconds, action, *args)
@@ -235,11 +235,11 @@ class Network:
         when = self.clock.now + seconds
         if upwards:
             if in_order:
-                when = link.up = when if when > link.up else link.up
+                when = link.up = max(when, link.up)
             self.clock.at(when, self._arrive_there, link, frame)
         else:
             if in_order:
-                when = link.down = when if when > link.down else link.down
+                when = link.down = max(when, link.down)
             self.clock.at(when, self._arrive_here, link, frame)
 
     def _arrive_there(self, link: Link, frame: bytes) -> None:

@@ -188,7 +188,7 @@ class SimulatedProcess:
 
     def _set_alarm(self) -> None:
         """One event of the clock serves all that is to come; one that is early sets the next."""
-        due = self._due if self._due < self._beat_due else self._beat_due
+        due = min(self._due, self._beat_due)
         if due < self._alarm:
             self._alarm = due
             self._clock.at(due, self._ring, due)
