@@ -20,14 +20,17 @@ from client.elastic.state import ElasticState, MembersChanged, run_elastic
 from client.kernels.numba_backend import use_compiled_kernels
 from client.lanes.zeromq import SlavePipe
 from client.launch.connect import connect
+from client.layers.adopted import synchronized_class
 from client.layers.batchnorm import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
 )
+from client.layers.conversion_report import ConversionReport, conversion_report
 from client.layers.convert import convert_model, patch_sync_batchnorm, revert_model
 from client.layers.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
+from client.layers.synchronized import register_conversion
 from client.training.ddp_handler import DDPHandler
 from client.training.gradients import average_gradients
 from client.training.join import join
@@ -39,6 +42,7 @@ from statsd_bn.environment import integer
 __all__ = [
     "CallbackContext",
     "Connection",
+    "ConversionReport",
     "DDPHandler",
     "DataParallelWithCallback",
     "ElasticSampler",
@@ -56,6 +60,7 @@ __all__ = [
     "average_gradients",
     "commit_running_statistics",
     "connect",
+    "conversion_report",
     "convert_model",
     "current_connection",
     "disconnect",
@@ -64,9 +69,11 @@ __all__ = [
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "recalibrate",
+    "register_conversion",
     "revert_model",
     "run_elastic",
     "smart_ddp",
+    "synchronized_class",
     "use_compiled_kernels",
 ]
 

@@ -135,15 +135,19 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         input_checks.check(self, input)
         if mask is not None:
             input_checks.check_mask(self, input, mask)
+        return self._normalise(self, input, mask)
+
+    def _normalise(self, of: Any, input: Tensor, mask: Tensor | None) -> Tensor:  # noqa: A002 - torch's name
+        """Computes one call; `of` is the layer, or what its subclass's `forward` has handed over in its name."""
         way, lane = self._route(mask)
         if way is Way.TORCHS:
-            return unsynchronized.forward(self, input, self._deferred_now())
+            return unsynchronized.forward(of, input, self._deferred_now())
         if way is Way.COMPILED:
-            return custom_op.forward(self, input, mask, self._deferred_now())
+            return custom_op.forward(of, input, mask, self._deferred_now())
         assert lane is not None  # noqa: S101 - the other ways exchange
-        input_checks.check_local(self, input, self.weight)
-        mine = Slice(input, self.weight, self.bias, mask)
-        call = Call(self, lane, self._tally, self._deferred_now())
+        input_checks.check_local(self, input, of.weight)
+        mine = Slice(input, of.weight, of.bias, mask)
+        call = Call(of, lane, self._tally, self._deferred_now())
         try:
             if way is Way.BY_ITSELF or self._replica is None:
                 return call.by_itself(mine)

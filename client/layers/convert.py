@@ -4,9 +4,10 @@ A converted layer takes over the whole state of the old one (the same parameter 
 mode), so optimizers and checkpoints made before the conversion go on working.
 """
 
+import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -18,18 +19,17 @@ from client.connection import groups
 from client.connection.groups import Group
 from client.data_parallel.replicate import DataParallelWithCallback
 from client.layers import sharding
+from client.layers.conversion_report import conversion_report, places
 from client.layers.micro_batches import check_chunks
-from client.layers.synchronized import OWN_ATTRIBUTES, TWINS, Synchronized
+from client.layers.reasons import BOUND
+from client.layers.synchronized import OWN_ATTRIBUTES, TWINS, Synchronized, conversion_of
 from statsd_bn import limits
 from statsd_bn.checks import check_name
 from statsd_bn.errors import ConfigurationError, ProtocolError
 
+logger = logging.getLogger("statsd_bn.client")
+
 Kinds = dict[type[nn.Module], type[nn.Module]]
-
-WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-
-# On an instance these are bound to it: a twin that took them over would go on running the old module.
-BOUND = ("forward", "_compiled_call_impl")
 
 
 def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks: int | None = None) -> nn.Module:
@@ -39,9 +39,11 @@ def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks
     becomes `DataParallelWithCallback`. A lazy layer stays the same object. A layer used in two places stays one
     layer, with the name of the first. Names do not count the levels of `DataParallel` and `DistributedDataParallel`.
 
-    What is not exactly one of these classes, or has a `forward` of its own, is left as it is, since its twin would lose
-    what it adds; and so is what FSDP has sharded, which would go on with the old layer's parameters. A `UserWarning`
-    names the layers so left.
+    A subclass keeps its own `forward` and stays the same object; what it hands to `batch_norm` in training is
+    synchronised, see `client.synchronized_class`. Classes that compute their statistics themselves are converted as
+    `client.register_conversion` was told. A batch norm that cannot be converted is left as it is: because its
+    `forward` comes to no `batch_norm`, or because it was parametrized, compiled, sharded by FSDP or given a `forward`
+    of its own before. A `UserWarning` tells of those, and `client.conversion_report(model)` names each.
 
     Args:
         module: any module; containers are changed in place. Layers that are synchronised already are only named.
@@ -72,17 +74,17 @@ def convert(
     _check_names(module)
     if group is None:
         _refuse_process_groups(module)
-    converted = _replace(module, _synchronised(), {part: part for part in sharding.parts_of(module)})
-    for place, layer in _places(converted):
+    converted = _replace(module, _synchronised(), _converted, {part: part for part in sharding.parts_of(module)})
+    for place, layer in places(converted):
         if isinstance(layer, Synchronized):
             layer.layer_name = place or type(layer).__name__.removeprefix("Lazy")
             layer.group = group if layer.group is None else layer.group
             layer.chunks = chunks or layer.chunks
-    if left := [_described(place, layer) for place, layer in _places(converted) if _is_unsynchronised(layer)]:
+    report = conversion_report(converted)
+    logger.info("%s", report)
+    if report.left:
         warnings.warn(
-            f"convert_model left as they are, unsynchronised: {', '.join(left)}. Replace each by hand, or let its "
-            "class derive from client.SynchronizedBatchNorm1d/2d/3d or client.DataParallelWithCallback, or convert "
-            "the model before the layer is parametrized, compiled, sharded or given a forward of its own",
+            f"convert_model left {report.summary_of_left}. client.conversion_report(model) names each",
             stacklevel=stacklevel,
         )
     return converted
@@ -108,10 +110,10 @@ def revert_model(module: nn.Module) -> nn.Module:
 def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:
     """`revert_model`, but for the layers in `kept`; `stacklevel` is as `convert` takes it."""
     ours = set(kept)
-    reverted = _replace(module, _plain(), {part: part for part in (*ours, *sharding.parts_of(module))})
+    reverted = _replace(module, _plain(), _released, {part: part for part in (*ours, *sharding.parts_of(module))})
     left = [
         _described(place, layer)
-        for place, layer in _places(reverted)
+        for place, layer in places(reverted)
         if isinstance(layer, Synchronized) and layer not in ours
     ]
     if left:
@@ -145,7 +147,7 @@ def _plain() -> Kinds:
 
 def _check_names(module: nn.Module) -> None:
     """Check each layer's path in the model now: it is the layer's name on the wire, where errors come too late."""
-    for place, layer in _places(module):
+    for place, layer in places(module):
         if place and (type(layer) in TWINS or isinstance(layer, Synchronized)):
             try:
                 check_name("the name of a layer, its place in the model", place, limits.MAX_NAME_BYTES)
@@ -154,7 +156,7 @@ def _check_names(module: nn.Module) -> None:
 
 
 def _refuse_process_groups(module: nn.Module) -> None:
-    for place, layer in _places(module):
+    for place, layer in places(module):
         if type(layer) is SyncBatchNorm and layer.process_group is not None:
             raise ValueError(
                 f"layer {place!r}: expected an nn.SyncBatchNorm without a process_group, got one with "
@@ -163,15 +165,20 @@ def _refuse_process_groups(module: nn.Module) -> None:
             )
 
 
-def _replace(module: nn.Module, kinds: Kinds, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
+def _replace(
+    module: nn.Module,
+    kinds: Kinds,
+    otherwise: Callable[[nn.Module], nn.Module],
+    replaced: dict[nn.Module, nn.Module],
+) -> nn.Module:
     """Replaces by exact type; a module that is used in two places stays one module."""
     if module in replaced:
         return replaced[module]
-    new = _as(kinds[type(module)], module) if _has_twin(module, kinds) else module
+    new = _as(kinds[type(module)], module) if _has_twin(module, kinds) else otherwise(module)
     replaced[module] = new
     for name, child in new._modules.items():
         if child is not None:
-            new._modules[name] = _replace(child, kinds, replaced)
+            new._modules[name] = _replace(child, kinds, otherwise, replaced)
     return new
 
 
@@ -179,6 +186,24 @@ def _has_twin(module: nn.Module, kinds: Kinds) -> bool:
     if type(module) not in kinds or any(name in vars(module) for name in BOUND):
         return False
     return not (isinstance(module, DataParallelWithCallback) and module.has_virtual_replicas)
+
+
+def _converted(module: nn.Module) -> nn.Module:
+    """Converts a layer of another class as that is registered."""
+    if isinstance(module, Synchronized) or any(name in vars(module) for name in BOUND):
+        return module
+    convert = conversion_of(type(module))
+    return module if convert is None else convert(module)
+
+
+def _released(module: nn.Module) -> nn.Module:
+    """Gives a layer of an adopted class its own class back."""
+    original = module.converted_from if isinstance(module, Synchronized) else None
+    if original is not None:
+        module.__class__ = original
+        for name in OWN_ATTRIBUTES:
+            vars(module).pop(name, None)
+    return module
 
 
 def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:
@@ -205,29 +230,6 @@ def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
     for hook in hooks.values():
         if getattr(hook, "with_module", False) and hook.module() is old:
             hook.module = weakref.ref(new)
-
-
-def _places(module: nn.Module, place: str = "", seen: set[nn.Module] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """As `named_modules`, but what a wrapper wraps has the wrapper's own place, so names are the same without it."""
-    seen = set() if seen is None else seen
-    if module in seen:
-        return
-    seen.add(module)
-    yield place, module
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        if isinstance(module, WRAPPERS) and name == "module":
-            yield from _places(child, place, seen)
-        else:
-            yield from _places(child, f"{place}.{name}" if place else name, seen)
-
-
-def _is_unsynchronised(module: nn.Module) -> bool:
-    if isinstance(module, nn.DataParallel):
-        # patch_replication_callback leaves its mark on the instance
-        return not isinstance(module, DataParallelWithCallback) and "replicate" not in vars(module)
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, Synchronized)
 
 
 def _described(place: str, module: nn.Module) -> str:

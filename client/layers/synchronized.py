@@ -1,7 +1,7 @@
 """Synchronized: what every layer of ours is and has, whichever of torch's classes it stands for."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import nn
 
@@ -16,6 +16,9 @@ Kind = TypeVar("Kind", bound=type[nn.Module])
 TWINS: dict[type[nn.Module], type[nn.Module]] = {}
 """Which class of ours stands for which of torch's."""
 
+CONVERSIONS: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
+"""How layers of a class, and of its subclasses that have no entry of their own, become synchronised."""
+
 
 def twin_of(torchs: type[nn.Module]) -> Callable[[Kind], Kind]:
     """Makes a class of ours the one that stands for a class of torch's."""
@@ -27,6 +30,35 @@ def twin_of(torchs: type[nn.Module]) -> Callable[[Kind], Kind]:
     return register
 
 
+def register_conversion(original: type[nn.Module], convert: Callable[[nn.Module], nn.Module]) -> None:
+    """Makes `client.convert_model` convert the layers of a class in a way of your own.
+
+    Subclasses of torch's batch norms need none as a rule: `convert_model` keeps their `forward`, and synchronises what
+    it hands to `batch_norm`. Register a conversion for a class that computes its statistics itself.
+
+        client.register_conversion(NaiveSyncBatchNorm, lambda layer: client.SynchronizedBatchNorm2d(layer.num_features))
+
+    Args:
+        original: the class of the layers; their subclasses are converted the same way, but for those that have a
+            conversion of their own.
+        convert: takes a layer and returns the one that replaces it, which may be the same. Parameters and buffers that
+            an optimizer knows already should be taken over as they are.
+
+    Raises:
+        TypeError: `original` is not a class of modules, or `convert` cannot be called.
+    """
+    if not (isinstance(original, type) and issubclass(original, nn.Module)):
+        raise TypeError(f"original: expected a subclass of nn.Module, got {original!r:.80}")
+    if not callable(convert):
+        raise TypeError(f"convert: expected a function of a layer, got {convert!r:.80}")
+    CONVERSIONS[original] = convert
+
+
+def conversion_of(kind: type[nn.Module]) -> Callable[[nn.Module], nn.Module] | None:
+    """Returns how layers of a class are converted; None if they are not."""
+    return next((CONVERSIONS[base] for base in kind.__mro__ if base in CONVERSIONS), None)
+
+
 class Synchronized:
     """A layer of ours, and its mini-batches that come in micro-batches.
 
@@ -34,6 +66,7 @@ class Synchronized:
         eps_mode: "plus" or "clamp".
         layer_name: its name on the wire.
         group: with whom it synchronises.
+        converted_from: the class that was adopted, see `client.layers.adopted`; None in a class of its own.
     """
 
     eps_mode: str
@@ -42,6 +75,7 @@ class Synchronized:
     _replica: tuple[Barrier, int] | None = None
     _tally: Tally | None = None
     _deferred: Deferred | None = None
+    converted_from: ClassVar[type[nn.Module] | None] = None
 
     @property
     def chunks(self) -> int:

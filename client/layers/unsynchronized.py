@@ -1,5 +1,7 @@
 """A layer with nobody to synchronise with: torch's own batch norm, to the last bit, without two of its faults."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
@@ -7,11 +9,18 @@ from torch import Tensor, nn
 from client.autograd.checkpointing import is_inside_backward
 from client.kernels import dispatch
 from client.layers import running_stats
+from client.layers.interception import Handed
 from client.layers.micro_batches import Deferred
 
 
-def forward(layer: nn.modules.batchnorm._BatchNorm, x: Tensor, deferred: Deferred | None = None) -> Tensor:
-    """Normalises `x`, shape (N, C, *), as torch's layer does; in training `deferred` says when its buffers move."""
+def forward(layer: Any, x: Tensor, deferred: Deferred | None = None) -> Tensor:
+    """Normalises `x`, shape (N, C, *), as torch's layer does; in training `deferred` says when its buffers move.
+
+    Args:
+        layer: an `nn.BatchNorm2d` or the like, or what has been handed over in its name.
+        x: the input.
+        deferred: None where each call moves the buffers.
+    """
     if layer.training and torch.compiler.is_compiling():
         if layer.momentum is None:
             return _with_cumulative_average(layer, x)
@@ -19,23 +28,25 @@ def forward(layer: nn.modules.batchnorm._BatchNorm, x: Tensor, deferred: Deferre
         return _without_moving(layer, x)
     elif layer.training and deferred is not None:
         return _deferred(layer, x, deferred)
-    return nn.modules.batchnorm._BatchNorm.forward(layer, x)  # noqa: SLF001 - as above
+    if isinstance(layer, Handed):
+        return layer.forward()
+    return nn.modules.batchnorm._BatchNorm.forward(layer, x)  # noqa: SLF001 - as torch's own
 
 
-def _without_moving(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+def _without_moving(layer: Any, x: Tensor) -> Tensor:
     """Where a checkpoint computes again, the running statistics have moved already (pytorch#96136)."""
     mean, variance = (None if kept is None else kept.clone() for kept in (layer.running_mean, layer.running_var))
     return F.batch_norm(x, mean, variance, layer.weight, layer.bias, training=True, eps=layer.eps)
 
 
-def _deferred(layer: nn.modules.batchnorm._BatchNorm, x: Tensor, deferred: Deferred) -> Tensor:
+def _deferred(layer: Any, x: Tensor, deferred: Deferred) -> Tensor:
     output = _without_moving(layer, x)
     if due := deferred.add(dispatch.moments(x.detach())):
         running_stats.move_by(layer, due)
     return output
 
 
-def _with_cumulative_average(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+def _with_cumulative_average(layer: Any, x: Tensor) -> Tensor:
     """A cumulative average needs a number that the compiler does not know (pytorch#194504)."""
     mean, variance = (
         None if kept is None else torch.zeros_like(kept) for kept in (layer.running_mean, layer.running_var)

@@ -55,7 +55,7 @@ def test_what_is_made_refused_and_warned_of_with_a_process_group(members, tmp_pa
         assert "expected all parameters on one device, got cpu, meta" in scattered
         assert all(text.endswith(" []") for text in refused), "nothing was converted"
         assert len(warned) == 1
-        assert warned[0].startswith("smart_ddp_programs.py: convert_model left as they are, unsynchronised: '1'")
+        assert warned[0].startswith("smart_ddp_programs.py: convert_model left 1 layer unsynchronised: '1' (Special")
 
 
 def test_without_a_process_group_it_says_what_to_call():

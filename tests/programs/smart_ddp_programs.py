@@ -59,7 +59,10 @@ def wrap(connection: client.Connection, store: str) -> tuple[list[object], list[
 
 
 class Special(nn.BatchNorm1d):
-    """A class of the user's own."""
+    """A class of the user's own, which computes its statistics itself."""
+
+    def forward(self, x):
+        return x - x.mean(0)
 
 
 def _model() -> nn.Sequential:

@@ -276,31 +276,31 @@ def test_layers_inside_a_batch_norm_are_converted():
     assert kinds(client.revert_model(converted)) == [nn.BatchNorm2d, nn.BatchNorm1d]
 
 
-def test_subclasses_are_left_as_they_are_and_reported_in_one_warning():
+def test_what_cannot_be_converted_is_left_as_it_is_and_reported_in_one_warning():
     special, parallel = Special(4), SpecialParallel(nn.BatchNorm1d(3))
     special.inner = nn.BatchNorm1d(3)
     parametrized = nn.BatchNorm2d(4)
     parametrize.register_parametrization(parametrized, "weight", Identity())
     stem = nn.ModuleDict({"special": special, "ours": OurSpecial(4), "parametrized": parametrized})
     given = nn.Sequential(nn.InstanceNorm2d(4), stem, parallel)
-    with pytest.warns(UserWarning, match="left as they are, unsynchronised") as reports:
+    with pytest.warns(UserWarning, match="unsynchronised") as reports:
         converted = client.convert_model(given)
     (report,) = reports
     message = str(report.message)
     assert report.filename == __file__
-    assert "'1.special' (Special), '1.parametrized' (ParametrizedBatchNorm2d), '2' (SpecialParallel). " in message
-    assert "Replace each by hand, or let its class derive from client.SynchronizedBatchNorm1d/2d/3d" in message
+    assert "left 2 layers unsynchronised: '1.parametrized' (ParametrizedBatchNorm2d: parametrized; " in message
+    assert "'2' (SpecialParallel: a subclass of nn.DataParallel)" in message
     assert (converted[1]["special"], converted[1]["parametrized"], converted[2]) == (special, parametrized, parallel)
     assert type(parametrized).__name__ == "ParametrizedBatchNorm2d"
     assert type(special.inner) is type(parallel.module) is client.SynchronizedBatchNorm1d
-    assert names(converted) == ["1.special.inner", "1.ours", "2"]
+    assert names(converted) == ["1.special", "1.special.inner", "1.ours", "2"]
 
 
 def test_a_subclass_of_a_lazy_layer_is_reported():
     class Lazy(nn.LazyBatchNorm1d):
         pass
 
-    with pytest.warns(UserWarning, match=r"'0' \(.*Lazy\)"):
+    with pytest.warns(UserWarning, match=r"'0' \(.*Lazy: it is lazy; run one batch"):
         assert type(client.convert_model(nn.Sequential(Lazy()))[0]) is Lazy
 
 
@@ -311,7 +311,7 @@ def test_a_forward_of_its_own_is_reported_since_it_would_bypass_ours(plain, bind
     """As other libraries' hooks set it: it is bound to the old layer and would run that one's."""
     old = plain(*[3] if plain is nn.BatchNorm1d else [])
     bind(old)
-    with pytest.warns(UserWarning, match=r"'0' \((Lazy)?BatchNorm1d with its own forward\)"):
+    with pytest.warns(UserWarning, match=r"'0' \((Lazy)?BatchNorm1d: compiled, or given a forward of its own; "):
         converted = client.convert_model(nn.Sequential(old))
     assert converted[0] is old
     assert type(old) is plain
@@ -425,8 +425,9 @@ def test_torchs_own_name_converts_too(ours):
 
 
 def test_torchs_own_name_reports_at_the_callers_line():
-    with pytest.warns(UserWarning, match="Special") as reports:
-        client.SynchronizedBatchNorm2d.convert_sync_batchnorm(Special(4))
+    parallel = SpecialParallel(nn.BatchNorm1d(3))
+    with pytest.warns(UserWarning, match="SpecialParallel") as reports:
+        client.SynchronizedBatchNorm2d.convert_sync_batchnorm(parallel)
     assert reports[0].filename == __file__
 
 

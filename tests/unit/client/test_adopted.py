@@ -1,0 +1,231 @@
+"""Subclasses of torch's batch norm: their own forward stays, and their statistics are those of the whole batch."""
+
+import copy
+import io
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import client
+from client.layers import synchronized
+from support import subclasses
+from support.subclasses import AlwaysEval, Evasive, Foreign, Functional
+
+SIZES = (3, 1, 2)
+CHANNELS = 4
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(sum(SIZES), CHANNELS, 3, 2, generator=generator, dtype=torch.float64) for _ in range(2)]
+
+
+def made(kind, **options):
+    torch.manual_seed(1)
+    layer = kind(CHANNELS, dtype=torch.float64, **options)
+    if layer.affine:
+        nn.init.uniform_(layer.weight)
+        nn.init.uniform_(layer.bias)
+    return nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, dtype=torch.float64), layer)
+
+
+def step(run, x, factors):
+    x = x.clone().requires_grad_()
+    output = run(x)
+    (output * factors).sum().backward()
+    return output.detach(), x.grad
+
+
+def check_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def check_same_model(found, expected):
+    check_same(found.buffers(), expected.buffers())
+    pairs = zip(found.parameters(), expected.parameters(), strict=True)
+    for one, other in pairs:
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-11)
+
+
+def on_replicas(model):
+    return client.DataParallelWithCallback(model, device_ids=["cpu"] * 3)
+
+
+@pytest.mark.parametrize("kind", subclasses.SYNCHRONISED)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}],
+    ids=["plain", "no affine", "cumulative", "no running statistics"],
+)
+def test_replicas_of_a_subclass_equal_the_whole_batch(kind, options):
+    if options and kind in {subclasses.Operator, subclasses.Helped, subclasses.Scaled}:
+        pytest.skip("this class itself has no such option")
+    whole = made(kind, **options)
+    converted = client.convert_model(copy.deepcopy(whole))
+    assert isinstance(converted[1], kind)
+    assert isinstance(converted[1], client.SynchronizedBatchNorm)
+    replicas = on_replicas(converted)
+    for seed in range(3):
+        check_same(step(replicas, *batch(seed)), step(whole, *batch(seed)))
+    check_same_model(converted, whole)
+    if "track_running_stats" in options:
+        return  # in eval each replica is normalised by itself
+    whole.eval(), converted.eval()
+    check_same([replicas(batch()[0])], [whole(batch()[0])])
+
+
+def test_a_subclass_alone_computes_what_the_original_does_to_the_bit():
+    whole = made(Functional)
+    converted = client.convert_model(copy.deepcopy(whole))
+    for seed in range(2):
+        for one, other in zip(step(converted, *batch(seed)), step(whole, *batch(seed)), strict=True):
+            assert torch.equal(one, other)
+    assert all(map(torch.equal, converted.buffers(), whole.buffers()))
+
+
+def test_statistics_that_a_subclass_chooses_not_to_use_stay_unused():
+    whole = made(AlwaysEval)
+    converted = client.convert_model(copy.deepcopy(whole))
+    check_same(step(on_replicas(converted), *batch()), step(whole, *batch()))
+    check_same_model(converted, whole)
+
+
+def test_the_layer_stays_the_same_object_with_all_that_it_has():
+    model = made(subclasses.Deeper)
+    layer, tensors = model[1], [*model[1].parameters(), *model[1].buffers()]
+    calls = []
+    layer.register_forward_hook(lambda *_: calls.append("hook"))
+    converted = client.convert_model(model)
+    assert converted[1] is layer
+    assert layer.note == "kept"
+    assert all(one is other for one, other in zip([*layer.parameters(), *layer.buffers()], tensors, strict=True))
+    assert layer.layer_name == "1"
+    converted(batch()[0])
+    assert calls == ["hook"]
+    attributes = vars(layer).keys() - {"layer_name", "group", "eps_mode", "_deferred"}
+    reverted = client.revert_model(converted)
+    assert reverted[1] is layer
+    assert type(layer) is subclasses.Deeper
+    assert vars(layer).keys() == attributes
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
+def test_copies_and_pickles_find_the_class_again(copied):
+    model = client.convert_model(made(Functional))
+    step(model, *batch())
+    found = copied(model)
+    assert type(found[1]) is type(model[1])
+    assert found[1].layer_name == "1"
+    check_same(step(on_replicas(found), *batch(1)), step(on_replicas(model), *batch(1)))
+    check_same(found.buffers(), model.buffers())
+
+
+def test_a_saved_model_is_loaded():
+    model = client.convert_model(made(Functional))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)[1]) is type(model[1])
+
+
+def test_a_checkpoint_moves_the_statistics_once():
+    whole, model = made(Functional), client.convert_model(made(Functional))
+
+    def run(x):
+        return checkpoint(model[1], model[0](x), use_reentrant=False)
+
+    check_same(step(run, *batch()), step(whole, *batch()))
+    check_same_model(model, whole)
+
+
+def test_micro_batches_move_the_statistics_once():
+    model = client.convert_model(made(Functional), chunks=2)
+    plain = client.convert_model(made(nn.BatchNorm2d), chunks=2)
+    for seed in range(4):
+        model(batch(seed)[0])
+        plain(batch(seed)[0])
+        check_same(model.buffers(), plain.buffers())
+    assert model[1].num_batches_tracked == 2
+
+
+def test_recalibration_measures_a_subclass():
+    batches = [batch(seed)[0] for seed in range(3)]
+    found, expected = client.convert_model(made(Functional)), client.convert_model(made(nn.BatchNorm2d))
+    for model in (found, expected):
+        model.train()
+        client.recalibrate(model, batches)
+    check_same(found.buffers(), expected.buffers())
+    for model in (found.eval(), expected.eval()):
+        client.recalibrate(model, batches)
+    check_same(found.buffers(), expected.buffers())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_a_subclass_is_compiled_whole(backend):
+    whole = made(Functional)
+    converted = client.convert_model(copy.deepcopy(whole))
+    check_same(step(torch.compile(converted, fullgraph=True, backend=backend), *batch()), step(whole, *batch()))
+    check_same_model(converted, whole)
+
+
+def test_what_computes_its_statistics_itself_is_left_and_named():
+    model = nn.Sequential(made(Foreign), made(Foreign), made(Functional))
+    with pytest.warns(UserWarning, match="unsynchronised") as told:
+        client.convert_model(model)
+    (warning,) = told
+    assert str(warning.message) == (
+        "convert_model left 2 layers unsynchronised: '0.1' (Foreign: its forward does not call batch_norm) and 1 more "
+        "of its class. client.conversion_report(model) names each"
+    )
+    report = client.conversion_report(model)
+    assert report.synchronised == {"2.1": "Functional"}
+    assert report.left == dict.fromkeys(("0.1", "1.1"), ("Foreign", "its forward does not call batch_norm"))
+    assert str(report).startswith("synchronised 1 layer (1 Functional); left 2 layers unsynchronised: '0.1' (Foreign: ")
+
+
+def test_conversion_is_told_in_one_line(caplog):
+    caplog.set_level(logging.INFO, "statsd_bn.client")
+    client.convert_model(nn.Sequential(made(Functional), made(Functional), made(nn.BatchNorm2d)))
+    assert caplog.messages == ["synchronised 3 layers (2 Functional, 1 SynchronizedBatchNorm2d)"]
+
+
+def test_a_forward_that_goes_another_way_is_told_once(caplog):
+    model = client.convert_model(nn.Sequential(made(Evasive), made(Evasive)))
+    for _ in range(2):
+        model(batch()[0])
+    assert caplog.messages == [
+        "layer '0.1' is not synchronised: the forward of Evasive did not call batch_norm with the layer's tensors"
+    ]
+
+
+def test_a_registered_conversion_is_used_for_a_class_and_its_subclasses(monkeypatch):
+    class Below(Foreign):
+        pass
+
+    monkeypatch.setattr(synchronized, "CONVERSIONS", dict(synchronized.CONVERSIONS))
+    client.register_conversion(Foreign, lambda layer: client.SynchronizedBatchNorm2d(layer.num_features))
+    converted = client.convert_model(nn.Sequential(made(Foreign), made(Below)))
+    assert client.conversion_report(converted).synchronised == dict.fromkeys(("0.1", "1.1"), "SynchronizedBatchNorm2d")
+
+
+@pytest.mark.parametrize(("arguments", "text"), [((3, len), "original: expected"), ((Foreign, 3), "convert: expected")])
+def test_a_conversion_that_is_none_is_refused(arguments, text):
+    with pytest.raises(TypeError, match=text):
+        client.register_conversion(*arguments)
+
+
+def test_a_class_is_made_once_and_can_make_layers():
+    kind = client.synchronized_class(Functional)
+    assert client.synchronized_class(Functional) is kind
+    layer = kind(CHANNELS, eps=0.5)
+    assert (layer.eps, layer.eps_mode, type(layer.act)) == (0.5, "plus", nn.ReLU)
+    for wrong in (nn.Linear, kind, nn.SyncBatchNorm, nn.LazyBatchNorm2d, Foreign):
+        with pytest.raises(TypeError):
+            client.synchronized_class(wrong)
