@@ -11,10 +11,13 @@
 | `train_loop`, `accuracy` | an object with a `train_loader` and no others, and a number |
 | `train` | a function that ends with the `ReplicaLost` in `lost`, for pages about errors |
 | `Module`, `module` | a LightningModule of all that, in a block with a `Trainer` |
+| `horovod.torch` | where Horovod is not installed, who a process is and an optimizer that reduces nothing |
 """
 
+import importlib.util
 import os
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,6 +61,18 @@ def names(text: str) -> dict[str, Any]:
         from documentation.docs_lightning import Module  # noqa: PLC0415 - it loads Lightning, which takes seconds
 
         given |= {"Module": Module, "module": Module()}
+    elif "horovod" in text and importlib.util.find_spec("horovod") is None:
+        _stand_in_for_horovod()
     elif "convert_model" not in text:
         client.convert_model(model)
     return given
+
+
+def _stand_in_for_horovod() -> None:
+    package, module = ModuleType("horovod"), ModuleType("horovod.torch")
+    package.torch = module
+    module.init = lambda: None
+    module.rank = lambda: rank
+    module.size = lambda: int(os.environ["WORLD_SIZE"])
+    module.DistributedOptimizer = lambda optimizer, named_parameters: optimizer
+    sys.modules |= {"horovod": package, "horovod.torch": module}

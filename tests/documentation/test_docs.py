@@ -1,6 +1,6 @@
-"""Every code block of README.md and docs/ runs, and every link leads somewhere.
+"""Every code block of docs/ runs, and every link there and in README.md leads somewhere.
 
-A Python block runs as it stands, in as many processes as it speaks of, with what `docs_stand_ins.py` lists; what it is
+README.md's blocks run alone and as printed, see `test_readme.py`. A Python block runs as it stands, in as many processes as it speaks of, with what `docs_stand_ins.py` lists; what it is
 to connect to is the tests' own server. A shell block runs command by command, see `docs_shell.py`.
 """
 
@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from documentation.docs_blocks import PAGES, ROOT, Block, all_blocks
+from documentation.docs_blocks import PAGES, README, ROOT, Block, all_blocks
 from documentation.docs_engine import want_of_engine
 from documentation.docs_runner import Outcome, Run
 from documentation.docs_shell import RUN_ELSEWHERE, Shell
 from support.newer_torch import skip_if_one_is_missing
 from support.ports import free_port
 
-BLOCKS = list(all_blocks())
+BLOCKS = [block for block in all_blocks() if ROOT / block.page != README]
 
 # Blocks of no language, of which nothing is run, by page: why they are there.
 NOTHING_TO_RUN = {

@@ -1,0 +1,163 @@
+"""README.md, as a newcomer follows it: each block alone, exactly as printed, in an empty folder.
+
+A Python block is a whole script; the line before it names its file in backticks. A shell block is given to bash with the
+scripts that it names, and what it starts is real: torchrun, `python -m server`, DistributedDataParallel's defaults. The
+package is on the path, as `pip install` puts it. So nothing is prepared, and no name is given.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from documentation.docs_blocks import README, ROOT, Block, blocks_of
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+BLOCKS = blocks_of(README)
+SCRIPTS = {re.findall(r"`(\w+\.py)`", block.before)[-1]: block for block in BLOCKS if block.language == "python"}
+SHELL = [block for block in BLOCKS if block.language == "sh"]
+
+# What decides who a process is, which a newcomer's shell does not have.
+FOREIGN = re.compile(r"STATSD_BN_|SLURM_|TORCHELASTIC_|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)$")
+
+MOST_LINES = 150
+SECONDS = 200.0
+
+
+def files_of(block: Block) -> list[str]:
+    """Which scripts of the page a block names."""
+    return [name for name in SCRIPTS if name in block.text]
+
+
+def shown(command: str) -> Block:
+    """The one shell block that has this command."""
+    (found,) = [block for block in SHELL if command in block.text]
+    return found
+
+
+class Bash:
+    """A newcomer's shell in an empty folder, and all that it starts.
+
+    Args:
+        block: is given to bash as it is; the scripts that it names lie in the folder as the page prints them.
+    """
+
+    def __init__(self, block: Block) -> None:
+        # The path of a socket has at most 107 letters, which pytest's own folders may have alone.
+        self.folder = Path(tempfile.mkdtemp(prefix="readme-"))
+        for name in files_of(block):
+            (self.folder / name).write_text(SCRIPTS[name].text)
+        own = {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+            "XDG_RUNTIME_DIR": str(self.folder),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self.lines: list[str] = []
+        self._more = threading.Condition()
+        self.process = subprocess.Popen(
+            ["bash", "-c", block.text],
+            cwd=self.folder,
+            env={name: value for name, value in os.environ.items() if not FOREIGN.match(name)} | own,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            with self._more:
+                self.lines.append(line)
+                self._more.notify_all()
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """The first match in the output; fails if none comes."""
+        with self._more:
+            found = self._more.wait_for(lambda: re.search(pattern, "".join(self.lines)), SECONDS)
+        assert found, f"expected {pattern!r} in the output of the block:\n{''.join(self.lines)}"
+        return found
+
+    def done(self) -> str:
+        """All output of a block that ends by itself, with success."""
+        code = self.process.wait(SECONDS)
+        self._reader.join(SECONDS)
+        output = "".join(self.lines)
+        assert code == 0, f"the block ended with {code}:\n{output}"
+        return output
+
+    def close(self) -> None:
+        """Ends what the block has left running, and what ranks it has: torchrun puts them into sessions of their own."""
+        for pid in {int(pid) for pid in re.findall(r"\bpid (\d+)\)", "".join(self.lines))}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+        shutil.rmtree(self.folder)
+
+
+@pytest.fixture
+def bash() -> Iterator[Callable[[Block], Bash]]:
+    """Gives a block to a shell."""
+    started: list[Bash] = []
+
+    def start(block: Block) -> Bash:
+        started.append(Bash(block))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def test_it_has_at_most_so_many_lines():
+    assert len(README.read_text().splitlines()) <= MOST_LINES
+
+
+def test_every_block_is_a_script_or_a_command_and_every_script_is_run():
+    assert {block.language for block in BLOCKS} == {"python", "sh"}
+    assert len(SCRIPTS) == sum(block.language == "python" for block in BLOCKS)
+    assert {name for block in SHELL for name in files_of(block)} == set(SCRIPTS)
+
+
+def test_the_command_that_installs_names_an_extra_that_there_is():
+    block = shown("pip install")
+    (extra,) = re.findall(r"^pip install '\.\[(\w+)\]'$", block.text, re.MULTILINE)
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"]
+    done = subprocess.run([*pip, f".[{extra}]"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "does not provide the extra" not in done.stderr
+
+
+def test_the_script_for_torchrun_trains(bash):
+    output = bash(shown("torchrun --nproc-per-node 2 train.py\n")).done()
+    steps = int(re.search(r"after (\d+) steps", output)[1])
+    for rank in range(2):
+        assert re.search(rf"rank {rank}: loss [\d.]+ after {steps} steps and {2 * steps} rounds", output)
+
+
+def test_the_script_for_data_parallel_trains(bash):
+    assert re.search(r"loss [\d.]+, gradient [\d.]+", bash(shown("python replicas.py")).done())
+
+
+def test_a_rank_that_is_stopped_is_found_as_the_page_says(bash):
+    shell = bash(shown("python -m server status"))
+    pid = int(shell.until(r"open; \d+ rounds done(?:.|\n)*rank 1 \(\S+, pid (\d+)\)")[1])
+    os.kill(pid, signal.SIGSTOP)
+    shell.until(rf"rank 1 \(\S+, pid {pid}\) is lost: no sign of life for 3\.5 s")
