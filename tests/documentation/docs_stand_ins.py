@@ -74,5 +74,5 @@ def _stand_in_for_horovod() -> None:
     module.init = lambda: None
     module.rank = lambda: rank
     module.size = lambda: int(os.environ["WORLD_SIZE"])
-    module.DistributedOptimizer = lambda optimizer, named_parameters: optimizer
+    module.DistributedOptimizer = lambda optimizer, **_: optimizer
     sys.modules |= {"horovod": package, "horovod.torch": module}

@@ -1,8 +1,8 @@
 """README.md, as a newcomer follows it: each block alone, exactly as printed, in an empty folder.
 
-A Python block is a whole script; the line before it names its file in backticks. A shell block is given to bash with the
-scripts that it names, and what it starts is real: torchrun, `python -m server`, DistributedDataParallel's defaults. The
-package is on the path, as `pip install` puts it. So nothing is prepared, and no name is given.
+A Python block is a whole script; the line before it names its file in backticks. A shell block is given to bash with
+the scripts that it names, and what it starts is real: torchrun, `python -m server`, DistributedDataParallel's defaults.
+The package is on the path, as `pip install` puts it. So nothing is prepared, and no name is given.
 """
 
 import os
@@ -66,7 +66,7 @@ class Bash:
         self.lines: list[str] = []
         self._more = threading.Condition()
         self.process = subprocess.Popen(
-            ["bash", "-c", block.text],
+            ["bash", "-c", block.text],  # noqa: S607 - it is where the system has it
             cwd=self.folder,
             env={name: value for name, value in os.environ.items() if not FOREIGN.match(name)} | own,
             stdin=subprocess.DEVNULL,
@@ -100,7 +100,7 @@ class Bash:
         return output
 
     def close(self) -> None:
-        """Ends what the block has left running, and what ranks it has: torchrun puts them into sessions of their own."""
+        """Ends what the block has left running; torchrun puts ranks into sessions of their own, so they end by pid."""
         for pid in {int(pid) for pid in re.findall(r"\bpid (\d+)\)", "".join(self.lines))}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

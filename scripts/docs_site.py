@@ -1,0 +1,186 @@
+"""What mkdocs has to be told to make a site of pages that are written for a code host (the hooks in `mkdocs.yml`).
+
+- The home page is README.md, and the changelog and the benchmarks' pages are in the site, too.
+- A link to a file of the code leads to a copy of it in the site, one to a folder to a list of its files.
+- The pages of the API are written here, a group of public names on each; the docstrings are in the code.
+
+A link that leads to no file of the repository stays as it is, and mkdocs complains of it.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+DOCS = "docs/"
+
+# Where a page of the repository is in the site; those in docs/ keep their names, and all others their paths.
+PLACES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "reporting.md"}
+
+LINK = re.compile(r'\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?( "[^"]*")?\)')
+
+
+@dataclass(frozen=True)
+class Api:
+    """A page of the API: public names, by what they are for."""
+
+    title: str
+    about: str
+    names: Sequence[str]
+
+
+API = {
+    "layers": Api(
+        "Layers and conversion",
+        "The layers, and how a model gets them.",
+        [
+            "client.convert_model",
+            "client.revert_model",
+            "client.patch_sync_batchnorm",
+            "client.Group",
+            "client.SynchronizedBatchNorm",
+            "client.SynchronizedBatchNorm1d",
+            "client.SynchronizedBatchNorm2d",
+            "client.SynchronizedBatchNorm3d",
+            "client.LazySynchronizedBatchNorm1d",
+            "client.LazySynchronizedBatchNorm2d",
+            "client.LazySynchronizedBatchNorm3d",
+            "client.commit_running_statistics",
+            "client.use_compiled_kernels",
+        ],
+    ),
+    "connection": Api(
+        "Connection",
+        "How a process meets the other ranks of its job.",
+        [
+            "client.connect",
+            "client.disconnect",
+            "client.current_connection",
+            "client.Connection",
+            "client.SlavePipe",
+        ],
+    ),
+    "data_parallel": Api(
+        "Replicas in one process",
+        "`nn.DataParallel` whose replicas know each other.",
+        [
+            "client.DataParallelWithCallback",
+            "client.patch_replication_callback",
+            "client.execute_replication_callbacks",
+            "client.CallbackContext",
+        ],
+    ),
+    "training": Api(
+        "Around the training loop",
+        "Data of different lengths, precise statistics, gradients, loaders and measurements.",
+        [
+            "client.join",
+            "client.recalibrate",
+            "client.average_gradients",
+            "client.smart_ddp",
+            "client.DDPHandler",
+        ],
+    ),
+    "elastic": Api(
+        "Elastic training",
+        "Training on while ranks come and go; [elastic.md](../elastic.md) shows how.",
+        ["client.run_elastic", "client.ElasticState", "client.ElasticSampler", "client.MembersChanged"],
+    ),
+    "lightning": Api(
+        "Lightning",
+        "The plugin for Lightning's Trainer; [frameworks.md](../frameworks.md#lightning) shows how.",
+        ["client.integrations.lightning.StatsdBNLayerSync"],
+    ),
+    "server": Api(
+        "Server",
+        "The server in code. On a command line it is `python -m server` ([configuration.md](../configuration.md)).",
+        ["server.run_master", "server.Config", "server.Service", "server.SyncMaster", "server.FutureResult"],
+    ),
+    "errors": Api(
+        "Errors",
+        "What is raised; [errors.md](../errors.md) says what to do about each.",
+        ["statsd_bn.errors"],
+    ),
+}
+
+_sources: dict[str, str] = {}
+"""Which file of the repository a page of the site is, by the page's place."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds to docs/ what the site has beside it: see the top of this file."""
+    _sources.clear()
+    for name, page in API.items():
+        files.append(File.generated(config, f"api/{name}.md", content=_api(page)))
+    waiting = [*PLACES, *(f"{DOCS}{path.name}" for path in sorted((ROOT / DOCS).glob("*.md")))]
+    while waiting:
+        path = waiting.pop()
+        place = place_of(path)
+        if place in _sources:
+            continue
+        _sources[place] = path
+        text = _text(path)
+        if not path.startswith(DOCS):
+            files.append(File.generated(config, place, content=text))
+        if place.endswith(".md"):
+            waiting += [target for target, _, _ in _targets(path, text)]
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - mkdocs' names
+    """Leads a page's links to the places of what they link to."""
+    place = page.file.src_uri
+    path = _sources.get(place)
+    if path is None:
+        return markdown
+    for target, whole, rest in _targets(path, markdown):
+        link = posixpath.relpath(place_of(target), posixpath.dirname(place))
+        markdown = markdown.replace(whole, f"]({link}{rest})")
+    return markdown
+
+
+def place_of(path: str) -> str:
+    """Where in the site a file or folder of the repository is."""
+    if path in PLACES:
+        return PLACES[path]
+    if path.startswith(DOCS):
+        return path.removeprefix(DOCS)
+    if path.endswith(".md"):
+        return path
+    return f"files/{path}/index.md" if (ROOT / path).is_dir() else f"files/{path}.txt"
+
+
+def _targets(path: str, text: str) -> Iterator[tuple[str, str, str]]:
+    """What a page links to in the repository: the path, the link as it stands, and its anchor and title."""
+    base = path if (ROOT / path).is_dir() else posixpath.dirname(path)
+    for match in LINK.finditer(text):
+        target = posixpath.normpath(posixpath.join(base, match[1]))
+        if not target.startswith("..") and (ROOT / target).exists():
+            yield target, match[0], f"{match[2] or ''}{match[3] or ''}"
+
+
+def _text(path: str) -> str:
+    file = ROOT / path
+    if not file.is_dir():
+        return file.read_text(encoding="utf-8")
+    inside = sorted(one for one in file.iterdir() if not one.name.startswith((".", "__pycache__")))
+    lines = [f"- [{one.name}]({one.name})" for one in inside if one.is_dir() or _is_text(one)]
+    return "\n".join([f"# {path}", "", *lines, ""])
+
+
+def _is_text(file: Path) -> bool:
+    try:
+        file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _api(page: Api) -> str:
+    return "\n\n".join([f"# {page.title}", page.about, *(f"::: {name}" for name in page.names)]) + "\n"

@@ -1,0 +1,115 @@
+"""The site that `scripts/docs` makes: it needs no other host, has every public name, and fails where it must."""
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import client
+import server
+from statsd_bn import errors
+from support.paths import ROOT
+
+pytest.importorskip("mkdocs", reason="needs mkdocs, of the extra docs; scripts/docs installs it")
+pytest.importorskip("mkdocstrings", reason="needs mkdocstrings, of the extra docs; scripts/docs installs it")
+
+PUBLIC = [
+    *(f"client.{name}" for name in client.__all__),
+    *(f"server.{name}" for name in server.__all__),
+    *(f"statsd_bn.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)),
+]
+
+# Tags whose target a browser fetches to show the page, and where they name it.
+FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
+
+
+def build(repository: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Builds the site as scripts/docs does; with `--quiet` mkdocs would not see the warnings that `--strict` counts."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        command, cwd=repository, env=environ, capture_output=True, text=True, check=False, timeout=100
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site."""
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A repository whose pages may be spoilt."""
+    for path in ROOT.iterdir():
+        if not path.name.startswith(".") and path.name not in {"docs", "scripts", "site"}:
+            (tmp_path / path.name).symlink_to(path)
+    for folder in ("docs", "scripts"):
+        (tmp_path / folder).mkdir()
+        for path in (ROOT / folder).iterdir():
+            if path.is_file():
+                (tmp_path / folder / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+class Fetched(HTMLParser):
+    """Collects what a browser fetches for a page."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attributes) -> None:
+        found = dict(attributes)
+        if tag in FETCHED and found.get("rel") != "canonical":
+            self.targets.append(found.get(FETCHED[tag]) or "")
+
+
+def test_no_page_fetches_anything_from_another_host(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(list((ROOT / "docs").glob("*.md")))
+    fetched = {target for page in pages for target in Fetched(page).targets}
+    assert any("stylesheets" in target for target in fetched)
+    assert not [target for target in fetched if re.match(r"(\w+:)?//", target)]
+    styles = "".join(path.read_text() for path in site.rglob("*.css"))
+    assert not re.findall(r"url\([\"']?(?:https?:)?//[^)]*|@import[^;]*", styles)
+
+
+def test_every_public_name_is_in_the_api(site):
+    told = "".join(page.read_text() for page in (site / "api").glob("*.html"))
+    assert [name for name in PUBLIC if f'id="{name}"' not in told] == []
+
+
+def test_links_out_of_the_pages_lead_to_copies_in_the_site(site):
+    page = (site / "features.html").read_text()
+    (target,) = set(re.findall(r'href="([^"]*test_second_order\.py[^"]*)"', page))
+    assert "def test_first_and_second_gradients" in (site / target).read_text()
+    assert 'href="getting-started.html#several-hosts"' in (site / "index.html").read_text()
+    assert (site / "benchmarks/train_step/index.html").is_file()
+
+
+def test_links_that_lead_nowhere_fail_and_are_named(copy, tmp_path_factory):
+    nowhere = ["no-such-page.md", "errors.md#no-such-section", "../client/no_such_file.py"]
+    done = spoil(copy, " ".join(f"[here]({target})" for target in nowhere), tmp_path_factory.mktemp("spoilt"))
+    assert [target for target in nowhere if target not in done] == []
+
+
+def test_a_name_that_is_not_there_fails_and_is_named(copy, tmp_path_factory):
+    assert "no_such_name" in spoil(copy, "::: client.no_such_name", tmp_path_factory.mktemp("spoilt"))
+
+
+def spoil(repository: Path, text: str, site: Path) -> str:
+    """What mkdocs says of a page with this text, which must fail."""
+    page = repository / "docs" / "faq.md"
+    page.write_text(f"{page.read_text()}\n{text}\n")
+    done = build(repository, site)
+    assert done.returncode != 0
+    return done.stdout + done.stderr
