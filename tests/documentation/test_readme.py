@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from documentation.docs_blocks import README, ROOT, Block, blocks_of
+from support.ports import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -62,6 +63,7 @@ class Bash:
             "PYTHONPATH": str(ROOT),
             "XDG_RUNTIME_DIR": str(self.folder),
             "CUDA_VISIBLE_DEVICES": "",
+            "PET_MASTER_PORT": str(free_port()),  # torchrun's own variable: others may use its default port beside us
         }
         self.lines: list[str] = []
         self._more = threading.Condition()
@@ -139,7 +141,7 @@ def test_every_block_is_a_script_or_a_command_and_every_script_is_run():
 def test_the_command_that_installs_names_an_extra_that_there_is():
     block = shown("pip install")
     (extra,) = re.findall(r"^pip install '\.\[(\w+)\]'$", block.text, re.MULTILINE)
-    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"]
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation"]
     done = subprocess.run([*pip, f".[{extra}]"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     assert "does not provide the extra" not in done.stderr
@@ -160,4 +162,4 @@ def test_a_rank_that_is_stopped_is_found_as_the_page_says(bash):
     shell = bash(shown("python -m server status"))
     pid = int(shell.until(r"open; \d+ rounds done(?:.|\n)*rank 1 \(\S+, pid (\d+)\)")[1])
     os.kill(pid, signal.SIGSTOP)
-    shell.until(rf"rank 1 \(\S+, pid {pid}\) is lost: no sign of life for 3\.5 s")
+    shell.until(rf"rank 1 \(\S+, pid {pid}\) is lost: no sign of life for [\d.]+ s")
