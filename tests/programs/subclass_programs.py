@@ -1,4 +1,4 @@
-"""What member processes do in `test_subclasses.py`: training with subclasses of torch's batch norm, eager or compiled."""
+"""What member processes do in `test_subclasses.py`: train with subclasses of torch's batch norm, eager or compiled."""
 
 import torch
 from torch import nn
