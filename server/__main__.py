@@ -1,16 +1,17 @@
 """python -m server: parse, run, exit code."""
 
-import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from server.arguments import Parser, meant
 from server.cli.plain_logs import PlainFormatter
 from server.cli.sparing_logs import Sparing
 from server.cli.status import CHECK_SECONDS, ask, describe, own_endpoint
+from server.cli.watch import as_json, watch
 from server.config import from_arguments
 from server.network.service import run_master
 from server.secrets.keygen import generate, write_secret
@@ -36,11 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server there, 5 refused by the server."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        command = COMMANDS.get(given[0]) if given else None
-        return command(given[1:]) if command else _serve(given)
+        if not given or given[0].startswith("-"):
+            return _serve(given)
+        return _command(given[0])(given[1:])
     except tuple(EXIT_CODES) as error:
         print(f"statsd_bn: {in_log(error)}", file=sys.stderr)  # noqa: T201 - the command's one-line error
         return EXIT_CODES[type(error)]
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    if name == "serve":
+        return _serve
+    if name not in COMMANDS:
+        known = ("serve", *COMMANDS)
+        raise ConfigurationError(f"unknown command {name!r}{meant(name, known) or f'; expected one of {known}'}")
+    return COMMANDS[name]
 
 
 def _serve(arguments: list[str]) -> int:
@@ -54,8 +65,10 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _status(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m server status", description="Says what a running server is doing.")
-    _add_endpoint(parser)
+    parser = Parser("status", description="Says what a running server is doing.")
+    _add_endpoint(parser, "as STATSD_BN_ENDPOINT or STATSD_BN_BIND says, else this user's own server")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, on one line")
+    parser.add_argument("--watch", action="store_true", help="print it again every second, until Ctrl-C")
     parser.add_argument(
         "--curve",
         metavar="FILE",
@@ -63,8 +76,13 @@ def _status(arguments: list[str]) -> int:
         help="a client's secret key, for a server with --curve (STATSD_BN_CURVE)",
     )
     found = parser.parse_args(arguments)
-    report = ask(found.endpoint or own_endpoint(os.environ), keys=load_client(found.curve) if found.curve else None)
-    print(_described(report))  # noqa: T201 - the command's result
+    endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
+    keys = load_client(found.curve) if found.curve else None
+    written = as_json if found.json else _described
+    if found.watch:
+        watch(lambda: written(ask(endpoint, keys=keys)))
+    else:
+        print(written(ask(endpoint, keys=keys)))  # noqa: T201 - the command's result
     return 0
 
 
@@ -77,8 +95,8 @@ def _described(report: dict[str, Any]) -> str:
 
 
 def _keygen(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m server keygen",
+    parser = Parser(
+        "keygen",
         description="Makes keys for --curve: the server's if DIR has none yet, and clients'. Overwrites nothing.",
     )
     parser.add_argument("folder", metavar="DIR", help="where to")
@@ -99,8 +117,8 @@ def _keygen(arguments: list[str]) -> int:
 
 
 def _secret(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m server secret",
+    parser = Parser(
+        "secret",
         description="Makes the secret of a job on several nodes, for STATSD_BN_SECRET_FILE. Overwrites nothing.",
     )
     parser.add_argument("file", metavar="FILE", help="where to")
@@ -111,11 +129,11 @@ def _secret(arguments: list[str]) -> int:
 
 
 def _check(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m server check",
+    parser = Parser(
+        "check",
         description="Exits with 0 if a server answers, with 4 if not; for health checks and probes.",
     )
-    _add_endpoint(parser)
+    _add_endpoint(parser, "as STATSD_BN_BIND says, else this user's own server")
     endpoint = parser.parse_args(arguments).endpoint or own_endpoint(os.environ)
     # One that wants a key of whoever asks is there.
     with suppress(AuthenticationRefused):
@@ -123,12 +141,9 @@ def _check(arguments: list[str]) -> int:
     return 0
 
 
-def _add_endpoint(parser: argparse.ArgumentParser) -> None:
+def _add_endpoint(parser: Parser, default: str) -> None:
     parser.add_argument(
-        "endpoint",
-        metavar="ENDPOINT",
-        nargs="?",
-        help="where the server listens (default: as STATSD_BN_BIND says, else this user's own server)",
+        "endpoint", metavar="ENDPOINT", nargs="?", help=f"where the server listens (default: {default})"
     )
 
 

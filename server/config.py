@@ -1,18 +1,20 @@
 """Configuration: flags and their STATSD_BN_* variables, resolved once into one frozen value."""
 
-import argparse
 import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
+from server.arguments import Parser
 from server.limits.quota import Quota
+from statsd_bn import PROTOCOL_VERSION, __version__
+from statsd_bn.environment import LOG_LEVELS, boolean, log_level
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.private_folder import default_endpoint
 from statsd_bn.reach import Reach, reach
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
+VERSION = f"statsd-bn {__version__} (protocol {PROTOCOL_VERSION})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,13 @@ class Config:
         return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
-def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def parser(environ: Mapping[str, str]) -> Parser:
     """Parser of `python -m server`; a flag's default comes from its variable."""
-    result = argparse.ArgumentParser(
-        prog="python -m server",
+    result = Parser(
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
-        epilog="`python -m server status` says what a running server is doing, `python -m server check` "
-        "whether it answers; `python -m server keygen DIR` makes keys for --curve, `python -m server secret FILE` the "
-        "secret of a job on several nodes.",
+        epilog="Commands: `status` says what a running server is doing, `check` whether it answers, `keygen DIR` makes "
+        "keys for --curve, `secret FILE` the secret of a job on several nodes; `serve` or none runs the server. "
+        "`statsd-bn COMMAND` and `python -m server COMMAND` are the same.",
     )
     result.add_argument(
         "--bind",
@@ -87,15 +88,17 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         "(STATSD_BN_BIND, separated by commas; default: ipc in a folder that only this user can enter)",
     )
     result.add_argument(
+        "--version", action="version", version=VERSION, help="print the versions of the program and of its protocol"
+    )
+    result.add_argument(
         "--log-level",
+        type=str.lower,
         choices=LOG_LEVELS,
-        default=environ.get("STATSD_BN_LOG_LEVEL") or "info",
-        help="(STATSD_BN_LOG_LEVEL; default info)",
+        help="in any case (STATSD_BN_LOG_LEVEL; default info)",
     )
     result.add_argument(
         "--insecure",
         action="store_true",
-        default=environ.get("STATSD_BN_INSECURE", "") == "1",
         help="listen without authentication where other machines can reach it, and join, end and read any job "
         "(STATSD_BN_INSECURE=1)",
     )
@@ -139,7 +142,9 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
     found = parser(environ).parse_args(arguments)
     quota = Quota(**{option.name: getattr(found, option.name) for option in fields(Quota)})
     bind = tuple(found.bind or bound_to(environ))
-    return Config(bind, found.log_level, found.insecure, found.curve, quota, found.parent, found.again)
+    level = found.log_level or log_level(environ, "STATSD_BN_LOG_LEVEL", "info")
+    insecure = found.insecure or boolean(environ, "STATSD_BN_INSECURE")
+    return Config(bind, level, insecure, found.curve, quota, found.parent, found.again)
 
 
 def bound_to(environ: Mapping[str, str]) -> tuple[str, ...]:

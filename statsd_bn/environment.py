@@ -4,6 +4,11 @@ from collections.abc import Mapping
 
 from statsd_bn.errors import ConfigurationError
 
+TRUE = ("1", "true", "yes", "on")
+FALSE = ("0", "false", "no", "off")
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 
 def integer(environ: Mapping[str, str], name: str, default: int) -> int:
     """Returns a variable's value, or the default where it is not set or empty.
@@ -13,6 +18,30 @@ def integer(environ: Mapping[str, str], name: str, default: int) -> int:
     """
     found = optional_integer(environ, name)
     return default if found is None else found
+
+
+def boolean(environ: Mapping[str, str], name: str) -> bool:
+    """Returns whether a variable is set to 1, true, yes or on, in any case; not set or empty means no.
+
+    Raises:
+        ConfigurationError: it is neither one of these nor 0, false, no or off.
+    """
+    text = environ.get(name, "").strip().lower()
+    if text in TRUE or text in FALSE or not text:
+        return text in TRUE
+    raise ConfigurationError(f"{name}: expected one of {', '.join((*TRUE, *FALSE))}, got {text!r:.80}")
+
+
+def log_level(environ: Mapping[str, str], name: str, default: str) -> str:
+    """Returns one of `LOG_LEVELS` that a variable names, in any case, or the default where it is not set or empty.
+
+    Raises:
+        ConfigurationError: it names none.
+    """
+    text = environ.get(name, "").strip().lower() or default
+    if text not in LOG_LEVELS:
+        raise ConfigurationError(f"{name}: expected one of {LOG_LEVELS}, got {text!r:.80}")
+    return text
 
 
 def optional_integer(environ: Mapping[str, str], name: str) -> int | None:

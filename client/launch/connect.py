@@ -16,7 +16,7 @@ from client.connection.current import current_connection, hold
 from client.connection.member import DEFAULT_ROUND_TIMEOUT, STRICT, Member
 from client.connection.registration import cause_of
 from client.connection.transport import ZmqTransport
-from client.launch import alone, own_server, process_group, server_process
+from client.launch import alone, log_level, own_server, process_group, server_process
 from client.launch.first_step import FirstStep
 from client.launch.settings import Settings, resolve
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
@@ -93,6 +93,7 @@ def connect(
     # A forked child may open its own, beside its parent's, which it can neither use nor close.
     if open_connection and open_connection.is_own:
         raise ConfigurationError(f"already connected: {open_connection!r}; call client.disconnect() first")
+    log_level.follow(os.environ)
     settings = resolve(
         os.environ,
         process_group.find(),

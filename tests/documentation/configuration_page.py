@@ -14,6 +14,7 @@ from unittest import mock
 
 import client
 from server import __main__ as command_line
+from server.arguments import Parser
 from server.config import parser
 from server.limits.quota import Quota
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
@@ -42,6 +43,8 @@ CLIENT_VARIABLES = {
     "STATSD_BN_CURVE": "`curve`",
     "STATSD_BN_ENDPOINT": "`endpoint`",
     "STATSD_BN_JOB": "`job`",
+    "STATSD_BN_LOG_LEVEL": "debug, info, warning or error, in any case: what the client logs, and the server "
+    "that rank 0 starts; by default the client leaves this to `logging`, and the server logs warnings",
     "STATSD_BN_SECRET": "the job's secret itself, instead of STATSD_BN_SECRET_FILE; it is an error to set both",
     "STATSD_BN_SECRET_FILE": "a file with the job's secret, the same on all its hosts; `python -m server secret` makes "
     "it. For a job on several hosts without an endpoint",
@@ -63,7 +66,11 @@ EXIT_CODES = {
 HEAD = """# Configuration
 
 Every flag, argument and environment variable. `scripts/configuration` writes this page from the code, and
-`tests/documentation/test_configuration_page.py` compares them: change the code, not the page."""
+`tests/documentation/test_configuration_page.py` compares them: change the code, not the page.
+
+The command `statsd-bn` is the same as `python -m server`: `statsd-bn serve` runs the server, and `statsd-bn status`,
+`check`, `keygen` and `secret` are the commands below. In a folder that has a `server.py` only `statsd-bn` runs our
+server; `python -m server` would run that file."""
 
 FLAGS = """## python -m server
 
@@ -160,7 +167,7 @@ def _parser_of(command: object) -> argparse.ArgumentParser:
     def stop(self: argparse.ArgumentParser, *_: object) -> None:
         raise _Made(self)
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
+    with mock.patch.object(Parser, "parse_args", stop):
         try:
             command([])
         except _Made as made:

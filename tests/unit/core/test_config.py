@@ -5,13 +5,22 @@ from pathlib import Path
 
 import pytest
 
+import statsd_bn
 from server.__main__ import main
-from server.config import LOG_LEVELS, Config, from_arguments
+from server.config import Config, from_arguments
 from server.network import exposure
+from statsd_bn.environment import LOG_LEVELS
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.reach import Reach, reach
 
 OPEN = "tcp://*:5555"
+
+
+def exit_code(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return ended.code
 
 
 def test_without_flags_and_environment_it_listens_in_the_users_own_folder(tmp_path, monkeypatch):
@@ -156,10 +165,55 @@ def test_an_endpoint_that_others_reach_is_a_usage_error(capsys):
     "arguments", [["--log-level", "loud"], ["--bind"], ["--colour"], ["status", "a", "b"], ["sttaus", "x"]]
 )
 def test_bad_flags_are_usage_errors(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: python -m server" in capsys.readouterr().err
+    assert exit_code(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("statsd_bn: ")
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--isecure"], "unknown option --isecure; did you mean --insecure?"),
+        (["--max-job=4"], "unknown option --max-job; did you mean --max-jobs?"),
+        (["serve", "--bnd", "x"], "unknown option --bnd; did you mean --bind?"),
+        (["--xyzzy"], "unknown option --xyzzy (see"),
+        (["status", "--jsn"], "unknown option --jsn; did you mean --json?"),
+        (["sttaus"], "unknown command 'sttaus'; did you mean status?"),
+        (["xyzzy"], "unknown command 'xyzzy'; expected one of"),
+        (["check", "a", "b"], "unexpected argument 'b'"),
+    ],
+)
+def test_what_is_mistyped_is_told_with_what_was_probably_meant(arguments, words, capsys):
+    assert exit_code(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["1", "true", "YES", "On"])
+def test_insecure_is_said_in_many_ways(value):
+    assert from_arguments(["--bind", OPEN], {"STATSD_BN_INSECURE": value}).insecure
+
+
+@pytest.mark.parametrize("value", ["0", "False", "no", "OFF", ""])
+def test_and_so_is_its_contrary(value):
+    assert not from_arguments([], {"STATSD_BN_INSECURE": value}).insecure
+
+
+def test_anything_else_is_an_error_that_names_what_is_expected():
+    with pytest.raises(ConfigurationError, match=r"STATSD_BN_INSECURE: expected one of 1, true, .*, got 'perhaps'"):
+        from_arguments([], {"STATSD_BN_INSECURE": "perhaps"})
+
+
+@pytest.mark.parametrize("level", ["DEBUG", "Debug", "debug"])
+def test_a_log_level_is_taken_in_any_case(level):
+    assert from_arguments([], {"STATSD_BN_LOG_LEVEL": level}).log_level == "debug"
+    assert from_arguments(["--log-level", level], {"STATSD_BN_LOG_LEVEL": "loud"}).log_level == "debug"
+
+
+def test_the_version_is_that_of_the_package_and_the_protocol(capsys):
+    assert exit_code(["--version"]) == 0
+    assert capsys.readouterr().out == f"statsd-bn {statsd_bn.__version__} (protocol {statsd_bn.PROTOCOL_VERSION})\n"
 
 
 @pytest.mark.parametrize("level", LOG_LEVELS)

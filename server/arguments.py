@@ -1,0 +1,52 @@
+"""Arguments: a parser whose errors are one line, and name what was probably meant."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from statsd_bn.text import plain
+
+CONSOLE_SCRIPT = "statsd-bn"
+
+USAGE_ERROR = 2
+
+
+def program(*command: str) -> str:
+    """The command line as it was typed: `statsd-bn status` or `python -m server status`."""
+    name = CONSOLE_SCRIPT if sys.argv and Path(sys.argv[0]).stem == CONSOLE_SCRIPT else "python -m server"
+    return " ".join((name, *command))
+
+
+class Parser(argparse.ArgumentParser):
+    """Argparse's, with short errors; its flags cannot be abbreviated, so that a new one breaks no script."""
+
+    def __init__(self, *command: str, **given: Any) -> None:
+        super().__init__(prog=program(*command), allow_abbrev=False, **given)
+
+    def parse_args(  # type: ignore[override]  # argparse has an overload for each sort of namespace
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """The arguments' values; exits with 2 where one is unknown."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong on one line, and exits with 2."""
+        self.exit(USAGE_ERROR, f"statsd_bn: {plain(message)} (see {self.prog} --help)\n")
+
+    def _unknown(self, argument: str) -> str:
+        flag = argument.partition("=")[0]
+        if flag.startswith("-"):
+            return f"unknown option {flag}{meant(flag, self._option_string_actions)}"
+        return f"unexpected argument {argument!r}"
+
+
+def meant(given: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown word: the known one that is nearest, if one is near."""
+    nearest = difflib.get_close_matches(given, list(known), 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""

@@ -1,0 +1,108 @@
+"""The command `statsd-bn` as people type it: in processes of their own, also in a folder that has a server.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+WAIT_SECONDS = 60.0
+
+# What pip writes into the script `statsd-bn`.
+MODULE, FUNCTION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["statsd-bn"].split(":")
+SCRIPT = f"import sys; sys.argv[0] = 'statsd-bn'; from {MODULE} import {FUNCTION}; sys.exit({FUNCTION}())"
+
+
+def command(*arguments: str, first: str = "") -> list[str]:
+    return [sys.executable, "-P", "-c", first + SCRIPT, *arguments]
+
+
+def environment(**changed: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
+    return {**inherited, "PYTHONPATH": str(ROOT), **changed}
+
+
+def run(*arguments: str, cwd: Path, first: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments, first=first),
+        cwd=cwd,
+        env=environment(**environ),
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """One in which somebody works who has a server and a client of their own."""
+    folder = tmp_path_factory.mktemp("work")
+    for name in ("server", "client"):
+        (folder / f"{name}.py").write_text("print('mine')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def endpoint(folder) -> Iterator[str]:
+    """A server that was started there by `statsd-bn serve`, with that folder on PYTHONPATH too."""
+    started = subprocess.Popen(
+        command("serve", "--bind", "tcp://127.0.0.1:*"),
+        cwd=folder,
+        env=environment(PYTHONPATH=f"{folder}{os.pathsep}{ROOT}"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield started.stdout.readline().removeprefix("listening on ").strip()
+    started.terminate()
+    assert started.wait(WAIT_SECONDS) == 0
+    started.stdout.close()
+
+
+def test_it_serves_where_a_server_py_lies(endpoint, folder):
+    assert endpoint.startswith("tcp://127.0.0.1:")
+    assert run("check", endpoint, cwd=folder).returncode == 0
+
+
+def test_status_takes_its_endpoint_from_the_variable_and_speaks_json(endpoint, folder):
+    said = run("status", "--json", cwd=folder, STATSD_BN_ENDPOINT=endpoint)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count("\n") == 1
+    assert json.loads(said.stdout)["groups"] == []
+
+
+def test_status_is_watched_until_ctrl_c(endpoint, folder):
+    watching = subprocess.Popen(
+        command("status", "--watch", endpoint),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines = [watching.stdout.readline() for _ in range(4)]
+    watching.send_signal(signal.SIGINT)
+    _, errors = watching.communicate(timeout=WAIT_SECONDS)
+    assert [line.startswith("server ") for line in lines] == [True, False, True, False]
+    assert (watching.returncode, errors) == (0, "")
+
+
+def test_what_is_mistyped_is_one_line(folder):
+    said = run("--isecure", cwd=folder)
+    expected = "statsd_bn: unknown option --isecure; did you mean --insecure? (see statsd-bn --help)\n"
+    assert (said.returncode, said.stdout, said.stderr) == (2, "", expected)
+
+
+def test_a_server_that_is_not_ours_is_told(folder):
+    said = run("--version", cwd=folder, first=f"import sys; sys.path.insert(0, {str(folder)!r}); import server; ")
+    assert said.returncode == 2
+    assert said.stdout == "mine\n"
+    assert said.stderr.startswith(f"statsd_bn: the module 'server' is not ours but {folder}/server.py")
+    assert said.stderr.count("\n") == 1

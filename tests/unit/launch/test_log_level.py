@@ -1,0 +1,43 @@
+"""STATSD_BN_LOG_LEVEL shows what the client logs, also where nobody has set up logging."""
+
+import logging
+
+import pytest
+
+from client.launch import log_level
+from statsd_bn.errors import ConfigurationError
+
+
+@pytest.fixture
+def logger(monkeypatch):
+    """The client's logger, as in a script that has set up nothing."""
+    logger = logging.Logger("statsd_bn.client")
+    monkeypatch.setattr(log_level, "logger", logger)
+    return logger
+
+
+@pytest.mark.parametrize("value", ["DEBUG", "debug"])
+def test_a_level_in_any_case_is_shown_on_the_error_output(logger, value, capsys):
+    log_level.follow({"STATSD_BN_LOG_LEVEL": value})
+    log_level.follow({"STATSD_BN_LOG_LEVEL": value})
+    logger.debug("a word")
+    assert capsys.readouterr().err.count("DEBUG a word\n") == 1
+
+
+def test_without_the_variable_nothing_changes(logger):
+    log_level.follow({})
+    assert logger.handlers == []
+    assert logger.level == logging.NOTSET
+
+
+def test_a_script_that_has_set_up_logging_keeps_its_handlers(logger):
+    logger.addHandler(mine := logging.NullHandler())
+    log_level.follow({"STATSD_BN_LOG_LEVEL": "info"})
+    assert logger.handlers == [mine]
+    assert logger.level == logging.INFO
+
+
+def test_another_value_is_refused_with_the_good_ones(logger):
+    with pytest.raises(ConfigurationError, match=r"STATSD_BN_LOG_LEVEL: expected one of .*'debug'.*got 'loud'"):
+        log_level.follow({"STATSD_BN_LOG_LEVEL": "loud"})
+    assert logger.level == logging.NOTSET

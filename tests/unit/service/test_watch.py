@@ -1,0 +1,66 @@
+"""`status --watch` shows the server again and again, over what it showed last."""
+
+import io
+import json
+
+import pytest
+
+from server.cli.watch import as_json, watch
+from statsd_bn.errors import ServerUnreachable
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def paused(times: int):
+    """A pause that is interrupted after so many times, as by Ctrl-C."""
+    left = iter(range(times - 1))
+
+    def pause(seconds: float) -> None:
+        assert seconds == 1.0
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    return pause
+
+
+def test_a_terminal_is_written_over_and_never_cleared_again():
+    texts = iter(["one\ntwo", "three"])
+    out = Terminal()
+    watch(lambda: next(texts), out, paused(2))
+    assert out.getvalue() == "\x1b[2J\x1b[Hone\x1b[K\ntwo\x1b[K\n\x1b[J\x1b[Hthree\x1b[K\n\x1b[J\n"
+
+
+def test_a_file_gets_plain_text():
+    out = io.StringIO()
+    watch(lambda: "one", out, paused(3))
+    assert out.getvalue() == "one\n" * 3
+
+
+def test_a_server_that_goes_away_is_told_and_asked_again():
+    answers = iter(["one", ServerUnreachable("nobody listens\nIs it there?"), "two"])
+
+    def text() -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    out = io.StringIO()
+    watch(text, out, paused(3))
+    assert out.getvalue() == "one\nnobody listens; Is it there?\ntwo\n"
+
+
+def test_where_no_server_was_from_the_beginning_it_ends():
+    def text() -> str:
+        raise ServerUnreachable("nobody listens")
+
+    with pytest.raises(ServerUnreachable):
+        watch(text, io.StringIO(), paused(1))
+
+
+def test_a_report_is_json_on_one_line():
+    assert json.loads(as_json({"b": 1, "a": "é"})) == {"a": "é", "b": 1}
+    assert as_json({"b": 1, "a": "é\n"}) == '{"a": "é\\n", "b": 1}'
