@@ -11,7 +11,7 @@ from statsd_bn.errors import ConfigurationError
 @pytest.fixture
 def logger(monkeypatch):
     """The client's logger, as in a script that has set up nothing."""
-    logger = logging.Logger("statsd_bn.client")
+    logger = logging.Logger("statsd_bn.client")  # noqa: LOG001 - without parents, so that pytest adds nothing
     monkeypatch.setattr(log_level, "logger", logger)
     return logger
 
