@@ -23,13 +23,18 @@ _HIDDEN = tuple(f"{folder}{os.sep}" for folder in (_PACKAGES / "client", _PACKAG
 _FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"
 
 
-def make_readable(error: StatsdBNError) -> None:
-    """Hides our frames but the first of an error that is about to be raised again, and adds where to read about it."""
+def make_readable(error: StatsdBNError, *, for_caller: bool = False) -> None:
+    """Hides our frames but the first of an error that is about to be raised again, and adds where to read about it.
+
+    Args:
+        error: raised again just after, by a bare `raise`.
+        for_caller: hide the first as well, because a public function of ours is the caller, which is seen anyway.
+    """
     note = f"see docs/errors.md#{type(error).__name__.lower()}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
     if os.environ.get("STATSD_BN_TRACEBACK", "").lower() != "full":
-        error.__traceback__ = _with_one_of_ours(error.__traceback__)
+        error.__traceback__ = _with_one_of_ours(error.__traceback__, none=for_caller)
 
 
 def at_border(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
@@ -46,9 +51,9 @@ def at_border(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT
     return raises_for_user
 
 
-def _with_one_of_ours(trace: TracebackType | None) -> TracebackType | None:
+def _with_one_of_ours(trace: TracebackType | None, *, none: bool) -> TracebackType | None:
     frames = list(_frames(trace))
-    first = next((frame for frame in frames if _is_ours(frame)), None)
+    first = None if none else next((frame for frame in frames if _is_ours(frame)), None)
     found: TracebackType | None = None
     for each in reversed(frames):
         if each is first or not _is_ours(each):

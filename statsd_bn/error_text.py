@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from statsd_bn import limits
-from statsd_bn.text import on_one_line
+from statsd_bn.text import CONTINUED, on_one_line
 
 # Letters of a first line. Python writes the name of the class before it, which takes 40 with its module at most, and
 # both together stay below 120.
@@ -106,7 +106,7 @@ def _first_line(what: str) -> list[str]:
     cut = (
         max(_cut(first, end) for end in _ENDS) or _cut(first, " ") or first.rfind(" ", 1, FIRST_LINE) + 1 or FIRST_LINE
     )
-    return [first[:cut].rstrip(), f"  {first[cut:].lstrip()}", *others]
+    return [first[:cut].rstrip(), f"{CONTINUED}{first[cut:].lstrip()}", *others]
 
 
 def _cut(line: str, end: str) -> int:

@@ -9,7 +9,11 @@ from typing import Any
 
 from statsd_bn import limits
 
+# What a line begins with that goes on with the sentence of the line before.
+CONTINUED = "    "
+
 _LAYOUT = "\n\t"
+_GOES_ON = re.compile(f"\n{CONTINUED}(?! )")
 _SPACES = re.compile(" {2,}")
 _WITHOUT_LAYOUT = str.maketrans("", "", _LAYOUT)
 
@@ -28,7 +32,7 @@ def on_one_line(text: str) -> str:
     """Returns a text of several lines on one, for a log: its lines follow one another as parts of a sentence."""
     if "\n" not in text:
         return plain(text)
-    lines = [_SPACES.sub(" ", line.strip()) for line in text.split("\n") if line.strip()]
+    lines = [_SPACES.sub(" ", line.strip()) for line in _GOES_ON.sub(" ", text).split("\n") if line.strip()]
     ended = [line if line.endswith((",", ";", ":", ".")) else f"{line};" for line in lines[:-1]]
     return plain(" ".join([*ended, *lines[-1:]]))
 

@@ -153,7 +153,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
                 return call.by_itself(mine)
             return call.as_replica(mine, *self._replica)
         except StatsdBNError as error:
-            make_readable(error)
+            make_readable(error, for_caller=True)
             raise
 
     def reset_running_stats(self) -> None:

@@ -129,7 +129,7 @@ def test_disconnecting_twice_or_without_a_connection_is_harmless(server, job):
 def test_no_server_at_the_endpoint_is_an_error_that_names_it(monkeypatch, tmp_path):
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.2)
     endpoint = f"ipc://{tmp_path}/nobody"
-    with pytest.raises(ServerUnreachable, match=rf"^nobody listens at\n  {endpoint} \(there is no such file\)\n"):
+    with pytest.raises(ServerUnreachable, match=rf"^nobody listens at\n    {endpoint} \(there is no such file\)\n"):
         client.connect(endpoint)
 
 

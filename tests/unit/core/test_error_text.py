@@ -73,7 +73,7 @@ def test_the_first_line_is_short(what, first):
     assert line == (first or line)
     assert 0 < len(line) <= FIRST_LINE
     assert "".join(text.split()) == "".join(what.split())
-    assert "".join(in_log(text).split()).replace(";", "") == "".join(what.split()).replace(";", "")
+    assert in_log(text).split() == what.split() or " " not in what
 
 
 def test_the_first_line_and_the_longest_name_stay_below_120_letters():

@@ -20,7 +20,7 @@ from statsd_bn import limits
 from statsd_bn.checks import check_depth, shown
 from statsd_bn.errors import ConfigurationError, ProtocolError, RegistrationRefused, StatsdBNError, from_wire
 from statsd_bn.messages import Failure, Leave, Status
-from statsd_bn.text import plain, readable, readable_within, told
+from statsd_bn.text import on_one_line, plain, readable, readable_within, told
 from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
 from support.strategies import key, register
 
@@ -204,4 +204,4 @@ def test_the_line_about_a_commands_error_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr("server.__main__.ask", refused)
     assert main(["status", "tcp://127.0.0.1:1"]) == 2
-    assert capsys.readouterr().err == f"statsd_bn: {plain(HOSTILE)}\n"
+    assert capsys.readouterr().err == f"statsd_bn: {on_one_line(HOSTILE)}\n"
