@@ -11,6 +11,7 @@ from client.autograd.backward_passes import phase_of
 from client.kernels.statistics import Statistics
 from client.lanes.lane import Lane
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
@@ -57,6 +58,7 @@ class Exchange:
         eps_mode: the layer's.
         rows: what the local replicas contributed to the forward round.
         key: of the forward round; None before it.
+        members: who took part in the forward round.
         moments: of the whole batch.
         statistics: what they make of it.
         number: grows with each call that this process makes.
@@ -70,6 +72,7 @@ class Exchange:
     eps_mode: str
     rows: Rows = field(init=False)
     key: RoundKey | None = None
+    members: Members = field(init=False)
     moments: Moments = field(init=False)
     statistics: Statistics = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
@@ -93,6 +96,7 @@ class Exchange:
         """Keeps what the forward round returned for these rows."""
         self.rows = rows
         self.key = aggregate.key
+        self.members = aggregate.members
         self.moments = Moments.from_vectors(aggregate.count, aggregate.values)
         self.statistics = Statistics.of(self.moments, self.eps, self.eps_mode)
 

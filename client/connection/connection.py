@@ -176,6 +176,10 @@ class Connection:
         """Returns whether a group has no other members, and can have none."""
         return self.group(group).size == 1 and not self.member.is_elastic
 
+    def is_everybody(self, group: Group | str | None) -> bool:
+        """Returns whether a group has all members of the job."""
+        return self.group(group).size == self.member.world_size
+
     @at_border
     def stay_away(self, group: Group | str | None) -> None:
         """Takes no part in the rounds of a group until it comes back; `client.join` is the way to it."""

@@ -16,7 +16,7 @@ from client.autograd.functional import Slice, batch_norm, held
 from client.data_parallel.barrier import Barrier
 from client.kernels import dispatch
 from client.lanes.lane import Lane
-from client.layers import running_stats
+from client.layers import ddp_buffers, running_stats
 from client.layers.micro_batches import Deferred
 from client.layers.recalibration_moments import Tally
 from statsd_bn.moments import Moments
@@ -72,6 +72,7 @@ class Call:
         exchange = Exchange(self.lane, layer.layer_name, layer.eps, layer.eps_mode)
         outputs = batch_norm(slices, exchange)
         if self.tally is None:
+            ddp_buffers.settle(exchange)
             exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
         due = self._due(exchange.moments)
         return [(output, due) for output in outputs]

@@ -21,7 +21,7 @@ from client.kernels.statistics import Statistics
 from client.lanes.choose import lane_for
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
-from client.layers import running_stats
+from client.layers import ddp_buffers, running_stats
 from client.layers.micro_batches import Deferred, numbered
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.moments import Moments
@@ -147,6 +147,7 @@ def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
     if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.lane, 0, local)):
         return earlier
     fresh.forward([local])
+    ddp_buffers.settle(fresh)
     exchanges.remember(fresh, has_graph=False)  # the graph has the ticket instead
     return fresh
 

@@ -13,6 +13,7 @@ from torch import nn
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.groups import Group
+from client.layers import ddp_buffers
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.training.running_statistics import commit_running_statistics
 
@@ -47,6 +48,8 @@ def join(model: nn.Module) -> Iterator[None]:
     groups = _groups_of(model, connection)
     for group in groups:
         connection.come_back(group)
+    # A rank whose data ends early gets the last one's buffers from torch's Join, if the broadcast is on.
+    ddp_buffers.turn_on_again(model)
     try:
         yield
     except GeneratorExit:

@@ -8,6 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from client.layers import ddp_buffers
 from client.layers.convert import convert as synchronised
 from statsd_bn.environment import integer
 from statsd_bn.errors import ConfigurationError
@@ -22,8 +23,10 @@ def smart_ddp(model: nn.Module, *, static_graph: bool = True, convert: bool = Tr
     All processes call it, with the model on its device and the process group initialised. The synchronised layers find
     their connection in each forward pass, so `client.connect` may come before or after.
 
-    Buffers are sent from rank 0 as torch does by default. Those of synchronised layers are the same on all ranks
-    anyway; but what else a model has, such as a batch norm that `convert_model` leaves as it is, would drift apart.
+    The wrapper sends rank 0's buffers to the others when it is made. Before each forward pass it sends them again only
+    if the model has others than those of layers that synchronise over the whole job, which are the same on all ranks
+    anyway; a batch norm that `convert_model` leaves as it is would drift apart. STATSD_BN_BROADCAST_BUFFERS=1, on all
+    ranks, keeps torch's default.
 
     Args:
         model: with all parameters on one device.
@@ -49,7 +52,9 @@ def smart_ddp(model: nn.Module, *, static_graph: bool = True, convert: bool = Tr
     arguments = arguments_for(_device_of(model), os.environ, static_graph=static_graph)
     if convert:
         model = synchronised(model, stacklevel=3)
-    return DistributedDataParallel(model, **arguments)
+    wrapper = DistributedDataParallel(model, **arguments)
+    ddp_buffers.turn_off(wrapper)
+    return wrapper
 
 
 def check_version(version: str) -> None:

@@ -1,0 +1,143 @@
+"""Turns off DistributedDataParallel's broadcast of buffers where all buffers are those of synchronised layers.
+
+By default it sends rank 0's buffers to the others before each forward pass. Synchronised layers move theirs by the same
+numbers on all ranks, so for them this is one collective per pass for nothing, it hides it where they differ, and a rank
+that waits in it is in no round of ours.
+
+Each rank turns it off in the first synchronised round that it takes part in inside of the wrapper's forward pass. All
+ranks must do so in the same pass, or one would broadcast alone. A round has all ranks in it, and they are in the same
+layer and the same call, so they are in the same pass. What else decides is the same on all ranks: the model, its
+groups, the variable.
+
+torch's Join is different: a rank without data left shadows the others' broadcasts, perhaps without any forward pass of
+its own, and at the end it takes over the last one's buffers if the broadcast is on. So nothing is turned off there, and
+`client.join`, which all ranks enter together, turns it on again.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from client.autograd.exchange import Exchange
+from client.connection.connection import Connection
+from client.connection.current import current_connection
+from client.connection.groups import Group
+from client.lanes.zeromq import SlavePipe
+from client.layers.synchronized import Synchronized
+
+logger = logging.getLogger("statsd_bn.client")
+
+# 1 keeps the broadcast.
+VARIABLE = "STATSD_BN_BROADCAST_BUFFERS"
+
+# The buffers of torch's batch norms, which ours move alike on all ranks; a subclass may have others.
+OURS = ("running_mean", "running_var", "num_batches_tracked")
+
+# Names of buffers in the warning.
+NAMED = 3
+
+# Wrappers for which nothing is left to decide, and those among them whose broadcast was turned off here.
+_settled: WeakSet[nn.Module] = WeakSet()
+_turned_off: WeakSet[nn.Module] = WeakSet()
+
+
+def settle(exchange: Exchange) -> None:
+    """Decides on the broadcast of the wrapper whose forward pass is under way, after a round in it."""
+    wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is None or wrapper in _settled or not isinstance(exchange.lane, SlavePipe):
+        return
+    if wrapper._join_config.enable or not _is_inside(exchange.layer, wrapper):  # noqa: SLF001 - has no public name
+        return
+    connection = exchange.lane.connection
+    if len(exchange.members) < connection.member.world_size and connection.is_everybody(exchange.lane.group):
+        return
+    _settled.add(wrapper)
+    if wrapper.broadcast_buffers and _may_turn_off(wrapper, connection):
+        _turn_off(wrapper)
+
+
+def turn_off(wrapper: DistributedDataParallel) -> None:
+    """Turns the broadcast of a wrapper off that has just been made, if it need not be on.
+
+    All ranks do so, and the layers synchronise over the whole job once it is connected.
+    """
+    if _may_turn_off(wrapper, current_connection()):
+        _settled.add(wrapper)
+        _turn_off(wrapper)
+
+
+def turn_on_again(model: nn.Module) -> None:
+    """Turns the broadcast on that was turned off here, of all wrappers around layers of the model."""
+    layers = {module for module in model.modules() if isinstance(module, Synchronized)}
+    wrapper: Any
+    for wrapper in list(_turned_off):
+        if not layers.isdisjoint(wrapper.modules()):
+            _turned_off.discard(wrapper)
+            _settled.discard(wrapper)
+            wrapper.broadcast_buffers = True
+
+
+def _turn_off(wrapper: Any) -> None:
+    wrapper.broadcast_buffers = False
+    _turned_off.add(wrapper)
+    if distributed.get_rank() != 0:
+        return
+    logger.info(
+        "DistributedDataParallel no longer broadcasts buffers before each forward pass: all are those of synchronised "
+        "layers, which are the same on all ranks anyway; %s=1 keeps the broadcast",
+        VARIABLE,
+    )
+
+
+def _may_turn_off(wrapper: Any, connection: Connection | None) -> bool:
+    """Whether all buffers that it broadcasts are the same on all its ranks anyway."""
+    if os.environ.get(VARIABLE) == "1" or hasattr(wrapper, "buffer_hook"):
+        return False
+    layers = [layer for layer in wrapper.module.modules() if isinstance(layer, Synchronized) and _has_buffers(layer)]
+    if not layers or not all(_is_over_all(layer.group, connection) for layer in layers):
+        return False
+    others = list(_others(wrapper, layers))
+    if others and distributed.get_rank() == 0:
+        _warn(others)
+    return not others
+
+
+def _has_buffers(layer: Any) -> bool:
+    return layer.running_mean is not None or layer.running_var is not None
+
+
+def _is_over_all(group: Group | str | None, connection: Connection | None) -> bool:
+    """Whether a group has all ranks of torch's process group, in every round."""
+    if connection is None:
+        return group is None
+    is_all = connection.member.world_size == distributed.get_world_size() and not connection.member.is_elastic
+    return is_all and connection.is_everybody(group)
+
+
+def _others(wrapper: Any, layers: list[Any]) -> Iterator[str]:
+    """The names of the buffers that it broadcasts and that are not our layers'."""
+    ours = {getattr(layer, name) for layer in layers for name in OURS}
+    for name, buffer in wrapper.module.named_buffers():
+        if buffer not in ours and name not in wrapper.parameters_to_ignore:
+            yield name
+
+
+def _is_inside(name: str, wrapper: Any) -> bool:
+    """By name, since replicas in one process are copies of the wrapper's layers."""
+    return any(isinstance(layer, Synchronized) and layer.layer_name == name for layer in wrapper.modules())
+
+
+def _warn(others: list[str]) -> None:
+    more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+    logger.warning(
+        "DistributedDataParallel goes on to broadcast rank 0's buffers before each forward pass, which takes time, and "
+        "hides it where buffers of synchronised layers differ: the model has other buffers, %s%s. If those are the "
+        "same on all ranks, pass broadcast_buffers=False",
+        ", ".join(others[:NAMED]),
+        more,
+    )

@@ -1,0 +1,115 @@
+"""As users start it: torchrun with DistributedDataParallel's defaults, mp.spawn, a plain script."""
+
+import os
+import sys
+
+import pytest
+
+from programs.anywhere_programs import STEPS
+from support.groups_of_processes import run_to_its_end
+from support.paths import ROOT, TESTS
+
+PROGRAMS = TESTS / "programs" / "anywhere_programs.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAMS)
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Runs a command with nothing configured; returns its lines."""
+
+    def run(*command, **environ):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
+        path = os.pathsep.join([str(ROOT), str(TESTS)])
+        found = run_to_its_end(command, {**kept, "XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": path, **environ})
+        return found.splitlines()
+
+    tmp_path.chmod(0o700)
+    return run
+
+
+def found_by(lines, program):
+    """What each of two ranks has said."""
+    said = [
+        [line.partition(": ")[2] for line in lines if line.startswith(f"rank {rank}, {program}: ")] for rank in (0, 1)
+    ]
+    assert all(said), lines
+    return said
+
+
+TURNED_OFF = ("ddp", "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "ignored_buffers", "compiled")
+
+
+def test_under_torchrun_ddp_broadcasts_our_buffers_once_and_trains_to_the_same_bits(start):
+    same = ",".join(["ddp", "no_sync", "nested"])
+    kept = start(*TORCHRUN, same, STATSD_BN_BROADCAST_BUFFERS="1")
+    lines = start(*TORCHRUN, f"{same},{','.join(TURNED_OFF[1:])},smart,rank_0_evaluates")
+    for program in TURNED_OFF:
+        for (said,) in found_by(lines, program):
+            assert said.startswith("broadcasts 1"), program
+    told = [line for line in lines if "no longer broadcasts buffers" in line]
+    assert len(told) == len(TURNED_OFF) + len(("no_sync", "nested", "nested", "smart", "rank_0_evaluates"))
+    for program, before, after in (("ddp", STEPS, "1"), ("no_sync", STEPS, "1"), ("nested", f"{STEPS} {STEPS}", "1 1")):
+        for (was,), (said,) in zip(found_by(kept, program), found_by(lines, program), strict=True):
+            assert was.startswith(f"broadcasts {before} digest "), program
+            assert said == was.replace(f"broadcasts {before} ", f"broadcasts {after} "), program
+    (first,), (second,) = found_by(lines, "smart")
+    assert first == second == found_by(kept, "ddp")[0][0].replace(f"broadcasts {STEPS}", "broadcasts 0")
+    first, second = found_by(lines, "rank_0_evaluates")
+    assert first == second
+    assert not [line for line in (*lines, *kept) if line.startswith("WARNING")]
+
+
+def test_under_torchrun_a_broadcast_that_is_needed_stays(start):
+    """For other buffers, for layers of a part of the ranks, and in torch's Join, which sends the last one's buffers."""
+    lines = start(*TORCHRUN, "other_buffers,groups_of_one,uneven")
+    for program in ("other_buffers", "groups_of_one"):
+        assert found_by(lines, program) == [[f"broadcasts {STEPS}"]] * 2
+    (told,) = [line for line in lines if line.startswith("WARNING")]
+    assert (
+        "the model has other buffers, anchors. If those are the same on all ranks, pass broadcast_buffers=False" in told
+    )
+    first, second = found_by(lines, "uneven")
+    assert first == second
+    assert first[0] == "is on False"
+    assert len(first) == 3
+
+
+def test_under_torchrun_a_model_that_was_not_converted_is_told_of_when_the_optimizer_steps(start):
+    lines = start(*TORCHRUN, "unconverted")
+    told = [line for line in lines if "was the model given to client.convert_model()?" in line]
+    assert len(told) == 2
+    assert all("the optimizer has stepped" in line for line in told)
+    first_end = min(place for place, line in enumerate(lines) if line.endswith("goes on"))
+    assert all(lines.index(line) < first_end for line in told)
+
+
+def test_under_spawn_connect_needs_no_argument(start, tmp_path):
+    lines = start(sys.executable, PROGRAMS, "ddp", "2", str(tmp_path / "store"))
+    (first,), (second,) = found_by(lines, "ddp")
+    assert first == second
+    assert first.startswith("broadcasts 1 ")
+    assert not [line for line in lines if line.startswith("WARNING")]
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("unconnected", "torch's process group has 2 ranks, and this process is not connected: layer '1' normalises"),
+        (
+            "too_early",
+            "torch's process group has 2 ranks, and client.connect() heard of no others: layer '1' normalises",
+        ),
+    ],
+)
+def test_under_spawn_whoever_trains_unsynchronised_is_told(start, tmp_path, program, told):
+    lines = start(sys.executable, PROGRAMS, program, "2", str(tmp_path / "store"))
+    assert len([line for line in lines if told in line]) == 2
+
+
+def test_a_plain_script_connects_alone(start):
+    lines = start(sys.executable, PROGRAMS, "alone")
+    assert "rank 0, alone: in process (0, 1) {0: b'y'}" in lines
+    assert any(line.endswith("connected: job 'default', rank 0 of 1, in process") for line in lines)
+    assert not [line for line in lines if line.startswith("WARNING")]

@@ -1,0 +1,270 @@
+"""Trainings as users write them, which tests start by torchrun, by mp.spawn, or as a plain script.
+
+    python anywhere_programs.py NAME[,NAME ...] [PROCESSES STORE]
+
+With a number of processes it spawns them, and they meet in a file. They say what they find on stdout, as lines
+"rank 0, NAME: ...".
+"""
+
+import hashlib
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import client
+
+STEPS = 5
+
+
+class Network(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+class Wrapped(nn.Module):
+    """A wrapper in a wrapper, and a layer outside of the inner one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = DistributedDataParallel(client.convert_model(Network()))
+        self.norm = client.SynchronizedBatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(x))
+
+
+_running = [""]
+
+
+def say(*found: object) -> None:
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    # In one piece, since the ranks share stdout.
+    sys.stdout.write(f"rank {rank}, {_running[0]}: {' '.join(map(str, found))}\n")
+    sys.stdout.flush()
+
+
+def batches(count: int = STEPS, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * distributed.get_rank() + seed)
+    return [torch.randn(4, 3, generator=generator) for _ in range(count)]
+
+
+def train(model: nn.Module, data: list[torch.Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in data:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+
+def digest(model: nn.Module) -> str:
+    """The same for the same bits."""
+    every = hashlib.sha256()
+    for value in model.state_dict().values():
+        every.update(value.numpy().tobytes())
+    return every.hexdigest()[:16]
+
+
+def broadcasts(wrapper: Any) -> list[int]:
+    """Counts the broadcasts that this rank makes in the wrapper's forward passes."""
+    counted = [0]
+    sync = wrapper._sync_buffers
+
+    def counting() -> None:
+        counted[0] += 1
+        sync()
+
+    wrapper._sync_buffers = counting
+    return counted
+
+
+def ddp(**options: Any) -> None:
+    model = DistributedDataParallel(client.convert_model(Network()), **options)
+    counted = broadcasts(model)
+    with client.connect():
+        train(model, batches())
+        say("broadcasts", *counted, "digest", digest(model.module))
+        distributed.barrier()
+
+
+def static_graph() -> None:
+    ddp(static_graph=True)
+
+
+def find_unused_parameters() -> None:
+    ddp(find_unused_parameters=True)
+
+
+def gradient_as_bucket_view() -> None:
+    ddp(gradient_as_bucket_view=True)
+
+
+def other_buffers() -> None:
+    network = client.convert_model(Network())
+    network.register_buffer("anchors", torch.ones(3))
+    model = DistributedDataParallel(network)
+    counted = broadcasts(model)
+    with client.connect():
+        train(model, batches())
+        say("broadcasts", *counted)
+        distributed.barrier()
+
+
+def ignored_buffers() -> None:
+    network = client.convert_model(Network())
+    network.register_buffer("anchors", torch.ones(3))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, ["anchors"])
+    model = DistributedDataParallel(network)
+    counted = broadcasts(model)
+    with client.connect():
+        train(model, batches())
+        say("broadcasts", *counted)
+        distributed.barrier()
+
+
+def compiled() -> None:
+    model = DistributedDataParallel(client.convert_model(Network()))
+    counted = broadcasts(model)
+    model.module = torch.compile(model.module, backend="aot_eager", fullgraph=True)
+    with client.connect():
+        train(model, batches())
+        say("broadcasts", *counted)
+        distributed.barrier()
+
+
+def no_sync() -> None:
+    """The first pass is one without a reduction, after which torch broadcasts nothing for a pass."""
+    model = DistributedDataParallel(client.convert_model(Network()))
+    counted = broadcasts(model)
+    with client.connect():
+        for _ in range(STEPS):
+            first, second = batches(2)
+            with model.no_sync():
+                model(first).square().mean().backward()
+            model(second).square().mean().backward()
+        say("broadcasts", *counted, "digest", digest(model.module))
+        distributed.barrier()
+
+
+def nested() -> None:
+    model = DistributedDataParallel(Wrapped())
+    inner, outer = broadcasts(model.module.inner), broadcasts(model)
+    with client.connect():
+        train(model, batches())
+        say("broadcasts", *inner, *outer, "digest", digest(model.module.inner.module))
+        distributed.barrier()
+
+
+def groups_of_one() -> None:
+    """The ranks' buffers differ, and torch evens them out: one layer has the whole job, the other each rank alone."""
+    network = client.convert_model(Network())
+    network[4].group = client.Group(f"rank {distributed.get_rank()}", 1)
+    model = DistributedDataParallel(network)
+    counted = broadcasts(model)
+    with client.connect():
+        train(model, batches())
+        say("broadcasts", *counted)
+        distributed.barrier()
+
+
+def uneven() -> None:
+    """Epochs of even and of uneven lengths; in the third rank 1 has no batch at all."""
+    rank = distributed.get_rank()
+    model = DistributedDataParallel(client.convert_model(Network()))
+    with client.connect():
+        train(model, batches())
+        say("is on", model.broadcast_buffers)
+        for epoch, lengths in enumerate([(5, 2), (3, 0)]):
+            with Join([model]), client.join(model):
+                train(model, batches(lengths[rank], epoch))
+            say("epoch", epoch, "digest", digest(model.module))
+        distributed.barrier()
+
+
+def smart() -> None:
+    with client.connect():
+        model = client.smart_ddp(Network())
+        counted = broadcasts(model)
+        train(model, batches())
+        say("broadcasts", *counted, "digest", digest(model.module))
+        distributed.barrier()
+
+
+def rank_0_evaluates() -> None:
+    """A pass in eval on one rank alone, which torch's broadcast would break."""
+    model = DistributedDataParallel(client.convert_model(Network()))
+    with client.connect():
+        for _ in range(3):
+            train(model, batches())
+            if distributed.get_rank() == 0:
+                model.eval()(batches()[0])
+                model.train()
+        say("digest", digest(model.module))
+        distributed.barrier()
+
+
+def unconnected() -> None:
+    model = DistributedDataParallel(client.convert_model(Network()))
+    train(model, batches())
+
+
+def unconverted() -> None:
+    model = DistributedDataParallel(Network())
+    with client.connect(join_timeout=60):
+        train(model, batches(1))
+        say("stepped")
+        distributed.barrier()
+        say("goes on")
+
+
+def alone() -> None:
+    model = client.convert_model(Network())
+    with client.connect() as connection:
+        train(model, [torch.randn(4, 3)] * 2)
+        say(connection.endpoint, connection.rank_and_size, connection.all_gather("x", b"y"))
+
+
+def too_early() -> None:
+    """Connected before there is a process group, so alone."""
+    with client.connect():
+        initialise()
+        train(client.convert_model(Network()), batches(1))
+
+
+def run(names: str) -> None:
+    logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
+    if names not in {"alone", "too_early"}:
+        initialise()
+    for name in names.split(","):
+        _running[0] = name
+        globals()[name]()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def initialise() -> None:
+    given = os.environ.get("SPAWNED")
+    if given is None:
+        distributed.init_process_group("gloo")
+        return
+    rank, size, store = given.split(" ", 2)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))
+
+
+def spawned(rank: int, names: str, size: int, store: str) -> None:
+    os.environ["SPAWNED"] = f"{rank} {size} {store}"
+    run(names)
+
+
+if __name__ == "__main__":
+    programs, *how = sys.argv[1:]
+    if how:
+        multiprocessing.spawn(spawned, (programs, int(how[0]), how[1]), nprocs=int(how[0]))
+    else:
+        run(programs)
