@@ -60,7 +60,8 @@ class Connection:
         member: who this process is.
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
-        watch: told of each exchange, by the layer's name and the round's key, and of the end, by "" and None; or None.
+        watch: told of each exchange, by the layer's name and the round's key; or None.
+        at_end: called when it closes.
 
     Raises:
         ServerUnreachable: nobody answers at the endpoint.
@@ -78,7 +79,8 @@ class Connection:
         self._process = os.getpid()
         self._closed = False
         self._has_asked = False
-        self.watch: Callable[[str, RoundKey | None], None] | None = None
+        self.watch: Callable[[str, RoundKey], None] | None = None
+        self.at_end: list[Callable[[], None]] = []
         self._round_trips: deque[float] = deque(maxlen=REMEMBERED_ROUND_TRIPS)
         try:
             self.is_latecomer = self._sessions.of(self._world).first_step > 0
@@ -288,9 +290,9 @@ class Connection:
         """
         if self._closed or not self.is_own:
             return
-        if self.watch:
-            self.watch("", None)
         self._closed = True
+        for call in self.at_end:
+            call()
         if not (self.rounds or cause):
             self.ask_for_layers("it ends")
         self._sessions.leave(cause)

@@ -26,17 +26,17 @@ class FirstStep:
         self._layers: set[str] = set()
         self._hook = register_optimizer_step_post_hook(self._optimizer_has_stepped)
         connection.watch = self._see
+        connection.at_end.append(self._hook.remove)
 
-    def _see(self, layer: str, key: RoundKey | None) -> None:
-        """Takes notice of a round; None for the end of the connection."""
+    def _see(self, layer: str, key: RoundKey) -> None:
+        """Takes notice of a round."""
         # Not in the hook itself: torch goes through its hooks then.
         self._hook.remove()
-        if key is not None and key.phase == FORWARD:
+        if key.phase == FORWARD:
             self._layers.add(layer)
             return
         self._connection.watch = None
-        if key is not None:
-            logger.info("%r: %d layers were synchronised in the first step", self._connection, len(self._layers))
+        logger.info("%r: %d layers were synchronised in the first step", self._connection, len(self._layers))
 
     def _optimizer_has_stepped(self, *_: object) -> None:
         if not torch.compiler.is_compiling() and self._connection.is_own:

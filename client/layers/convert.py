@@ -18,7 +18,7 @@ from torch.nn import SyncBatchNorm  # torch's own, also while `patch_sync_batchn
 from client.connection import groups
 from client.connection.groups import Group
 from client.data_parallel.replicate import DataParallelWithCallback
-from client.layers import sharding
+from client.layers import ddp_buffers, sharding
 from client.layers.conversion_report import conversion_report, places
 from client.layers.micro_batches import check_chunks
 from client.layers.reasons import BOUND
@@ -110,6 +110,7 @@ def revert_model(module: nn.Module) -> nn.Module:
 def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:
     """`revert_model`, but for the layers in `kept`; `stacklevel` is as `convert` takes it."""
     ours = set(kept)
+    ddp_buffers.turn_on_again(module)
     reverted = _replace(module, _plain(), _released, {part: part for part in (*ours, *sharding.parts_of(module))})
     left = [
         _described(place, layer)

@@ -11,14 +11,15 @@ groups, the variable.
 
 torch's Join is different: a rank without data left shadows the others' broadcasts, perhaps without any forward pass of
 its own, and at the end it takes over the last one's buffers if the broadcast is on. So nothing is turned off there, and
-`client.join`, which all ranks enter together, turns it on again.
+`client.join`, which all ranks enter together, turns it on again. So does the end of the connection.
 """
 
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,9 +32,6 @@ from client.lanes.zeromq import SlavePipe
 from client.layers.synchronized import Synchronized
 
 logger = logging.getLogger("statsd_bn.client")
-
-# 1 keeps the broadcast.
-VARIABLE = "STATSD_BN_BROADCAST_BUFFERS"
 
 # The buffers of torch's batch norms, which ours move alike on all ranks; a subclass may have others.
 OURS = ("running_mean", "running_var", "num_batches_tracked")
@@ -59,6 +57,8 @@ def settle(exchange: Exchange) -> None:
     _settled.add(wrapper)
     if wrapper.broadcast_buffers and _may_turn_off(wrapper, connection):
         _turn_off(wrapper)
+    if wrapper in _turned_off:
+        connection.at_end.append(partial(_turn_on_wrapper, ref(wrapper)))
 
 
 def turn_off(wrapper: DistributedDataParallel) -> None:
@@ -67,19 +67,15 @@ def turn_off(wrapper: DistributedDataParallel) -> None:
     All ranks do so, and the layers synchronise over the whole job once it is connected.
     """
     if _may_turn_off(wrapper, current_connection()):
-        _settled.add(wrapper)
         _turn_off(wrapper)
 
 
 def turn_on_again(model: nn.Module) -> None:
     """Turns the broadcast on that was turned off here, of all wrappers around layers of the model."""
     layers = {module for module in model.modules() if isinstance(module, Synchronized)}
-    wrapper: Any
     for wrapper in list(_turned_off):
         if not layers.isdisjoint(wrapper.modules()):
-            _turned_off.discard(wrapper)
-            _settled.discard(wrapper)
-            wrapper.broadcast_buffers = True
+            _turn_on(wrapper)
 
 
 def _turn_off(wrapper: Any) -> None:
@@ -89,14 +85,24 @@ def _turn_off(wrapper: Any) -> None:
         return
     logger.info(
         "DistributedDataParallel no longer broadcasts buffers before each forward pass: all are those of synchronised "
-        "layers, which are the same on all ranks anyway; %s=1 keeps the broadcast",
-        VARIABLE,
+        "layers, which are the same on all ranks anyway; STATSD_BN_BROADCAST_BUFFERS=1 keeps the broadcast"
     )
+
+
+def _turn_on(wrapper: Any) -> None:
+    _turned_off.discard(wrapper)
+    _settled.discard(wrapper)
+    wrapper.broadcast_buffers = True
+
+
+def _turn_on_wrapper(found: "ref[nn.Module]") -> None:
+    if (wrapper := found()) in _turned_off:
+        _turn_on(wrapper)
 
 
 def _may_turn_off(wrapper: Any, connection: Connection | None) -> bool:
     """Whether all buffers that it broadcasts are the same on all its ranks anyway."""
-    if os.environ.get(VARIABLE) == "1" or hasattr(wrapper, "buffer_hook"):
+    if os.environ.get("STATSD_BN_BROADCAST_BUFFERS") == "1" or hasattr(wrapper, "buffer_hook"):
         return False
     layers = [layer for layer in wrapper.module.modules() if isinstance(layer, Synchronized) and _has_buffers(layer)]
     if not layers or not all(_is_over_all(layer.group, connection) for layer in layers):

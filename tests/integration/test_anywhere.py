@@ -38,32 +38,37 @@ def found_by(lines, program):
     return said
 
 
-TURNED_OFF = ("ddp", "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "ignored_buffers", "compiled")
+TURNED_OFF = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view", "ignored_buffers", "compiled")
 
 
-def test_under_torchrun_ddp_broadcasts_our_buffers_once_and_trains_to_the_same_bits(start):
-    same = ",".join(["ddp", "no_sync", "nested"])
-    kept = start(*TORCHRUN, same, STATSD_BN_BROADCAST_BUFFERS="1")
-    lines = start(*TORCHRUN, f"{same},{','.join(TURNED_OFF[1:])},smart,rank_0_evaluates")
-    for program in TURNED_OFF:
-        for (said,) in found_by(lines, program):
-            assert said.startswith("broadcasts 1"), program
-    told = [line for line in lines if "no longer broadcasts buffers" in line]
-    assert len(told) == len(TURNED_OFF) + len(("no_sync", "nested", "nested", "smart", "rank_0_evaluates"))
+def test_under_torchrun_the_broadcast_is_turned_off_and_the_training_is_the_same_to_the_bit(start):
+    programs = "ddp,no_sync,nested"
+    kept = start(*TORCHRUN, programs, STATSD_BN_BROADCAST_BUFFERS="1")
+    lines = start(*TORCHRUN, f"{programs},smart")
     for program, before, after in (("ddp", STEPS, "1"), ("no_sync", STEPS, "1"), ("nested", f"{STEPS} {STEPS}", "1 1")):
         for (was,), (said,) in zip(found_by(kept, program), found_by(lines, program), strict=True):
             assert was.startswith(f"broadcasts {before} digest "), program
             assert said == was.replace(f"broadcasts {before} ", f"broadcasts {after} "), program
     (first,), (second,) = found_by(lines, "smart")
     assert first == second == found_by(kept, "ddp")[0][0].replace(f"broadcasts {STEPS}", "broadcasts 0")
+    told = [line for line in lines if "no longer broadcasts buffers" in line]
+    assert len(told) == len(("ddp", "no_sync", "inner", "outer", "smart")), "rank 0 says it once for each wrapper"
+    assert not [line for line in (*lines, *kept) if line.startswith("WARNING")]
+
+
+def test_under_torchrun_the_broadcast_is_turned_off_whatever_ddp_is_told(start):
+    lines = start(*TORCHRUN, ",".join((*TURNED_OFF, "rank_0_evaluates")))
+    for program in TURNED_OFF:
+        for (said,) in found_by(lines, program):
+            assert said.startswith("broadcasts 1"), program
     first, second = found_by(lines, "rank_0_evaluates")
     assert first == second
-    assert not [line for line in (*lines, *kept) if line.startswith("WARNING")]
+    assert not [line for line in lines if line.startswith("WARNING")]
 
 
 def test_under_torchrun_a_broadcast_that_is_needed_stays(start):
     """For other buffers, for layers of a part of the ranks, and in torch's Join, which sends the last one's buffers."""
-    lines = start(*TORCHRUN, "other_buffers,groups_of_one,uneven")
+    lines = start(*TORCHRUN, "other_buffers,groups_of_one,uneven,afterwards")
     for program in ("other_buffers", "groups_of_one"):
         assert found_by(lines, program) == [[f"broadcasts {STEPS}"]] * 2
     (told,) = [line for line in lines if line.startswith("WARNING")]
@@ -74,6 +79,8 @@ def test_under_torchrun_a_broadcast_that_is_needed_stays(start):
     assert first == second
     assert first[0] == "is on False"
     assert len(first) == 3
+    off, on = "on in training False", "on when disconnected True"
+    assert found_by(lines, "afterwards") == [[off, on, off, "on when reverted True", "on when reverted True"]] * 2
 
 
 def test_under_torchrun_a_model_that_was_not_converted_is_told_of_when_the_optimizer_steps(start):

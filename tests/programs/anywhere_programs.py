@@ -138,6 +138,22 @@ def compiled() -> None:
         distributed.barrier()
 
 
+def afterwards() -> None:
+    """After the connection, and after `revert_model`, torch's broadcast is as it was."""
+    model = DistributedDataParallel(client.convert_model(Network()))
+    for end in ("disconnected", "reverted"):
+        connection = client.connect()
+        train(model, batches(1))
+        say("on in training", model.broadcast_buffers)
+        if end == "reverted":
+            client.revert_model(model)
+            say("on when", end, model.broadcast_buffers)
+        distributed.barrier()
+        connection.close()
+        say("on when", end, model.broadcast_buffers)
+        train(model, batches(1))
+
+
 def no_sync() -> None:
     """The first pass is one without a reduction, after which torch broadcasts nothing for a pass."""
     model = DistributedDataParallel(client.convert_model(Network()))

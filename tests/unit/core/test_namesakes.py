@@ -1,0 +1,28 @@
+"""A `client.py` of the user's own, beside the script."""
+
+import subprocess
+import sys
+
+import pytest
+
+from support.paths import ROOT
+
+
+def run(folder, program):
+    (folder / "script.py").write_text(program)
+    command = [sys.executable, "-W", "always", folder / "script.py"]
+    environ = {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stderr
+
+
+@pytest.mark.parametrize("form", ["client.py", "client/__init__.py"])
+def test_one_that_was_imported_instead_of_ours_is_told_of(tmp_path, form):
+    (tmp_path / form).parent.mkdir(exist_ok=True)
+    (tmp_path / form).write_text("")
+    told = run(tmp_path, "import client\nfrom statsd_bn.errors import ReplicaLost")
+    assert f"client: expected the package of statsd_bn, {ROOT}/client, got '{tmp_path}/{form}'" in told
+
+
+@pytest.mark.parametrize("program", ["import client, statsd_bn", "import statsd_bn, client", "import statsd_bn"])
+def test_ours_is_taken_for_ours(tmp_path, program):
+    assert "client: expected" not in run(tmp_path, program)
