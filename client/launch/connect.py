@@ -147,7 +147,7 @@ def _alone(settings: Settings) -> Connection:
 
 
 def _running_server() -> str | None:
-    """Returns where this user's server listens; None where there is none, or a killed one has left its socket."""
+    """Returns where this user's server listens; None without one, or if a killed one has left its socket behind."""
     try:
         endpoint = find_server(os.environ)
         with socket.socket(socket.AF_UNIX) as trial:
