@@ -28,6 +28,7 @@ BLOCKS = [block for block in all_blocks() if ROOT / block.page != README]
 # Blocks of no language, of which nothing is run, by page: why they are there.
 NOTHING_TO_RUN = {
     "docs/architecture.md": "a drawing that tests/documentation/test_architecture_page.py compares with the code",
+    "docs/errors.md": "an error as it is printed",
     "docs/protocol.md": "drawings, and bytes that tests/documentation/test_protocol_doc.py compares with the code's",
 }
 
