@@ -169,15 +169,9 @@ class SyncMaster:
 
     def expire(self, now: float) -> list[Reply]:
         """End what is over its time: rounds, and the wait for members after a restart of the server."""
-        # Time alone opens no other group than one that recovers: who comes and who goes has settled it before.
-        is_recovering = self.membership.recovery is not None
-        if is_recovering:
-            self.membership.give_up_waiting(now)
+        self.membership.give_up_waiting(now)
         self._weigh()
-        replies = self._tell_news() if self.membership.news else []
-        if is_recovering:
-            replies += self._settle(now)
-        return replies + self.open_rounds.expire(now)
+        return self._tell_news() + self._settle(now) + self.open_rounds.expire(now)
 
     def stop(self) -> list[Reply]:
         """End all open rounds, and the wait for the group to open, because the master stops."""

@@ -153,7 +153,7 @@ def test_a_server_that_does_not_start_is_told_with_its_exit_code(start, monkeypa
     monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
     with pytest.raises(ServerUnreachable, match=r"cannot start a server: .*it ended with exit code 2 after"):
         start()
-    assert "log level: expected one of" in capfd.readouterr().err
+    assert "STATSD_BN_LOG_LEVEL: expected one of" in capfd.readouterr().err
 
 
 def kill(master):
