@@ -19,6 +19,9 @@ MAX_PHASE_BYTES = 32
 # An error's message or a cause with the heart of a traceback.
 MAX_TEXT_BYTES = 4096
 
+# Where a thread is: a few frames, each a shortened path, a line and a function.
+MAX_STACK_BYTES = 1024
+
 # Steps, calls, epochs and attempts: a round a millisecond fills 32 bits in 50 days, so 48.
 MAX_COUNTER = 2**48 - 1
 

@@ -270,6 +270,7 @@ class Pending:
         key: the round.
         seconds: how long it has been open, in whole seconds.
         message: who is late, for a person.
+        whereabouts: where those are, as they have answered; empty while nothing is known.
     """
 
     type: ClassVar[int] = 10
@@ -277,10 +278,12 @@ class Pending:
     key: RoundKey
     seconds: int
     message: str
+    whereabouts: str = ""
 
     def __post_init__(self) -> None:
         check_integer("seconds", self.seconds, 0, limits.MAX_COUNTER)
         check_text("message", self.message, limits.MAX_TEXT_BYTES)
+        check_text("whereabouts", self.whereabouts, limits.MAX_TEXT_BYTES, shortest=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -301,11 +304,67 @@ class Result:
         check_token("session", self.session)
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The master asks a member that others wait for where it is; it goes to where the member's heartbeats come from.
+
+    Attributes:
+        digest: of the session that is asked.
+        number: of the question; the answer repeats it.
+        torch_group: the name of the process group of torch that the answer is to tell of; empty: the group of the
+            collective that the member is in.
+    """
+
+    type: ClassVar[int] = 12
+
+    digest: bytes
+    number: int
+    torch_group: str = ""
+
+    def __post_init__(self) -> None:
+        check_token("digest", self.digest)
+        check_integer("number", self.number, 0, limits.MAX_COUNTER)
+        check_text("torch_group", self.torch_group, limits.MAX_NAME_BYTES, shortest=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """A member's answer to a question: where its main thread is.
+
+    Attributes:
+        session: who speaks.
+        number: of the question.
+        stack: the files, lines and functions it is in, for people; empty if it does not tell.
+        held: 1 if it is inside of a collective of torch, 0 if not.
+        torch_group: the name of a process group of torch; empty if it tells of none.
+        members: the ranks of that process group.
+        launched: how many operations this member has begun on that process group.
+    """
+
+    type: ClassVar[int] = 13
+
+    session: bytes
+    number: int
+    stack: str
+    held: int
+    torch_group: str
+    members: Members
+    launched: int
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_integer("number", self.number, 0, limits.MAX_COUNTER)
+        check_text("stack", self.stack, limits.MAX_STACK_BYTES, shortest=0)
+        check_integer("held", self.held, 0, 1)
+        check_text("torch_group", self.torch_group, limits.MAX_NAME_BYTES, shortest=0)
+        check_integer("launched", self.launched, 0, limits.MAX_COUNTER)
+
+
 # The most frequent first: it is looked for in this order.
-Request = Contribution | Register | Leave | StatusRequest | Heartbeat | Result
+Request = Contribution | Register | Leave | StatusRequest | Heartbeat | Result | Whereabouts
 """What a member says."""
 
-Message = Request | Registered | Aggregate | Failure | Status | Pending
+Message = Request | Registered | Aggregate | Failure | Status | Pending | Question
 
 BY_TYPE: dict[int, type[Message]] = {
     message.type: message for message in sorted(get_args(Message), key=lambda kind: kind.type)

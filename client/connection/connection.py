@@ -22,6 +22,7 @@ from client.connection.round_trip import RoundTrip
 from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
 from client.connection.transport import Transport
+from client.whereabouts import notes
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
@@ -94,6 +95,8 @@ class Connection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not self._closed:
+            self.explain(error)
         self.close(cause=cause_of(error))
 
     def __repr__(self) -> str:
@@ -281,6 +284,14 @@ class Connection:
         self._round_trips.append(time.perf_counter() - started)
         self.rounds += 1
         return aggregate
+
+    def explain(self, error: BaseException) -> None:
+        """Adds a note to an exception that is not ours: which rank has left the strict job, and why, as far as known.
+
+        If it comes out of a collective of torch, it waits a moment for that news.
+        """
+        if self.is_own and not self.member.is_elastic and self.member.world_size > 1:
+            notes.explain(error, self._sessions.job)
 
     def close(self, cause: str = "") -> None:
         """Leaves all groups and closes the sockets; harmless when repeated.

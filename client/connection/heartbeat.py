@@ -1,7 +1,8 @@
 """Heartbeat: the thread that says for silent sessions that this process is alive.
 
-It is Python on purpose. ZeroMQ has heartbeats of its own, but its I/O thread answers them even where no line of Python
-runs any more. Which sessions speak, and when, is in `client.connection.pulse`.
+It also answers the server's question where this process is, and hears that the job is broken, because it can do so
+wherever the training script is. It is Python on purpose. ZeroMQ has heartbeats of its own, but its I/O thread answers
+them even where no line of Python runs any more. Which sessions speak, and when, is in `client.connection.pulse`.
 """
 
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable
 from client.connection.heartbeat_socket import Beacon
 from client.connection.pulse import Pulse
 from client.connection.session import Session
+from client.whereabouts.broken_job import BrokenJob
 
 
 class Heartbeat:
@@ -20,11 +22,17 @@ class Heartbeat:
         beacon: the way to the master.
         sessions: returns this process's sessions.
         reconnected: called when the connection has come up again after it was lost.
+        job: takes the news that the job is broken, and tells where this process is; default: nobody does.
     """
 
     def __init__(
-        self, beacon: Beacon, sessions: Callable[[], Iterable[Session]], reconnected: Callable[[], None]
+        self,
+        beacon: Beacon,
+        sessions: Callable[[], Iterable[Session]],
+        reconnected: Callable[[], None],
+        job: BrokenJob | None = None,
     ) -> None:
+        self._job = job
         self._beacon = beacon
         self._sessions = sessions
         self._reconnected = reconnected
@@ -55,6 +63,8 @@ class Heartbeat:
                     self._has_connected = True
                 self._listen()
                 self._beat()
+                if self._job:
+                    self._job.step(time.monotonic())
         finally:
             self._beacon.close()
 
@@ -62,6 +72,15 @@ class Heartbeat:
         for frame in self._beacon.received():
             for reply in self._pulse.overhear(frame, self._sessions()):
                 self._beacon.send(reply)
+            if self._job:
+                self._attend(self._job, frame)
+
+    def _attend(self, job: BrokenJob, frame: bytes) -> None:
+        if asked := self._pulse.asked(frame, self._sessions()):
+            session, question = asked
+            self._beacon.send(session.whereabouts(question, job.looks.look(question.torch_group).place))
+        elif news := self._pulse.news(frame, self._sessions()):
+            job.take(news)
 
     def _beat(self) -> None:
         for session in self._pulse.due(time.monotonic(), self._sessions()):

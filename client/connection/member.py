@@ -4,6 +4,9 @@ from dataclasses import dataclass, replace
 
 DEFAULT_ROUND_TIMEOUT = 600.0
 
+# How long a collective of torch may hold the main thread after the job has broken.
+DEFAULT_ABORT_AFTER = 10.0
+
 # What happens when a member is lost: the others fail and name it, or go on without it.
 STRICT = "strict"
 ELASTIC = "elastic"
@@ -23,6 +26,9 @@ class Member:
         host_and_pid: where this process runs, for people.
         min_members: how few members an elastic group may go on with; 0 if the group is strict.
         join_timeout: how long the members may take to arrive, in seconds; None: as long as a round.
+        abort_after: how long a collective of torch may hold the main thread after the job has broken, before the
+            process is ended, in seconds; None: for ever.
+        tells_stacks: whether it tells where it is when others wait for it.
     """
 
     job: str
@@ -34,6 +40,8 @@ class Member:
     host_and_pid: str
     min_members: int = 0
     join_timeout: float | None = None
+    abort_after: float | None = DEFAULT_ABORT_AFTER
+    tells_stacks: bool = True
 
     @property
     def is_elastic(self) -> bool:

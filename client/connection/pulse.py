@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from client.connection.session import Session
 from statsd_bn import limits
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.messages import Question
 
 
 class Pulse:
@@ -47,6 +49,19 @@ class Pulse:
         A member that is between two rounds returns to a restarted master from here, so that nobody waits for it.
         """
         return [reply for session in _known(sessions) for reply in session.overhear(frame)]
+
+    @staticmethod
+    def asked(frame: bytes, sessions: Iterable[Session]) -> tuple[Session, Question] | None:
+        """Returns the question where this process is that a frame asks, and whom; None if it asks nothing."""
+        for session in _known(sessions):
+            if question := session.asked(frame):
+                return session, question
+        return None
+
+    @staticmethod
+    def news(frame: bytes, sessions: Iterable[Session]) -> StatsdBNError | None:
+        """Returns why the strict job is broken, if a frame says so."""
+        return next((news for session in _known(sessions) if (news := session.news(frame))), None)
 
 
 def _known(sessions: Iterable[Session]) -> list[Session]:

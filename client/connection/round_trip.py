@@ -13,7 +13,7 @@ from client.connection.session import Session
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import RoundTimeout, UnknownSession
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate
+from statsd_bn.messages import Aggregate, Pending
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.text import plain
@@ -28,8 +28,10 @@ GRACE_SECONDS = 5.0
 ASK_AGAIN_SECONDS = 1.0
 ASK_AGAIN_AT_MOST = 3.0
 
-# Warn after a wait of this length, then at doubling intervals.
+# Warn after a wait of this length, then at doubling intervals. The first warning comes earlier if it can say where the
+# late member is: then it helps, and is not only a complaint about a slow step.
 WARN_SECONDS = 10.0
+WARN_WITH_PLACE_SECONDS = 2.0
 
 
 class RoundTrip:
@@ -98,9 +100,13 @@ class RoundTrip:
             self._tell_changes(before, answer)
             return answer
         if answer is not None:
-            self._told = answer.message
-            self._warn(answer.seconds, plain(answer.message))
+            self._take_news(answer)
         return None
+
+    def _take_news(self, answer: Pending) -> None:
+        self._told = f"{answer.message}; {answer.whereabouts}" if answer.whereabouts else answer.message
+        is_early = bool(answer.whereabouts) and self._next_warning == WARN_SECONDS
+        self._warn(answer.seconds, plain(self._told), WARN_WITH_PLACE_SECONDS if is_early else self._next_warning)
 
     def _tell_changes(self, before: Members, answer: Aggregate) -> None:
         """Nothing is dropped silently; in a strict group only members whose data has ended come and go."""
@@ -113,13 +119,14 @@ class RoundTrip:
 
     def _ask_again(self, now: float) -> bytes:
         silent = now - self._heard
-        self._warn(silent, f"{self._key}: the server at {self._endpoint} has not answered for {silent:.0f} s")
+        text = f"{self._key}: the server at {self._endpoint} has not answered for {silent:.0f} s"
+        self._warn(silent, text, self._next_warning)
         self._attempt += 1
         self._session.spoke = now
         return self._session.contribution(self._key, self._rows, self._attempt)
 
-    def _warn(self, seconds: float, text: str) -> None:
-        if seconds >= self._next_warning:
+    def _warn(self, seconds: float, text: str, least: float) -> None:
+        if seconds >= least:
             self._next_warning = 2 * seconds
             logger.warning("%s", text)
 

@@ -7,13 +7,15 @@ forward rounds within the step. A backward round keeps the key of its forward ro
 """
 
 from collections import Counter, deque
+from contextlib import suppress
 from typing import TypeGuard
 
 from client.connection.member import Member
+from client.whereabouts.place import Place, TorchGroup
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
-from statsd_bn.errors import ReplicaLost, StatsdBNError, UnknownSession, from_wire
-from statsd_bn.members import NOBODY
+from statsd_bn.errors import ReplicaLost, RoundFailed, StatsdBNError, UnknownSession, from_wire
+from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     NO_SERVER,
     Aggregate,
@@ -23,10 +25,12 @@ from statsd_bn.messages import (
     Leave,
     Message,
     Pending,
+    Question,
     Register,
     Registered,
     Result,
     Stand,
+    Whereabouts,
 )
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
@@ -174,6 +178,30 @@ class Session:
             # Whatever ends it, its next contribution will be told.
             pass
         return []
+
+    def asked(self, frame: bytes) -> Question | None:
+        """Returns the question where this process is, if a frame is one to this session."""
+        message = self._overheard(frame)
+        return message if isinstance(message, Question) and message.digest == self._digest else None
+
+    def whereabouts(self, question: Question, place: Place) -> bytes:
+        """Returns the frame that answers a question."""
+        group = place.group or TorchGroup("", (), 0)
+        of_group = group.name, Members.of(group.ranks), group.launched
+        return encode(Whereabouts(self.token, question.number, place.stack, int(place.held), *of_group))
+
+    def news(self, frame: bytes) -> StatsdBNError | None:
+        """Returns why the strict job is broken, if a frame that came while nothing was asked says so."""
+        message = self._overheard(frame)
+        if not isinstance(message, Failure) or message.key is not None or self.member.is_elastic:
+            return None
+        error = from_wire(message.code, message.message, message.fields)
+        return error if isinstance(error, RoundFailed) and error.fields.get("job") == self.member.job else None
+
+    def _overheard(self, frame: bytes) -> Message | None:
+        with suppress(StatsdBNError):
+            return decode(frame)
+        return None
 
     def _is_registered(self, message: Message | None) -> TypeGuard[Registered]:
         if not isinstance(message, Registered) or message.digest != self._digest:

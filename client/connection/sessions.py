@@ -17,6 +17,8 @@ from client.connection.member import Member
 from client.connection.registration import Registration, cause_of
 from client.connection.session import Session
 from client.connection.transport import Transport
+from client.whereabouts.broken_job import BrokenJob
+from client.whereabouts.look import Looks
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, ServerUnreachable
 from statsd_bn.messages import Stand
@@ -37,6 +39,9 @@ class Sessions:
     Args:
         transport: how to reach the master.
         member: who this process is.
+
+    Attributes:
+        job: what is known of the job's end.
     """
 
     def __init__(self, transport: Transport, member: Member) -> None:
@@ -48,7 +53,9 @@ class Sessions:
         # Those that need no lock and no wait any more, which is what all rounds but the first find.
         self._open_sessions: dict[Group, Session] = {}
         beacon = transport.beacon()
-        self._heartbeat = Heartbeat(beacon, self.all, transport.close_idle) if beacon else None
+        looks = Looks(tells_stacks=member.tells_stacks, rank=member.rank)
+        self.job = BrokenJob(looks, f"rank {member.rank} ({member.host_and_pid})", member.abort_after)
+        self._heartbeat = Heartbeat(beacon, self.all, transport.close_idle, self.job) if beacon else None
 
     def of(self, group: Group) -> Session:
         """Returns the session of a group; the first use of the group registers, and waits until it is open.

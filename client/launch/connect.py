@@ -7,13 +7,15 @@ import os
 import socket
 import sys
 import time
+from functools import cache
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import TracebackType
 
 from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection, hold
-from client.connection.member import DEFAULT_ROUND_TIMEOUT, STRICT, Member
+from client.connection.member import DEFAULT_ABORT_AFTER, DEFAULT_ROUND_TIMEOUT, STRICT, Member
 from client.connection.registration import cause_of
 from client.connection.transport import ZmqTransport
 from client.launch import alone, log_level, own_server, process_group, server_process
@@ -46,6 +48,7 @@ def connect(
     policy: str = STRICT,
     min_members: int | None = None,
     curve: str | Path | None = None,
+    abort_after: float | None = DEFAULT_ABORT_AFTER,
 ) -> Connection:
     """Connects this process's synchronised layers to a server, and waits until all processes of the job are there.
 
@@ -73,6 +76,9 @@ def connect(
         curve: the file with this client's secret key, as `python -m server keygen` makes it, for a server with --curve;
             else STATSD_BN_CURVE. A server that rank 0 starts for a job on several nodes makes its keys from
             STATSD_BN_SECRET_FILE or STATSD_BN_SECRET.
+        abort_after: what a strict job does with a process that a collective of torch holds after the job has broken,
+            because a rank was lost, raised or is elsewhere: end it with exit code 1 after so many seconds in that
+            collective; None: never.
 
     Returns:
         The connection. It is a context manager too: its end disconnects, and tells the others if an exception was the
@@ -106,6 +112,7 @@ def connect(
         policy=policy,
         min_members=min_members,
         curve=curve,
+        abort_after=abort_after,
     )
     logger.info("connecting with %s", settings)
     connection = _connection(settings)
@@ -114,6 +121,7 @@ def connect(
         FirstStep(connection)
     who = connection.member
     logger.info("connected: job %r, rank %d of %d, %s", who.job, who.rank, who.world_size, _lane(connection))
+    _explain_exceptions()
     if multiprocessing.parent_process():
         # A forked child of multiprocessing does not run atexit.
         Finalize(None, _goodbye, exitpriority=AFTER_QUEUES)
@@ -180,6 +188,19 @@ def _own_server() -> str:
                     **{**error.fields, "seconds": FIND_SECONDS},
                 ) from None
         time.sleep(FIND_PAUSE_SECONDS)
+
+
+@cache
+def _explain_exceptions() -> None:
+    """Has the exception that ends this process say which rank has left and why; once is enough."""
+    before = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if connection := current_connection():
+            connection.explain(error)
+        before(kind, error, trace)
+
+    sys.excepthook = explain
 
 
 def _goodbye() -> None:

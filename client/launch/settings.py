@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from client.connection.member import DEFAULT_ROUND_TIMEOUT, ELASTIC, STRICT, Member
+from client.connection.member import DEFAULT_ABORT_AFTER, DEFAULT_ROUND_TIMEOUT, ELASTIC, STRICT, Member
 from client.launch import launchers, process_group
 from client.launch.launchers import StoreAddress
 from client.launch.process_group import ProcessGroup
@@ -39,6 +39,7 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "policy": ("a str", (str,)),
     "min_members": ("an int", (int,)),
     "curve": ("a path", (str, os.PathLike)),
+    "abort_after": ("a number of seconds", (int, float)),
 }
 _MAY_BE_NONE = _TYPES.keys() - {"round_timeout", "policy"}
 
@@ -63,6 +64,8 @@ class Settings:
         is_one_node: whether all processes are on this host, as far as the launcher says.
         is_process_group: whether the processes are those of torch's process group, and no launcher says where a store
             is; then they meet in the group's store.
+        abort_after: how long a collective of torch may hold a process of a broken job, in seconds; None: for ever.
+        stacks: whether this process tells where it is when others wait for it.
     """
 
     endpoint: Setting[str | None]
@@ -77,6 +80,8 @@ class Settings:
     curve: Setting[str | os.PathLike[str] | None]
     store: Setting[StoreAddress] | None
     is_one_node: bool
+    abort_after: Setting[float | None]
+    stacks: Setting[bool]
     is_process_group: bool = False
 
     @property
@@ -100,6 +105,8 @@ class Settings:
             host_and_pid=f"{plain(socket.gethostname())[:200]}, pid {os.getpid()}",
             min_members=self.min_members.value,
             join_timeout=self.join_timeout.value,
+            abort_after=self.abort_after.value,
+            tells_stacks=self.stacks.value,
         )
 
     def keys(self) -> ClientKeys | None:
@@ -124,6 +131,7 @@ def resolve(
     policy: str = STRICT,
     min_members: int | None = None,
     curve: str | Path | None = None,
+    abort_after: float | None = DEFAULT_ABORT_AFTER,
 ) -> Settings:
     """Finds the value of each setting.
 
@@ -139,6 +147,7 @@ def resolve(
         policy: likewise.
         min_members: likewise.
         curve: likewise.
+        abort_after: likewise.
 
     Raises:
         ConfigurationError: a value is unusable; the text says what it is and where it came from.
@@ -183,6 +192,8 @@ def resolve(
         store=store,
         is_one_node=store is not None and launchers.is_one_node(environ, store.value, size.value),
         is_process_group=meets_in_group,
+        abort_after=_abort_after(abort_after),
+        stacks=_stacks(environ),
     )
 
 
@@ -259,6 +270,21 @@ def _timeouts(in_round: float, to_join: float | None) -> tuple[Setting[float], S
     if to_join is None:
         return round_timeout, Setting("join_timeout", float(in_round), source if source == DEFAULT else "round_timeout")
     return round_timeout, Setting("join_timeout", float(to_join), ARGUMENT)
+
+
+def _abort_after(given: float | None) -> Setting[float | None]:
+    if given is not None and not 0 < given <= limits.MAX_DEADLINE:
+        raise ConfigurationError(
+            f"abort_after: expected seconds in (0, {limits.MAX_DEADLINE:g}] or None, got {given} ({ARGUMENT})"
+        )
+    return Setting("abort_after", given, DEFAULT if given == DEFAULT_ABORT_AFTER else ARGUMENT)
+
+
+def _stacks(environ: Mapping[str, str]) -> Setting[bool]:
+    said = environ.get("STATSD_BN_STACKS") or "1"
+    if said not in {"0", "1"}:
+        raise ConfigurationError(f"STATSD_BN_STACKS: expected 0 or 1, got {said!r:.80}")
+    return Setting("stacks", said == "1", "STATSD_BN_STACKS" if environ.get("STATSD_BN_STACKS") else DEFAULT)
 
 
 def _store(environ: Mapping[str, str], size: Setting[int]) -> Setting[StoreAddress] | None:

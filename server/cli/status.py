@@ -187,6 +187,7 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     lines = [head]
     lines += [
         f"  rank {slave['member']} ({slave['place']}), step {slave['step']}, {slave['replicas']} replicas"
+        + (f"; it {slave['where']}" if slave.get("where") else "")
         for slave in group["members"]
     ]
     if left_out := group.get("members_left_out"):

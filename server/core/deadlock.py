@@ -7,6 +7,9 @@ may wait in one group for a member that waits for it in another.
 
 A member is *blocked* while it waits in an open round, or for a group to open. A member that is not blocked is free, and
 so is each member that waits for a free one. Those that remain are *stuck*: nobody who could free them is running.
+
+A member may also wait in a collective of torch for members that wait here, see `server.core.collectives`: then it is
+blocked like one that waits in a round.
 """
 
 from collections import Counter, defaultdict
@@ -14,8 +17,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.core.collectives import Held
 from server.group.life import GroupState
 from server.group.master import SyncMaster
+from server.group.slave import Slave
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.messages import WORLD
@@ -52,24 +57,27 @@ class Wait:
         key: the round; None where they wait for the group to open.
         since: who waits, and since when.
         missing: whom they wait for.
+        held: the member that waits there, if the place is a collective of torch and no round.
     """
 
     master: SyncMaster
     key: RoundKey | None
     since: Mapping[int, float]
     missing: Collection[int]
+    held: Slave | None = None
 
 
-def find(masters: Sequence[SyncMaster], now: float) -> list[Wait]:
+def find(masters: Sequence[SyncMaster], now: float, held: Sequence[Held] = ()) -> list[Wait]:
     """Places where members of a job are stuck.
 
     Args:
         masters: all groups of the job.
         now: the time, on the clock of the masters.
+        held: the members that wait in a collective of torch.
     """
-    if not _may_be_stuck(masters):
+    if not held and not _may_be_stuck(masters):
         return []
-    waits = list(_waits(masters))
+    waits = [*_waits(masters), *_in_collectives(masters, held)]
     running = _changed(masters, waits, now - QUIET_SECONDS)
     running |= _changed(masters, waits, now - THREADED_QUIET_SECONDS) & _with_more_threads(waits)
     members = stuck(((wait.since, wait.missing) for wait in waits), running)
@@ -121,6 +129,13 @@ def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
     sizes = [(round_.nr_waiting, len(round_.futures)) for master in masters for round_ in master.open_rounds]
     sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if _fills(master)]
     return bool(sizes) and sum(waiting for waiting, _ in sizes) >= min(size for _, size in sizes)
+
+
+def _in_collectives(masters: Iterable[SyncMaster], held: Sequence[Held]) -> Iterator[Wait]:
+    of = {slave.session: master for master in masters if held for slave in master.membership.slaves.values()}
+    for one in held:
+        if master := of.get(one.slave.session):
+            yield Wait(master, None, {one.slave.member: one.since}, one.missing, one.slave)
 
 
 def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
@@ -191,9 +206,13 @@ class Table:
 
     def _row(self, wait: Wait, member: int, name: str) -> Row:
         seconds = self._now - wait.since[member]
+        if wait.held:
+            return Row((str(wait.held), f"waits {seconds:.1f} s", name), (f"{wait.held} {wait.held.where(self._now)}",))
         return Row((str(wait.master.membership.slaves[member]), f"waits {seconds:.1f} s", name))
 
     def _name(self, wait: Wait) -> str:
+        if wait.held:
+            return "in a collective of torch"
         if wait.key is None:
             return f"for group {wait.master.membership.group!r} to open"
         return f"in {wait.key.in_words(with_call=self._in_calls, with_group=self._in_groups)}"
@@ -207,4 +226,5 @@ class Table:
             "seconds": self._now - min(wait.since.values()),
             "group": wait.master.membership.group,
             **place,
+            **({"stack": wait.held.place_in_code} if wait.held else {}),
         }

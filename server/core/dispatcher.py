@@ -14,6 +14,7 @@ from typing import Any
 
 from server.core import deadlock, report
 from server.core.eviction import Eviction
+from server.core.inquiry import Inquiry
 from server.core.mismatches import Mismatches
 from server.core.received import Received
 from server.core.registration import Registration
@@ -47,6 +48,7 @@ from statsd_bn.messages import (
     Request,
     Result,
     StatusRequest,
+    Whereabouts,
 )
 from statsd_bn.wire import decode_request, encode, named_session
 
@@ -84,6 +86,7 @@ class Dispatcher:
         self._registry = Registry(started, self._budget.quota.silence_seconds)
         self._eviction = Eviction(self._registry, self._budget)
         self._registration = Registration(server, self._registry, self._budget, self._eviction, seals)
+        self._inquiry = Inquiry(self._registry)
         self._mismatches = Mismatches()
         self._reports = Reports(self._counts)
         self.tally = self._budget.tally
@@ -120,7 +123,8 @@ class Dispatcher:
         for master in registry.masters.values():
             replies += master.expire(now)
         for master in registry.masters.values():
-            replies += registry.tell_of_loss(master)
+            replies += registry.tell_of_loss(master) + registry.tell_news(master)
+        replies += self._inquiry.tick(now)
         return replies + self._end_deadlocks(now)
 
     @property
@@ -204,7 +208,7 @@ class Dispatcher:
         match message:
             case Contribution():
                 return self._contribute(now, message, record, peer)
-            case Heartbeat():
+            case Heartbeat() | Whereabouts():
                 return self._beat(now, message, record, peer)
             case Register():
                 replies = self._registration.register(now, message, peer, tenant)
@@ -268,11 +272,13 @@ class Dispatcher:
         self._registry.liveness.hear(now, result.session, peer)
         return Received(record.master.recall(now, record.slave, result.aggregate, peer), result.session)
 
-    def _beat(self, now: float, heartbeat: Heartbeat, record: SessionRecord | None, peer: bytes) -> Received:
-        session = heartbeat.session
+    def _beat(self, now: float, said: Heartbeat | Whereabouts, record: SessionRecord | None, peer: bytes) -> Received:
+        session = said.session
         if record is None:
             return self._refuse_stranger([(peer, failure(self._why_not(session)))])
         self._registry.liveness.beat(now, session, peer)
+        if isinstance(said, Whereabouts):
+            self._inquiry.answer(now, said)
         # A member that owes results is told that it is unknown: it then registers again, and sends them.
         return Received([(peer, failure(self._why_not(session)))] if record.slave.owes else [], session)
 
@@ -286,7 +292,7 @@ class Dispatcher:
     def _end_deadlocks(self, now: float) -> list[Reply]:
         """Tell the members that wait for one another; such members are always of one job."""
         replies: list[Reply] = []
-        for waits in self._mismatches.find(now, dict(self._registry.masters)):
+        for waits in self._mismatches.find(now, dict(self._registry.masters), self._inquiry.held()):
             table = deadlock.Table(waits, now)
             logger.warning("%s", in_log(table.error(waits[0])))
             for wait in waits:
@@ -295,6 +301,10 @@ class Dispatcher:
         return replies
 
     def _end_wait(self, now: float, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:
+        if wait.held:
+            # It hears this where its heartbeats come from: its main thread is not here.
+            address = self._registry.liveness.beacon(wait.held.session)
+            return [(address, failure(error))] if address else []
         if wait.key:
             return wait.master.open_rounds.fail(wait.key, error)
         return self._registry.dissolve(now, wait.master, error)

@@ -92,6 +92,11 @@ class Liveness:
         """Where to probe the sessions that have not been heard since a time: one address for each."""
         return {pulse.address for pulse in self._pulses.values() if pulse.address and pulse.heard <= since}
 
+    def beacon(self, session: bytes) -> bytes:
+        """Where a session's heartbeats come from; b"" while there is no such place."""
+        pulse = self._pulses.get(session)
+        return pulse.beacon if pulse else b""
+
     def unreachable(self, now: float, peer: bytes) -> set[bytes]:
         """Note that a peer cannot be reached; returns the other addresses of its sessions."""
         concerned = {session: pulse for session, pulse in self._pulses.items() if peer in {pulse.peer, pulse.beacon}}

@@ -4,9 +4,11 @@ Searching a job takes time in proportion to the contributions that it waits for,
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from server.core import deadlock
+from server.core.collectives import Held
 from server.core.ended import Name
 from server.group.master import SyncMaster
 
@@ -18,6 +20,8 @@ FEW = 256
 PAUSE_SECONDS_EACH = 5e-6
 MOST = 2**17
 
+NOBODY_HELD: Mapping[str, Sequence[Held]] = MappingProxyType({})
+
 
 class Mismatches:
     """Finds members that wait for one another.
@@ -28,8 +32,16 @@ class Mismatches:
     def __init__(self) -> None:
         self._due: dict[str, float] = {}
 
-    def find(self, now: float, groups: Mapping[Name, SyncMaster]) -> Iterator[list[deadlock.Wait]]:
-        """Where members are stuck, for each job that has such members; call it often."""
+    def find(
+        self, now: float, groups: Mapping[Name, SyncMaster], held: Mapping[str, Sequence[Held]] = NOBODY_HELD
+    ) -> Iterator[list[deadlock.Wait]]:
+        """Where members are stuck, for each job that has such members; call it often.
+
+        Args:
+            now: the time.
+            groups: all groups of all jobs.
+            held: by job, the members that wait in a collective of torch.
+        """
         jobs: dict[str, list[SyncMaster]] = defaultdict(list)
         for (job, _), master in groups.items():
             jobs[job].append(master)
@@ -42,5 +54,5 @@ class Mismatches:
                     continue
                 left -= size
                 self._due[job] = now + size * PAUSE_SECONDS_EACH
-            if waits := deadlock.find(jobs[job], now):
+            if waits := deadlock.find(jobs[job], now, held.get(job, ())):
                 yield waits

@@ -78,7 +78,10 @@ class Registry:
         record = self._remove(session)
         if record is None:
             return []
-        _log_end(record, f"is lost: {cause}")
+        membership = record.master.membership
+        # What breaks a job is worth a line in any log: a launcher may end the others before they can say it.
+        breaks_it = membership.lost is None and membership.has_opened and not membership.is_elastic
+        _log_end(record, f"is lost: {cause}", logging.WARNING if breaks_it else logging.INFO)
         loss, replies = record.master.lose_slave(now, record.slave, cause)
         if loss:
             self.ended.end_session(session, record.master.epoch, loss)
@@ -128,6 +131,20 @@ class Registry:
             for slave in master.membership.slaves.values()
         ]
 
+    def tell_news(self, master: SyncMaster) -> list[Reply]:
+        """Tell the members of a strict group that it is broken, where their heartbeats come from; once for each group.
+
+        A member hears it there at once, whatever its training script is doing. One that waits in a collective of torch
+        would not come to a round again.
+        """
+        membership = master.membership
+        if membership.lost is None or membership.is_elastic or master.news_is_told:
+            return []
+        master.news_is_told = True
+        addresses = (self.liveness.beacon(slave.session) for slave in membership.slaves.values())
+        frame = failure(membership.lost)
+        return [(address, frame) for address in dict.fromkeys(addresses) if address]
+
     def _end(self, name: Name, error: StatsdBNError) -> list[Reply]:
         master = self.masters.pop(name)
         del self.founders[name]
@@ -161,7 +178,7 @@ class Registry:
             master.retire()
             if membership.has_opened:
                 self.ended.end_group(name, master.epoch)
-        return replies + self.tell_of_loss(master)
+        return replies + self.tell_of_loss(master) + self.tell_news(master)
 
 
 def failed_member(world: SyncMaster) -> StatsdBNError | None:
@@ -181,6 +198,6 @@ def _how_it_leaves(master: SyncMaster, cause: str) -> str:
     return f"leaves: {on_one_line(cause)}"
 
 
-def _log_end(record: SessionRecord, how: str) -> None:
+def _log_end(record: SessionRecord, how: str, level: int = logging.INFO) -> None:
     membership = record.master.membership
-    logger.info("job %r, group %r: %s %s", membership.job, membership.group, record.slave, how)
+    logger.log(level, "job %r, group %r: %s %s", membership.job, membership.group, record.slave, how)

@@ -97,11 +97,12 @@ def _fill(head: dict[str, Any], master: SyncMaster, now: float, room: int) -> in
         head["waiting_left_out"] = left_out
     slaves = master.membership.slaves
     for member in sorted(slaves):
-        used += MEMBER_BYTES + _size(slaves[member].place)
-        if used > room:
-            used -= MEMBER_BYTES + _size(slaves[member].place)
+        told = slaves[member].report(now)
+        size = MEMBER_BYTES + _size(told["place"]) + _size(told.get("where", ""))
+        if used + size > room:
             break
-        head["members"].append(slaves[member].report())
+        used += size
+        head["members"].append(told)
     if left_out := len(slaves) - len(head["members"]):
         head["members_left_out"] = left_out
     return used

@@ -18,7 +18,7 @@ def table(now: float, round_: Round, slaves: Mapping[int, Slave], missing: Seque
     """
     where = round_.key.in_words(with_call=round_.key.call > 0)
     waiting = round_.waiting
-    late = [_late(one, slaves, where) for one in missing[:MOST_ROWS]]
+    late = [_late(now, one, slaves, where) for one in missing[:MOST_ROWS]]
     there = [_waiting(now, one, round_, slaves, where) for one in waiting[:MOST_ROWS]]
     return [
         *([Place(late, len(missing), "that have not come")] if late else []),
@@ -26,8 +26,10 @@ def table(now: float, round_: Round, slaves: Mapping[int, Slave], missing: Seque
     ]
 
 
-def _late(member: int, slaves: Mapping[int, Slave], where: str) -> Row:
-    return Row((_name(member, slaves), "has not come", f"to {where}"))
+def _late(now: float, member: int, slaves: Mapping[int, Slave], where: str) -> Row:
+    name = _name(member, slaves)
+    seen = slaves[member].where(now) if member in slaves else ""
+    return Row((name, "has not come", f"to {where}"), (f"{name} {seen}",) if seen else ())
 
 
 def _waiting(now: float, member: int, round_: Round, slaves: Mapping[int, Slave], where: str) -> Row:

@@ -57,6 +57,7 @@ class SyncMaster:
         owner: as given.
         logged_cause: why a member has left, as the log has told it last.
         loss_is_told: whether all who wait in other groups for a member of this one were told why it is broken.
+        news_is_told: whether its own members were told that, where their heartbeats come from.
     """
 
     # The seed's name, for whoever reduces a round by hand; `OpenRounds` calls the function.
@@ -72,7 +73,7 @@ class SyncMaster:
     ) -> None:
         self.epoch = register.epoch
         self.logged_cause = ""
-        self.loss_is_told = False
+        self.loss_is_told = self.news_is_told = False
         self._server = server
         self._budget = budget or Budget()
         self._seals = seals or Seals(server)

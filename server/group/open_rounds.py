@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from server.group import late
 from server.group.claims import Claims
@@ -26,6 +27,7 @@ from statsd_bn.errors import (
 from statsd_bn.members import Members
 from statsd_bn.messages import Contribution, Pending, missing_members
 from statsd_bn.round_key import RoundKey
+from statsd_bn.text import told
 from statsd_bn.wire import encode
 
 # How many late members a message names.
@@ -201,13 +203,13 @@ class OpenRounds:
 
     def _finish(self, round_: Round) -> list[Reply]:
         try:
-            told = self._claims.take(round_) if self._claims.of else None
+            claimed = self._claims.take(round_) if self._claims.of else None
         except ContributionConflict as conflict:
             self._membership.find_contradiction(conflict)
             return self._break(round_, conflict)
         self.done += 1
         # What a member was given is given to the others as it is, seal and all.
-        round_.end(encode(told) if told else self._sum(round_))
+        round_.end(encode(claimed) if claimed else self._sum(round_))
         return self._close(round_)
 
     def _sum(self, round_: Round) -> bytes:
@@ -242,7 +244,8 @@ class OpenRounds:
     def _pending(self, now: float, round_: Round) -> bytes:
         """Frame that tells a member that asks again whom its round waits for."""
         seconds = int(now - round_.opened)
-        return pending(round_.key, seconds, f"waiting since {seconds} s for {self._awaited(round_)}")
+        text = f"waiting since {seconds} s for {self._awaited(round_)}"
+        return pending(round_.key, seconds, text, self._where(round_, now))
 
     def _awaited(self, round_: Round) -> str:
         """Whom a round waits for, in words."""
@@ -252,8 +255,16 @@ class OpenRounds:
         late = ", ".join(str(membership.slaves[member]) for member in round_.missing[:TOLD_OF])
         return f"{late} and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else late
 
+    def _where(self, round_: Round, now: float) -> str:
+        """Where the late members are, as far as they have answered; one sentence for each."""
+        if not self._membership.suffices:
+            return ""
+        late = (self._membership.slaves[member] for member in round_.missing)
+        # Most have answered nothing: a few are asked.
+        seen = islice(((slave, where) for slave in late if (where := slave.where(now))), TOLD_OF)
+        return "; ".join(f"{slave} {where}" for slave, where in seen)
 
-def pending(key: RoundKey, seconds: int, text: str) -> bytes:
+
+def pending(key: RoundKey, seconds: int, text: str, where: str = "") -> bytes:
     """Frame that tells a member why it waits, and since when."""
-    told = f"{key}: {text}".encode()[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
-    return encode(Pending(key, seconds, told))
+    return encode(Pending(key, seconds, told(f"{key}: {text}"), told(where)))

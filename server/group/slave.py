@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.group.life import MemberState
+from server.group.sighting import Sighting
 from statsd_bn.round_key import RoundKey
+from statsd_bn.text import plain
 
 
 @dataclass(slots=True)
@@ -26,6 +28,7 @@ class Slave:
         since: when it registered first.
         threads: how many rounds it has had under way at once, at most: so many threads of it exchange.
         recalled: the rounds whose results have come.
+        sighting: where it was when it was asked; None while nobody waits for it.
     """
 
     session: bytes
@@ -42,6 +45,7 @@ class Slave:
     replicas: int = 0
     since: float = 0.0
     threads: int = 1
+    sighting: Sighting | None = None
 
     def __str__(self) -> str:
         return f"rank {self.member} ({self.place})"
@@ -56,12 +60,23 @@ class Slave:
         """Whether results that it has announced are still to come; they may have been lost on the way."""
         return len(self.recalled) < self.owed
 
-    def report(self) -> dict[str, Any]:
+    def where(self, now: float) -> str:
+        """Where it is, to follow its name; empty while nothing is known."""
+        return self.sighting.told(now) if self.sighting else ""
+
+    @property
+    def place_in_code(self) -> str:
+        """The place that it has answered with; empty while nothing is known."""
+        return plain(self.sighting.latest.stack) if self.sighting and self.sighting.latest else ""
+
+    def report(self, now: float) -> dict[str, Any]:
         """Entry of the status report."""
+        where = self.where(now)
         return {
             "member": self.member,
             "place": self.place,
             "stand": self.state.name.lower(),
             "step": self.step,
             "replicas": self.replicas,
+            **({"where": where} if where else {}),
         }

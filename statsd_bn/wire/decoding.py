@@ -21,6 +21,7 @@ from statsd_bn.messages import (
     Request,
     Result,
     Status,
+    Whereabouts,
 )
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
@@ -107,8 +108,8 @@ def _result(fields: list[Any], frame: bytes, end: int) -> Result:
 
 
 def _pending(fields: list[Any]) -> Pending:
-    key, seconds, text = fields
-    return Pending(unpacked_key(key), seconds, text)
+    key, seconds, text, where = fields
+    return Pending(unpacked_key(key), seconds, text, where)
 
 
 def _failure(fields: list[Any]) -> Failure:
@@ -133,6 +134,11 @@ def _registered(fields: list[Any]) -> Registered:
     return Registered(*[*plain, unpacked_members(present)])
 
 
+def _whereabouts(fields: list[Any]) -> Whereabouts:
+    *plain, members, launched = fields
+    return Whereabouts(*[*plain, unpacked_members(members), launched])
+
+
 _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = {
     Contribution: _contribution,
     Aggregate: _aggregate,
@@ -144,6 +150,7 @@ _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
     Status: _status,
     Register: _register,
     Registered: _registered,
+    Whereabouts: _whereabouts,
 }
 
 

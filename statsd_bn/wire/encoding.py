@@ -18,6 +18,7 @@ from statsd_bn.messages import (
     Registered,
     Request,
     Result,
+    Whereabouts,
     values_of,
 )
 from statsd_bn.reduction import FloatArray
@@ -82,7 +83,7 @@ def _flat_result(message: Result) -> _Flat:
 
 
 def _flat_pending(message: Pending) -> _Flat:
-    return None, [packed_key(message.key), message.seconds, message.message]
+    return None, [packed_key(message.key), message.seconds, message.message, message.whereabouts]
 
 
 def _flat_failure(message: Failure) -> _Flat:
@@ -93,6 +94,11 @@ def _flat_failure(message: Failure) -> _Flat:
 def _flat_registration(message: Register | Registered) -> _Flat:
     *plain, members = values_of(message)
     return None, [*plain, packed_members(members)]
+
+
+def _flat_whereabouts(message: Whereabouts) -> _Flat:
+    *plain, members, launched = values_of(message)
+    return None, [*plain, packed_members(members), launched]
 
 
 def _flat_fields(message: Message) -> _Flat:
@@ -107,4 +113,5 @@ _FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
     Failure: _flat_failure,
     Register: _flat_registration,
     Registered: _flat_registration,
+    Whereabouts: _flat_whereabouts,
 }

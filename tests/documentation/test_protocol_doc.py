@@ -17,7 +17,7 @@ from client.launch import connect
 from documentation import life_table
 from server.core import deadlock, ended, liveness
 from server.core.dispatcher import Dispatcher
-from server.group import life, results
+from server.group import life, results, sighting
 from server.group.rounds import TRANSITIONS
 from server.limits import quota
 from server.limits.access import Tenant
@@ -34,11 +34,13 @@ from statsd_bn.messages import (
     Leave,
     Message,
     Pending,
+    Question,
     Registered,
     Request,
     Result,
     Status,
     StatusRequest,
+    Whereabouts,
 )
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
@@ -68,6 +70,8 @@ SAMPLES: dict[type[Message], Message] = {
         Heartbeat(b"session0"),
         Pending(key(), 0, "waiting"),
         Result(b"session0", AGGREGATE),
+        Question(b"digest00", 0),
+        Whereabouts(b"session0", 0, "train.py:1 main", 1, "0", Members.of([0, 1]), 0),
     )
 }
 
@@ -473,6 +477,11 @@ def test_deadlines_and_queues_have_the_codes_values():
         assert len(found) > 1 or side != "both", name
 
 
+def test_the_times_of_questions_are_the_codes():
+    found = {name: float(value) for name, value in table("Where a member is")}
+    assert found == {name: getattr(sighting, name) for name in found}
+
+
 def test_the_status_report_has_the_documented_entries(monkeypatch):
     said = (*OPEN, contribution(0), StatusRequest())
     (whole,) = play(*said)
@@ -487,7 +496,8 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
         ("Open round", group["waiting"][0]),
     ):
         documented = {name: kinds[kind] for name, kind, _ in table(title)}
-        where_cut = {name for name in documented if name.endswith("_left_out")}
+        # Where a member is stands there only if it was asked.
+        where_cut = {name for name in documented if name.endswith("_left_out")} | {"where"} & set(documented)
         assert {name: type(value) for name, value in real.items()} == {
             name: kind for name, kind in documented.items() if name not in where_cut
         }

@@ -16,12 +16,14 @@ from statsd_bn.messages import (
     Leave,
     Message,
     Pending,
+    Question,
     Register,
     Registered,
     Result,
     Stand,
     Status,
     StatusRequest,
+    Whereabouts,
 )
 from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
 from statsd_bn.rows import Rows
@@ -148,8 +150,12 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     StatusRequest: st.builds(StatusRequest),
     Status: st.builds(Status, facts),
     Heartbeat: st.builds(Heartbeat, tokens),
-    Pending: st.builds(Pending, keys, counters, texts.filter(bool)),
+    Pending: st.builds(Pending, keys, counters, texts.filter(bool), texts),
     Result: st.builds(Result, tokens, aggregates()),
+    Question: st.builds(Question, tokens, counters, st.just("") | names),
+    Whereabouts: st.builds(
+        Whereabouts, tokens, counters, texts, st.integers(0, 1), st.just("") | names, members, counters
+    ),
 }
 
 messages = st.one_of(*MESSAGES.values())

@@ -561,7 +561,7 @@ def test_a_message_that_only_a_server_sends_is_refused(play, answer):
 def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
     play.open()
     play.bring(0)
-    for garbage in (b"", b"GET / HTTP/1.1", encode(StatusRequest())[:-1], b"SBN\x02" + bytes(4)):
+    for garbage in (b"", b"GET / HTTP/1.1", encode(StatusRequest())[:-1], b"SBN\x03" + bytes(4)):
         answers = read(play.dispatcher.receive(play.now, b"stranger", garbage).replies)
         assert codes(answers) == {b"stranger": "protocol"}
     assert (play.dispatcher.received, play.dispatcher.bad_frames) == (7, 4)
@@ -570,9 +570,9 @@ def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
 
 def test_another_protocol_version_is_answered_by_name(play):
     frame = bytearray(encode(register()))
-    frame[3] = 3
+    frame[3] = 4
     (answer,) = read(play.dispatcher.receive(play.now, b"new", bytes(frame)).replies).values()
-    assert (answer.code, answer.fields) == ("version", {"expected": 2, "got": 3})
+    assert (answer.code, answer.fields) == ("version", {"expected": 3, "got": 4})
     assert play.dispatcher.bad_frames == 1
 
 
@@ -580,7 +580,7 @@ def test_a_deeply_nested_frame_costs_its_sender_an_error_and_nobody_else_anythin
     """1 kB that msgpack unpacks and Python cannot print."""
     play.open()
     header = b"\x91" * 1000 + b"\xc0"
-    frame = b"SBN\x02" + len(header).to_bytes(4, "little") + header
+    frame = b"SBN\x03" + len(header).to_bytes(4, "little") + header
     assert codes(read(play.dispatcher.receive(play.now, b"stranger", frame).replies)) == {b"stranger": "protocol"}
     assert play.bring(0) == {}
 

@@ -15,11 +15,13 @@ from statsd_bn.messages import (
     Heartbeat,
     Leave,
     Pending,
+    Question,
     Register,
     Registered,
     Result,
     Status,
     StatusRequest,
+    Whereabouts,
     values_of,
 )
 from statsd_bn.round_key import FORWARD, RoundKey
@@ -61,7 +63,17 @@ SOUND: dict[type, dict[str, Any]] = {
     StatusRequest: {},
     Status: {"report": {"groups": []}},
     Heartbeat: {"session": b"session0"},
-    Pending: {"key": KEY, "seconds": 3, "message": "waiting"},
+    Pending: {"key": KEY, "seconds": 3, "message": "waiting", "whereabouts": ""},
+    Question: {"digest": b"digest00", "number": 3, "torch_group": ""},
+    Whereabouts: {
+        "session": b"session0",
+        "number": 3,
+        "stack": "train.py:1 main",
+        "held": 1,
+        "torch_group": "0",
+        "members": Members.of([0, 1]),
+        "launched": 7,
+    },
     Result: {"session": b"session0", "aggregate": Aggregate(KEY, 1, 1, Members.of([0]), np.zeros((2, 3)))},
 }
 
@@ -158,6 +170,16 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     (Result, "session", *TOKENS),
     (Pending, "seconds", *COUNTERS),
     (Pending, "message", ["two\nlines"], ["", *CONTROLS]),
+    (Pending, "whereabouts", ["", "two\nlines"], CONTROLS),
+    (Question, "digest", *TOKENS),
+    (Question, "number", *COUNTERS),
+    (Question, "torch_group", ["", "0"], ["g" * (limits.MAX_NAME_BYTES + 1), *CONTROLS]),
+    (Whereabouts, "session", *TOKENS),
+    (Whereabouts, "number", *COUNTERS),
+    (Whereabouts, "stack", ["", "two\nlines"], ["s" * (limits.MAX_STACK_BYTES + 1), *CONTROLS]),
+    (Whereabouts, "held", [0, 1], [-1, 2, True]),
+    (Whereabouts, "torch_group", ["", "0"], ["g" * (limits.MAX_NAME_BYTES + 1), *CONTROLS]),
+    (Whereabouts, "launched", *COUNTERS),
     (
         Aggregate,
         "replicas",
@@ -275,7 +297,7 @@ def test_every_message_has_a_type_of_its_own():
 
 
 def test_values_of_gives_the_fields_in_their_order():
-    assert values_of(Pending(KEY, 3, "waiting")) == [KEY, 3, "waiting"]
+    assert values_of(Pending(KEY, 3, "waiting", "there")) == [KEY, 3, "waiting", "there"]
     assert list(KEY) == ["job", "world", 0, 1, "layer1.bn", 2, FORWARD]
 
 

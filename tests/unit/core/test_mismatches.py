@@ -25,7 +25,7 @@ def group(job: str, members: int = 2, rounds: int = 0) -> SyncMaster:
 def looks(monkeypatch):
     """The jobs that are looked at, in order."""
     seen = []
-    monkeypatch.setattr(deadlock, "find", lambda masters, _now: seen.append(masters[0].membership.job))
+    monkeypatch.setattr(deadlock, "find", lambda masters, *_: seen.append(masters[0].membership.job))
     return seen
 
 

@@ -1,0 +1,118 @@
+"""BrokenJob: what this process does when the server says that its strict job is broken.
+
+A main thread that is in a call of ours gets the error there, and one that computes gets it at its next round. One that
+waits in a collective of torch would never get it: a rank that it waits for has gone, or will not come. So the thread
+of the heartbeats logs the reason, has torch give up the collective where torch can do that, and after a while ends the
+process. What ends by itself before that, as gloo's collectives do when a connection breaks, gets the reason as a note.
+
+Nobody is ended whose main thread moves, and nobody because others have left in good order, unless it waits in a
+collective of DistributedDataParallel itself: then it trains on, and the others do not.
+"""
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from client.whereabouts import collectives
+from client.whereabouts.look import Look, Looks
+from statsd_bn.error_text import in_log
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.text import plain
+
+logger = logging.getLogger("statsd_bn.client")
+
+# How long others may have left before a rank that waits for them in a collective is told: at the end of a run they
+# leave some moments apart.
+LEFT_SECONDS = 3.0
+
+
+def has_left_in_order(error: StatsdBNError) -> bool:
+    """Whether an error says that a rank has left without an error of its own."""
+    return error.fields.get("cause") == ""
+
+
+def end_process(text: str) -> NoReturn:
+    """Ends this process at once, with a last line on its error output."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or another thread is writing
+            stream.flush()
+    with suppress(OSError):
+        os.write(2, f"{plain(text)}\n".encode())
+    os._exit(1)
+
+
+class BrokenJob:
+    """The news of this process's job, and what follows from it.
+
+    Args:
+        looks: tells where the main thread is.
+        name: who this process is, for people.
+        abort_after: how long the main thread may stay in one collective after the news, in seconds; None: for ever.
+        end: ends the process with a text.
+    """
+
+    def __init__(
+        self, looks: Looks, name: str, abort_after: float | None, end: Callable[[str], Any] = end_process
+    ) -> None:
+        self.looks = looks
+        self._name = name
+        self._abort_after = abort_after
+        self._end = end
+        self._news: StatsdBNError | None = None
+        self._has_come = threading.Event()
+        self._is_told = False
+        self._held: tuple[tuple[object, ...], float] | None = None
+        self._has_aborted = False
+
+    def take(self, error: StatsdBNError) -> None:
+        """Takes the news that the job is broken. The first says most, but a failure says more than a good-bye."""
+        if self._news is None or (has_left_in_order(self._news) and not has_left_in_order(error)):
+            self._news = error
+            self._has_come.set()
+
+    def wait(self, seconds: float) -> StatsdBNError | None:
+        """Returns why the job is broken, if that is known within some time; None while it is not."""
+        self._has_come.wait(seconds)
+        return self._news
+
+    def step(self, now: float) -> None:
+        """Does what is due; the heartbeat's thread calls it each time that it runs."""
+        error = self._news
+        if error is None:
+            return
+        look = self.looks.look()
+        in_order = has_left_in_order(error)
+        if not (in_order or look.is_in_call):
+            self._tell(error, look)
+        if look.collective is None or look.is_in_call:
+            self._held = None
+            return
+        if self._held is None or self._held[0] != look.collective.call:
+            self._held = look.collective.call, now
+        seconds = now - self._held[1]
+        if in_order and seconds >= LEFT_SECONDS:
+            self._tell(error, look)
+        if not in_order:
+            self._abort()
+        is_doomed = not in_order or collectives.is_of_training(look.collective)
+        if self._abort_after is not None and is_doomed and seconds >= self._abort_after:
+            where = look.place.stack or "a collective of torch"
+            since = f"has waited in {where} for {seconds:.0f} s since its job broke"
+            self._end(f"{self._name} {since}, and ends now: {in_log(error)}")
+
+    def _tell(self, error: StatsdBNError, look: Look) -> None:
+        if self._is_told:
+            return
+        self._is_told = True
+        where = f"; {self._name} is in {look.place.stack}" if look.place.stack else ""
+        logger.error("%s%s", in_log(error), where)
+
+    def _abort(self) -> None:
+        if not self._has_aborted:
+            self._has_aborted = True
+            # It may take its time, or not return.
+            threading.Thread(target=collectives.abort, name="statsd_bn abort", daemon=True).start()

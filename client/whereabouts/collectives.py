@@ -1,0 +1,197 @@
+"""Collectives: whether the main thread is inside of a collective of torch, and how far this process is on its groups.
+
+torch counts the operations that a process has begun on each process group, and all ranks of a group begin the same
+ones in the same order. So the numbers of two ranks say which of them waits for the other. torch is never imported:
+where nobody has loaded it, there is no collective.
+"""
+
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from client.whereabouts import stack
+from client.whereabouts.place import TorchGroup
+
+_C10D = "torch.distributed.distributed_c10d"
+_DDP = "torch.nn.parallel.distributed"
+_ENGINE = "torch.autograd.graph"
+
+# What a thread is in while it waits for other ranks, by module: for all of a group. `recv` and the like wait for one
+# rank, and which one nobody can see.
+_COLLECTIVES = {
+    _C10D: frozenset(
+        {
+            "all_gather",
+            "all_gather_coalesced",
+            "all_gather_into_tensor",
+            "all_gather_object",
+            "all_reduce",
+            "all_reduce_coalesced",
+            "all_to_all",
+            "all_to_all_single",
+            "barrier",
+            "broadcast",
+            "broadcast_object_list",
+            "gather",
+            "gather_object",
+            "monitored_barrier",
+            "reduce",
+            "reduce_scatter",
+            "reduce_scatter_tensor",
+            "scatter",
+            "scatter_object_list",
+        }
+    ),
+    _DDP: frozenset({"_sync_buffers", "_sync_module_states"}),
+    "torch.distributed.utils": frozenset({"_sync_module_states", "_verify_param_shape_across_processes"}),
+}
+
+# The names under which these functions keep their process group.
+_GROUP_NAMES = ("group", "process_group", "pg")
+
+# How deep inside of a collective its own frames may be.
+_DEEPEST = 12
+
+# Ranks of a process group that are told; a larger group is told as none.
+_MOST_RANKS = 16_384
+
+# Where Linux says how long a thread has run: the first number, in nanoseconds.
+_RUN_TIME = Path("/proc/self/task")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective that the main thread is inside of.
+
+    Attributes:
+        frame: that of the function.
+        group: its process group; None if that cannot be seen.
+        call: tells this call from any other; a new call of the same line is another one.
+    """
+
+    frame: FrameType
+    group: TorchGroup | None
+    call: tuple[object, ...]
+
+
+def current(innermost: FrameType | None) -> Collective | None:
+    """Returns the collective that a thread is inside of, from the frame that it is in; None if it is in none.
+
+    In the backward pass of DistributedDataParallel the thread waits in the engine of autograd, in no function of its
+    own. That counts only while it takes no processor time, see `is_still`; the caller compares two looks.
+    """
+    if innermost is None:
+        return None
+    found = _collective_frame(innermost) or (innermost if is_engine(innermost) else None)
+    if found is None:
+        return None
+    group = _group_of(found)
+    return Collective(found, group, (id(found), found.f_lasti, *((one.name, one.launched) for one in groups())))
+
+
+def is_collective(innermost: FrameType) -> bool:
+    """Whether a frame is in a function that waits for all ranks of a group."""
+    return _collective_frame(innermost) is not None
+
+
+def is_of_training(collective: Collective) -> bool:
+    """Whether it is one that a wrapped model begins by itself, in each training step."""
+    return stack.module_of(collective.frame) in {_DDP, _ENGINE}
+
+
+def is_engine(innermost: FrameType) -> bool:
+    """Whether a thread waits for autograd's engine, or computes in it."""
+    return stack.module_of(innermost) == _ENGINE and innermost.f_code.co_name == "_engine_run_backward"
+
+
+def groups() -> list[TorchGroup]:
+    """Returns this process's process groups; empty where torch has none, or does not tell."""
+    return [told for group in _all() if (told := _told(group))]
+
+
+def group_named(name: str) -> TorchGroup | None:
+    """Returns one of this process's process groups by torch's name for it; None if it has no such group."""
+    return next((group for group in groups() if group.name == name), None)
+
+
+def rank_in_torch() -> int | None:
+    """Returns this process's rank in torch's default process group; None without such a group."""
+    try:
+        rank = sys.modules[_C10D].get_rank()
+    except Exception:  # noqa: BLE001 - it is not loaded, or not initialised, or of an unknown version
+        return None
+    return rank if isinstance(rank, int) else None
+
+
+def run_time() -> int | None:
+    """Returns for how long the main thread has run, in nanoseconds of the processor; None where nobody says."""
+    number = threading.main_thread().native_id
+    try:
+        return int((_RUN_TIME / str(number) / "schedstat").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def abort() -> None:
+    """Has torch give up the collectives under way, so that they raise, where torch can do that: on NCCL.
+
+    gloo's `abort` ends nothing that is under way, as of torch 2.13.
+    """
+    with suppress(Exception):
+        module = sys.modules[_C10D]
+        backends = [backend for backend, _ in module._world.pg_map.values()]  # noqa: SLF001 - torch says it nowhere else
+        if any("nccl" in backend for backend in backends):
+            module._abort_process_group()  # noqa: SLF001 - since torch 2.6
+
+
+def _collective_frame(innermost: FrameType) -> FrameType | None:
+    found = None
+    for frame in islice(stack.frames(innermost), _DEEPEST):
+        module = stack.module_of(frame)
+        if not module.startswith("torch."):
+            break
+        if frame.f_code.co_name in _COLLECTIVES.get(module, ()):
+            found = frame  # the outermost says most
+    return found
+
+
+def _all() -> list[Any]:
+    world = getattr(sys.modules.get(_C10D), "_world", None)
+    # Another thread may make or end a group just now.
+    with suppress(Exception):
+        return list(world.pg_names) if world else []
+    return []
+
+
+def _group_of(frame: FrameType) -> TorchGroup | None:
+    if stack.module_of(frame) == _ENGINE:
+        # Nothing here says which; where there is only one there is no question.
+        all_of_them = groups()
+        return all_of_them[0] if len(all_of_them) == 1 else None
+    names = frame.f_locals
+    group = next((names[name] for name in _GROUP_NAMES if names.get(name) is not None), None)
+    if group is None and "self" in names:
+        group = getattr(names["self"], "process_group", None)
+    if group is None:
+        group = _default()
+    return _told(group)
+
+
+def _default() -> Any:
+    with suppress(Exception):
+        return sys.modules[_C10D].GroupMember.WORLD
+    return None
+
+
+def _told(group: Any) -> TorchGroup | None:
+    with suppress(Exception):
+        world = sys.modules[_C10D]._world  # noqa: SLF001 - torch says it nowhere else
+        ranks = tuple(sorted(world.pg_group_ranks[group]))
+        if len(ranks) <= _MOST_RANKS:
+            return TorchGroup(str(world.pg_names[group]), ranks, int(group._get_sequence_number_for_group()))  # noqa: SLF001 - as above
+    return None

@@ -1,0 +1,71 @@
+"""Look: one look at where this process is, as it is told to the server."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from client.whereabouts import collectives, stack
+from client.whereabouts.collectives import Collective
+from client.whereabouts.place import Place
+
+# A thread that computes takes processor time within this.
+SAMPLE_SECONDS = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Where the main thread is.
+
+    Attributes:
+        place: what may be told of it.
+        collective: the collective of torch that it waits in; None if it is in none, or computes.
+        is_in_call: whether the main thread is in a call of ours, which the server knows of.
+    """
+
+    place: Place
+    collective: Collective | None
+    is_in_call: bool
+
+
+class Looks:
+    """Looks at the main thread, one after the other.
+
+    A thread that waits in autograd's engine may compute there or wait for other ranks. It waits if it has taken no
+    processor time since the look before, the first time for a short while.
+
+    Args:
+        tells_stacks: whether the stack is to be told.
+        rank: this process's rank in its job. torch's ranks are told only if they are the job's.
+        pause: lets some seconds pass.
+    """
+
+    def __init__(self, *, tells_stacks: bool, rank: int, pause: Callable[[float], object] = time.sleep) -> None:
+        self._pause = pause
+        self._tells_stacks = tells_stacks
+        self._rank = rank
+        self._run_time: int | None = None
+
+    def look(self, torch_group: str = "") -> Look:
+        """Looks at the main thread.
+
+        Args:
+            torch_group: the process group to tell of; default: that of the collective that the thread is in.
+        """
+        innermost = stack.main_frame()
+        collective = collectives.current(innermost)
+        if collective and innermost and collectives.is_engine(innermost) and not self._is_still():
+            collective = None
+        group = collective.group if collective else None
+        if torch_group:
+            group = collectives.group_named(torch_group)
+        told = stack.told(innermost, collective.frame if collective else None) if self._tells_stacks else ""
+        has_same_ranks = collectives.rank_in_torch() == self._rank
+        place = Place(told, collective is not None, group if has_same_ranks else None)
+        return Look(place, collective, stack.is_in_call(innermost))
+
+    def _is_still(self) -> bool:
+        before, self._run_time = self._run_time, collectives.run_time()
+        if before is None and self._run_time is not None:
+            self._pause(SAMPLE_SECONDS)
+            before, self._run_time = self._run_time, collectives.run_time()
+        return before is not None and before == self._run_time

@@ -1,0 +1,89 @@
+"""Notes: an exception that another rank has caused says so.
+
+If a rank ends, torch's collectives raise on the others, and say only that a connection was closed. The server knows who
+has ended and why, or will within a moment.
+"""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from client.whereabouts import collectives, stack
+from client.whereabouts.broken_job import BrokenJob, has_left_in_order
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.text import readable
+
+# The server knows within a second of a process that was killed.
+NEWS_SECONDS = 1.5
+
+# What an error of a collective says that autograd's engine raises; it raises those of the model too.
+_WORDS = ("gloo", "nccl", "c10d", "processgroup", "process group", "connection closed", "connection reset")
+
+
+def explain(error: BaseException, job: BrokenJob) -> None:
+    """Adds what the server knows about the end of the job to an exception that is not ours.
+
+    If the exception comes out of a collective of torch and there is no news yet, it waits for them for a moment. A
+    launcher may have asked this process to end meanwhile; then it prints the exception and ends.
+    """
+    if isinstance(error, StatsdBNError) or not isinstance(error, Exception):
+        return
+    if not _comes_from_torch(error):
+        news = job.wait(0.0)
+        if news and not has_left_in_order(news):
+            _add(error, news)
+        return
+    with _termination_waits() as asked_to_end:
+        if news := job.wait(NEWS_SECONDS):
+            _add(error, news)
+        if asked_to_end:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+
+
+def _add(error: Exception, news: StatsdBNError) -> None:
+    note = f"statsd_bn: {readable(str(news))}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def _comes_from_torch(error: Exception) -> bool:
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    if collectives.is_collective(trace.tb_frame):
+        return True
+    text = str(error).lower()
+    return stack.module_of(trace.tb_frame).startswith("torch.") and any(word in text for word in _WORDS)
+
+
+@contextmanager
+def _termination_waits() -> Iterator[list[int]]:
+    """Holds up SIGTERM, which a launcher sends as soon as it sees that another rank has ended, until the end.
+
+    Yields:
+        A list that is not empty any more once the signal has come.
+    """
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield came
+        return
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,155 @@
+"""torchrun, DistributedDataParallel with its defaults, gloo: when one rank fails, the others end and say why.
+
+Each model is tried with a buffer that is none of ours, so that each forward begins with a broadcast, and without one.
+"""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support.launched import PROC, WAIT_SECONDS, Launched
+from support.paths import TESTS
+
+PROGRAM = TESTS / "programs" / "fault_programs.py"
+
+# From the fault on, the survivor has ended after this long at most.
+END_SECONDS = 20.0
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc"),
+]
+
+foreign = pytest.mark.parametrize("foreign", [1, 0], ids=["with a foreign buffer", "with our buffers only"])
+
+
+class Faulty(Launched):
+    """Two ranks under torchrun; something happens to one of them. What each writes is kept apart."""
+
+    def __init__(self, folder: Path, what: str, victim: int, foreign: int, **environ: str) -> None:
+        logs = ("--log-dir", folder / "logs", "--redirects", "2", "--tee", "1")
+        command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *logs)
+        super().__init__((*command, PROGRAM, what, str(victim), str(foreign)), environ, folder / "errors")
+        self._folder = folder / "logs"
+
+    def stderr(self, rank: int) -> str:
+        (file,) = self._folder.glob(f"*/attempt_0/{rank}/stderr.log")
+        return file.read_text()
+
+    def survivor_ends(self, rank: int) -> str:
+        """What the surviving rank has written, once it has ended; it has to within the time."""
+        pids = {}
+        while len(pids) < 2:
+            _, number, pid = self.line_with("rank").split()
+            pids[int(number)] = int(pid)
+        self.line_with("fault")
+        expiry = time.monotonic() + END_SECONDS
+        while _runs(pids[rank]):
+            assert time.monotonic() < expiry, self.stderr(rank)
+            time.sleep(0.02)
+        return self.stderr(rank)
+
+    def line_with(self, beginning: str) -> str:
+        # torchrun begins each line with its rank.
+        while True:
+            line = self._lines.get(timeout=WAIT_SECONDS)
+            assert line is not None, f"expected a line {beginning!r}; errors: {self.errors}"
+            said = line.partition("]:")[2] or line
+            if said.startswith(beginning):
+                return said
+
+
+@pytest.fixture
+def server_that_waits(tmp_path):
+    """A server that bears a silence of 60 s."""
+    command = (sys.executable, "-m", "server", "--bind", f"ipc://{tmp_path}/server", "--silence-seconds", "60")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process.stdout.readline().split()[-1]
+        process.terminate()
+
+
+def _runs(number: int) -> bool:
+    try:
+        return (PROC / str(number) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@foreign
+def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tmp_path, foreign):
+    with Faulty(tmp_path, "extra", 1, foreign) as run:
+        said = run.survivor_ends(0)
+        assert "layer '1'" in said
+        assert "rank 1 (" in said
+        assert "the ranks wait for one another in different places" in said
+        assert "RoundMismatch" in run.stderr(1)
+        if foreign:
+            assert "_sync_buffers, called from fault_programs.py" in run.stderr(1)
+
+
+@foreign
+@pytest.mark.parametrize("victim", [1, 0])
+def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, foreign, victim):
+    with Faulty(tmp_path, "fewer", victim, foreign) as run:
+        said = run.survivor_ends(1 - victim)
+        assert f"rank {victim} (" in said
+        assert "left while others went on" in said
+
+
+@foreign
+def test_the_exception_of_one_rank_is_said_by_the_other(tmp_path, foreign):
+    with Faulty(tmp_path, "raises", 1, foreign) as run:
+        said = run.survivor_ends(0)
+        assert "rank 1 (" in said
+        assert "RuntimeError: augmentation ran out of memory" in said
+
+
+@foreign
+def test_a_frozen_rank_is_named_and_the_other_ends(tmp_path, foreign):
+    with Faulty(tmp_path, "frozen", 1, foreign) as run:
+        said = run.survivor_ends(0)
+        assert "rank 1 (" in said
+        assert "was lost: no sign of life" in said
+
+
+@foreign
+def test_a_killed_rank_is_named(tmp_path, foreign):
+    with Faulty(tmp_path, "killed", 1, foreign) as run:
+        run.survivor_ends(0)
+        # A launcher ends the survivor at once. Where it waits in a round that is before anybody can know; then the
+        # server says it, which rank 0 has started and which writes where rank 0 does.
+        run.process.wait(WAIT_SECONDS)
+        assert run.leaves_nothing()
+        said = run.stderr(0)
+        assert "rank 1 (" in said
+        assert "lost: the connection was lost" in said
+
+
+def test_a_late_rank_is_said_to_be_where_it_is_and_the_training_goes_on(tmp_path):
+    with Faulty(tmp_path, "late", 0, 2) as run:
+        assert run.end() == 0, run.stderr(1)
+        assert re.search(r"rank 0 \(.*\) is in fault_programs.py:\d+ load_a_batch, for \d+ s", run.stderr(1))
+
+
+def test_a_rank_that_tells_no_stack_is_not_said_to_be_anywhere(tmp_path):
+    with Faulty(tmp_path, "late", 0, 2, STATSD_BN_STACKS="0") as run:
+        assert run.end() == 0, run.stderr(1)
+        assert "load_a_batch" not in run.stderr(1)
+
+
+def test_a_rank_whose_interpreter_is_held_is_said_not_to_answer(tmp_path, server_that_waits):
+    """Its heartbeats stop too: a server with its default of 3.5 s would take it for lost."""
+    with Faulty(tmp_path, "holds the lock", 0, 2, FAULT_ENDPOINT=server_that_waits) as run:
+        assert run.end() == 0, run.stderr(1)
+        assert re.search(r"rank 0 \(.*\) does not answer when asked where it is, for \d+ s", run.stderr(1))
+
+
+def test_a_rank_whose_interpreter_is_held_is_lost_where_the_server_waits_no_longer_than_usual(tmp_path):
+    with Faulty(tmp_path, "holds the lock", 1, 2) as run:
+        assert "rank 1 (" in (said := run.survivor_ends(0))
+        assert "was lost: no sign of life" in said

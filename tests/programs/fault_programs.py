@@ -1,0 +1,88 @@
+"""A script under torchrun, with DistributedDataParallel's defaults, in which something happens to one rank.
+
+    torchrun fault_programs.py WHAT VICTIM FOREIGN
+
+FOREIGN is 1 for a model with a buffer that is none of ours, which DistributedDataParallel broadcasts in each forward; 0
+for one without; 2 for one whose forward broadcasts nothing, whatever it holds.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import distributed, nn
+
+import client
+
+STEPS, FAULT = 20, 6
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def network(*, foreign: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    if foreign:
+        model.register_buffer("foreign", torch.zeros(3))
+    return client.convert_model(model)
+
+
+def augment() -> None:
+    raise RuntimeError("augmentation ran out of memory")
+
+
+def hold_the_interpreter(seconds: int) -> None:
+    """Sleeps in C without giving up the interpreter's lock."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def load_a_batch() -> None:
+    time.sleep(6.0)
+
+
+def befall(what: str, model: nn.Module, x: torch.Tensor) -> bool:
+    """Does what is wrong; returns whether training goes on."""
+    say("fault", what)
+    if what == "extra":
+        model.module(x)
+    elif what == "raises":
+        augment()
+    elif what == "frozen":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "holds the lock":
+        hold_the_interpreter(10)
+    elif what == "late":
+        load_a_batch()
+    return what != "fewer"
+
+
+def main(what: str, victim: str, foreign: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    with client.connect(os.environ.get("FAULT_ENDPOINT")) as connection:
+        say("rank", connection.rank, os.getpid())
+        model = nn.parallel.DistributedDataParallel(network(foreign=foreign == "1"))
+        if foreign == "2":
+            model.broadcast_buffers = False
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            x = torch.randn(4, 8)
+            if step == FAULT and connection.rank == int(victim) and not befall(what, model, x):
+                break
+            loss = model(x).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    say("done", connection.rank)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
