@@ -200,7 +200,7 @@ class Session:
 
     def _overheard(self, frame: bytes) -> Message | None:
         with suppress(StatsdBNError):
-            return decode(frame)
+            return self.decode(frame)
         return None
 
     def _is_registered(self, message: Message | None) -> TypeGuard[Registered]:

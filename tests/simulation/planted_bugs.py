@@ -17,7 +17,7 @@ import client.connection.session
 from client.connection.registration import Registration
 from client.connection.round_trip import GRACE_SECONDS, RoundTrip
 from client.connection.session import Session
-from server.core import deadlock
+from server.core import collectives, deadlock, inquiry
 from server.core.dispatcher import Dispatcher
 from server.core.liveness import Liveness
 from server.core.received import Received
@@ -32,7 +32,7 @@ from server.group.rounds import Round
 from server.group.seals import Seals
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate
+from statsd_bn.messages import Aggregate, Whereabouts
 from statsd_bn.reduction import join_in_order
 from statsd_bn.round_key import GATHER
 from statsd_bn.rows import Rows
@@ -155,6 +155,29 @@ def second_write_wins() -> Any:
 def deadlock_unseen() -> Any:
     """Nobody looks whether members wait for one another."""
     return mock.patch.object(deadlock, "find", return_value=[])
+
+
+@bug
+def late_is_held() -> Any:
+    """A member that is asked where it is counts as one that waits in a collective for all others."""
+
+    def held_members(slaves: Any) -> list[collectives.Held]:
+        members = list(slaves)
+        everybody = frozenset(slave.member for slave in members)
+        return [collectives.Held(slave, 0.0, everybody - {slave.member}) for slave in members]
+
+    return mock.patch.object(inquiry, "held_members", held_members)
+
+
+@bug
+def answers_mixed_up() -> Any:
+    """An answer is taken for that of the member that was asked first."""
+
+    def answer(_right: Any, self: inquiry.Inquiry, now: float, answer: Whereabouts) -> None:
+        for slave in list(self._asked.values())[:1]:
+            slave.sighting.take(now, replace(answer, number=slave.sighting.number))
+
+    return instead(inquiry.Inquiry, "answer", answer)
 
 
 @bug

@@ -11,7 +11,9 @@ from client.connection.member import Member
 from client.connection.registration import Registration, cause_of
 from client.connection.round_trip import RoundTrip
 from client.connection.session import Session
+from client.whereabouts.place import Place, TorchGroup
 from simulation import simulated_membership_rules as membership_rules
+from simulation import simulated_rules as rules
 from simulation.simulated_frames import SimulatedSession
 from simulation.simulated_liar import LyingSession
 from simulation.simulated_plan import GATHERED, Call, Fault
@@ -229,6 +231,15 @@ class Process(SimulatedProcess):
         membership_rules.check_promptness(world, self, key)
         world.rounds += 1
         self.rounds += 1
+
+    def place(self) -> Place:
+        """It computes: it is never in a collective of torch, and has begun none."""
+        return Place(
+            f"program.py:{self.number} run", held=False, group=TorchGroup("0", tuple(range(self.world.plan.size)), 0)
+        )
+
+    def was_told(self, text: str) -> None:
+        rules.check_whereabouts(self.world, text)
 
     def _round(self, key: RoundKey, layer: str, rows: Rows, group: Group) -> Part:
         """Does what `Connection._round` does."""

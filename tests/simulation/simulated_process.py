@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from client.connection.machine import Machine
 from client.connection.pulse import Pulse
 from client.connection.transport import WATCH_SECONDS
+from client.whereabouts.place import Place
 from simulation.simulated_network import BEACON_RECONNECT_SECONDS, Clock, Network, SimulatedChannel
 from statsd_bn.errors import StatsdBNError
 
@@ -47,6 +48,13 @@ class SimulatedProcess:
 
     def _run(self) -> Generator[Any, Any, None]:
         raise NotImplementedError
+
+    def place(self) -> Place:
+        """Where it says that it is."""
+        raise NotImplementedError
+
+    def was_told(self, text: str) -> None:
+        """Takes what a wait was told about others while it lasted."""
 
     def start(self) -> None:
         """Begins the program."""
@@ -122,6 +130,10 @@ class SimulatedProcess:
             if not self._has_left:
                 for reply in self._pulse.overhear(frame, self.sessions.values()):
                     self._beacon.send(reply)
+                if asked := self._pulse.asked(frame, self.sessions.values()):
+                    session, question = asked
+                    self._network.count("asked where")
+                    self._beacon.send(session.whereabouts(question, self.place()))
 
     def _go_on(self, resume: Callable[[], Any]) -> None:
         """Runs the program up to its next wait."""
@@ -171,16 +183,22 @@ class SimulatedProcess:
                 frames, due, result = machine.step(now, None)
 
     def _failed(self, error: StatsdBNError) -> Callable[[], Any]:
+        self._end_machine()
         self._channel.close()
         self._machine = self._channel = None
         self._due = math.inf
         return lambda: self._program.throw(error)
 
     def _succeeded(self, result: Any) -> Callable[[], Any]:
+        self._end_machine()
         self._idle.append(self._channel)
         self._machine = self._channel = None
         self._due = math.inf
         return lambda: self._program.send(result)
+
+    def _end_machine(self) -> None:
+        if told := getattr(self._machine, "_told", ""):
+            self.was_told(told)
 
     def _wait_until(self, due: float) -> None:
         self._due = due

@@ -4,6 +4,7 @@ Each rule is a function that finds fault or does not. The world keeps *facts*: w
 that a member gets must agree with them.
 """
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +254,18 @@ def mute_seconds(world: "World") -> float:
     return (
         limits.HEARTBEAT_SECONDS if world.plan.weather.dropped else PROMISED_SILENCE_SECONDS - limits.HEARTBEAT_SECONDS
     )
+
+
+# A rank that is named with a place, and the place, which names it too.
+_PLACED = re.compile(r"rank (\d+) \([^)]*\)+ is in program\.py:(\d+) run")
+
+
+def check_whereabouts(world: "World", text: str) -> None:
+    """Where a late rank is said to be is what that rank has answered, and no other."""
+    for rank, answered in _PLACED.findall(text):
+        world.network.count("told where")
+        if rank != answered:
+            world.find("a rank is said to be where it is", text)
 
 
 def _mismatch_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:

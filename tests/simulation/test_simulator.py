@@ -34,6 +34,7 @@ def test_worlds_are_not_vacuous():
     tally, _ = simulate.run_chunk((0, 150, ""))
     assert tally.rounds > 1000
     assert {"dropped", "doubled", "delayed", "reordered", "server killed", "killed", "frozen"} <= set(tally.faults)
+    assert {"asked where", "told where"} <= set(tally.faults)
     assert {"ReplicaLost", "RoundMismatch"} <= set(tally.errors)
 
 

@@ -209,8 +209,10 @@ def test_a_rank_in_a_round_and_one_in_a_collective_that_needs_it_are_told_within
     told = job.pass_time(4.75)
     assert mismatched(told) == {1}
     for text in (told[1].message, job.told[0][0].message):
-        assert f"rank 0 (place 0): in a collective of torch, {LINE}" in text
-        assert "rank 1 (place 1): layer 'bn1', call 0, forward, step 3" in text
+        assert "rank 0 (place 0)  waits 1.5 s  in a collective of torch\n" in text
+        assert f"rank 0 (place 0) is in {LINE}, for 2 s\n" in text
+        assert "rank 1 (place 1)  waits 2.5 s  in forward of bn1, step 3\n" in text
+    assert [row.get("stack") for row in told[1].fields["table"]] == [LINE, None]
     assert job.told[0][0].key is None
 
 
