@@ -16,9 +16,11 @@ from client.connection.heartbeat import Heartbeat
 from client.connection.heartbeat_socket import Beacon
 from client.connection.member import Member
 from client.connection.session import Session
+from client.whereabouts.broken_job import BrokenJob
+from client.whereabouts.look import Looks
 from statsd_bn import limits
 from statsd_bn.members import NOBODY
-from statsd_bn.messages import Failure, Register, Registered
+from statsd_bn.messages import Failure, Message, Question, Register, Registered, Whereabouts
 from statsd_bn.messages import Heartbeat as HeartbeatMessage
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
@@ -44,9 +46,11 @@ class FakeBeacon:
         self.closed = False
         self.incoming: list[bytes] = []
         self.kinds: list[type] = []
+        self.frames: list[Message] = []
 
     def send(self, frame):
         self.attempts += 1
+        self.frames.append(decode(frame))
         self.kinds.append(type(decode(frame)))
         if self.connected:
             self.sent.append((time.monotonic(), decode(frame).session))
@@ -194,6 +198,38 @@ def test_a_new_session_is_introduced_at_once_if_it_is_told_to_look(monkeypatch, 
     sessions.append(a_session())
     heartbeat.look()
     wait_until(lambda: beacon.sessions() == [b"session0"])
+
+
+@pytest.fixture
+def broken_job():
+    return BrokenJob(Looks(tells_stacks=True, rank=0), "rank 0", None)
+
+
+def test_a_question_where_the_process_is_gets_an_answer(beacon, broken_job):
+    session, other = a_session(), a_session(b"session1")
+    heartbeat = Heartbeat(beacon, lambda: [other, session], lambda: None, broken_job)
+    beacon.incoming = [encode(Question(digest(session.token), 7)), encode(Question(b"no such ", 8))]
+    heartbeat.look()
+    wait_until(lambda: Whereabouts in beacon.kinds)
+    heartbeat.stop()
+    assert beacon.kinds.count(Whereabouts) == 1
+    assert beacon.frames[-1].session == session.token
+    assert beacon.frames[-1].number == 7
+    assert "test_heartbeat.py" in beacon.frames[-1].stack
+
+
+def test_the_news_that_the_job_is_broken_are_heard(beacon, broken_job):
+    heartbeat = Heartbeat(beacon, lambda: [a_session()], lambda: None, broken_job)
+    fields = {"job": "job", "group": "world", "member": 1, "step": 3, "cause": "boom"}
+    others = {**fields, "job": "another"}
+    beacon.incoming = [
+        encode(Failure("replica_lost", "not ours", others)),
+        encode(Failure("replica_lost", "ours", fields)),
+    ]
+    heartbeat.look()
+    news = broken_job.wait(20.0)
+    heartbeat.stop()
+    assert str(news) == "ours"
 
 
 # Over ZeroMQ.
