@@ -213,23 +213,21 @@ def test_a_question_where_the_process_is_gets_an_answer(beacon, broken_job):
     wait_until(lambda: Whereabouts in beacon.kinds)
     heartbeat.stop()
     assert beacon.kinds.count(Whereabouts) == 1
-    assert beacon.frames[-1].session == session.token
-    assert beacon.frames[-1].number == 7
-    assert "test_heartbeat.py" in beacon.frames[-1].stack
+    (answer,) = (frame for frame in beacon.frames if isinstance(frame, Whereabouts))
+    assert (answer.session, answer.number) == (session.token, 7)
+    assert answer.stack
 
 
 def test_the_news_that_the_job_is_broken_are_heard(beacon, broken_job):
     heartbeat = Heartbeat(beacon, lambda: [a_session()], lambda: None, broken_job)
     fields = {"job": "job", "group": "world", "member": 1, "step": 3, "cause": "boom"}
     others = {**fields, "job": "another"}
-    beacon.incoming = [
-        encode(Failure("replica_lost", "not ours", others)),
-        encode(Failure("replica_lost", "ours", fields)),
-    ]
+    news = [Failure("replica_lost", "not ours", others), Failure("replica_lost", "ours", fields)]
+    beacon.incoming = [encode(message) for message in news]
     heartbeat.look()
-    news = broken_job.wait(20.0)
+    heard = broken_job.wait(20.0)
     heartbeat.stop()
-    assert str(news) == "ours"
+    assert str(heard) == "ours"
 
 
 # Over ZeroMQ.
