@@ -79,9 +79,10 @@ class Registry:
         if record is None:
             return []
         membership = record.master.membership
-        # What breaks a job is worth a line in any log: a launcher may end the others before they can say it.
-        breaks_it = membership.lost is None and membership.has_opened and not membership.is_elastic
-        _log_end(record, f"is lost: {cause}", logging.WARNING if breaks_it else logging.INFO)
+        # What breaks a job is worth a line in any log: a launcher may end the others before they can say it. It ends
+        # them so soon that they may be found first, so each one that is lost gets the line.
+        breaks_job = membership.has_opened and not membership.is_elastic
+        _log_end(record, f"is lost: {cause}", logging.WARNING if breaks_job else logging.INFO)
         loss, replies = record.master.lose_slave(now, record.slave, cause)
         if loss:
             self.ended.end_session(session, record.master.epoch, loss)
