@@ -78,8 +78,12 @@ def _of_many(numbers: tuple[int, ...]) -> Members:
 
 
 def _runs(numbers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    ordered = sorted(set(numbers))
+    # Mostly none is missing, and a group of thousands is told to each that registers.
+    if ordered and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return ((ordered[0], len(ordered)),)
     runs: list[tuple[int, int]] = []
-    for number in sorted(set(numbers)):
+    for number in ordered:
         first, count = runs[-1] if runs else (-1, 0)
         if runs and number == first + count:
             runs[-1] = (first, count + 1)

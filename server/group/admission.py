@@ -112,14 +112,20 @@ def _check_joiner(group: Group, register: Register) -> None:
 
 def _check_past(group: Group, register: Register) -> None:
     """Refuse to mix members that come back after a restart of the server with members that have not begun."""
-    for slave in group.slaves.values():
-        older, newer = (slave, register) if slave.has_begun else (register, slave)
-        if older.has_begun and not (newer.has_begun or newer.has_past):
-            raise RegistrationRefused(
-                f"{group.name}: rank {older.member} ({older.place}) is at step "
-                f"{older.step}, and rank {newer.member} ({newer.place}) has taken part in no round; all ranks "
-                "of a strict group begin together. Begin a new run, with a later epoch or another job name"
-            )
+    slaves = group.slaves.values()
+    if register.has_begun:
+        unlike = next((slave for slave in slaves if not (slave.has_begun or slave.has_past)), None)
+    elif register.has_past:
+        return
+    else:
+        unlike = next((slave for slave in slaves if slave.has_begun), None)
+    if unlike:
+        older, newer = (unlike, register) if unlike.has_begun else (register, unlike)
+        raise RegistrationRefused(
+            f"{group.name}: rank {older.member} ({older.place}) is at step "
+            f"{older.step}, and rank {newer.member} ({newer.place}) has taken part in no round; all ranks "
+            "of a strict group begin together. Begin a new run, with a later epoch or another job name"
+        )
 
 
 def _check_room(group: Group, register: Register, move: Move) -> None:
