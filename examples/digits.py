@@ -3,14 +3,11 @@
 Nothing here depends on how the training is spread, so that two trainings can differ only by their batch norm.
 """
 
-import gzip
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
-import numpy as np
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 BATCH = 8
@@ -39,24 +36,12 @@ class Images:
 
 def load(device: torch.device | str = "cpu") -> tuple[Images, Images]:
     """Returns the images to train with and those to test with; shuffled, since they come sorted by writer."""
-    data = torch.tensor(_table(), device=device)
-    pixels = data[:, :-1].float().view(-1, 1, 8, 8) / 16
-    labels = data[:, -1].long()
+    data = load_digits()
+    pixels = torch.tensor(data.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
+    labels = torch.tensor(data.target, device=device)
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED))
     training, test = shuffled[:TRAINING_IMAGES], shuffled[TRAINING_IMAGES:]
     return Images(pixels[training], labels[training]), Images(pixels[test], labels[test])
-
-
-def _table() -> np.ndarray:
-    """The digits of scikit-learn, an image per line: 64 pixels from 0 to 16, and the label.
-
-    `sklearn.datasets.load_digits` reads the same file, but importing it takes each process a second.
-    """
-    found = find_spec("sklearn")
-    if found is None or found.origin is None:
-        raise ModuleNotFoundError("expected scikit-learn, which has the digits; found none", name="sklearn")
-    with gzip.open(Path(found.origin).with_name("datasets") / "data" / "digits.csv.gz") as file:
-        return np.loadtxt(file, delimiter=",")
 
 
 def batches(steps: int) -> Iterator[Tensor]:

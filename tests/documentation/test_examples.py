@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,17 +16,6 @@ EXAMPLES = ROOT / "examples"
 STEPS = 20
 LAYERS = 3
 PHASES = 2
-
-
-def test_the_digits_are_those_that_scikit_learn_loads(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    from sklearn.datasets import load_digits  # noqa: PLC0415 - it takes a second
-
-    import digits  # noqa: PLC0415 - the examples are no package, and on the path only here
-
-    theirs, table = load_digits(), digits._table()
-    assert np.array_equal(table[:, :-1], theirs.data)
-    assert np.array_equal(table[:, -1], theirs.target)
 
 
 @pytest.mark.processes
