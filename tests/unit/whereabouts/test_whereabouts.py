@@ -74,8 +74,8 @@ def test_only_names_files_and_lines_are_told():
 
 
 def test_a_stack_is_bounded_and_printable():
-    name, found = "f" * 5000, []
-    file = "/x/" + "d\n\x1b" * 2000 + ".py"
+    name, found = "漢" * 5000, []
+    file = "/x/" + "漢\n\x1b" * 2000 + ".py"
     run_as(f"def {name}(): here()\n{name}()", file, "m", here=lambda: found.append(stack.told(sys._getframe(1))))
     (told,) = found
     assert told.isprintable()
@@ -158,7 +158,7 @@ def test_a_call_of_the_same_line_again_is_another_call(monkeypatch):
     monkeypatch.setattr(distributed.ProcessGroup, "barrier", lambda *args, **__: real(*args) and work)
     for _ in range(2):
         distributed.barrier()
-    assert found[0] != found[1]
+    assert found[0][2:] != found[1][2:], "whatever the frames' addresses are"
 
 
 @pytest.mark.usefixtures("one_rank")
