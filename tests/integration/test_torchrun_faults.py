@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support import newer_torch
 from support.launched import PROC, WAIT_SECONDS, Launched
 from support.paths import TESTS
 
@@ -71,6 +72,9 @@ def server_that_waits(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         yield process.stdout.readline().split()[-1]
         process.terminate()
+
+
+WAYS = ("defaults", "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "no_sync", "fully_shard")
 
 
 def _runs(number: int) -> bool:
@@ -153,3 +157,16 @@ def test_a_rank_whose_interpreter_is_held_is_lost_where_the_server_waits_no_long
     with Faulty(tmp_path, "holds the lock", 1, 2) as run:
         assert "rank 1 (" in (said := run.survivor_ends(0))
         assert "was lost: no sign of life" in said
+
+
+@newer_torch.needs("fully_shard")
+def test_a_question_changes_nothing_in_any_way_to_wrap_a_model(tmp_path):
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    with Launched((*command, TESTS / "programs" / "asked_program.py"), {}, tmp_path / "errors") as run:
+        said = [run.line("") for _ in range(2 * len(WAYS))]
+        assert run.end() == 0, run.errors
+        assert sorted(said) == sorted([f"{way} same" for way in WAYS] * 2)
+        # Rank 1 has been told, so rank 0 has been asked, in each of them.
+        assert len(re.findall(r"rank 0 \(.*?\) is in asked_program.py:\d+ forward", run.errors)) >= len(WAYS), (
+            run.errors
+        )

@@ -74,9 +74,10 @@ def test_only_names_files_and_lines_are_told():
 
 
 def test_a_stack_is_bounded_and_printable():
-    name, found = "漢" * 5000, []
-    file = "/x/" + "漢\n\x1b" * 2000 + ".py"
-    run_as(f"def {name}(): here()\n{name}()", file, "m", here=lambda: found.append(stack.told(sys._getframe(1))))
+    name, found, odd = "漢" * 5000, [], "漢\n\x1b" * 2000
+    here = {"here": lambda: found.append(stack.told(sys._getframe(1)))}
+    library = run_as(f"def {name}(): here()", f"/x/site-packages/{odd}.py", "m", **here)
+    run_as(f"def {name}2(): f()\n{name}2()", f"/x/{odd}.py", "__main__", f=library[name])
     (told,) = found
     assert told.isprintable()
     assert len(told.encode()) <= limits.MAX_STACK_BYTES
