@@ -156,8 +156,8 @@ class RoundMismatch(RoundFailed):
     Fields where they differ in shape: the key's, expected, got, member. Where the members wait for one another in
     different places: the key's (only job and group while a group fills); table: for each place, the most crowded first,
     its members, nr_members, seconds, group, and where they wait in a round step, layer, call, phase, or in a collective
-    of torch stack; places: how many there are, since the table is cut. Among the replicas of one process: replicas. Of the values or
-    keys of `mp_sync`: none.
+    of torch stack; places: how many there are, since the table is cut. Among the replicas of one process: replicas. Of
+    the values or keys of `mp_sync`: none.
     """
 
     code = "mismatch"
