@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
 from client.layers.batchnorm import SynchronizedBatchNorm
+from client.layers.conversion_report import why_left, why_not
 from client.layers.interception import Handed, Interception
-from client.layers.reasons import why_left, why_not
 from client.layers.synchronized import CONVERSIONS
 
 logger = logging.getLogger("statsd_bn.client")

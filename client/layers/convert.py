@@ -19,9 +19,8 @@ from client.connection import groups
 from client.connection.groups import Group
 from client.data_parallel.replicate import DataParallelWithCallback
 from client.layers import ddp_buffers, sharding
-from client.layers.conversion_report import conversion_report, places
+from client.layers.conversion_report import BOUND, conversion_report, places
 from client.layers.micro_batches import check_chunks
-from client.layers.reasons import BOUND
 from client.layers.synchronized import OWN_ATTRIBUTES, TWINS, Synchronized, conversion_of
 from statsd_bn import limits
 from statsd_bn.checks import check_name

@@ -50,7 +50,7 @@ if sys.argv[1] != "me":
     os.setgid({OTHER})
     os.setuid({OTHER})
 try:
-    with client.connect(world_size=1) as connection:
+    with client.connect(rank=0, world_size=int(sys.argv[2])) as connection:
         print("joined", connection)
 except StatsdBNError as error:
     print("refused", error)
@@ -104,10 +104,11 @@ def test_another_user_is_not_answered_by_a_server_that_was_told_nothing(default_
 
 
 def test_a_script_with_nothing_configured_joins_its_own_users_server_only(default_server, home):
-    """At 6b62bd3: it does not know where the server is. The other user's is refused with a reason."""
+    """At 6b62bd3: it does not know where the server is. Without one the other user's is alone, or refused."""
     assert default_server
-    assert run(SCRIPT, "me", home=home).startswith("joined")
-    assert run(SCRIPT, "another", home=home).startswith("refused")
+    assert run(SCRIPT, "me", "1", home=home).startswith("joined <Connection to ipc://")
+    assert run(SCRIPT, "another", "1", home=home).startswith("joined <Connection in process: ")
+    assert run(SCRIPT, "another", "2", home=home).startswith("refused no server of this user (uid ")
 
 
 OWNER = """

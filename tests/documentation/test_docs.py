@@ -71,7 +71,7 @@ def test_a_python_block_that_fails_is_shown_with_its_line_on_the_page(python, en
     ("command", "complaint"),
     [
         ("rm -r /", "Nobody knows how to run 'rm -r /' in a test"),
-        ("python -m server check --no-such-flag", "unrecognized arguments: --no-such-flag"),
+        ("python -m server check --no-such-flag", "unknown option --no-such-flag"),
         ("python -m server --log-level loud", "invalid choice: 'loud'"),
         ("docker compose -f no-such.yml up", "expected a file no-such.yml"),
         ("scripts/test-all", "expected a script at scripts/test-all"),

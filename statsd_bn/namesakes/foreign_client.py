@@ -1,4 +1,4 @@
-"""Namesakes: a module of the user's own that is called `client`, like the package that training scripts import.
+"""A foreign `client`: a module of the user's own that has the name of the package that training scripts import.
 
 Python takes the file beside the script first, so `import client` gives that one, and `client.connect` fails with an
 AttributeError that explains nothing. Whatever imports the core package can at least say so.
@@ -15,7 +15,7 @@ def warn_of_foreign_client() -> None:
     if module is None:
         return
     where = getattr(module, "__file__", None)
-    ours = Path(__file__).resolve().parent.parent / "client"
+    ours = Path(__file__).resolve().parents[2] / "client"
     if where and Path(where).resolve().parent == ours:
         return
     warnings.warn(
