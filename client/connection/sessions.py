@@ -25,7 +25,7 @@ from statsd_bn.messages import Stand
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
+class _Entry:
     """A group's session; `opened` is done when the group has opened, or has failed to."""
 
     group: Group
@@ -48,7 +48,7 @@ class Sessions:
         self._transport = transport
         self._member = member
         self._lock = threading.Lock()
-        self._seats: dict[str, _Seat] = {}
+        self._entries: dict[str, _Entry] = {}
         self._closed = False
         # Those that need no lock and no wait any more, which is what all rounds but the first find.
         self._open_sessions: dict[Group, Session] = {}
@@ -76,23 +76,23 @@ class Sessions:
         with self._lock:
             if self._closed:
                 raise ConnectionClosed("expected an open connection; it was closed by another thread")
-            seat = self._seats.get(group.name)
-            is_first = seat is None
-            if seat is None:
-                seat = self._seats[group.name] = _Seat(group, self._session(group))
-        if seat.group.size != group.size:
+            entry = self._entries.get(group.name)
+            is_first = entry is None
+            if entry is None:
+                entry = self._entries[group.name] = _Entry(group, self._session(group))
+        if entry.group.size != group.size:
             raise ConfigurationError(
-                f"group {group.name!r}: expected size {seat.group.size}, with which this process uses it already, "
+                f"group {group.name!r}: expected size {entry.group.size}, with which this process uses it already, "
                 f"got {group.size}"
             )
         if is_first:
-            self._open(seat)
+            self._open(entry)
         # Whoever opens it has a deadline, so this ends.
-        seat.opened.result()
+        entry.opened.result()
         with self._lock:
             if not self._closed:
-                self._open_sessions[group] = seat.session
-        return seat.session
+                self._open_sessions[group] = entry.session
+        return entry.session
 
     def change_stand(self, group: Group, stand: Stand) -> None:
         """Tells the master how this member stands to a group's rounds from now on; BACK waits for all others.
@@ -108,7 +108,7 @@ class Sessions:
     def all(self) -> list[Session]:
         """Returns the sessions there are, registered or about to be."""
         with self._lock:
-            return [seat.session for seat in self._seats.values()]
+            return [entry.session for entry in self._entries.values()]
 
     def leave(self, cause: str) -> None:
         """Says goodbye for every session; there will be no further ones."""
@@ -118,20 +118,20 @@ class Sessions:
         with self._lock:
             self._closed = True
             self._open_sessions.clear()
-            self._say_goodbye(list(self._seats.values()), cause)
+            self._say_goodbye(list(self._entries.values()), cause)
 
     def _session(self, group: Group) -> Session:
         return Session(os.urandom(limits.TOKEN_BYTES), self._member.in_group(group.name, group.size))
 
-    def _open(self, seat: _Seat) -> None:
+    def _open(self, entry: _Entry) -> None:
         try:
-            self._register(seat.session, seat.session.member.seconds_to_join)
+            self._register(entry.session, entry.session.member.seconds_to_join)
         except BaseException as error:  # noqa: BLE001 - every thread that waits for the group raises it
-            self._give_up(seat, error)
+            self._give_up(entry, error)
         else:
             if self._heartbeat:
                 self._heartbeat.look()
-            seat.opened.set_result(None)
+            entry.opened.set_result(None)
 
     def _register(self, session: Session, timeout: float) -> None:
         try:
@@ -141,17 +141,17 @@ class Sessions:
             seconds = cast("float", error.fields["seconds"])
             raise ServerUnreachable(self._transport.why_silent(seconds), **error.fields) from None
 
-    def _give_up(self, seat: _Seat, error: BaseException) -> None:
+    def _give_up(self, entry: _Entry, error: BaseException) -> None:
         with self._lock:
             # Under the lock, so that no goodbye is said on a transport that another thread has closed meanwhile.
             if not self._closed:
-                del self._seats[seat.group.name]
-                self._say_goodbye([seat], cause_of(error))
-        seat.opened.set_exception(error)
+                del self._entries[entry.group.name]
+                self._say_goodbye([entry], cause_of(error))
+        entry.opened.set_exception(error)
 
-    def _say_goodbye(self, seats: list[_Seat], cause: str) -> None:
-        if not seats:
+    def _say_goodbye(self, entries: list[_Entry], cause: str) -> None:
+        if not entries:
             return
         with self._transport.channel() as channel:
-            for seat in seats:
-                channel.send(seat.session.leave(cause))
+            for entry in entries:
+                channel.send(entry.session.leave(cause))
