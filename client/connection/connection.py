@@ -239,8 +239,8 @@ class Connection:
             raise ProtocolError(
                 f"{aggregate.key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"
             )
-        if self.watch:
-            self.watch(layer, aggregate.key)
+        if watch := self.watch:  # another thread may end it meanwhile
+            watch(layer, aggregate.key)
         return aggregate
 
     @at_border

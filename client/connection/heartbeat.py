@@ -5,6 +5,7 @@ wherever the training script is. It is Python on purpose. ZeroMQ has heartbeats 
 them even where no line of Python runs any more. Which sessions speak, and when, is in `client.connection.pulse`.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +14,8 @@ from client.connection.heartbeat_socket import Beacon
 from client.connection.pulse import Pulse
 from client.connection.session import Session
 from client.whereabouts.broken_job import BrokenJob
+
+logger = logging.getLogger("statsd_bn.client")
 
 
 class Heartbeat:
@@ -64,7 +67,7 @@ class Heartbeat:
                 self._listen()
                 self._beat()
                 if self._job:
-                    self._job.step(time.monotonic())
+                    self._guarded(self._job.step, time.monotonic())
         finally:
             self._beacon.close()
 
@@ -73,7 +76,15 @@ class Heartbeat:
             for reply in self._pulse.overhear(frame, self._sessions()):
                 self._beacon.send(reply)
             if self._job:
-                self._attend(self._job, frame)
+                self._guarded(self._attend, self._job, frame)
+
+    @staticmethod
+    def _guarded(look: Callable[..., object], *arguments: object) -> None:
+        """Looks at the training script, which nobody knows; whatever goes wrong there must not end the heartbeats."""
+        try:
+            look(*arguments)
+        except Exception:
+            logger.debug("a look at where this process is has failed", exc_info=True)
 
     def _attend(self, job: BrokenJob, frame: bytes) -> None:
         if asked := self._pulse.asked(frame, self._sessions()):

@@ -52,7 +52,7 @@ class Pulse:
 
     @staticmethod
     def asked(frame: bytes, sessions: Iterable[Session]) -> tuple[Session, Question] | None:
-        """Returns the question where this process is that a frame asks, and whom; None if it asks nothing."""
+        """Returns the question in a frame, and the session that it is for; None if the frame asks nothing."""
         for session in _known(sessions):
             if question := session.asked(frame):
                 return session, question

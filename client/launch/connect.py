@@ -21,7 +21,9 @@ from client.connection.transport import ZmqTransport
 from client.launch import alone, log_level, own_server, process_group, server_process
 from client.launch.first_step import FirstStep
 from client.launch.settings import Settings, resolve
-from statsd_bn.errors import ConfigurationError, ServerUnreachable
+from client.launch.sources import DEFAULT
+from statsd_bn.error_text import in_log
+from statsd_bn.errors import ConfigurationError, DuplicateMember, ServerUnreachable, WorldSizeMismatch
 from statsd_bn.keys import ClientKeys
 from statsd_bn.private_folder import find_server
 from statsd_bn.reach import check_is_open_to_us
@@ -34,6 +36,9 @@ AFTER_QUEUES = -100
 # This user's server may have been started just before, in the background; it listens within a second.
 FIND_SECONDS = 2.0
 FIND_PAUSE_SECONDS = 0.05
+
+# A server that runs takes a connection at once.
+ANSWER_SECONDS = 1.0
 
 
 @at_border
@@ -143,7 +148,13 @@ def _alone(settings: Settings) -> Connection:
     It does not wait for one that has just been started: a job of one has the same results without.
     """
     if not settings.store and (endpoint := _running_server()):
-        return _join(endpoint, settings.keys(), settings.member())
+        try:
+            return _join(endpoint, settings.keys(), settings.member())
+        except (ServerUnreachable, DuplicateMember, WorldSizeMismatch) as error:
+            if settings.job.source != DEFAULT:
+                raise
+            # Somebody else's run has this name; this script has chosen none.
+            logger.warning("%s; this process trains without that server", in_log(error))
     if multiprocessing.parent_process() and process_group.find() is None:
         logger.warning(
             "this process is a child of multiprocessing, and nothing says that its job has others, so it trains alone; "
@@ -159,6 +170,7 @@ def _running_server() -> str | None:
     try:
         endpoint = find_server(os.environ)
         with socket.socket(socket.AF_UNIX) as trial:
+            trial.settimeout(ANSWER_SECONDS)  # a frozen one takes no more connections
             trial.connect(endpoint.removeprefix("ipc://"))
     except (ServerUnreachable, OSError):
         return None

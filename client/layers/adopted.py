@@ -41,13 +41,22 @@ class Adopted:
         interception = Interception(self, lambda handed: self._normalise_handed(handed, counted))
         with interception:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not interception.is_reached and not torch.compiler.is_compiling():
-            self._tell_unreached()
+        if not torch.compiler.is_compiling():
+            was_normalised = vars(self).pop("_was_normalised", False)
+            if not (was_normalised or interception.is_reached):
+                self._tell_unreached()
         return output
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """A copy or pickle names the original class, and the class made of it is found again."""
         return _rebuilt, (type(self).converted_from,), self.__getstate__()
+
+    def _normalise(self: Any, of: Any, input: Tensor, mask: Tensor | None) -> Tensor:  # noqa: A002 - torch's name
+        """Computes one call, to which the original has come by `batch_norm` or by `super().forward`."""
+        if not torch.compiler.is_compiling():
+            vars(self)["_was_normalised"] = True
+        output: Tensor = super()._normalise(of, input, mask)  # type: ignore[misc]
+        return output
 
     def _counted(self: Any) -> Tensor | None:
         """Returns the number of batches before this call, where a call must not simply count on."""

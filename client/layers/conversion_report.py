@@ -72,11 +72,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         if isinstance(module, Synchronized):
             synchronised[path] = (module.converted_from or type(module)).__qualname__
         elif is_unsynchronised(module):
-            reason = (
-                "sharded by FSDP; convert the model before"
-                if module in sharded
-                else why_left(module) or "not converted"
-            )
+            reason = SHARDED if module in sharded else why_left(module) or "not converted"
             left[path] = (type(module).__qualname__, reason)
     return ConversionReport(synchronised, left)
 

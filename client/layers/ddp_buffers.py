@@ -119,8 +119,8 @@ def _has_buffers(layer: Any) -> bool:
 
 def _is_over_all(group: Group | str | None, connection: Connection | None) -> bool:
     """Whether a group has all ranks of torch's process group, in every round."""
-    if connection is None:
-        return group is None
+    if connection is None:  # it may become an elastic one, or of another size
+        return False
     is_all = connection.member.world_size == distributed.get_world_size() and not connection.member.is_elastic
     return is_all and connection.is_everybody(group)
 

@@ -57,7 +57,7 @@ _GROUP_NAMES = ("group", "process_group", "pg")
 # How deep inside of a collective its own frames may be.
 _DEEPEST = 12
 
-# Ranks of a process group that are told; a larger group is told as none.
+# Ranks that can be told; a group with others is told as none.
 _MOST_RANKS = 16_384
 
 # Where Linux says how long a thread has run: the first number, in nanoseconds.
@@ -83,11 +83,11 @@ def current(innermost: FrameType | None) -> Collective | None:
     """Returns the collective that a thread is inside of, from the frame that it is in; None if it is in none.
 
     In the backward pass of DistributedDataParallel the thread waits in the engine of autograd, in no function of its
-    own. That counts only while it takes no processor time, see `is_still`; the caller compares two looks.
+    own. That counts only while the process takes next to no processor time, see `client.whereabouts.look`.
     """
     if innermost is None:
         return None
-    found = _collective_frame(innermost) or (innermost if is_engine(innermost) else None)
+    found = _collective_frame(innermost) or (innermost if is_engine(innermost) and _all() else None)
     if found is None:
         return None
     group = _group_of(found)
@@ -192,6 +192,6 @@ def _told(group: Any) -> TorchGroup | None:
     with suppress(Exception):
         world = sys.modules[_C10D]._world  # noqa: SLF001 - torch says it nowhere else
         ranks = tuple(sorted(world.pg_group_ranks[group]))
-        if len(ranks) <= _MOST_RANKS:
+        if ranks[-1] < _MOST_RANKS:
             return TorchGroup(str(world.pg_names[group]), ranks, int(group._get_sequence_number_for_group()))  # noqa: SLF001 - as above
     return None

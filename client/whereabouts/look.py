@@ -11,6 +11,9 @@ from client.whereabouts.place import Place
 # A thread that computes takes processor time within this.
 SAMPLE_SECONDS = 0.03
 
+# The most of a core that a process takes whose threads all wait; the one that looks, and ZeroMQ's, run now and then.
+IDLE_SHARE = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -30,8 +33,9 @@ class Look:
 class Looks:
     """Looks at the main thread, one after the other.
 
-    A thread that waits in autograd's engine may compute there or wait for other ranks. It waits if it has taken no
-    processor time since the look before, the first time for a short while.
+    A thread that waits in autograd's engine may compute there, or have other threads compute, as on CUDA, or wait for
+    other ranks. It waits if it has taken no processor time since the look before, the first time for a short while,
+    and the whole process next to none.
 
     Args:
         tells_stacks: whether the stack is to be told.
@@ -44,6 +48,7 @@ class Looks:
         self._tells_stacks = tells_stacks
         self._rank = rank
         self._run_time: int | None = None
+        self._process_time = (0.0, 0.0)
 
     def look(self, torch_group: str = "") -> Look:
         """Looks at the main thread.
@@ -65,7 +70,15 @@ class Looks:
 
     def _is_still(self) -> bool:
         before, self._run_time = self._run_time, collectives.run_time()
+        is_idle = self._is_idle()
         if before is None and self._run_time is not None:
             self._pause(SAMPLE_SECONDS)
             before, self._run_time = self._run_time, collectives.run_time()
-        return before is not None and before == self._run_time
+            is_idle = self._is_idle()
+        return is_idle and before is not None and before == self._run_time
+
+    def _is_idle(self) -> bool:
+        """Whether the process has taken next to no processor time since the last call."""
+        (busy, at), self._process_time = self._process_time, (time.process_time(), time.monotonic())
+        now_busy, now = self._process_time
+        return now_busy - busy <= IDLE_SHARE * (now - at)

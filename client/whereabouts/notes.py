@@ -28,7 +28,7 @@ _WORDS = ("gloo", "nccl", "c10d", "processgroup", "process group", "connection c
 def explain(error: BaseException, job: BrokenJob) -> None:
     """Adds what the server knows about the end of the job to an exception that is not ours.
 
-    If the exception comes out of a collective of torch and there is no news yet, it waits for them for a moment. A
+    If the exception comes out of a collective of torch and there is no news yet, it waits for it for a moment. A
     launcher may have asked this process to end meanwhile; then it prints the exception and ends.
     """
     if isinstance(error, StatsdBNError) or not isinstance(error, Exception):

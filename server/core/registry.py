@@ -194,7 +194,7 @@ def _how_it_leaves(master: SyncMaster, cause: str) -> str:
     if not cause:
         return "leaves"
     if cause == master.logged_cause:
-        return f"leaves after this {cause.partition(':')[0]}"
+        return f"leaves after this {on_one_line(cause.partition(':')[0])}"
     master.logged_cause = cause
     return f"leaves: {on_one_line(cause)}"
 

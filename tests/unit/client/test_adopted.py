@@ -68,7 +68,7 @@ CASES = [(kind, {}) for kind in subclasses.SYNCHRONISED] + [
 
 
 @pytest.mark.parametrize(("kind", "options"), CASES)
-def test_replicas_of_a_subclass_equal_the_whole_batch(kind, options):
+def test_replicas_of_a_subclass_equal_the_whole_batch(kind, options, caplog):
     whole = made(kind, **options)
     converted = client.convert_model(copy.deepcopy(whole))
     assert isinstance(converted[1], kind)
@@ -76,6 +76,7 @@ def test_replicas_of_a_subclass_equal_the_whole_batch(kind, options):
     replicas = on_replicas(converted)
     for seed in range(3):
         check_same(step(replicas, *batch(seed)), step(whole, *batch(seed)))
+    assert not [record.message for record in caplog.records if "not synchronised" in record.message]
     check_same_model(converted, whole)
     if "track_running_stats" in options:
         return  # in eval each replica is normalised by itself

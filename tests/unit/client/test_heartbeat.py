@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -255,6 +256,20 @@ def test_a_beacon_says_when_it_is_connected_and_queues_nothing_while_it_is_not(c
             assert not router.poll(50)
         wait_until(lambda: not beacon.send(b"nobody is there"))
     beacon.close()
+
+
+def test_a_look_that_fails_does_not_end_the_heartbeats(context, tmp_path):
+    steps = []
+
+    def step(now):
+        steps.append(now)
+        raise ValueError("a torch that nobody knows")
+
+    heartbeat = Heartbeat(Beacon(context, f"ipc://{tmp_path}/nobody"), list, lambda: None, SimpleNamespace(step=step))
+    for number in range(3):
+        heartbeat.look()
+        wait_until(lambda number=number: len(steps) > number)
+    heartbeat.stop()
 
 
 def test_waking_a_beacon_ends_its_wait(context, tmp_path):

@@ -1,9 +1,11 @@
 """Where this process is: a thread's stack in a line, torch's collectives, and the end of a broken job."""
 
+import itertools
 import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -169,15 +171,29 @@ def test_a_rank_that_is_another_in_torch_tells_of_no_group():
     assert Looks(tells_stacks=True, rank=1).look(name).place.group is None
 
 
-@pytest.mark.parametrize(("times", "held"), [([5, 5, 5, 5], [True, True]), ([5, 6, 7, 8], [False, False])])
-def test_who_waits_in_autograds_engine_is_held_only_if_it_does_not_compute(monkeypatch, times, held):
-    left = iter(times)
+@pytest.mark.parametrize(
+    ("times", "busy", "held"),
+    [
+        ([5, 5, 5, 5], 0.0, [True, True]),
+        ([5, 6, 7, 8], 0.0, [False, False]),
+        ([5, 5, 5, 5], 1e6, [False, False]),  # other threads compute for it, as on CUDA
+    ],
+)
+@pytest.mark.usefixtures("one_rank")
+def test_who_waits_in_autograds_engine_is_held_only_if_it_does_not_compute(monkeypatch, times, busy, held):
+    left, spent = iter(times), itertools.count(0.0, busy)
+    monkeypatch.setattr(time, "process_time", lambda: next(spent))
     monkeypatch.setattr(collectives, "run_time", lambda: next(left))
     frame = frame_in("here()", "/x/site-packages/torch/autograd/graph.py", "torch.autograd.graph")
     monkeypatch.setattr(collectives, "is_engine", lambda _: True)
     monkeypatch.setattr(stack, "main_frame", lambda: frame)
     looks = Looks(tells_stacks=True, rank=0, pause=lambda _: None)
     assert [looks.look().place.held for _ in held] == held
+
+
+def test_without_a_process_group_nobody_is_held_in_autograds_engine(monkeypatch):
+    monkeypatch.setattr(collectives, "is_engine", lambda _: True)
+    assert not Looks(tells_stacks=True, rank=0, pause=lambda _: None).look().place.held
 
 
 @pytest.mark.usefixtures("one_rank")
