@@ -38,7 +38,7 @@ FIND_SECONDS = 2.0
 FIND_PAUSE_SECONDS = 0.05
 
 # A server that runs takes a connection at once.
-ANSWER_SECONDS = 1.0
+ACCEPT_SECONDS = 1.0
 
 
 @at_border
@@ -170,7 +170,7 @@ def _running_server() -> str | None:
     try:
         endpoint = find_server(os.environ)
         with socket.socket(socket.AF_UNIX) as trial:
-            trial.settimeout(ANSWER_SECONDS)  # a frozen one takes no more connections
+            trial.settimeout(ACCEPT_SECONDS)  # a frozen one takes no more connections
             trial.connect(endpoint.removeprefix("ipc://"))
     except (ServerUnreachable, OSError):
         return None
