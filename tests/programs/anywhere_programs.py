@@ -262,6 +262,9 @@ def run(names: str) -> None:
         globals()[name]()
     if distributed.is_initialized():
         distributed.destroy_process_group()
+        # gloo's threads outlive it, and now and then abort a process whose Python is going (pytorch#179291).
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def initialise() -> None:
