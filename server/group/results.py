@@ -1,10 +1,12 @@
 """Archive: the answers of ended rounds that a group keeps. Room: the bytes that the whole group takes.
 
-Members in step can be a round apart, so the latest answers are kept for whoever asks again. Of those before them a
-number each is enough: a late copy of a contribution must not begin such a round anew.
+Members in step can be a round apart, so the latest answers are kept for whoever asks again. A round that failed did not
+wait for all, so a member may come to it many rounds later and must still hear why; rounds that succeed do not push such
+an answer out. Of those before the latest a number each is enough: a late copy of a contribution must not begin such a
+round anew.
 """
 
-from server.group.rounds import Round
+from server.group.rounds import Round, State
 from server.limits.quota import Budget
 from statsd_bn.round_key import RoundKey
 
@@ -70,28 +72,30 @@ class Archive:
 
     def __init__(self, room: Room) -> None:
         self.room = room
-        self._kept: dict[RoundKey, Round] = {}
+        self._reduced: dict[RoundKey, Round] = {}
+        self._failed: dict[RoundKey, Round] = {}
         self._remembered: dict[int, None] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._reduced) + len(self._failed)
 
     def get(self, key: RoundKey) -> Round | None:
         """Round whose answer is kept; None if it is not."""
-        return self._kept.get(key)
+        return self._reduced.get(key) or (self._failed.get(key) if self._failed else None)
 
     def remembers(self, key: RoundKey) -> bool:
         """Whether a round has ended and its answer is no longer kept."""
         return hash(key) in self._remembered
 
     def add(self, round_: Round, most: int) -> None:
-        """Keep a round that has ended, and drop the oldest beyond `most`."""
-        self._kept[round_.key] = round_
+        """Keep a round that has ended, and drop the oldest of those that ended in the same way beyond `most`."""
+        kept = self._failed if round_.state is State.FAILED else self._reduced
+        kept[round_.key] = round_
         change = len(round_.answer)
         round_.held += change
-        while len(self._kept) > most:
-            oldest = next(iter(self._kept))
-            change -= self._kept.pop(oldest).held
+        while len(kept) > most:
+            oldest = next(iter(kept))
+            change -= kept.pop(oldest).held
             self.remember(oldest)
         self.room.keep(change)
 

@@ -103,7 +103,8 @@ def kept_too_few() -> Any:
 
     def close(right: Any, self: OpenRounds, round_: Round, *args: Any) -> Any:
         replies = right(self, round_, *args)
-        self._archive._kept.clear()
+        self._archive._reduced.clear()
+        self._archive._failed.clear()
         return replies
 
     return instead(OpenRounds, "_close", close)

@@ -70,7 +70,7 @@ def check_memory(world: "World") -> None:
         # Of those who come back after a restart each may tell of as many rounds, and not of the same ones.
         claimed = limits.KEPT_ROUNDS * len(world.processes) if world.server.outages else 0
         if (
-            len(master._archive) > limits.KEPT_ROUNDS
+            len(master._archive) > 2 * limits.KEPT_ROUNDS
             or len(master._claims.of) > claimed
             or len(master._archive._remembered) > REMEMBERED_ROUNDS
             or len(master.open_rounds) > limits.MAX_OPEN_ROUNDS

@@ -290,6 +290,28 @@ def test_other_bytes_after_the_round_conflict_and_the_kept_result_stays():
     assert group.bring(0, 3.0) == [(peer(0), kept)]
 
 
+def test_whoever_comes_late_to_a_round_that_failed_is_told_why_however_many_rounds_have_ended_since():
+    group = Group(2, deadline=5.0)
+    group.bring(0)
+    (failure,) = told(group.master.expire(5.0)).values()
+    for step in range(1, 3 * limits.KEPT_ROUNDS):
+        for member in (0, 1):
+            group.bring(member, 1.0, key(step=step))
+    assert (failure.code, failure.key) == ("timeout", KEY)
+    assert told(group.bring(1))[peer(1)].message == failure.message
+
+
+def test_only_the_latest_failures_are_kept():
+    group = Group(2)
+    for step in range(3 * limits.KEPT_ROUNDS):
+        group.bring(0, 1.0, key(step=step))
+        group.master.open_rounds.fail(key(step=step), StatsdBNError(f"step {step}"))
+    assert len(group.master._archive) == limits.KEPT_ROUNDS
+    kept = 2 * limits.KEPT_ROUNDS
+    assert told(group.bring(1, key=key(step=kept)))[peer(1)].message == f"step {kept}"
+    assert "ended long ago" in told(group.bring(1, key=key(step=2)))[peer(1)].message
+
+
 def test_only_the_latest_results_are_kept():
     group = Group(2)
     answers = {}
@@ -486,7 +508,7 @@ def test_a_failed_round_ends_in_the_state_failed():
     group = Group(2)
     group.bring(0)
     group.master.stop()
-    (ended,) = group.master._archive._kept.values()
+    (ended,) = group.master._archive._failed.values()
     assert ended.state is State.FAILED
 
 
