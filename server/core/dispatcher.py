@@ -20,8 +20,8 @@ from server.core.received import Received
 from server.core.registration import Registration
 from server.core.registry import Registry, SessionRecord
 from server.core.report import Reports
-from server.group.master import SyncMaster, unknown
-from server.group.rounds import Reply, failure
+from server.group.master import SyncMaster
+from server.group.rounds import Reply, failure, unknown
 from server.group.seals import Seals
 from server.limits.access import ANYBODY, REVOKED, Access, Tenant
 from server.limits.account import FUTURE_BYTES, ROUND_BYTES, Account

@@ -14,7 +14,7 @@ from server.group.open_rounds import OpenRounds, pending
 from server.group.parked_contributions import Deferral
 from server.group.reduction import reduce_round
 from server.group.results import Archive, Room
-from server.group.rounds import Reply, Round, failure
+from server.group.rounds import Reply, Round, failure, unknown
 from server.group.seals import Seals
 from server.group.slave import Slave
 from server.limits.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
@@ -26,7 +26,6 @@ from statsd_bn.errors import (
     MasterStopped,
     ReplicaLost,
     StatsdBNError,
-    UnknownSession,
 )
 from statsd_bn.messages import Aggregate, Contribution, Register, Registered
 from statsd_bn.round_key import RoundKey
@@ -290,9 +289,3 @@ class SyncMaster:
         if future and future.done and not future.put(rows, peer):
             return [(peer, failure(round_.conflict(slave.member), round_.key))]
         return [(peer, round_.answer)]
-
-
-def unknown(session: bytes) -> UnknownSession:
-    """Error that asks a member to say who it is, and which results it was given."""
-    name = digest(session).hex()
-    return UnknownSession(f"the session with digest {name} is not registered here", digest=name)

@@ -116,7 +116,11 @@ class Membership(Standing):
         self._move(life.arrival(register), slave.state if slave else MemberState.NEW)
         if self.state is GroupState.RECOVERING and self.recovery is None:
             self.recovery = Recovery(now, self._silence, are_genuine=self._are_genuine)
-        slave = slave or self._take_in(register, peer)
+        if slave is None:
+            slave = self._take_in(register, peer)
+        elif self.recovery and register.has_past and not slave.has_past:
+            # It came before it had heard that the group had been open, and has been asked what it knows.
+            slave.learn_past(register)
         slave.peer = peer
         self._change_state(slave, register)
         if self.recovery:

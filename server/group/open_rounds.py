@@ -10,7 +10,7 @@ from server.group.life import GroupState
 from server.group.membership import Membership
 from server.group.reduction import reduce_round
 from server.group.results import Archive
-from server.group.rounds import FutureResult, Reply, Round, failed, failure
+from server.group.rounds import FutureResult, Reply, Round, failed, failure, unknown
 from server.group.seals import Seals
 from server.group.slave import Slave
 from server.limits.account import FUTURE_BYTES, ROUND_BYTES
@@ -25,7 +25,7 @@ from statsd_bn.errors import (
     StatsdBNError,
 )
 from statsd_bn.members import Members
-from statsd_bn.messages import Contribution, Pending, missing_members
+from statsd_bn.messages import Contribution, Pending
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import told
 from statsd_bn.wire import encode
@@ -150,9 +150,8 @@ class OpenRounds:
             raise membership.why_broken
         self.check_key(slave, key)
         if membership.state is not GroupState.OPEN:
-            missing, present = membership.missing_for(slave)
-            awaited = missing_members(membership.group, membership.world_size, present, missing)
-            raise failed(key, f"the group is not open, it waits for {awaited}")
+            # It believes that the group is open, as it was in an earlier life of the server: it is to say so.
+            raise unknown(slave.session)
         if self._archive.remembers(key):
             raise failed(key, "it ended long ago, and its answer is no longer kept")
         if len(self._open) >= self._budget.quota.max_open_rounds:

@@ -14,12 +14,20 @@ from enum import StrEnum
 
 from statsd_bn import limits
 from statsd_bn.error_text import Place, error_text
-from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, RoundTimeout, StatsdBNError
+from statsd_bn.errors import (
+    ContributionConflict,
+    RoundFailed,
+    RoundMismatch,
+    RoundTimeout,
+    StatsdBNError,
+    UnknownSession,
+)
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.text import told
+from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
 LATE_ADVICE = "Look at the missing ranks' logs, or raise connect(round_timeout=...) if a step may take longer."
@@ -274,6 +282,12 @@ class Round:
 def failed(key: RoundKey, reason: str) -> RoundFailed:
     """Error of a round for which there is no more specific class."""
     return RoundFailed(error_text(reason, where=str(key)), **key.fields)
+
+
+def unknown(session: bytes) -> UnknownSession:
+    """Error that asks a member to say who it is, and which results it was given."""
+    name = digest(session).hex()
+    return UnknownSession(f"the session with digest {name} is not registered here", digest=name)
 
 
 def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:

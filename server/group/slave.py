@@ -5,6 +5,7 @@ from typing import Any
 
 from server.group.life import MemberState
 from server.group.sighting import Sighting
+from statsd_bn.messages import Register
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import plain
 
@@ -49,6 +50,11 @@ class Slave:
 
     def __str__(self) -> str:
         return f"rank {self.member} ({self.place})"
+
+    def learn_past(self, register: Register) -> None:
+        """Take what it says of an earlier life of the server, which it did not know of when it registered first."""
+        self.has_past = True
+        self.owed, self.step, self.first_step = register.results, register.step, register.first_step
 
     @property
     def has_begun(self) -> bool:

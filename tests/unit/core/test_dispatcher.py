@@ -425,11 +425,9 @@ def test_a_key_of_another_group_than_the_session_registered_for_is_refused(play,
     assert all(group["waiting"] == [] for group in play.report["groups"])
 
 
-def test_a_contribution_before_the_group_is_open_is_refused(play):
+def test_one_that_contributes_before_the_group_is_open_is_asked_who_it_is(play):
     play.join(1, 3)
-    answers = play.bring(1)
-    assert codes(answers) == {peer(1): "round_failed"}
-    assert "waits for ranks [0, 2]" in answers[peer(1)].message
+    assert codes(play.bring(1)) == {peer(1): "unknown_session"}
 
 
 def test_a_tick_ends_what_is_over_its_time(play):

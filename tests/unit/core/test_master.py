@@ -98,9 +98,6 @@ def test_a_group_of_any_numbers_tells_how_many_are_missing_and_who_is_there():
     answers = [decode(frame) for ((_, frame),) in told_]
     assert [(answer.missing, tuple(answer.present)) for answer in answers] == [(3, (9,)), (2, (3, 9))]
     assert report_of(master, 0.0)["missing"] == 2
-    early = contribution(9, 1.0, key(group="four"))
-    failures = told(master.contribute(0.0, master.membership.slaves[9], early, peer(9)))
-    assert "the group is not open, it waits for 2 ranks besides [3, 9]" in failures[peer(9)].message
 
 
 def test_everybody_is_told_when_the_group_opens():
@@ -365,12 +362,12 @@ def test_a_key_that_is_not_of_this_group_is_refused(wrong):
     assert not group.master.open_rounds
 
 
-def test_a_contribution_before_the_group_is_open_is_refused_with_whom_it_waits_for():
+def test_one_that_contributes_before_the_group_is_open_is_asked_who_it_is():
+    """It takes the group for open, as an earlier server told it."""
     group = Group(3, opened=False)
     group.join(1)
     failures = told(group.bring(1))
-    assert (failures[peer(1)].code, failures[peer(1)].key) == ("round_failed", KEY)
-    assert "the group is not open, it waits for ranks [0, 2]" in failures[peer(1)].message
+    assert (failures[peer(1)].code, failures[peer(1)].key) == ("unknown_session", KEY)
     group.join(0)
     group.join(2)
     for member in (0, 1, 2):

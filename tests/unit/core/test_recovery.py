@@ -64,6 +64,20 @@ def test_a_group_recovers_from_when_one_comes_that_was_in_an_open_one():
     assert group.recovery
 
 
+def test_one_that_tells_its_past_late_is_no_newcomer():
+    """It registered before it had heard that the group was open."""
+    group = Membership(register(2, 3, min_members=1))
+    group.admit(0.0, register(2, 3, min_members=1), b"")
+    slave = group.admit(0.0, coming_back(2, min_members=1, results=1), b"")
+    assert (slave.has_past, slave.owes) == (True, True)
+    slave.recalled.add(key(step=3))
+    group.recall(slave, key(step=3), Members.of(range(3)))
+    for member in (0, 1):
+        group.admit(0.0, coming_back(member, min_members=1, step=4), b"")
+    assert group.settle(RECONNECT_SECONDS)
+    assert slave.first_step == 0, "a newcomer would begin after the others"
+
+
 def test_a_member_owes_the_results_that_it_has_announced():
     group = Membership(coming_back(0))
     slave = group.admit(0.0, coming_back(0, results=2), b"")

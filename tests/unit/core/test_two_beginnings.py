@@ -1,0 +1,66 @@
+"""Members that take a group for open meet a server that does not: another life of it had opened the group."""
+
+import pytest
+
+from client.connection.member import Member
+from client.connection.session import Session
+from integration.test_restart import World, rows_of
+from statsd_bn import limits
+from statsd_bn.errors import UnknownSession
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Failure, Registered
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode, encode
+
+
+def newcomer(number, *, n, min_members=0):
+    return Session(b"%8d" % number, Member("job", "world", 0, number, n, 60.0, f"newcomer {number}", min_members))
+
+
+def answers(world, session):
+    return [decode(frame) for frame in world.inboxes.pop(session.token, [])]
+
+
+@pytest.fixture
+def late():
+    """A world, and a member that a new server has taken in before it hears that the old one had opened the group."""
+    world = World()
+    session = newcomer(2, n=3)
+    world.restart(b"server-1")
+    world.say(session, session.register())
+    opened = Registered(digest(session.token), b"server-0", 0, 0, 0, Members.of(range(3)))
+    assert answers(world, session)[-1].missing == 2
+    session.overhear(encode(opened))
+    return world, session
+
+
+def contribute(world, session, key):
+    """Does what a round trip does up to the first answers that are no question."""
+    world.say(session, session.contribution(key, rows_of(session.member.rank)))
+    (frame,) = world.inboxes.pop(session.token)
+    with pytest.raises(UnknownSession):
+        session.answer(key, frame)
+    world.say(session, *session.introduction(), session.contribution(key, rows_of(session.member.rank), 1))
+    return answers(world, session)
+
+
+def test_one_that_takes_a_filling_group_for_open_makes_it_recover_and_learns_who_did_not_come_back(late):
+    world, session = late
+    key = session.forward_key("bn")
+    told = contribute(world, session, key)
+    assert not any(isinstance(answer, Failure) for answer in told), "it is not asked for ever"
+    world.now += limits.SILENCE_SECONDS
+    world.deliver(world.dispatcher.tick(world.now))
+    (failure,) = answers(world, session)
+    assert (failure.code, failure.fields["member"]) == ("replica_lost", 0)
+    assert "ranks [0, 1] did not come back" in failure.message
+
+
+def test_it_takes_part_once_the_others_are_back(late):
+    world, session = late
+    key = session.forward_key("bn")
+    contribute(world, session, key)
+    for other in world.members[:2]:
+        world.say(other, *other.introduction(), other.contribution(other.forward_key("bn"), rows_of(other.member.rank)))
+    (aggregate,) = [answer for answer in answers(world, session) if isinstance(answer, Aggregate)]
+    assert list(aggregate.members) == [0, 1, 2]
