@@ -108,6 +108,15 @@ class Claims:
                     sorted(claim.authors),
                 )
 
+    def proven_contradiction(self) -> ContributionConflict | None:
+        """Error of two different answers to one round that are both the server's own: the group was begun twice.
+
+        Members of both beginnings are here, and nobody can say whose rows an answer has.
+        """
+        if not self._are_genuine:
+            return None
+        return next((conflict(claims[1]) for claims in self.of.values() if len(claims) > 1), None)
+
     def contradictions(self, open_rounds: Collection[Round]) -> list[ContributionConflict]:
         """Errors of the rounds whose claims differ, where the rows cannot decide."""
         waiting = {round_.key: set(round_.waiting) for round_ in open_rounds}

@@ -221,6 +221,9 @@ class SyncMaster:
             return []
         self.open_rounds.answered = now
         replies = [(slave.peer, self._registered(slave)) for slave in self.membership.slaves.values()]
+        if contradiction := self._claims.proven_contradiction():
+            self.membership.find_contradiction(contradiction)
+            return replies + self._tell_news()
         # All rows that have come go before any claim: where they suffice, nobody has to be believed.
         for slave, contribution, peer in self._deferral.take():
             replies += self.contribute(now, slave, contribution, peer)

@@ -64,3 +64,31 @@ def test_it_takes_part_once_the_others_are_back(late):
         world.say(other, *other.introduction(), other.contribution(other.forward_key("bn"), rows_of(other.member.rank)))
     (aggregate,) = [answer for answer in answers(world, session) if isinstance(answer, Aggregate)]
     assert list(aggregate.members) == [0, 1, 2]
+
+
+def test_members_of_two_beginnings_are_told_and_none_is_given_the_result_of_the_other():
+    """Newcomers have begun an elastic group anew, and the third server first hears of one who was left out."""
+    world = World(n=2, min_members=1, keeps_key=True)
+    world.exchange("bn")
+    left_out = world.members[1]
+    waiting_for = left_out.forward_key("bn2")
+    world.restart(b"server-1")
+    # The same number again, and another one.
+    world.members = [newcomer(1, n=2, min_members=1), newcomer(3, n=2, min_members=1)]
+    for session in world.members:
+        world.say(session, session.register())
+    for session in world.members:
+        world.read(session)
+    world.exchange("bn")
+    world.exchange("bn2")
+    world.restart(b"server-2")
+    for session in (left_out, world.members[1]):
+        world.say(session, *session.introduction())
+    world.say(left_out, left_out.contribution(waiting_for, rows_of(1)))
+    for _ in range(3):
+        world.now += limits.SILENCE_SECONDS / 2
+        world.heartbeats(left_out, world.members[1])
+        world.deliver(world.dispatcher.tick(world.now))
+    told = answers(world, left_out)
+    assert not [answer for answer in told if isinstance(answer, Aggregate)]
+    assert [answer.code for answer in told if isinstance(answer, Failure)] == ["conflict"]
