@@ -3,6 +3,7 @@
 import functools
 
 from client.connection.session import Session
+from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Failure, Message
 from statsd_bn.wire import decode
 
@@ -18,6 +19,15 @@ def decode_once(frame: bytes) -> Message:
     message = _decode_kept(frame)
     # But for the fields of an error, which are a dict.
     return decode(frame) if type(message) is Failure else message
+
+
+def is_sound(frame: bytes) -> bool:
+    """Whether a frame came undamaged."""
+    try:
+        decode_once(frame)
+    except StatsdBNError:
+        return False
+    return True
 
 
 class SimulatedSession(Session):

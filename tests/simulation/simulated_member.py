@@ -71,9 +71,12 @@ class Process(SimulatedProcess):
         self.spans: list[Span] = []
         self.has_connected = False
         self.joined_late = False
+        # Whether the group has been begun anew by others since it was in it.
+        self.is_of_before = False
         self.rounds = 0
-        self.heard = self.began
-        self.longest_silence = 0.0
+        # Since when the server has not heard of it; nobody misses one that it has never heard of.
+        self._silent_since = float("inf")
+        self._longest_silence = 0.0
         self.ended = float("inf")
         self.result: BaseException | str | None = None
         self._world = groups.world(world.plan.size)
@@ -85,9 +88,13 @@ class Process(SimulatedProcess):
 
     def hear(self) -> None:
         """The server has heard of it."""
-        now = self.world.clock.now
-        self.longest_silence = max(self.longest_silence, now - self.heard)
-        self.heard = now
+        self._longest_silence = self.longest_silence
+        self._silent_since = self.world.clock.now
+
+    @property
+    def longest_silence(self) -> float:
+        """The longest time for which the server did not hear of it while it lived, in seconds."""
+        return max(self._longest_silence, min(self.world.clock.now, self.ended) - self._silent_since)
 
     def kill(self, *, silently: bool) -> None:
         """Killed, or its host vanished: not one more frame leaves it."""
@@ -226,7 +233,8 @@ class Process(SimulatedProcess):
             members = membership_rules.check_coverage(world, self, aggregate, turn)
         elif list(aggregate.members) != list(members):
             world.find("membership changes only where it may", f"{self}: {aggregate.key} covers {aggregate.members}")
-        if complaint := world.ledger.complaint(aggregate, members, brought):
+        complaint = world.ledger.complaint(aggregate, members, brought)
+        if complaint and not membership_rules.is_a_doubles(self, aggregate, members):
             world.find("aggregates are exact", complaint)
         membership_rules.check_promptness(world, self, key)
         world.rounds += 1

@@ -1,11 +1,22 @@
 """What must be true of who takes part in which round, of passes over the data, and of how soon answers come."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from server.group.recovery import RECONNECT_SECONDS
+from simulation.simulated_beginnings import may_meet_another_beginning, newcomers_may_come_first, opened
 from simulation.simulated_frames import decode_once
-from simulation.simulated_rules import AGGREGATE, CONTRIBUTION, ENDS, NEWS_SECONDS, kind_of, mute_seconds
+from simulation.simulated_rules import (
+    AGGREGATE,
+    CONTRIBUTION,
+    ENDS,
+    NEWS_SECONDS,
+    is_long_cut,
+    is_mute,
+    kind_of,
+    nap_seconds,
+)
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Contribution, Message
 from statsd_bn.round_key import RoundKey
@@ -36,12 +47,28 @@ def check_coverage(world: "World", process: "Process", aggregate: Aggregate, tur
         world.find("an aggregate covers its receiver", f"{process}: {aggregate.key} covers {members}")
     if len(_registered(world, aggregate.key).union(members)) < world.plan.min_members:
         world.find("no round completes with too few", f"{process}: {aggregate.key} covers {members}")
+    if process.is_of_before:
+        # It hears late of a round that took place before all others began anew.
+        return members
     covered = Covered(process.spans[-1].base, turn, aggregate.key, tuple(members))
     world.covered.append(covered)
-    for other in world.processes:
+    for other in [one for one in world.processes if not one.is_of_before]:
         for span in other.spans:
             _check_one(world, other, span, covered)
     return members
+
+
+def is_a_doubles(process: "Process", aggregate: Aggregate, members: Iterable[int]) -> bool:
+    """Whether an aggregate is right for another process of the number that it was given to, as the protocol warns.
+
+    That is so where newcomers began the group anew while the server knew of no other, and a later life of the server
+    then heard of the one that was left out before it heard of its double.
+    """
+    world = process.world
+    if not may_meet_another_beginning(world):
+        return False
+    others = world.ledger.others_brought(aggregate.key, process.number, process.life)
+    return any(not world.ledger.complaint(aggregate, members, other) for other in others)
 
 
 def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
@@ -50,19 +77,23 @@ def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
         world.covered.clear()
         world.pass_began.clear()
         world.sent.clear()
+        for one in world.processes:
+            one.is_of_before = one.is_of_before or _has_gone(one)
     for covered in world.covered:
         _check_one(world, process, span, covered)
 
 
 def _is_a_new_beginning(world: "World") -> bool:
-    """Whether all who had a round have ended, or newcomers that are as many as the group came to a new server first."""
-    went_on = [one for one in world.processes if one.result is None and one.rounds]
-    return not went_on or _newcomers_may_come_first(world)
+    """Whether all who had a round have gone, or newcomers that are as many as the group came to a new server first."""
+    went_on = [one for one in world.processes if one.rounds and not _has_gone(one)]
+    return not went_on or newcomers_may_come_first(world)
 
 
-def _newcomers_may_come_first(world: "World") -> bool:
-    newcomers = [one for one in world.processes if one.is_newcomer]
-    return bool(world.server.outages) and len(newcomers) >= world.plan.size
+def _has_gone(process: "Process") -> bool:
+    """Whether it has ended, or the server may have taken it for lost: it was silent or cut off for too long."""
+    facts = process.world.facts
+    cut = any(one.member == process.number and one.when >= process.began and is_long_cut(one) for one in facts)
+    return process.result is not None or is_mute(process) or cut
 
 
 def _has_a_double(process: "Process") -> bool:
@@ -82,21 +113,35 @@ def _is_excused(process: "Process") -> bool:
     """Whether something has befallen it for which an elastic group may go on without it."""
     world = process.world
     facts = (fact for fact in world.facts if fact.member == process.number and fact.when >= process.began)
-    silence = max(process.longest_silence, world.clock.now - process.heard)
-    befallen = silence >= mute_seconds(world) - 0.01 or any(fact.how in {*ENDS, "frozen", "cut"} for fact in facts)
-    is_displaced = _has_a_double(process) or _newcomers_may_come_first(world)
+    befallen = is_mute(process) or any(fact.how in {*ENDS, "frozen", "cut"} for fact in facts)
+    is_displaced = _has_a_double(process) or newcomers_may_come_first(world) or _is_unknown_and_late(process)
     return bool(world.plan.min_members) and (befallen or is_displaced)
+
+
+def _is_unknown_and_late(process: "Process") -> bool:
+    """Whether it joined before a restart of the server, and was late to say so, while no other had heard of it.
+
+    An elastic group waits for such members, but not long.
+    """
+    world = process.world
+    if not (process.is_newcomer and world.server.outages) or world.plan.weather.is_fair:
+        return False
+    _, back = world.server.outages[-1]
+    is_known = any(process.number in covered.members for covered in world.covered)
+    return not is_known and world.returned.get(process, float("inf")) > back + RECONNECT_SECONDS
 
 
 def _registered(world: "World", key: RoundKey) -> set[int]:
     """Who suffices without being covered: whoever is away, or begins later, or was one of these a moment ago.
 
-    What counts is the time of the answer: one that was frozen reads it when others have left since.
+    What counts is the time of the answer: one that was frozen reads it when others have left since. A server that
+    sleeps hears later of an end.
     """
     if not (world.plan.passes or world.plan.has_newcomers):
         return set()
     when = world.sent_at.get(key, world.clock.now)
-    return {one.number for one in world.processes if one.has_connected and when - one.ended < NEWS_SECONDS}
+    news = NEWS_SECONDS + nap_seconds(world)
+    return {one.number for one in world.processes if one.has_connected and when - one.ended < news}
 
 
 def check_pass(world: "World", process: "Process", number: int, first_step: int) -> None:
@@ -117,13 +162,8 @@ def check_restarted(world: "World", process: "Process") -> None:
     earlier = [other for other in world.processes if other.number == process.number and other is not process]
     end = min(fact.when for fact in world.facts if fact.member == process.number and fact.how in ENDS)
     others = [other for other in world.processes if other.life == 0 and other.result is None]
-    if any(other.rounds for other in others) and earlier and any(_opened(other, end) for other in others):
+    if any(other.rounds for other in others) and earlier and any(opened(other, end) for other in others):
         world.find("a strict group takes in nobody anew", f"{process} was taken in")
-
-
-def _opened(process: "Process", before: float) -> bool:
-    connects = [one for one in process.outcomes if one.what == "connect" and one.ended and not one.error]
-    return any(one.ended < before for one in connects)
 
 
 def check_promptness(world: "World", process: "Process", key: RoundKey) -> None:
@@ -161,18 +201,27 @@ def note_sent(world: "World", frame: bytes) -> None:
     if world.sent.get(message.key) != members:
         world.sent.pop(message.key, None)
         world.sent[message.key] = members
+        world.covers_since[message.key] = world.clock.now
 
 
 def check_no_step_grows(world: "World") -> None:
     """Of the aggregates of one step, each covers some of those that the one before covers, and nobody else."""
     delivered = {covered.key for covered in world.covered}
-    latest: dict[int, tuple[int, ...]] = {}
+    latest: dict[int, RoundKey] = {}
     for key, members in world.sent.items():
         if key not in delivered:
             continue
-        if not set(members) <= set(latest.get(key.step, members)):
-            world.find("no step takes anyone in", f"{key} covers {members}, and an earlier one {latest[key.step]}")
-        latest[key.step] = members
+        earlier = world.sent[latest.get(key.step, key)]
+        if not set(members) <= set(earlier) and not _is_forgotten(world, latest[key.step], world.covers_since[key]):
+            world.find("no step takes anyone in", f"{key} covers {members}, and an earlier one {earlier}")
+        latest[key.step] = key
+
+
+def _is_forgotten(world: "World", key: RoundKey, when: float) -> bool:
+    """Whether the server was restarted after a round, and none was there any more that might have told it of that."""
+    is_restarted = any(world.covers_since[key] < gone < when for gone, _ in world.server.outages)
+    covered = [one for one in world.processes if one.number in world.sent[key]]
+    return is_restarted and all(one.ended < when for one in covered)
 
 
 def _sound(frame: bytes, kind: int, decode: Callable[[bytes], Message]) -> Any:

@@ -97,11 +97,18 @@ class Plan:
         # A newcomer may take the place of one that is late; one that is through with a pass waits for the slow ones.
         if self.has("comes") or self.leaves_too_few or (self.passes and self.has("slow")):
             return False
+        if self.groups and any(self._keeps_others_waiting(fault) for fault in self.faults):
+            return False
         # A frozen member cannot connect anew, and a connection that stays away is a death.
         if self._befallen_by("frozen") & self._befallen_by("cut"):
             return False
         late = sum(fault.seconds for fault in self.faults if fault.kind == "joins late")
         return all(_is_harmless(fault) for fault in self.faults) and late < self.deadline and not self.weather.corrupted
+
+    def _keeps_others_waiting(self, fault: Fault) -> bool:
+        """Whether a slow member may be in rounds of one group for as long as a round of another may last."""
+        rounds = len(self.calls) * (1 + len(self.phases))
+        return fault.kind == "slow" and rounds * (fault.seconds + self.think) >= self.deadline
 
     def _befallen_by(self, kind: str) -> set[int]:
         return {fault.member for fault in self.faults if fault.kind == kind}

@@ -15,16 +15,18 @@ from server.core.liveness import RECONNECT_SECONDS
 from server.group.results import REMEMBERED_ROUNDS
 from server.network.disconnect_probe import PROBE_SECONDS
 from server.network.service import TICK_SECONDS
+from simulation.simulated_beginnings import may_meet_another_beginning
+from simulation.simulated_frames import is_sound
 from simulation.simulated_plan import HARMLESS_FREEZE
 from statsd_bn import errors, limits
 
 if TYPE_CHECKING:
-    from simulation.simulated_member import Outcome
+    from simulation.simulated_member import Outcome, Process
     from simulation.simulator import World
 
 # Where a frame that is whole says of which type it is: behind the array's first byte, as long as that is a short one.
 TYPE_AT = 9
-CONTRIBUTION, AGGREGATE = 3, 4
+REGISTER, CONTRIBUTION, AGGREGATE = 1, 3, 4
 
 # What a wait may last beyond its bound: the frames' way, and the server's ticks.
 MARGIN = 1.0
@@ -49,6 +51,7 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
         or not _nobody_was_mute(world)
         or not _all_saw_the_restart(world)
         or _a_goodbye_was_lost(world)
+        or _news_was_lost(world)
     )
     if world.plan.is_harmless and not excused:
         world.find("harmless faults do no harm", f"{outcome.process} {outcome.what} {outcome.key}: {outcome.error!r}")
@@ -142,7 +145,9 @@ def _costs_one_message_each_way(world: "World") -> None:
 def _a_registration_was_lost(world: "World", outcome: "Outcome") -> bool:
     """A member that gets no answer to its first Register gives up soon, as the protocol has it; so the others end."""
     outcomes = [outcome, *(one for process in world.processes for one in process.outcomes)]
-    return world.plan.weather.dropped > 0 and any(isinstance(one.error, errors.ServerUnreachable) for one in outcomes)
+    sleeps = nap_seconds(world) + 4 * world.plan.weather.latency >= ANSWER_SECONDS
+    is_silent = world.plan.weather.dropped > 0 or sleeps
+    return is_silent and any(isinstance(one.error, errors.ServerUnreachable) for one in outcomes)
 
 
 def _a_goodbye_was_lost(world: "World") -> bool:
@@ -150,11 +155,18 @@ def _a_goodbye_was_lost(world: "World") -> bool:
     return bool(world.plan.passes) and not world.plan.weather.is_fair and any(f.how == "left" for f in world.facts)
 
 
+def _news_was_lost(world: "World") -> bool:
+    """A member whose frames get lost is known too late over a new connection, or to a restarted server."""
+    found = [one.error for process in world.processes for one in process.outcomes if one.error]
+    causes = {error.fields["cause"] for error in found if isinstance(error, errors.ReplicaLost)}
+    cut = world.plan.has("cut") and "the connection was lost" in causes
+    late = bool(world.server.outages) and "did not come back after the server was restarted" in causes
+    return not world.plan.weather.is_fair and (cut or late)
+
+
 def _nobody_was_mute(world: "World") -> bool:
     """Whether the network let through enough heartbeats of everyone."""
-    now = world.clock.now
-    silences = [now - heard for number, heard in world.heard.items() if _lives(world, number)]
-    return max([*world.longest_silence.values(), *silences], default=0.0) < mute_seconds(world) - TICK_SECONDS
+    return all(process.longest_silence < mute_seconds(world) - TICK_SECONDS for process in world.processes)
 
 
 def _lives(world: "World", member: int) -> bool:
@@ -180,7 +192,7 @@ def _is_gone(world: "World", error: Any) -> bool:
     member, cause = error.fields["member"], error.fields["cause"]
     facts = [fact for fact in world.facts if fact.member == member]
     if cause == "the connection was lost":
-        ended = any(fact.how in {"killed", "failed", "left"} or _is_long_cut(fact) for fact in facts)
+        ended = any(fact.how in {"killed", "failed", "left"} or is_long_cut(fact) for fact in facts)
         # A short cut is no end where the news of the new connection gets through.
         cut = any(fact.how == "cut" for fact in facts)
         muted = not world.plan.weather.is_fair or any(fact.how == "frozen" for fact in facts)
@@ -190,7 +202,7 @@ def _is_gone(world: "World", error: Any) -> bool:
         long_freeze = any(fact.how == "frozen" and fact.until - fact.when > HARMLESS_FREEZE for fact in facts)
         return long_freeze or any(fact.how in ENDS for fact in facts) or _was_mute(world, member)
     if cause.startswith(("did not come back", "the others had gone on", "what it was given")):
-        return bool(world.server.outages) and _was_away(world, member)
+        return bool(world.server.outages) and (_was_away(world, member) or _was_left_behind(world, member, cause))
     if cause == "":
         return any(fact.how == "left" for fact in facts)
     if cause == "came back too late" and world.plan.has_newcomers and world.server.outages:
@@ -200,11 +212,25 @@ def _is_gone(world: "World", error: Any) -> bool:
     return taken_for_lost or any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
 
 
+def note_return(world: "World", process: "Process", frame: bytes) -> None:
+    """A restarted server hears from a process whom it knows."""
+    if kind_of(frame) == REGISTER and is_sound(frame):
+        world.returned.setdefault(process, world.clock.now)
+
+
+def _was_left_behind(world: "World", member: int, cause: str) -> bool:
+    """Whether it is away for a restarted server because frames were lost, or for those of another beginning."""
+    if cause.startswith("did not come back"):
+        is_back = any(process.number == member for process in world.returned)
+        return not world.plan.weather.is_fair and not is_back
+    return cause.startswith("the others had gone on") and may_meet_another_beginning(world)
+
+
 def _is_in_time(world: "World", outcome: "Outcome", error: Any) -> bool:
     """A dead member is known at once where its connection ends, and a silent one after the time for that."""
     cause = error.fields["cause"]
     facts = [fact for fact in world.facts if fact.member == error.fields["member"]]
-    disturbed = world.server.outages or _nap_seconds(world) or not world.plan.weather.is_fair
+    disturbed = world.server.outages or nap_seconds(world) or not world.plan.weather.is_fair
     own = world.plan.has("frozen", "cut") or outcome.what == "connect" or not facts
     if disturbed or own or not cause.startswith(("the connection", "no sign")):
         return True
@@ -233,7 +259,8 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".encode(errors="replace")[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
 
 
-def _is_long_cut(fact: Any) -> bool:
+def is_long_cut(fact: Any) -> bool:
+    """Whether the server may have taken the member for lost because it could not reach it."""
     return fact.how == "cut" and fact.until - fact.when > RECONNECT_SECONDS - 0.1
 
 
@@ -242,8 +269,12 @@ def _napped(world: "World") -> bool:
 
 
 def _was_mute(world: "World", member: int) -> bool:
-    silence = max(world.longest_silence.get(member, 0.0), world.clock.now - world.heard.get(member, 0.0))
-    return silence >= mute_seconds(world) - 0.01
+    return any(process.number == member and is_mute(process) for process in world.processes)
+
+
+def is_mute(process: "Process") -> bool:
+    """Whether the server may have taken it for lost because it had not heard of it for too long."""
+    return process.longest_silence >= mute_seconds(process.world) - 0.01
 
 
 def mute_seconds(world: "World") -> float:
@@ -274,27 +305,31 @@ def _mismatch_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
 
 def _conflict_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
     """A server with a new key cannot tell whether others had gone on without a member that is back."""
-    return bool(world.server.outages and world.plan.min_members) and not world.plan.keeps_key
+    cannot_tell = bool(world.server.outages and world.plan.min_members) and not world.plan.keeps_key
+    return cannot_tell or may_meet_another_beginning(world)
 
 
 def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
     """Whoever is missing has really not come, is not known to be gone, and is not itself waiting for others."""
     missing = error.fields.get("missing")
     if missing is None:
+        # The master itself would have told, if the member had not slept through the answer.
+        if outcome.process.frozen_seconds >= world.plan.deadline:
+            return True
         if "the latest was: " in str(error):
             return _was_counted_anew(world)
-        # The master itself would have told: it was away for long, or the member slept through the answer.
         away = sum(back - gone for gone, back in world.server.outages)
-        deadline = world.plan.deadline
-        return away > deadline / 2 or outcome.process.frozen_seconds >= deadline or world.plan.weather.dropped > 0
-    if world.server.outages:
+        return away > world.plan.deadline / 2 or world.plan.weather.dropped > 0
+    if world.server.outages or world.timeouts.get(outcome.key) == str(error):
+        # Whoever comes to a round that has ended is told what was true then.
         return True
+    world.timeouts[outcome.key] = str(error)
     return all(_is_late(world, outcome, member) for member in missing)
 
 
 def _was_counted_anew(world: "World") -> bool:
     """A restarted master counts a round's time anew; one that slept, or heard late of the round, is late itself."""
-    return bool(world.server.outages) or bool(_nap_seconds(world)) or not world.plan.weather.is_fair
+    return bool(world.server.outages) or bool(nap_seconds(world)) or not world.plan.weather.is_fair
 
 
 def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
@@ -303,7 +338,7 @@ def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
     if (
         gone
         and not _lives(world, member)
-        and outcome.ended - max(gone[-1].when, outcome.started) > NEWS_SECONDS + 2 * _nap_seconds(world)
+        and outcome.ended - max(gone[-1].when, outcome.started) > NEWS_SECONDS + 2 * nap_seconds(world)
     ):
         return False
     waits = [
@@ -328,18 +363,19 @@ def _all_wait(world: "World", outcome: "Outcome", seconds: float) -> bool:
 
 def _was_frozen(world: "World", member: int) -> bool:
     return any(fact.member == member and fact.how in {"frozen", "cut"} for fact in world.facts) or bool(
-        _nap_seconds(world)
+        nap_seconds(world)
     )
 
 
-def _nap_seconds(world: "World") -> float:
+def nap_seconds(world: "World") -> float:
+    """How long the server stands still, in all."""
     return sum(fault.seconds for fault in world.plan.faults if fault.kind == "server naps")
 
 
 def _unknown_session_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
     """The master took it for lost, or another run has replaced it."""
     number = outcome.process.number
-    cut = any(fact.member == number and _is_long_cut(fact) for fact in world.facts)
+    cut = any(fact.member == number and is_long_cut(fact) for fact in world.facts)
     return cut or _was_mute(world, number) or world.plan.relaunch or bool(world.server.outages)
 
 

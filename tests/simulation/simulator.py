@@ -19,6 +19,7 @@ import numpy as np
 
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
+from simulation.simulated_frames import is_sound
 from simulation.simulated_member import Outcome, Process
 from simulation.simulated_network import Clock, Network, SimulatedServer
 from simulation.simulated_plan import Call, Fault, Plan, draw
@@ -94,6 +95,7 @@ class World:
         self.brought_at: dict[RoundKey, float] = {}
         self.left_a_round = 0.0
         self.sent: dict[RoundKey, tuple[int, ...]] = {}
+        self.covers_since: dict[RoundKey, float] = {}
         self.sent_at: dict[RoundKey, float] = {}
         self.arrived: dict[RoundKey, set[int]] = {}
         self.covered: list[membership_rules.Covered] = []
@@ -101,15 +103,16 @@ class World:
         self.server = SimulatedServer(self.clock, self.network, self.rng, self.trace, keeps_key=self.plan.keeps_key)
         self.server.on_receive = self._heard
         self._membership_changes = bool(self.plan.min_members or self.plan.passes)
+        self.server.on_start = self._server_starts
         if self._membership_changes:
-            self.server.on_start = self.arrived.clear
             self.server.on_answer = lambda frame: membership_rules.note_sent(self, frame)
         self.server.on_tick = lambda: rules.check_memory(self)
         self.ledger = Ledger()
         self.facts: list[Fact] = []
         self.processes: list[Process] = []
-        self.heard: dict[int, float] = {}
-        self.longest_silence: dict[int, float] = {}
+        # Who has registered since the server was restarted, and when; what was told first of a round that timed out.
+        self.returned: dict[Process, float] = {}
+        self.timeouts: dict[RoundKey, str] = {}
         self.rounds = 0
         self._events = 0
         self._finding: Finding | None = None
@@ -155,8 +158,6 @@ class World:
     def note(self, process: Process, how: str, cause: str = "", seconds: float = 0.0) -> None:
         fact = Fact(self.clock.now, process.number, how, cause, self.clock.now + seconds)
         self.facts.append(fact)
-        if how in rules.ENDS and process.number in self.heard:
-            self._hear(process.number)
         self.trace.append((self.clock.now, how, process, cause))
 
     def judge(self, outcome: Outcome) -> None:
@@ -181,7 +182,6 @@ class World:
         if all(process.result is not None for process in self.processes):
             return
         self.network.count("newcomers")
-        self.heard.pop(number, None)
         self._spawn(number, 1 + max((one.life for one in self.processes if one.number == number), default=0), 0, 0.0)
 
     def rows(self, process: Process, key: RoundKey, call: Call) -> Rows:
@@ -274,15 +274,17 @@ class World:
         return sum(entry[1] == "to member" and rules.kind_of(entry[3]) == rules.AGGREGATE for entry in self.trace)
 
     def _heard(self, process: Process, frame: bytes) -> None:
-        self._hear(process.number)
-        process.hear()
+        # Of a frame that came damaged the server does not know whose it is.
+        if not self.plan.weather.corrupted or is_sound(frame):
+            process.hear()
         if self._membership_changes:
             membership_rules.note_arrival(self, frame)
+        if self.server.outages:
+            rules.note_return(self, process, frame)
 
-    def _hear(self, number: int) -> None:
-        silence = self.clock.now - self.heard.get(number, self.clock.now)
-        self.longest_silence[number] = max(silence, self.longest_silence.get(number, 0.0))
-        self.heard[number] = self.clock.now
+    def _server_starts(self) -> None:
+        self.arrived.clear()
+        self.returned.clear()
 
     def _tally(self) -> Tally:
         faults = Counter(self.network.faults)

@@ -22,12 +22,23 @@ from support import oracle
 from support.paths import ROOT
 
 SEEDS = 3000
+
+# Worlds of the last millions in which something was found, in the server, in the client or in a rule itself.
+FOUND = (
+    *(5019170, 5029814, 5036649, 5056334, 5085893, 5103642, 5113026, 5170753, 5190410),
+    *(5212662, 5242904, 5278108, 5302776, 5322876),
+)
 MOST_SEEDS_FOR_A_BUG = 5000
 
 
 def test_no_world_breaks_a_rule():
     found = simulate.first_finding(simulate.run_seeds(0, SEEDS, jobs=os.cpu_count() or 1))
     assert found is None, found[1]
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_was_found_once_stays_mended(seed):
+    World(seed).run()
 
 
 def test_worlds_are_not_vacuous():

@@ -86,6 +86,10 @@ class Ledger:
     def bring(self, key: RoundKey, one: Brought) -> None:
         self._brought.setdefault(key, {}).setdefault(one.member, []).append(one)
 
+    def others_brought(self, key: RoundKey, member: int, life: int) -> list[Brought]:
+        """Returns what the other lives of a member brought to a round."""
+        return [one for one in self._brought.get(key, {}).get(member, []) if one.life != life]
+
     def complaint(self, aggregate: Aggregate, members: Iterable[int], receiver: Brought) -> str:
         """Returns what is wrong with an aggregate that must cover `members`; empty if nothing is."""
         brought = self._brought.get(aggregate.key, {})
