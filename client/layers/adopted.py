@@ -1,7 +1,7 @@
 """Adopted classes: a subclass of torch's batch norm whose own `forward` stays, and whose statistics are synchronised.
 
     BatchNormAct2d                        calls F.batch_norm, then an activation
-    SynchronizedBatchNormAct2d            made here: (Adopted, BatchNormAct2d, SynchronizedBatchNorm)
+    SynchronizedBatchNormAct2d            made here: (Intercepted, BatchNormAct2d, Behind)
 
 The class that is made here derives from the original one, so `isinstance`, attributes and methods stay. Where the
 original's `forward` calls `super().forward(x)` it comes to ours by itself; where it calls `batch_norm`, that is
@@ -9,7 +9,7 @@ intercepted.
 """
 
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
-from client.layers.batchnorm import SynchronizedBatchNorm
-from client.layers.conversion_report import why_left, why_not
-from client.layers.interception import Handed, Interception
+from client.layers.batchnorm import BONDS, SynchronizedBatchNorm
+from client.layers.conversion_report import has_own_forward, why_left, why_not
+from client.layers.interception import Handed, Interception, unseen
 from client.layers.synchronized import CONVERSIONS
 
 logger = logging.getLogger("statsd_bn.client")
@@ -31,40 +31,43 @@ class Adopted:
     """What a class that is made here has beside the original's and ours; it stands before both."""
 
     converted_from: ClassVar[type[nn.Module]]
-    _is_told = False
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """A copy or pickle names the original class, and the class made of it is found again."""
+        return _rebuilt, (type(self).converted_from, self.chunks), self.__getstate__()
+
+    def __getstate__(self) -> Any:
+        """What the original says that a copy keeps, which need not be ours: so what no copy keeps is left out here."""
+        return _without_bonds(super().__getstate__())
+
+
+class Intercepted(Adopted):
+    """The same for a class with a `forward` of its own."""
+
+    _told: ClassVar[set[str]]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The original's; where it calls `batch_norm` in training, the statistics are those of the whole batch."""
         if not self.training and self._tally is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        counted = self._counted()
-        interception = Interception(self, lambda handed: self._normalise_handed(handed, counted))
+        interception = Interception(self, self._normalise_handed, self._counted())
         with interception:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not torch.compiler.is_compiling():
-            was_normalised = vars(self).pop("_was_normalised", False)
-            if not (was_normalised or interception.is_reached):
-                self._tell_unreached()
-        return output
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """A copy or pickle names the original class, and the class made of it is found again."""
-        return _rebuilt, (type(self).converted_from,), self.__getstate__()
-
-    def _normalise(self: Any, of: Any, input: Tensor, mask: Tensor | None) -> Tensor:  # noqa: A002 - torch's name
-        """Computes one call, to which the original has come by `batch_norm` or by `super().forward`."""
-        if not torch.compiler.is_compiling():
-            vars(self)["_was_normalised"] = True
-        output: Tensor = super()._normalise(of, input, mask)  # type: ignore[misc]
+            if interception.nr_without_tensors > 1:
+                self._tell("ambiguous")
+            if not (vars(self).pop(_CAME, False) or interception.is_reached):
+                output = self._pass_by(output, (*args, *kwargs.values()))
         return output
 
     def _counted(self: Any) -> Tensor | None:
         """Returns the number of batches before this call, where a call must not simply count on."""
-        tracked: Tensor | None = self.num_batches_tracked
-        if tracked is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return None
-        is_special = self._tally is not None or self._deferred_now() is not None or is_inside_backward()
-        return tracked.clone() if is_special else None
+        if self._tally is None and self._deferred is None and not is_inside_backward():
+            return None
+        tracked: Tensor | None = self.num_batches_tracked
+        return None if tracked is None else tracked.clone()
 
     def _normalise_handed(self: Any, handed: Handed, counted: Tensor | None) -> Tensor:
         """Computes one call of `batch_norm`, in place of torch."""
@@ -80,16 +83,41 @@ class Adopted:
         output: Tensor = self._normalise(handed, handed.input, None)
         return output
 
-    def _tell_unreached(self: Any) -> None:
-        """Warns once of a layer whose `forward` went another way."""
-        if self._is_told:
+    def _pass_by(self: Any, output: Any, arguments: tuple[Any, ...]) -> Any:
+        """Ends a call that came to no `batch_norm`: one of an empty batch, which the others wait for, or a mistake."""
+        empty = next((x for x in arguments if isinstance(x, Tensor) and x.numel() == 0 and x.dim() > 1), None)
+        if empty is None or empty.shape[1] != self.num_features or not isinstance(output, Tensor):
+            self._tell("unreached")
+            return output
+        # The sum is 0. It makes the round's backward pass a part of the output's.
+        return output + SynchronizedBatchNorm.forward(self, empty).sum()
+
+    def _tell(self: Any, what: str) -> None:
+        """Warns once of a class whose `forward` went another way."""
+        if what in self._told:
             return
-        type(self)._is_told = True  # noqa: SLF001 - of all its layers
-        logger.warning(
-            "layer %r is not synchronised: the forward of %s did not call batch_norm with the layer's tensors",
-            self.layer_name,
-            self.converted_from.__qualname__,
-        )
+        self._told.add(what)
+        logger.warning(_WARNINGS[what], self.layer_name, self.converted_from.__qualname__)
+
+
+class Behind(SynchronizedBatchNorm):
+    """Stands behind a class with a `forward` of its own, which comes here by `super().forward`."""
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+        """As ours."""
+        if torch.compiler.is_compiling():
+            return super().forward(input, mask)
+        vars(self)[_CAME] = True
+        return unseen(super().forward, input, mask)
+
+
+# Noted by a layer while its call lasts.
+_CAME = "_came_behind"
+
+_WARNINGS = {
+    "unreached": "layer %r is not synchronised: the forward of %s did not call batch_norm with the layer's tensors",
+    "ambiguous": "layer %r: the forward of %s calls batch_norm several times without tensors; all are synchronised",
+}
 
 
 def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -105,9 +133,15 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
         raise TypeError(f"{original!r}: {reason}")
     made = _made.get(original)
     if made is None:
-        body = {"converted_from": original, "__module__": original.__module__, "__doc__": original.__doc__}
+        before, behind = (Intercepted, Behind) if has_own_forward(original) else (Adopted, SynchronizedBatchNorm)
+        body = {
+            "converted_from": original,
+            "_told": set(),
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+        }
         made = _made[original] = type(
-            f"Synchronized{original.__name__}", (Adopted, original, SynchronizedBatchNorm), body
+            f"Synchronized{original.__name__}", (before, original, behind), body
         )
     return made
 
@@ -127,7 +161,16 @@ def adopt(layer: nn.Module) -> nn.Module:
 CONVERSIONS[nn.modules.batchnorm._BatchNorm] = adopt  # noqa: SLF001 - the base of all its batch norms
 
 
-def _rebuilt(original: type[nn.Module]) -> nn.Module:
+def _rebuilt(original: type[nn.Module], chunks: int = 1) -> nn.Module:
     made = synchronized_class(original)
-    layer: nn.Module = made.__new__(made)
-    return layer
+    layer: Any = made.__new__(made)
+    layer.chunks = chunks
+    return cast("nn.Module", layer)
+
+
+def _without_bonds(state: Any) -> Any:
+    if isinstance(state, tuple):
+        return tuple(map(_without_bonds, state))
+    if isinstance(state, dict):
+        return {name: value for name, value in state.items() if name not in BONDS}
+    return state

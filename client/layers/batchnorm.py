@@ -29,6 +29,9 @@ from statsd_bn.errors import ConfigurationError, StatsdBNError
 
 EPS_MODES = ("plus", "clamp")
 
+# What binds a layer to its replicas and to a mini-batch under way. The last is how many chunks a pickle says there are.
+BONDS = frozenset({"_replica", "_tally", "_deferred", "_chunks"})
+
 
 class Way(Enum):
     """How a layer computes one call."""
@@ -191,14 +194,14 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         What is pending of a mini-batch stays behind, and no class is named that is not public.
         """
         state: dict[str, Any] = super().__getstate__()
-        kept = {name: value for name, value in state.items() if name not in {"_replica", "_tally", "_deferred"}}
+        kept = {name: value for name, value in state.items() if name not in BONDS}
         return {**kept, "_chunks": self.chunks} if self.chunks > 1 else kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over the state of a copy or pickle."""
-        chunks = state.get("_chunks", 1)
         super().__setstate__({name: value for name, value in state.items() if name != "_chunks"})
-        self.chunks = chunks
+        if chunks := state.get("_chunks"):
+            self.chunks = chunks
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """What was pending belongs to the state that is replaced, such as that of a step that failed."""

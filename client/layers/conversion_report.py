@@ -137,13 +137,22 @@ def why_not(original: type[nn.Module]) -> str:
     return ""
 
 
+def has_own_forward(original: type[nn.Module]) -> bool:
+    """Whether a class, or one between it and torch's, has a `forward`."""
+    return any("forward" in vars(kind) for kind in _own(original))
+
+
 def _reaches_batch_norm(original: type[nn.Module]) -> bool:
     """Whether a class's `forward` may come to a call of `batch_norm`, by the names in it and in what it calls."""
-    own = original.__mro__[: original.__mro__.index(_torchs_own(original))]
-    functions = [value for kind in own for value in vars(kind).values() if isinstance(value, FunctionType)]
-    if not any("forward" in vars(kind) for kind in own):
+    if not has_own_forward(original):
         return True
+    functions = (value for kind in _own(original) for value in vars(kind).values() if isinstance(value, FunctionType))
     return any(_mentions(function, _DEPTH) for function in functions)
+
+
+def _own(original: type[nn.Module]) -> tuple[type, ...]:
+    """A class and those between it and torch's."""
+    return original.__mro__[: original.__mro__.index(_torchs_own(original))]
 
 
 def _torchs_own(original: type[nn.Module]) -> type[nn.Module]:

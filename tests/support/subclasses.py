@@ -1,5 +1,7 @@
 """Subclasses of torch's batch norm as libraries write them: one for each way to come to `batch_norm`."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
@@ -98,6 +100,131 @@ class Configured(nn.BatchNorm2d):
         super().__init__(num_features, **{"eps": 0.05, "momentum": 0.3, **options})
 
 
+class InPlace(Functional):
+    """Activates in place, as timm's BatchNormAct2d does by default."""
+
+    def __init__(self, num_features: int, **options) -> None:
+        super().__init__(num_features, **options)
+        self.act = nn.ReLU(inplace=True)
+
+
+class Fused(nn.BatchNorm2d):
+    """Has a convolution of its own, which takes the normalisation over in eval."""
+
+    def __init__(self, num_features: int, **options) -> None:
+        super().__init__(num_features, **options)
+        self.conv = nn.Conv2d(num_features, num_features, 1, dtype=options.get("dtype"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.running_var is None:
+            return super().forward(self.conv(x))
+        scale = (1.0 if self.weight is None else self.weight) / (self.running_var + self.eps).sqrt()
+        bias = (self.conv.bias - self.running_mean) * scale + (0.0 if self.bias is None else self.bias)
+        return F.conv2d(x, self.conv.weight * scale[:, None, None, None], bias)
+
+
+class OfLists(nn.BatchNorm2d):
+    """Takes a tensor, or a list of tensors, each of which is a batch of its own."""
+
+    def forward(self, x: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+        if isinstance(x, list):
+            return [super(OfLists, self).forward(one) for one in x]
+        return super().forward(x)
+
+
+class SkipsEmpty(nn.BatchNorm2d):
+    """Lets a batch without samples pass, as detectron2's did where torch's kernels could not take one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.numel() else x * 1
+
+
+class Sized(nn.BatchNorm2d):
+    """Is made with other arguments than torch's."""
+
+    def __init__(self, width: int, gain: float = 3.0, **options) -> None:
+        super().__init__(num_features=width, **options)
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class Remembering(nn.BatchNorm2d):
+    """Says itself what a copy of it keeps, without asking torch."""
+
+    def __init__(self, num_features: int, **options) -> None:
+        super().__init__(num_features, **options)
+        self.seen = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(tuple(x.shape))
+        return super().forward(x)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "seen"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, seen=[])
+
+
+class OfAnyDimension(nn.modules.batchnorm._BatchNorm):
+    """Derives from what torch's three have in common."""
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        assert x.dim() > 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sin()
+
+
+class Slotted(nn.BatchNorm2d):
+    """Has a slot, and says itself what a copy keeps, since torch's modules forget slots."""
+
+    __slots__ = ("note",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).cos()
+
+    def __getstate__(self) -> tuple[dict[str, Any], str]:
+        return dict(self.__dict__), self.note
+
+    def __setstate__(self, state: tuple[dict[str, Any], str]) -> None:
+        self.__dict__.update(state[0])
+        self.note = state[1]
+
+
+class Frozen(nn.BatchNorm2d):
+    """Stays in eval whatever the model is told."""
+
+    def train(self, mode: bool = True) -> "Frozen":
+        return super().train(mode=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Standardising(nn.BatchNorm2d):
+    """Standardises a convolution's weight by a `batch_norm` without tensors, as timm's `StdConv2d`, and then its input."""
+
+    def __init__(self, num_features: int, **options) -> None:
+        super().__init__(num_features, **options)
+        self.kernel = nn.Parameter(torch.linspace(-1, 1, 6 * num_features).view(6, num_features, 1, 1).to(torch.double))
+        self.back = nn.Parameter(torch.linspace(0, 1, 6 * num_features).view(num_features, 6, 1, 1).to(torch.double))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.kernel.reshape(1, 6, -1)
+        standard = F.batch_norm(rows, None, None, training=True, momentum=0.0).reshape_as(self.kernel)
+        return super().forward(F.conv2d(F.conv2d(x, standard), self.back))
+
+
+class Twice(nn.BatchNorm2d):
+    """Normalises twice without tensors, so that nobody can tell the calls apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(F.batch_norm(x, None, None, training=True).relu(), None, None, training=True)
+
+
 class AlwaysEval(nn.BatchNorm2d):
     """Normalises with the running statistics in training too."""
 
@@ -120,4 +247,21 @@ class Evasive(nn.BatchNorm2d):
         return x * 2 if self.training else F.batch_norm(x, self.running_mean, self.running_var)
 
 
-SYNCHRONISED = [Activated, ByName, Functional, Operator, Helped, Scaled, Deeper, Configured]
+SYNCHRONISED = [
+    Activated,
+    ByName,
+    Functional,
+    Operator,
+    Helped,
+    Scaled,
+    Deeper,
+    Configured,
+    InPlace,
+    Fused,
+    OfLists,
+    SkipsEmpty,
+    Sized,
+    Remembering,
+    OfAnyDimension,
+    Standardising,
+]

@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import client
+from client.data_parallel import any_device
+from client.data_parallel.replicate import execute_replication_callbacks
 from client.layers import synchronized
 from support import subclasses
 from support.subclasses import AlwaysEval, Evasive, Foreign, Functional
@@ -58,12 +60,32 @@ def on_replicas(model):
     return client.DataParallelWithCallback(model, device_ids=["cpu"] * 3)
 
 
-# Three of the classes take no options themselves.
+def on_shards(model, sizes):
+    """Runs replicas whose batches have these sizes, of which some may be 0."""
+    devices = [torch.device("cpu")] * len(sizes)
+
+    def run(x):
+        replicas = any_device.replicate(model, devices)
+        execute_replication_callbacks(replicas)
+        barrier = vars(replicas[0])["_barrier"]
+        parts = [(part,) for part in x.split(sizes)]
+        return torch.cat(
+            any_device.parallel_apply(replicas, parts, [{}] * len(sizes), devices, barrier.finish, barrier.fail)
+        )
+
+    return run
+
+
+# Some of the classes take no options themselves.
+WITHOUT_OPTIONS = {subclasses.Operator, subclasses.Helped, subclasses.Scaled}
+OPTIONS = [
+    {"affine": False},
+    {"momentum": None},
+    {"track_running_stats": False},
+    {"affine": False, "track_running_stats": False},
+]
 CASES = [(kind, {}) for kind in subclasses.SYNCHRONISED] + [
-    (kind, options)
-    for kind in subclasses.SYNCHRONISED
-    if kind not in {subclasses.Operator, subclasses.Helped, subclasses.Scaled}
-    for options in ({"affine": False}, {"momentum": None}, {"track_running_stats": False})
+    (kind, options) for kind in subclasses.SYNCHRONISED if kind not in WITHOUT_OPTIONS for options in OPTIONS
 ]
 
 
@@ -82,6 +104,86 @@ def test_replicas_of_a_subclass_equal_the_whole_batch(kind, options, caplog):
         return  # in eval each replica is normalised by itself
     whole.eval(), converted.eval()
     check_same([replicas(batch()[0])], [whole(batch()[0])])
+
+
+def test_in_a_list_each_tensor_is_a_batch_of_its_own():
+    whole = made(subclasses.OfLists)[1]
+    replicas = on_replicas(client.convert_model(copy.deepcopy(whole)))
+    one, other = batch(1)
+    check_same(replicas([one, other]), whole([one, other]))
+    check_same_model(replicas.module, whole)
+    assert whole.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("plain", [nn.BatchNorm1d, nn.BatchNorm3d])
+def test_subclasses_of_the_other_dimensions_are_synchronised(plain):
+    class Own(plain):
+        def forward(self, x):
+            return super().forward(x).sin()
+
+    shape = (sum(SIZES), CHANNELS, *[2] * (0 if plain is nn.BatchNorm1d else 3))
+    whole = Own(CHANNELS, dtype=torch.float64)
+    x, factors = (part.flatten()[: torch.Size(shape).numel()].view(shape) for part in [one.repeat(2, 1, 1, 1) for one in batch()])
+    replicas = on_replicas(client.convert_model(copy.deepcopy(whole)))
+    check_same(step(replicas, x, factors), step(whole, x, factors))
+    check_same_model(replicas.module, whole)
+
+
+def test_a_subclass_that_stays_in_eval_exchanges_nothing():
+    whole = made(subclasses.Frozen).train()
+    converted = client.convert_model(copy.deepcopy(whole)).train()
+    check_same(step(on_replicas(converted), *batch()), step(whole, *batch()))
+    check_same_model(converted, whole)
+    assert converted[1].num_batches_tracked == 0
+
+
+def test_a_layer_with_slots_keeps_them():
+    model = made(subclasses.Slotted)
+    model[1].note = "kept"
+    converted = client.convert_model(model)
+    assert isinstance(converted[1], client.SynchronizedBatchNorm)
+    assert copy.deepcopy(converted)[1].note == "kept"
+    assert pickle.loads(pickle.dumps(converted))[1].note == "kept"  # noqa: S301
+    whole = made(subclasses.Slotted)
+    check_same(step(converted, *batch()), step(whole, *batch()))
+    assert client.revert_model(converted)[1].note == "kept"
+    assert type(converted[1]) is subclasses.Slotted
+
+
+@pytest.mark.parametrize("sizes", [(4, 0, 2), (0, 6, 0), (0, 0, 6)])
+def test_an_empty_batch_that_a_subclass_lets_pass_takes_part_all_the_same(sizes):
+    whole = made(subclasses.SkipsEmpty)
+    converted = client.convert_model(copy.deepcopy(whole))
+    check_same(step(on_shards(converted, sizes), *batch()), step(whole, *batch()))
+    check_same_model(converted, whole)
+
+
+def test_calls_without_tensors_that_nobody_can_tell_apart_are_told_of(caplog):
+    options = {"affine": False, "track_running_stats": False}
+    whole = made(subclasses.Twice, **options)
+    replicas = on_replicas(client.convert_model(copy.deepcopy(whole)))
+    for _ in range(2):
+        check_same(step(replicas, *batch()), step(whole, *batch()))
+    assert caplog.messages == [
+        "layer '1': the forward of Twice calls batch_norm several times without tensors; all are synchronised"
+    ]
+
+
+def test_four_replicas_train_to_the_weights_of_the_whole_batch():
+    """As a user trains: 20 steps of momentum, through one of each kind of subclass."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(layer for kind in subclasses.SYNCHRONISED for layer in made(kind)))
+    converted = client.convert_model(copy.deepcopy(whole))
+    before = [layer.weight.detach().clone() for layer in whole[1::2]]
+    for model, run in ((whole, whole), (converted, client.DataParallelWithCallback(converted, ["cpu"] * 4))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        for seed in range(20):
+            optimizer.zero_grad()
+            step(run, *batch(seed))
+            optimizer.step()
+    check_same(converted.state_dict().values(), whole.state_dict().values())
+    for layer, weight in zip(whole[1::2], before, strict=True):
+        assert (layer.weight - weight).abs().max() > 1e-6, layer
 
 
 def test_a_subclass_alone_computes_what_the_original_does_to_the_bit():
@@ -119,13 +221,18 @@ def test_the_layer_stays_the_same_object_with_all_that_it_has():
     assert vars(layer).keys() == attributes
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
-def test_copies_and_pickles_find_the_class_again(copied):
-    model = client.convert_model(made(Functional))
-    step(model, *batch())
+@pytest.mark.parametrize("kind", subclasses.SYNCHRONISED)
+def test_copies_and_pickles_find_the_class_again(kind, copied, chunks):
+    model = client.convert_model(made(kind), chunks=chunks)
+    for seed in range(chunks):
+        step(model, *batch(seed))
     found = copied(model)
     assert type(found[1]) is type(model[1])
     assert found[1].layer_name == "1"
+    assert found[1].chunks == chunks
+    assert found[1]._deferred is not model[1]._deferred or chunks == 1
     check_same(step(on_replicas(found), *batch(1)), step(on_replicas(model), *batch(1)))
     check_same(found.buffers(), model.buffers())
 
