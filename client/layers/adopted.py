@@ -140,9 +140,7 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
             "__module__": original.__module__,
             "__doc__": original.__doc__,
         }
-        made = _made[original] = type(
-            f"Synchronized{original.__name__}", (before, original, behind), body
-        )
+        made = _made[original] = type(f"Synchronized{original.__name__}", (before, original, behind), body)
     return made
 
 

@@ -18,6 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
 
+# They have no public names, and no types.
+_innermost: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
+_pop: Callable[[], Any] = overrides._pop_mode  # noqa: SLF001
+_push: Callable[[Any], None] = overrides._push_mode  # noqa: SLF001
+
 
 @dataclass(slots=True)
 class Handed:
@@ -98,6 +103,9 @@ class Handed:
         )
 
 
+Normalise = Callable[[Handed, Tensor | None], Tensor]
+
+
 class Interception(TorchFunctionMode):
     """Takes over the calls of `batch_norm` with a layer's own tensors; all others go their way.
 
@@ -111,7 +119,7 @@ class Interception(TorchFunctionMode):
         nr_without_tensors: how many of them had nothing of the layer's but its channels.
     """
 
-    def __init__(self, layer: Any, normalise: Callable[[Handed, Tensor | None], Tensor], counted: Tensor | None) -> None:
+    def __init__(self, layer: Any, normalise: Normalise, counted: Tensor | None) -> None:
         self.is_reached = False
         self.nr_without_tensors = 0
         self._layer = layer
@@ -136,13 +144,13 @@ class Interception(TorchFunctionMode):
 
 def unseen(function: Callable[..., T], *arguments: Any) -> T:
     """Calls a function of ours out of sight of an interception: our arithmetic calls hundreds of torch's functions."""
-    if not isinstance(overrides._get_current_function_mode(), Interception):  # noqa: SLF001 - has no public name
+    if not isinstance(_innermost(), Interception):
         return function(*arguments)
-    interception = overrides._pop_mode()  # noqa: SLF001 - as above
+    interception = _pop()
     try:
         return function(*arguments)
     finally:
-        overrides._push_mode(interception)  # noqa: SLF001 - as above
+        _push(interception)
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:

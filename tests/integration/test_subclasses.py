@@ -1,13 +1,48 @@
 """Subclasses of torch's batch norm between processes: they train as on the whole batch, eager and compiled."""
 
+import sys
+
+import numpy as np
 import pytest
 
 from programs import subclass_programs
+from programs.subclass_programs import Training
+from support.launched import Launched
+from support.paths import ROOT
 from support.whole_batch import assert_equal
 
+BACKENDS = pytest.mark.parametrize("backend", ["", "aot_eager", "inductor"])
 
-@pytest.mark.parametrize("backend", ["", "aot_eager", "inductor"])
+
+@BACKENDS
 def test_members_train_as_on_the_whole_batch(members, backend):
-    expected = subclass_programs.train_on_the_whole_batch()
-    for found in members(2, subclass_programs.train, backend):
+    training = Training(backend=backend)
+    expected = subclass_programs.train_on_the_whole_batch(training)
+    for found in members(2, subclass_programs.train, training):
+        assert_equal(found, expected, 1e-9)
+
+
+@pytest.mark.parametrize(("kinds", "backend"), [("all kinds", ""), ("three kinds", "aot_eager")])
+def test_after_20_steps_under_ddp_the_weights_are_those_of_the_whole_batch(members, tmp_path, kinds, backend):
+    training = Training(kinds, backend=backend, steps=20, lr=1e-4)
+    expected = subclass_programs.train_on_the_whole_batch(training)
+    for found in members(2, subclass_programs.train_under_ddp, str(tmp_path / "store"), training):
+        assert_equal(found, expected, 1e-8)
+
+
+def test_torchrun_trains_as_on_the_whole_batch_with_nothing_configured(tmp_path):
+    script = ROOT / "tests" / "programs" / "subclass_programs.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, tmp_path / "saved.npz"]
+    with Launched(command, {}, tmp_path / "errors") as run:
+        assert run.end() == 0, run.errors
+        assert "not synchronised" not in run.errors
+    expected = subclass_programs.train_on_the_whole_batch(Training("all kinds", steps=20, lr=1e-4))
+    assert_equal(dict(np.load(tmp_path / "saved.npz")), expected, 1e-8)
+
+
+@pytest.mark.parametrize("sizes", [(4, 0), (0, 3)])
+def test_a_member_whose_layers_let_an_empty_batch_pass_takes_part(members, sizes):
+    training = Training("empty", sizes)
+    expected = subclass_programs.train_on_the_whole_batch(training)
+    for found in members(2, subclass_programs.train, training):
         assert_equal(found, expected, 1e-9)

@@ -1,55 +1,156 @@
-"""What member processes do in `test_subclasses.py`: train with subclasses of torch's batch norm, eager or compiled."""
+"""What processes do in `test_subclasses.py` and `test_timm.py`: train with subclasses of torch's batch norm.
 
+As a script, `torchrun subclass_programs.py FILE`, it trains under DistributedDataParallel with nothing configured.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import client
+from programs import ddp_programs
 from programs.member_programs import Buffers
-from support.subclasses import Activated, Functional, Helped
-
-STEPS = 4
-SIZES = (3, 1)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(2, 3, 1), Functional(3), nn.Conv2d(3, 3, 1), Activated(3), nn.Conv2d(3, 2, 1), Helped(2)
-    ).double()
+from support.subclasses import SYNCHRONISED, Activated, Functional, Helped, SkipsEmpty
+from zoo.libraries import library
+from zoo.specimen import prepare
 
 
-def train(connection: client.Connection, backend: str) -> Buffers:
-    """Weights and buffers after some steps on this member's shards; an empty `backend` does not compile."""
+@dataclass(frozen=True)
+class Training:
+    """What is trained, on what.
+
+    Attributes:
+        network: "three kinds", "all kinds", "empty", or a name of timm's.
+        sizes: samples per member.
+        backend: of torch.compile; "" for eager.
+        steps: how many.
+        lr: of plain SGD.
+    """
+
+    network: str = "three kinds"
+    sizes: tuple[int, ...] = (3, 1)
+    backend: str = ""
+    steps: int = 4
+    lr: float = 0.01
+
+    def model(self) -> nn.Module:
+        """The same in each process."""
+        torch.manual_seed(0)
+        if self.network in KINDS:
+            pairs = [(nn.Conv2d(2, 2, 1), kind(2)) for kind in KINDS[self.network]]
+            for _, layer in pairs:  # a bias of 0 without a gradient would stay nothing but rounding errors
+                nn.init.uniform_(layer.weight, 0.5, 1.5)
+                nn.init.uniform_(layer.bias)
+            return nn.Sequential(*(layer for pair in pairs for layer in pair)).double()
+        model = library("timm").create_model(self.network, num_classes=3)
+        prepare(model)
+        return model
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The whole batch of a step, and the factors of its loss."""
+        generator = torch.Generator().manual_seed(step)
+        shape = (2, 3, 2) if self.network in KINDS else (3, 32, 32)
+        outputs = shape if self.network in KINDS else (3,)
+        drawn = (
+            torch.randn(sum(self.sizes), *size, generator=generator, dtype=torch.float64) for size in (shape, outputs)
+        )
+        x, factors = drawn
+        return x, factors
+
+
+KINDS = {
+    "three kinds": [Functional, Activated, Helped],
+    "all kinds": SYNCHRONISED,
+    "empty": [SkipsEmpty, SkipsEmpty],
+}
+
+
+def train(connection: client.Connection, training: Training) -> Buffers:
+    """Weights and buffers after some steps on this member's shards."""
     torch.compiler.reset()
-    model = client.convert_model(network())
-    run = torch.compile(model, fullgraph=True, backend=backend) if backend else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(STEPS):
-        x, factors = (whole.split(SIZES)[connection.rank] for whole in _batch(step))
+    model = client.convert_model(training.model())
+    run = compiled(model, training)
+    optimizer = torch.optim.SGD(model.parameters(), lr=training.lr)
+    for step in range(training.steps):
         optimizer.zero_grad()
-        (run(x) * factors).sum().mul(len(SIZES)).backward()
+        loss_of_shard(run, training, step, connection.rank).backward()
         client.average_gradients(model)
         optimizer.step()
-    return _state(model)
+    return state(model)
 
 
-def train_on_the_whole_batch() -> Buffers:
-    """The same without anybody else."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(STEPS):
-        x, factors = _batch(step)
+def train_under_ddp(connection: client.Connection, store: str, training: Training) -> Buffers:
+    """The same under DistributedDataParallel."""
+    torch.compiler.reset()
+    with ddp_programs.process_group(store, connection):
+        return train_in_process_group(training, connection.rank)
+
+
+def train_in_process_group(training: Training, rank: int) -> Buffers:
+    """The same, where torch's process group is there."""
+    model = client.convert_model(training.model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=training.lr)
+    parallel = ddp_programs.keep(DistributedDataParallel(compiled(model, training)))
+    for step in range(training.steps):
         optimizer.zero_grad()
-        (model(x) * factors).sum().backward()
+        loss_of_shard(parallel, training, step, rank).backward()
         optimizer.step()
-    return _state(model)
+    return state(model)
 
 
-def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(sum(SIZES), 2, 3, 2, generator=generator, dtype=torch.float64)
-    return x, torch.randn(x.shape, generator=generator, dtype=torch.float64)
+def train_in_replicas(training: Training) -> Buffers:
+    """The same in virtual replicas of one process, one for each shard."""
+    model = client.convert_model(training.model())
+    _train_whole(client.DataParallelWithCallback(model, ["cpu"] * len(training.sizes)), training)
+    return state(model)
 
 
-def _state(model: nn.Module) -> Buffers:
+def train_on_the_whole_batch(training: Training) -> Buffers:
+    """The same without anybody else."""
+    model = training.model()
+    _train_whole(model, training)
+    return state(model)
+
+
+def compiled(model: nn.Module, training: Training) -> nn.Module:
+    """The model as it is run."""
+    return torch.compile(model, fullgraph=True, backend=training.backend) if training.backend else model
+
+
+def loss_of_shard(run: nn.Module, training: Training, step: int, rank: int) -> Tensor:
+    """The loss of a shard, as large as the mean over the ranks wants it."""
+    x, factors = (whole.split(training.sizes)[rank] for whole in training.batch(step))
+    return (run(x) * factors).sum().mul(len(training.sizes))
+
+
+def _train_whole(run: nn.Module, training: Training) -> None:
+    optimizer = torch.optim.SGD(run.parameters(), lr=training.lr)
+    for step in range(training.steps):
+        x, factors = training.batch(step)
+        optimizer.zero_grad()
+        (run(x) * factors).sum().backward()
+        optimizer.step()
+
+
+def state(model: nn.Module) -> Buffers:
+    """Weights and buffers."""
     return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
+
+
+def main() -> None:
+    """Saves what rank 0 has learned in the file that is named."""
+    distributed.init_process_group("gloo")
+    with client.connect(round_timeout=ddp_programs.SECONDS) as connection:
+        found = train_in_process_group(Training("all kinds", steps=20, lr=1e-4), connection.rank)
+        distributed.barrier()
+    if distributed.get_rank() == 0:
+        np.savez(sys.argv[1], **found)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

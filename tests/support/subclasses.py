@@ -197,20 +197,33 @@ class Slotted(nn.BatchNorm2d):
 class Frozen(nn.BatchNorm2d):
     """Stays in eval whatever the model is told."""
 
-    def train(self, mode: bool = True) -> "Frozen":
+    def train(self, mode: bool = True) -> "Frozen":  # noqa: ARG002 - which it disregards
         return super().train(mode=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
+class Centred(nn.BatchNorm2d):
+    """Has a weight around 0, so that what it hands over is not the layer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight + 1
+        tracks = self.running_mean is not None
+        if self.training and tracks:
+            self.num_batches_tracked.add_(1)
+        is_training = self.training or not tracks
+        return F.batch_norm(x, self.running_mean, self.running_var, weight, self.bias, is_training, 0.1, self.eps)
+
+
 class Standardising(nn.BatchNorm2d):
-    """Standardises a convolution's weight by a `batch_norm` without tensors, as timm's `StdConv2d`, and then its input."""
+    """Standardises a kernel by a `batch_norm` without tensors, as timm's `StdConv2d`, and then its input."""
 
     def __init__(self, num_features: int, **options) -> None:
         super().__init__(num_features, **options)
-        self.kernel = nn.Parameter(torch.linspace(-1, 1, 6 * num_features).view(6, num_features, 1, 1).to(torch.double))
-        self.back = nn.Parameter(torch.linspace(0, 1, 6 * num_features).view(num_features, 6, 1, 1).to(torch.double))
+        values = torch.linspace(-1, 1, 6 * num_features, dtype=torch.float64)
+        self.kernel = nn.Parameter(values.view(6, num_features, 1, 1))
+        self.back = nn.Parameter(values.view(num_features, 6, 1, 1).exp())
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.kernel.reshape(1, 6, -1)
@@ -263,5 +276,6 @@ SYNCHRONISED = [
     Sized,
     Remembering,
     OfAnyDimension,
+    Centred,
     Standardising,
 ]

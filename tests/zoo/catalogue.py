@@ -1,0 +1,142 @@
+"""Which networks are in the zoo: of each family that has batch norm the smallest.
+
+A family is what one module of a library builds under names that begin alike: `resnet18` and `resnet50` are one,
+`seresnet50` is another.
+"""
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.libraries import library
+
+LIBRARIES = ("torchvision", "timm")
+
+# timm's own networks for its tests are no architectures.
+NO_ARCHITECTURE = "test_"
+
+FAMILY = re.compile(r"(?:(?:tf|quantized|legacy|hf|ese)_)?[a-z]+(?:v\d+(?=_|$))?")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A name that a library builds a network by.
+
+    Attributes:
+        library: "torchvision" or "timm".
+        module: where the library builds it, without what all share.
+        name: what the library calls it.
+    """
+
+    library: str
+    module: str
+    name: str
+
+    @property
+    def family(self) -> str:
+        """What its name begins with, and its module where that says more."""
+        found = FAMILY.match(self.name)
+        start = found.group() if found else self.name
+        return start if start == self.module else f"{self.module}: {start}"
+
+    def build(self, **options: Any) -> nn.Module:
+        """Makes it without weights of others."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if self.library == "timm":
+                return library("timm").create_model(self.name, **options)
+            return library("torchvision").models.get_model(self.name, **_without_weights(self.module), **options)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is known of an architecture without running it.
+
+    Attributes:
+        architecture: which.
+        parameters: how many numbers it learns.
+        layers: its batch norms, by class.
+        problem: why it could not be made, or "".
+    """
+
+    architecture: Architecture
+    parameters: int = 0
+    layers: tuple[tuple[str, int], ...] = ()
+    problem: str = ""
+
+
+def architectures(only: str = "") -> Iterator[Architecture]:
+    """All of both libraries, or those whose name or family fits a pattern such as `resnet*`."""
+    for found in (*_torchvisions(), *_timms()):
+        if found.name.startswith(NO_ARCHITECTURE) and found.name != only:
+            continue
+        if not only or fnmatch(found.name, only) or fnmatch(found.family, only):
+            yield found
+
+
+def survey(architecture: Architecture) -> Survey:
+    """Makes a network, without memory for its numbers where it can be made so, and counts."""
+    for device in ("meta", "cpu") if architecture.library == "torchvision" else ("meta",):
+        try:
+            with torch.device(device):
+                model = architecture.build()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the zoo goes on and says so
+            problem = f"{type(error).__name__}: {error}"
+        else:
+            return Survey(architecture, sum(map(torch.numel, model.parameters())), layers_of(model))
+    return Survey(architecture, problem=problem)
+
+
+def layers_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """The batch norms of a model by class, the most frequent first."""
+    found = Counter(type(part).__name__ for part in model.modules() if is_batch_norm(part))
+    return tuple(found.most_common())
+
+
+def is_batch_norm(part: nn.Module) -> bool:
+    """Whether a module is one of torch's batch norms, or a class derived from one."""
+    return isinstance(part, nn.modules.batchnorm._BatchNorm)
+
+
+def smallest(surveys: list[Survey]) -> list[Survey]:
+    """The smallest with batch norm of each family; one of which none could be made is there with its problem."""
+    families: dict[tuple[str, str], list[Survey]] = {}
+    for found in surveys:
+        families.setdefault((found.architecture.library, found.architecture.family), []).append(found)
+    chosen = []
+    for members in families.values():
+        made = [one for one in members if not one.problem]
+        if with_layers := [one for one in made if one.layers]:
+            chosen.append(min(with_layers, key=lambda one: (one.parameters, one.architecture.name)))
+        elif not made:
+            chosen.append(members[0])
+    return chosen
+
+
+def _torchvisions() -> Iterator[Architecture]:
+    models = library("torchvision").models
+    for name in models.list_models():
+        module = models.get_model_builder(name).__module__.removeprefix("torchvision.models.")
+        yield Architecture("torchvision", module, name)
+
+
+def _timms() -> Iterator[Architecture]:
+    timm = library("timm")
+    for name in timm.list_models():
+        module = timm.model_entrypoint(name).__module__.removeprefix("timm.models.")
+        yield Architecture("timm", module, name)
+
+
+def _without_weights(module: str) -> dict[str, Any]:
+    if module.startswith(("segmentation", "detection")):
+        return {"weights": None, "weights_backbone": None}
+    if module in {"googlenet", "inception"}:
+        return {"weights": None, "init_weights": False}  # else it takes a minute to draw them
+    return {"weights": None}

@@ -1,0 +1,186 @@
+"""Compares a network in two synchronised replicas with the same network on the whole batch."""
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import client
+from client.layers.synchronized import Synchronized
+from zoo.catalogue import layers_of
+from zoo.specimen import Specimen, Unfit, tensors_of
+
+DEVICES = ["cpu"] * 2
+
+# What says how a conversion went is to be read at a glance.
+LONGEST_LINE = 300
+
+# A gradient that is zero but for rounding, as that of a bias before a batch norm, is measured by the largest of all.
+FAINT = 1e-6
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What became of a network.
+
+    Attributes:
+        layers: its batch norms, by class.
+        differences: the largest of each kind of result, relative to the largest value of its tensor.
+        unsynchronised: that of the outputs where each replica normalises its own part: what would be seen.
+        complaints: what is wrong beside differences, such as a layer that is not synchronised.
+    """
+
+    layers: tuple[tuple[str, int], ...]
+    differences: dict[str, float]
+    unsynchronised: float
+    complaints: list[str]
+
+    @property
+    def largest(self) -> float:
+        """Of all differences."""
+        return max(self.differences.values())
+
+
+@dataclass
+class Said:
+    """What was logged and warned of."""
+
+    lines: list[logging.LogRecord] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+
+
+def compare(specimen: Specimen) -> Comparison:
+    """Converts a copy of the network, trains a step of both, and takes the conversion back.
+
+    Raises:
+        Unfit: the network cannot be replicated, whoever normalises.
+    """
+    whole, twin = specimen.model, copy.deepcopy(specimen.model)
+    alone = _alone(copy.deepcopy(whole), specimen.inputs)
+    before = _Anatomy(twin)
+    with _heard() as said:
+        converted = client.convert_model(twin)
+        report = client.conversion_report(converted)
+        found = _step(client.DataParallelWithCallback(converted, DEVICES), specimen.inputs)
+    expected = _step(whole, specimen.inputs)
+    differences = _differences(found, expected) | {
+        "parameters' gradients": _gradients_apart(converted, whole),
+        "buffers": _apart(list(converted.buffers()), list(whole.buffers())),
+    }
+    unsynchronised = _apart(alone, expected["output"])
+    complaints = [*_unsaid(said), *(f"{path}: {kind}: {why}" for path, (kind, why) in report.left.items())]
+    if len(report.synchronised) != sum(isinstance(part, Synchronized) for part in converted.modules()):
+        complaints.append("the report has not all layers")
+    complaints += before.complaints_of(client.revert_model(converted))
+    return Comparison(layers_of(whole), differences, unsynchronised, complaints)
+
+
+class _Anatomy:
+    """What a model is made of, to be found again after its conversion is taken back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts = [(path, type(part), part) for path, part in model.named_modules()]
+        self._tensors = [*model.named_parameters(), *model.named_buffers()]
+
+    def complaints_of(self, reverted: nn.Module) -> Iterator[str]:
+        """What is not as before."""
+        parts = list(reverted.named_modules())
+        if [path for path, *_ in self._parts] != [path for path, _ in parts]:
+            yield "reverted, it has other parts"
+            return
+        for (path, kind, part), (_, now) in zip(self._parts, parts, strict=True):
+            if type(now) is not kind:
+                yield f"reverted, {path} is a {type(now).__name__}"
+            # A layer of torch's own makes room for its twin; all else stays the same object.
+            if now is not part and kind.__module__ != nn.modules.batchnorm.__name__:
+                yield f"reverted, {path} is another object"
+        tensors = [*reverted.named_parameters(), *reverted.named_buffers()]
+        if not all(
+            one[0] == other[0] and one[1] is other[1] for one, other in zip(self._tensors, tensors, strict=True)
+        ):
+            yield "reverted, it has other tensors"
+
+
+def _step(run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> dict[str, list[Tensor]]:
+    torch.manual_seed(0)
+    given = [x.clone().requires_grad_() for x in inputs]
+    outputs = tensors_of(run(*given))
+    generator = torch.Generator().manual_seed(1)
+    factors = [torch.randn(output.shape, generator=generator, dtype=output.dtype) for output in outputs]
+    sum((output * factor).sum() for output, factor in zip(outputs, factors, strict=True)).backward()
+    return {"output": [output.detach() for output in outputs], "input gradient": [x.grad for x in given]}
+
+
+def _alone(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """The outputs where each replica normalises by itself."""
+    torch.manual_seed(0)
+    try:
+        with torch.no_grad():
+            return tensors_of(client.DataParallelWithCallback(model, DEVICES)(*inputs))
+    except Exception as error:
+        raise Unfit(f"cannot be replicated: {type(error).__name__}: {error}".splitlines()[0][:200]) from error
+
+
+def _differences(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> dict[str, float]:
+    return {name: _apart(found[name], tensors) for name, tensors in expected.items()}
+
+
+def _gradients_apart(converted: nn.Module, whole: nn.Module) -> float:
+    found, expected = ([parameter.grad for parameter in model.parameters()] for model in (converted, whole))
+    if [one is None for one in found] != [one is None for one in expected]:
+        return float("inf")
+    found, expected = ([one for one in gradients if one is not None] for gradients in (found, expected))
+    least = FAINT * max((one.abs().max().item() for one in expected if one.numel()), default=0.0)
+    return _apart(found, expected, least)
+
+
+def _apart(found: list[Tensor], expected: list[Tensor], least: float = 0.0) -> float:
+    """The largest difference of two lists of tensors; infinite where they are not comparable."""
+    if [one.shape for one in found] != [one.shape for one in expected]:
+        return float("inf")
+    return max((_relative(one, other, least) for one, other in zip(found, expected, strict=True)), default=0.0)
+
+
+def _relative(found: Tensor, expected: Tensor, least: float) -> float:
+    if not expected.numel():
+        return 0.0
+    found, expected = found.detach().double(), expected.detach().double()
+    if not (found.isfinite().all() and expected.isfinite().all()):
+        return float("inf")
+    size = max(expected.abs().max().item(), least)
+    difference = (found - expected).abs().max().item()
+    return difference / size if difference else 0.0
+
+
+@contextmanager
+def _heard() -> Iterator[Said]:
+    """Collects what our layers say meanwhile."""
+    said = Said()
+    logger = logging.getLogger("statsd_bn.client")
+    handler = logging.Handler()
+    handler.emit = said.lines.append
+    level, logger.level = logger.level, logging.INFO
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            yield said
+        said.warned += [str(one.message) for one in told if "convert_model" in str(one.message)]
+    finally:
+        logger.removeHandler(handler)
+        logger.level = level
+
+
+def _unsaid(said: Said) -> Iterator[str]:
+    """What a conversion should have said in another way: it has one line, and warns at most once."""
+    lines = [record.getMessage() for record in said.lines if record.levelno == logging.INFO]
+    if [line.split()[0] for line in lines] != ["synchronised"]:
+        yield f"expected one line at level INFO, got {lines}"
+    yield from (f"too long a line: {line}" for line in (*lines, *said.warned) if len(line) > LONGEST_LINE)
+    yield from (record.getMessage() for record in said.lines if record.levelno > logging.INFO)

@@ -1,0 +1,117 @@
+"""Exhibit: a family of the zoo with what became of it; what processes send each other and the page is made of."""
+
+import gc
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from zoo.catalogue import Survey
+from zoo.comparison import Comparison, compare
+from zoo.specimen import Unfit, specimens
+
+# The largest difference in float64 that rounding explains.
+BAR = 1e-6
+
+# What would be seen of a layer that is not synchronised; where it is less, nothing is proved.
+VISIBLE = 1e-3
+
+# A network that takes longer is given up.
+SECONDS = 400
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """What became of a family.
+
+    Attributes:
+        library: "torchvision" or "timm".
+        family: of its networks.
+        name: of the smallest.
+        layers: its batch norms, by class.
+        difference: the largest; None where it was not compared.
+        unsynchronised: what would be seen if each replica normalised alone.
+        part: which part was compared; "" for the whole network.
+        problem: why it does not agree, or was not compared; "" where it agrees.
+        is_unfit: whether it cannot be compared, whoever normalises.
+        seconds: that it took.
+    """
+
+    library: str
+    family: str
+    name: str
+    layers: tuple[tuple[str, int], ...] = ()
+    difference: float | None = None
+    unsynchronised: float = 0.0
+    part: str = ""
+    problem: str = ""
+    is_unfit: bool = False
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        layers = ", ".join(f"{number} {kind}" for kind, number in self.layers)
+        part = f" {self.part}" if self.part else ""
+        what = "-" if self.difference is None else f"{self.difference:.1e} (alone {self.unsynchronised:.1e})"
+        problem = f"  {'CANNOT BE COMPARED' if self.is_unfit else 'DIFFERS'}: {self.problem}" if self.problem else ""
+        return f"{self.library:<11} {self.name}{part}: {what}; {layers}; {self.seconds:.0f} s{problem}"
+
+
+def exhibit(survey: Survey) -> list[Exhibit]:
+    """Compares a network, or each of its parts; whatever it raises becomes a problem."""
+    who = survey.architecture
+    known = {"library": who.library, "family": who.family, "name": who.name}
+    if survey.problem:
+        return [Exhibit(**known, problem=f"cannot be made: {_first_line(survey.problem)}", is_unfit=True)]
+    found: list[Exhibit] = []
+    began = time.monotonic()
+    try:
+        with _at_most(SECONDS):
+            for specimen in specimens(who):
+                compared = compare(specimen)
+                seconds = time.monotonic() - began
+                found.append(
+                    Exhibit(
+                        **known,
+                        layers=compared.layers,
+                        difference=compared.largest,
+                        unsynchronised=compared.unsynchronised,
+                        part=specimen.part,
+                        problem=_problem(compared),
+                        seconds=seconds,
+                    )
+                )
+    except (Unfit, TimeoutError) as error:
+        found.append(
+            Exhibit(**known, layers=survey.layers, problem=str(error), is_unfit=True, seconds=time.monotonic() - began)
+        )
+    except Exception as error:  # noqa: BLE001 - the zoo goes on
+        text = _first_line(f"{type(error).__name__}: {error}")
+        found.append(Exhibit(**known, layers=survey.layers, problem=text, seconds=time.monotonic() - began))
+    gc.collect()  # modules know each other in rings
+    return found or [Exhibit(**known, layers=survey.layers, problem="has no part that takes images", is_unfit=True)]
+
+
+def _problem(found: Comparison) -> str:
+    problems = [f"{kind} {size:.1e}" for kind, size in found.differences.items() if not size <= BAR]
+    if found.unsynchronised < VISIBLE:
+        problems.append(f"nothing would be seen: unsynchronised replicas differ by {found.unsynchronised:.1e}")
+    return "; ".join([*problems, *found.complaints])
+
+
+def _first_line(text: str) -> str:
+    return (text.splitlines() or [""])[0][:200]
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"takes longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

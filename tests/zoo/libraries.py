@@ -1,0 +1,55 @@
+"""The libraries of the zoo, torchvision and timm, where they are installed."""
+
+import importlib
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+# What a model of a network needs none of, and what cannot be loaded beside every build of torch.
+NEEDLESS = re.compile("operator torchvision::.* does not exist")
+
+
+def library(name: str) -> ModuleType:
+    """Imports "torchvision" or "timm".
+
+    torchvision's own operators (boxes, regions) are compiled for one build of torch, and beside another, such as the
+    CPU's, the import fails where it describes them. No network of the zoo needs them, so they are left out there.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(name)
+        except RuntimeError as error:
+            if not NEEDLESS.search(str(error)):
+                raise
+        for part in [part for part in sys.modules if part.split(".")[0] in {"torchvision", "timm"}]:
+            del sys.modules[part]
+        with mock.patch.object(torch.library, "register_fake", _described_nowhere):
+            return importlib.import_module(name)
+
+
+def is_there(name: str) -> bool:
+    """Whether a library can be imported."""
+    try:
+        library(name)
+    except ImportError:
+        return False
+    return True
+
+
+def has_operators() -> bool:
+    """Whether torchvision's own operators are there."""
+    return bool(library("torchvision").extension._has_ops())
+
+
+def _described_nowhere(*_: Any, **__: Any) -> Callable[[Any], Any]:
+    return lambda function: function

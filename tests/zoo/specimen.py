@@ -1,0 +1,164 @@
+"""Specimen: one network of the zoo, made ready to be compared, and a batch for it.
+
+Ready means: in float64, without chance, and with numbers that let every layer count. Libraries begin many branches with
+a weight of zero, behind which nothing that a batch norm does could be seen.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zoo.catalogue import Architecture, is_batch_norm
+from zoo.libraries import library
+
+# Images of the batch. They are split into 3 and 2, since equal parts would hide a wrong weighting.
+BATCH = 5
+
+# Sides of the images that are tried, the network's own last.
+SIDES = (32, 64, 96, 128)
+
+# Networks whose last pooling takes nothing but videos so large that they would keep a CPU busy for many minutes. It has no
+# part in what is compared, so that another stands in for it.
+FIXED_POOLS = {"s3d"}
+
+# A factor below it is one that libraries begin branches with.
+FAINT = 1e-2
+
+# Attributes that hold the probability of drop-out in one form or another.
+CHANCES = ("p", "drop_prob", "drop_rate", "drop_path_rate", "attn_drop", "proj_drop", "attn_drop_rate")
+
+Inputs = tuple[Tensor, ...]
+
+
+class Unfit(Exception):
+    """Says why a network cannot be compared with itself."""
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """What is compared.
+
+    Attributes:
+        model: in training, float64.
+        inputs: what it is called with.
+        part: which part of the architecture it is; "" for all of it.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    part: str = ""
+
+
+def specimens(architecture: Architecture) -> Iterator[Specimen]:
+    """Makes the network ready, or those parts of it that take a batch.
+
+    Raises:
+        Unfit: it takes none of the inputs that are tried, or computes something else each time.
+    """
+    torch.manual_seed(0)
+    whole = architecture.build()
+    if architecture.name in FIXED_POOLS:
+        whole.avgpool = nn.AdaptiveAvgPool3d(1)
+    prepare(whole)
+    if not architecture.module.startswith("detection"):
+        yield Specimen(whole, _fitting(whole, _candidates(architecture)))
+        return
+    # A detector draws lots which boxes it learns from, so only its parts can be compared.
+    backbone = Specimen(whole.backbone, _fitting(whole.backbone, _candidates(architecture)), "backbone")
+    yield backbone
+    if any(map(is_batch_norm, getattr(whole, "head", nn.Identity()).modules())):
+        maps = tuple(batch(*found.shape[1:]) for found in tensors_of(copy.deepcopy(whole.backbone)(*backbone.inputs)))
+        yield Specimen(OfMaps(whole.head), _fitting(OfMaps(whole.head), iter([maps])), "head")
+
+
+class OfMaps(nn.Module):
+    """A detector's head, which takes a list."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, *maps: Tensor) -> object:
+        """What the head makes of the maps."""
+        return self.head(list(maps))
+
+
+def prepare(model: nn.Module) -> None:
+    """Gives a network numbers that let every layer count, and takes its drop-out away."""
+    model.double().train()
+    without_chance(model)
+    with torch.no_grad():
+        for part in model.modules():
+            if is_batch_norm(part) and part.weight is not None:
+                part.weight.uniform_(0.5, 1.5)
+                part.bias.uniform_(-0.5, 0.5)
+        for parameter in model.parameters():
+            if parameter.numel() and parameter.abs().max() < FAINT and (parameter == parameter.flatten()[0]).all():
+                parameter.uniform_(-0.5, 0.5)
+
+
+def without_chance(model: nn.Module) -> None:
+    """Sets the probability of each drop-out, drop path and stochastic depth to 0."""
+    for part in model.modules():
+        for name in CHANCES:
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
+
+
+def tensors_of(outputs: object) -> list[Tensor]:
+    """The floating-point tensors of what a network returns, in their order."""
+    leaves = torch.utils._pytree.tree_leaves(outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _fitting(model: nn.Module, candidates: Iterator[Inputs]) -> Inputs:
+    """The first inputs that the network takes, if it computes the same of them each time."""
+    refusals: list[str] = []
+    for inputs in candidates:
+        try:
+            first, second = (_seeded(model, inputs, seed) for seed in range(2))
+        except Exception as error:  # noqa: BLE001 - a network says in many ways that an image is too small
+            refusals.append(f"{_sides(inputs)}: {type(error).__name__}: {error}".splitlines()[0][:100])
+            continue
+        if not all(map(torch.equal, first, second)):
+            raise Unfit("computes something else each time, also without drop-out")
+        return inputs
+    raise Unfit(f"takes no input of those tried: {refusals}")
+
+
+@torch.no_grad()
+def _seeded(model: nn.Module, inputs: Inputs, seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return tensors_of(copy.deepcopy(model)(*inputs))
+
+
+def _candidates(architecture: Architecture) -> Iterator[Inputs]:
+    images = 2 if "raft" in architecture.name else 1
+    for shape in _shapes(architecture):
+        yield tuple(batch(*shape) for _ in range(images))
+
+
+def batch(*shape: int) -> Tensor:
+    """A whole batch of inputs; the second replica's are larger and off-centre, so that their statistics differ."""
+    x = torch.randn(BATCH, *shape, dtype=torch.float64)
+    first = BATCH - BATCH // 2
+    x[first:] = x[first:] * 2 + 1
+    return x
+
+
+def _shapes(architecture: Architecture) -> Iterator[tuple[int, ...]]:
+    if architecture.module.startswith("video"):
+        yield from ((3, frames, side, side) for frames, side in ((4, 32), (8, 64), (16, 224)))
+    elif architecture.library == "timm":
+        channels, *own = library("timm").get_pretrained_cfg(architecture.name).input_size
+        yield from ((channels, side, side) for side in SIDES)
+        yield (channels, *own)
+    else:
+        yield from ((3, side, side) for side in (*SIDES, 224, 304))
+
+
+def _sides(inputs: Inputs) -> str:
+    return " x ".join(map(str, inputs[0].shape[1:]))

@@ -1,0 +1,44 @@
+"""timm's networks of `BatchNormAct2d` train to the weights of the whole batch."""
+
+import pytest
+
+from programs import subclass_programs
+from programs.subclass_programs import Training
+from support.whole_batch import assert_equal
+from zoo.libraries import is_there
+
+pytestmark = pytest.mark.skipif(not is_there("timm"), reason="needs timm, of the extra zoo; scripts/zoo installs it")
+
+NETWORKS = ["test_byobnet", "mobilenetv3_small_050"]
+
+# Small, since the loss is a plain sum: with a larger one weights and rounding errors explode.
+LR = 1e-5
+
+# Rounding errors grow in 20 steps of a deep network; a wrong statistic shows from 1e-3 on.
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_in_four_replicas(network):
+    training = Training(network, (2, 2, 2, 2), steps=20, lr=LR)
+    assert_equal(
+        subclass_programs.train_in_replicas(training), subclass_programs.train_on_the_whole_batch(training), TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+@pytest.mark.timeout(600)
+def test_under_ddp_in_two_processes(members, tmp_path, network, backend):
+    training = Training(network, (5, 3), backend, steps=20, lr=LR)
+    expected = subclass_programs.train_on_the_whole_batch(training)
+    for found in members(2, subclass_programs.train_under_ddp, str(tmp_path / "store"), training):
+        assert_equal(found, expected, TOLERANCE)
+
+
+@pytest.mark.timeout(900)
+def test_under_ddp_compiled_by_inductor(members, tmp_path):
+    training = Training("test_byobnet", (5, 3), "inductor", steps=20, lr=LR)
+    expected = subclass_programs.train_on_the_whole_batch(training)
+    for found in members(2, subclass_programs.train_under_ddp, str(tmp_path / "store"), training):
+        assert_equal(found, expected, TOLERANCE)

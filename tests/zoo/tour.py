@@ -1,0 +1,96 @@
+"""Compares the networks of torchvision and timm with themselves on the whole batch; `scripts/zoo --help` says how."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+import torch
+
+from zoo import page
+from zoo.catalogue import Survey, architectures, smallest, survey
+from zoo.exhibits import Exhibit, exhibit
+
+T = TypeVar("T")
+Result = TypeVar("Result")
+
+
+def main() -> None:
+    """Ends with 1 if a network differs that could be compared."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="a network or family by its name, or a pattern such as 'resnet*'")
+    parser.add_argument("--all", action="store_true", help="all networks, not only the smallest of each family")
+    parser.add_argument("--list", action="store_true", help="only say which there are")
+    parser.add_argument("--jobs", type=int, default=2, help="networks at a time, each with one thread")
+    options = parser.parse_args()
+    began = time.monotonic()
+    known = list(_in_processes(survey, list(architectures(options.only)), options.jobs, _lost_survey))
+    chosen = [one for one in known if one.layers] if options.all else smallest(known)
+    _say(f"{len(chosen)} networks with batch norm of {len(known)}, found in {time.monotonic() - began:.0f} s")
+    if options.list:
+        for one in chosen:
+            who = one.architecture
+            _say(f"{who.library:<11} {who.name:<40} {one.parameters / 1e6:6.1f} M  {one.layers or one.problem}")
+        return
+    exhibits: list[Exhibit] = []
+    for found in _in_processes(exhibit, chosen, options.jobs, _lost_exhibit):
+        exhibits += found
+        for one in found:
+            _say(str(one))
+    wrong = [one for one in exhibits if one.problem and not one.is_unfit]
+    unfit = sum(one.is_unfit for one in exhibits)
+    _say(
+        f"{len(exhibits) - len(wrong) - unfit} agree, {len(wrong)} differ, {unfit} cannot be compared; "
+        f"{time.monotonic() - began:.0f} s"
+    )
+    if not (options.only or options.all):
+        page.write(exhibits)
+    sys.exit(1 if wrong or not exhibits else 0)
+
+
+def _in_processes(
+    work: Callable[[T], Result], things: Sequence[T], jobs: int, lost: Callable[[T], Result]
+) -> Iterator[Result]:
+    """Yields results as they come; a process that is killed costs its own thing its result, and no other."""
+    left = list(things)
+    while left:
+        done = []
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin) as pool:
+            futures: dict[Future[Any], T] = {pool.submit(work, thing): thing for thing in left}
+            with suppress(BrokenProcessPool):
+                for future in as_completed(futures):
+                    yield future.result()
+                    done.append(futures[future])
+        left = [thing for thing in left if thing not in done]
+        # Of several processes nobody knows which was at what when one died. So a single one goes on.
+        if left and jobs == 1:
+            yield lost(left.pop(0))
+        jobs = 1
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)  # some networks make tensors of their own in the default type
+
+
+def _lost_survey(architecture: Any) -> Survey:
+    return Survey(architecture, problem="the process that made it was killed")
+
+
+def _lost_exhibit(lost: Survey) -> list[Exhibit]:
+    who = lost.architecture
+    problem = "the process that compared it was killed"
+    return [Exhibit(who.library, who.family, who.name, lost.layers, problem=problem)]
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
