@@ -22,7 +22,7 @@ LIBRARIES = ("torchvision", "timm")
 # timm's own networks for its tests are no architectures.
 NO_ARCHITECTURE = "test_"
 
-FAMILY = re.compile(r"(?:(?:tf|quantized|legacy|hf|ese)_)?[a-z]+(?:v\d+(?=_|$))?")
+FAMILY = re.compile(r"(?:(?:tf|quantized|legacy|hf|ese)_)?[a-z]+?(?:v\d+(?=_|$)|(?![a-z]))")
 
 
 @dataclass(frozen=True)

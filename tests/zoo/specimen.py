@@ -20,8 +20,8 @@ BATCH = 5
 # Sides of the images that are tried, the network's own last.
 SIDES = (32, 64, 96, 128)
 
-# Networks whose last pooling takes nothing but videos so large that they would keep a CPU busy for many minutes. It has no
-# part in what is compared, so that another stands in for it.
+# Networks whose last pooling takes nothing but videos so large that they would keep a CPU busy for many minutes. It has
+# no part in what is compared, so another stands in for it.
 FIXED_POOLS = {"s3d"}
 
 # A factor below it is one that libraries begin branches with.

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="networks at a time, each with one thread")
     options = parser.parse_args()
     began = time.monotonic()
-    known = list(_in_processes(survey, list(architectures(options.only)), options.jobs, _lost_survey))
+    known = list(in_processes(survey, list(architectures(options.only)), options.jobs, _lost_survey))
     chosen = [one for one in known if one.layers] if options.all else smallest(known)
     _say(f"{len(chosen)} networks with batch norm of {len(known)}, found in {time.monotonic() - began:.0f} s")
     if options.list:
@@ -38,7 +38,7 @@ def main() -> None:
             _say(f"{who.library:<11} {who.name:<40} {one.parameters / 1e6:6.1f} M  {one.layers or one.problem}")
         return
     exhibits: list[Exhibit] = []
-    for found in _in_processes(exhibit, chosen, options.jobs, _lost_exhibit):
+    for found in in_processes(exhibit, chosen, options.jobs, _lost_exhibit):
         exhibits += found
         for one in found:
             _say(str(one))
@@ -53,7 +53,7 @@ def main() -> None:
     sys.exit(1 if wrong or not exhibits else 0)
 
 
-def _in_processes(
+def in_processes(
     work: Callable[[T], Result], things: Sequence[T], jobs: int, lost: Callable[[T], Result]
 ) -> Iterator[Result]:
     """Yields results as they come; a process that is killed costs its own thing its result, and no other."""

@@ -14,6 +14,7 @@ import client
 from client.data_parallel import any_device
 from client.data_parallel.replicate import execute_replication_callbacks
 from client.layers import synchronized
+from client.layers.interception import Handed
 from support import subclasses
 from support.subclasses import AlwaysEval, Evasive, Foreign, Functional
 
@@ -174,6 +175,23 @@ def test_calls_without_tensors_that_nobody_can_tell_apart_are_told_of(caplog):
     assert caplog.messages == [
         "layer '1': the forward of Twice calls batch_norm several times without tensors; all are synchronised"
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "is_own"),
+    [
+        ({"affine": False, "track_running_stats": False}, (2, CHANNELS, 3, 3), True),
+        ({"affine": False, "track_running_stats": False}, (2, 6, 3, 3), False),
+        ({"affine": False, "track_running_stats": False}, (CHANNELS,), False),
+        ({"affine": False}, (2, CHANNELS, 3, 3), False),
+        ({"track_running_stats": False}, (2, CHANNELS, 3, 3), False),
+    ],
+)
+def test_a_call_without_tensors_is_that_of_a_layer_without_tensors_and_its_channels(options, shape, is_own):
+    layer = nn.BatchNorm2d(CHANNELS, **options)
+    assert Handed(layer, torch.zeros(shape), None, None).is_of(layer) == is_own
+    layer.track_running_stats = False  # for a while, as where statistics are not to move
+    assert Handed(layer, torch.zeros(shape), None, None).is_of(layer) == (is_own or options == {"affine": False})
 
 
 def test_four_replicas_train_to_the_weights_of_the_whole_batch():
