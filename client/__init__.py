@@ -30,13 +30,13 @@ from client.layers.batchnorm import (
 from client.layers.conversion_report import ConversionReport, conversion_report
 from client.layers.convert import convert_model, patch_sync_batchnorm, revert_model
 from client.layers.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
-from client.layers.synchronized import register_conversion
+from client.layers.synchronized import register_conversion, set_sbn_eps_mode
 from client.training.ddp_handler import DDPHandler
 from client.training.gradients import average_gradients
 from client.training.join import join
 from client.training.recalibration import recalibrate
 from client.training.running_statistics import commit_running_statistics
-from client.training.smart_ddp import smart_ddp
+from client.training.smart_ddp import smart_DDP, smart_ddp
 from statsd_bn.environment import integer
 
 __all__ = [
@@ -72,6 +72,8 @@ __all__ = [
     "register_conversion",
     "revert_model",
     "run_elastic",
+    "set_sbn_eps_mode",
+    "smart_DDP",
     "smart_ddp",
     "synchronized_class",
     "use_compiled_kernels",

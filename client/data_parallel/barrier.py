@@ -45,6 +45,11 @@ class Barrier:
         self._finished: set[int] = set()
         self._failure: BaseException | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all replicas have ended their forward pass."""
+        return len(self._finished) == self.nr_replicas
+
     def meet(self, replica: int, point: str, offer: Any, combine: Combine) -> Any:
         """Waits for all replicas at `point` and returns this replica's part of the result.
 

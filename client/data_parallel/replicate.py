@@ -15,7 +15,7 @@ from torch import nn
 from client.border import at_border
 from client.connection.current import current_connection
 from client.connection.member import DEFAULT_ROUND_TIMEOUT
-from client.data_parallel import any_device
+from client.data_parallel import any_device, sync_master
 from client.data_parallel.barrier import Barrier
 
 
@@ -45,10 +45,11 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     contexts = [CallbackContext(barrier) for _ in modules[0].modules()]
     for copy_id, module in enumerate(modules):
         vars(module)["_barrier"] = barrier
-        for context, submodule in zip(contexts, module.modules(), strict=True):
-            callback = getattr(submodule, "__data_parallel_replicate__", None)
-            if callback is not None:
-                callback(context, copy_id)
+        with sync_master.slaves_of(barrier, copy_id):
+            for context, submodule in zip(contexts, module.modules(), strict=True):
+                callback = getattr(submodule, "__data_parallel_replicate__", None)
+                if callback is not None:
+                    callback(context, copy_id)
 
 
 class DataParallelWithCallback(nn.DataParallel[Any]):

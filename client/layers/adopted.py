@@ -152,7 +152,6 @@ def adopt(layer: nn.Module) -> nn.Module:
     if why_left(layer):
         return layer
     layer.__class__ = synchronized_class(type(layer))
-    layer.eps_mode = "plus"  # type: ignore[assignment]
     return layer
 
 

@@ -24,10 +24,8 @@ from client.layers import custom_op, input_checks, unconnected, unsynchronized
 from client.layers.call import Call
 from client.layers.convert import convert
 from client.layers.micro_batches import Deferred, check_chunks
-from client.layers.synchronized import Synchronized, twin_of
+from client.layers.synchronized import Synchronized, check_eps_mode, twin_of
 from statsd_bn.errors import ConfigurationError, StatsdBNError
-
-EPS_MODES = ("plus", "clamp")
 
 # What binds a layer to its replicas and to a mini-batch under way. The last is how many chunks a pickle says there are.
 BONDS = frozenset({"_replica", "_tally", "_deferred", "_chunks"})
@@ -52,12 +50,6 @@ class Way(Enum):
 _unnamed = itertools.count()
 
 
-def check_eps_mode(eps_mode: str) -> None:
-    """Raises ValueError where `eps_mode` is not one of `EPS_MODES`."""
-    if eps_mode not in EPS_MODES:
-        raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")
-
-
 @twin_of(nn.SyncBatchNorm)
 class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # noqa: SLF001 - as torch's own
     """What the layers share, and by itself the twin of `torch.nn.SyncBatchNorm`, for input of any dimension.
@@ -71,7 +63,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         device: of parameters and buffers.
         dtype: of parameters and buffers.
         bias: learn `bias` where `affine`.
-        eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches.
+        eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches; None
+            for what `set_sbn_eps_mode` has said, which is "plus" where nobody has called it.
         group: with whom the layer synchronises: None for the whole job, "local" for the members of this host, or a
             `client.Group`.
         chunks: micro-batches per mini-batch. Each call in training is normalised by itself, and the running statistics
@@ -110,7 +103,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
-        eps_mode: str = "plus",
+        eps_mode: str | None = None,
         group: Group | str | None = None,
         chunks: int = 1,
         process_group: None = None,
@@ -121,7 +114,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         _refuse(process_group)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
-        self.eps_mode = eps_mode
+        if eps_mode is not None:
+            self.eps_mode = eps_mode
         self.group = group
         self.chunks = chunks
         self.layer_name = f"{type(self).__name__}-{next(_unnamed)}"

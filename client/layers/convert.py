@@ -217,8 +217,6 @@ def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:
         _rebind_hooks(old, new)
     for name in (*OWN_ATTRIBUTES, "has_virtual_replicas"):
         vars(new).pop(name, None)
-    if isinstance(new, Synchronized):
-        new.eps_mode = "plus"
     if isinstance(new, SyncBatchNorm):
         vars(new).setdefault("process_group", None)  # a layer of ours that was made as such has none
     return new

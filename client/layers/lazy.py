@@ -14,10 +14,9 @@ from client.layers.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
-    check_eps_mode,
 )
 from client.layers.micro_batches import check_chunks
-from client.layers.synchronized import twin_of
+from client.layers.synchronized import check_eps_mode, twin_of
 
 
 class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, SynchronizedBatchNorm):  # noqa: SLF001 - as there
@@ -31,7 +30,7 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         device: of parameters and buffers.
         dtype: of parameters and buffers.
         bias: learn `bias` where `affine`.
-        eps_mode: "plus" or "clamp".
+        eps_mode: "plus", "clamp" or None.
         group: with whom the layer synchronises.
         chunks: micro-batches per mini-batch.
 
@@ -51,7 +50,7 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
-        eps_mode: str = "plus",
+        eps_mode: str | None = None,
         group: Group | str | None = None,
         chunks: int = 1,
     ) -> None:
@@ -60,7 +59,8 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         check_chunks(chunks)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
-        self.eps_mode = eps_mode
+        if eps_mode is not None:
+            self.eps_mode = eps_mode
         self.group = group
         self.chunks = chunks
 

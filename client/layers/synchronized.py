@@ -13,6 +13,8 @@ from client.layers.recalibration_moments import Tally
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 
+EPS_MODES = ("plus", "clamp")
+
 TWINS: dict[type[nn.Module], type[nn.Module]] = {}
 """Which class of ours stands for which of torch's."""
 
@@ -63,13 +65,13 @@ class Synchronized:
     """A layer of ours, and its mini-batches that come in micro-batches.
 
     Attributes:
-        eps_mode: "plus" or "clamp".
+        eps_mode: "plus" or "clamp"; of a layer that was given none the class's, which `set_sbn_eps_mode` sets.
         layer_name: its name on the wire.
         group: with whom it synchronises.
         converted_from: the class that was adopted, see `client.layers.adopted`; None in a class of its own.
     """
 
-    eps_mode: str
+    eps_mode: str = "plus"
     layer_name: str
     group: Group | str | None = None
     _replica: tuple[Barrier, int] | None = None
@@ -98,6 +100,29 @@ class Synchronized:
         """The micro-batches of an unfinished mini-batch will not move the running statistics."""
         if self._deferred is not None:
             self._deferred.take()
+
+
+def check_eps_mode(eps_mode: str | None) -> None:
+    """Raises ValueError where `eps_mode` is neither None nor one of `EPS_MODES`."""
+    if eps_mode is not None and eps_mode not in EPS_MODES:
+        raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")
+
+
+def set_sbn_eps_mode(mode: str) -> None:
+    """Sets `eps_mode` for all layers of this process that were given none themselves, made before or after.
+
+    The name is that of Synchronized-BatchNorm-PyTorch, where "clamp" is the default. All ranks must say the same. A
+    pickle or copy of a layer does not keep what is said here.
+
+    Args:
+        mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches.
+
+    Raises:
+        ValueError: `mode` is neither "plus" nor "clamp".
+    """
+    if mode not in EPS_MODES:
+        raise ValueError(f"mode: expected one of {EPS_MODES}, got {mode!r}")
+    Synchronized.eps_mode = mode
 
 
 # The attributes that a layer of ours has and torch's has not.

@@ -57,6 +57,9 @@ def smart_ddp(model: nn.Module, *, static_graph: bool = True, convert: bool = Tr
     return wrapper
 
 
+smart_DDP = smart_ddp  # noqa: N816 - YOLOv5 spells it so
+
+
 def check_version(version: str) -> None:
     """Raises RuntimeError where torch is 1.12.0, or a local build of it such as 1.12.0+cu113."""
     if version.partition("+")[0] == REFUSED_VERSION:

@@ -1,0 +1,65 @@
+"""What users of Synchronized-BatchNorm-PyTorch import from `sync_batchnorm.batchnorm_reimpl`: a layer to compare with.
+
+It is batch norm by its definition, in operators of autograd and on one device. No layer of ours is made of it. It
+computes in float64, and rounds mean and variance to the input's type where torch's layer does. So the two are close also in
+sums that would be 0 without rounding, such as the weight's gradient of the output's sum.
+"""
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["BatchNorm2dReimpl"]
+
+
+class BatchNorm2dReimpl(nn.Module):
+    """Batch norm over (N, C, H, W), always with the statistics of its batch, also in eval.
+
+    Args:
+        num_features: C, the channels.
+        eps: keeps the inverse standard deviation finite.
+        momentum: weight of the newest batch in the running statistics.
+
+    Attributes:
+        weight: shape (C,), between 0 and 1 at random.
+        bias: shape (C,), zeros.
+        running_mean: shape (C,).
+        running_var: shape (C,), of unbiased variances.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.eps = eps
+        self.momentum = momentum
+        self.weight = nn.Parameter(torch.empty(num_features))
+        self.bias = nn.Parameter(torch.empty(num_features))
+        self.register_buffer("running_mean", torch.empty(num_features))
+        self.register_buffer("running_var", torch.empty(num_features))
+        self.reset_parameters()
+
+    def reset_running_stats(self) -> None:
+        """Sets the running statistics to mean 0 and variance 1."""
+        nn.init.zeros_(self.running_mean)
+        nn.init.ones_(self.running_var)
+
+    def reset_parameters(self) -> None:
+        """Sets the weight at random, the bias to 0, and the running statistics to mean 0 and variance 1."""
+        self.reset_running_stats()
+        nn.init.uniform_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Normalises `input`, and moves the running statistics."""
+        wide = input.double()
+        variance, mean = (found.to(input.dtype) for found in torch.var_mean(wide, dim=(0, 2, 3), correction=0))
+        values = input.numel() // self.num_features
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * values / (values - 1), self.momentum)
+        scale, shift, mean, inverse = (
+            one.double()[:, None, None] for one in (self.weight, self.bias, mean, (variance + self.eps).rsqrt())
+        )
+        return ((wide - mean) * inverse * scale + shift).to(input.dtype)

@@ -1,0 +1,201 @@
+"""Scripts written for Synchronized-BatchNorm-PyTorch, with `client` for `sync_batchnorm` in their imports."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import client
+from client import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    convert_model,
+    patch_replication_callback,
+    patch_sync_batchnorm,
+    set_sbn_eps_mode,
+)
+from client import batchnorm as batchnorm_module
+from client import comm as comm_module
+from client import replicate as replicate_module
+from client.batchnorm_reimpl import BatchNorm2dReimpl
+from client.layers.synchronized import Synchronized
+from client.unittest import TorchTestCase
+from support.subclasses import Activated
+
+REPLICAS = ["cpu"] * 2
+EPS = 0.5  # above the variances below, so that the modes differ
+
+
+@pytest.fixture(autouse=True)
+def mode_of_before(monkeypatch):
+    monkeypatch.setattr(Synchronized, "eps_mode", "plus")
+
+
+def normalised(x, mode):
+    variance, mean = torch.var_mean(x, 0, correction=0)
+    return (x - mean) / (variance.clamp(min=EPS) if mode == "clamp" else variance + EPS).sqrt()
+
+
+def small_values():
+    return torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.1
+
+
+def layer(**options):
+    return SynchronizedBatchNorm1d(3, EPS, dtype=torch.float64, **options)
+
+
+@pytest.mark.parametrize("mode", ["clamp", "plus"])
+@pytest.mark.parametrize("is_made_before", [True, False])
+def test_the_eps_mode_is_for_all_layers_made_before_or_after(mode, is_made_before):
+    before = layer()
+    set_sbn_eps_mode(mode)
+    model = DataParallelWithCallback(before if is_made_before else layer(), REPLICAS)
+    torch.testing.assert_close(model(small_values()), normalised(small_values(), mode))
+
+
+def test_converted_layers_follow_it_subclasses_too():
+    set_sbn_eps_mode("clamp")
+    plain = nn.Sequential(nn.BatchNorm1d(3, EPS), Activated(3), nn.LazyBatchNorm1d())
+    assert {one.eps_mode for one in convert_model(plain)} == {"clamp"}
+    assert client.LazySynchronizedBatchNorm1d().eps_mode == "clamp"
+
+
+def test_a_layer_that_was_given_a_mode_keeps_it():
+    set_sbn_eps_mode("clamp")
+    assert layer(eps_mode="plus").eps_mode == "plus"
+    assert pickle.loads(pickle.dumps(layer(eps_mode="plus"))).eps_mode == "plus"  # noqa: S301 - our own
+
+
+def test_a_pickle_does_not_keep_what_was_said_for_all():
+    set_sbn_eps_mode("clamp")
+    pickled = pickle.dumps(layer())
+    set_sbn_eps_mode("plus")
+    assert pickle.loads(pickled).eps_mode == "plus"  # noqa: S301 - our own
+
+
+def test_alone_and_in_eval_a_layer_is_torchs_as_there():
+    set_sbn_eps_mode("clamp")
+    for is_training in (True, False):
+        plain = nn.BatchNorm1d(3, EPS, dtype=torch.float64).train(is_training)
+        assert torch.equal(layer().train(is_training)(small_values()), plain(small_values()))
+
+
+def test_an_unknown_mode_is_named():
+    with pytest.raises(ValueError, match=r"mode: expected one of \('plus', 'clamp'\), got 'minus'"):
+        set_sbn_eps_mode("minus")
+
+
+def test_a_compiled_layer_follows_a_later_mode(monkeypatch):
+    """Under the compiler the mode is a constant, which has to be looked at again."""
+    monkeypatch.setattr(SynchronizedBatchNorm1d, "_has_company", lambda *_: True)
+    torch.compiler.reset()
+    compiled = torch.compile(layer(), fullgraph=True, backend="eager")
+    for mode in ("plus", "clamp", "plus"):
+        set_sbn_eps_mode(mode)
+        torch.testing.assert_close(compiled(small_values()), normalised(small_values(), mode))
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (
+            batchnorm_module,
+            {
+                "SynchronizedBatchNorm1d",
+                "SynchronizedBatchNorm2d",
+                "SynchronizedBatchNorm3d",
+                "convert_model",
+                "patch_sync_batchnorm",
+                "set_sbn_eps_mode",
+            },
+        ),
+        (
+            replicate_module,
+            {
+                "CallbackContext",
+                "DataParallelWithCallback",
+                "execute_replication_callbacks",
+                "patch_replication_callback",
+            },
+        ),
+    ],
+)
+def test_the_modules_have_the_names_and_they_are_ours(module, names):
+    assert set(module.__all__) == names
+    for name in names:
+        assert getattr(module, name) is getattr(client, name)
+
+
+def test_the_module_of_pipes_has_its_names():
+    assert set(comm_module.__all__) == {"FutureResult", "SlavePipe", "SyncMaster"}
+
+
+class TestCaseOfAUser(TorchTestCase):
+    """Every call of a user's file, with virtual replicas in place of two GPUs."""
+
+    def compare(self, plain, synchronised, x):
+        given, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+        factors = torch.rand(x.shape)
+        expected, found = plain(given), synchronised(ours)
+        (expected * factors).sum().backward()
+        (found * factors).sum().backward()
+        self.assertTensorClose(found.data, expected.data)
+        self.assertTensorClose(ours.grad, given.grad)
+        for one in (module for module in synchronised.modules() if isinstance(module, SynchronizedBatchNorm2d)):
+            self.assertTensorClose(one.running_mean, plain.running_mean)
+            self.assertTensorClose(one.running_var, plain.running_var)
+
+    def test_layers_in_a_data_parallel_are_torchs_on_the_whole_batch(self):
+        set_sbn_eps_mode("plus")
+        for train in (True, False):
+            synchronised = DataParallelWithCallback(SynchronizedBatchNorm2d(4), device_ids=REPLICAS)
+            self.compare(nn.BatchNorm2d(4).train(train), synchronised.train(train), torch.rand(6, 4, 5, 5))
+
+    def test_a_data_parallel_that_exists_is_patched(self):
+        wrapped = nn.DataParallel(SynchronizedBatchNorm2d(4))
+        patch_replication_callback(wrapped)
+        self.compare(nn.BatchNorm2d(4), wrapped, torch.rand(6, 4, 5, 5))
+
+    def test_a_model_is_converted(self):
+        model = DataParallelWithCallback(convert_model(nn.Sequential(nn.BatchNorm2d(4))), device_ids=REPLICAS)
+        assert isinstance(model.module[0], SynchronizedBatchNorm2d)
+        self.compare(nn.BatchNorm2d(4), model, torch.rand(6, 4, 5, 5))
+
+    def test_torchs_names_are_patched(self):
+        with patch_sync_batchnorm():
+            made = nn.BatchNorm2d(4)
+        self.compare(nn.BatchNorm2d(4), DataParallelWithCallback(made, device_ids=REPLICAS), torch.rand(6, 4, 5, 5))
+
+    def assert_zero_sums_agree(self, other):
+        """The gradient is what rounding leaves of 0, in torch's layer as in this one."""
+        plain = nn.BatchNorm2d(4)
+        other.weight.data.copy_(plain.weight.data)
+        x = torch.rand(16, 4, 16, 16)
+        for layer in (plain, other):
+            layer(x).sum().backward()
+        self.assertTensorClose(other.weight.grad, plain.weight.grad)
+
+    def test_the_layer_to_compare_with_is_torchs(self):
+        plain, other = nn.BatchNorm2d(4, momentum=0.3), BatchNorm2dReimpl(4, momentum=0.3)
+        assert (other.weight.min() >= 0, other.weight.std() > 0) == (True, True)
+        other.weight.data.copy_(plain.weight.data)
+        for _ in range(3):
+            self.compare(plain, other, torch.rand(2, 4, 3, 3))
+            self.assertTensorClose(other.running_mean, plain.running_mean)
+            self.assertTensorClose(other.running_var, plain.running_var)
+            self.assertTensorClose(other.weight.grad, plain.weight.grad)
+            self.assertTensorClose(other.bias.grad, plain.bias.grad)
+        self.assert_zero_sums_agree(BatchNorm2dReimpl(4))
+        other.reset_running_stats()
+        assert (other.running_mean.tolist(), other.running_var.tolist()) == ([0.0] * 4, [1.0] * 4)
+
+    def test_the_test_case_sees_a_difference(self):
+        self.assertTensorClose(torch.ones(2), torch.ones(2) + 5e-4)
+        with pytest.raises(AssertionError, match=r"within 0\.001 of the second or 1e-05, got 0\.5 between"):
+            self.assertTensorClose(torch.ones(2), torch.tensor([1.0, 1.5]))
+
+
+def test_yolov5s_spelling():
+    assert client.smart_DDP is client.smart_ddp

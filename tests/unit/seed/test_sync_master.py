@@ -1,0 +1,177 @@
+"""client.comm: replicas of a process that exchange what a module of a user's has to say."""
+
+import copy
+import pickle
+import threading
+from queue import Full
+
+import pytest
+import torch
+from torch import nn
+
+import client
+from client.comm import FutureResult, SlavePipe, SyncMaster
+from statsd_bn.errors import ReplicaLost, RoundMismatch, RoundTimeout
+
+REPLICAS = ["cpu"] * 3
+
+
+def to_all(value, messages):
+    return [(who, value) for who, _ in messages]
+
+
+class Total(nn.Module):
+    """Adds the sums of all replicas, as layers of Synchronized-BatchNorm-PyTorch do."""
+
+    def __init__(self):
+        super().__init__()
+        self.master = SyncMaster(self.answer)
+        self.pipe = None
+
+    def answer(self, messages):
+        return to_all(sum(message for _, message in messages), messages)
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        if copy_id == 0:
+            ctx.master = self.master
+        else:
+            self.pipe = ctx.master.register_slave(copy_id)
+
+    def total(self, x):
+        return self.master.run_master(x.sum()) if self.pipe is None else self.pipe.run_slave(x.sum())
+
+    def forward(self, x):
+        return x * 0 + self.total(x)
+
+
+def test_each_replica_gets_its_answer_in_each_pass():
+    model = client.DataParallelWithCallback(Total(), REPLICAS)
+    for size in (6, 3):
+        assert model(torch.ones(size, 1)).tolist() == [[float(size)]] * size
+
+
+def test_each_replica_gets_the_answer_that_is_for_it():
+    class Numbered(Total):
+        def answer(self, messages):
+            return [(0, 10.0), *((who, 10.0 + who) for who, _ in reversed(messages[1:]))]
+
+    model = client.DataParallelWithCallback(Numbered(), REPLICAS)
+    assert model(torch.ones(3, 1)).tolist() == [[10.0], [11.0], [12.0]]
+
+
+def test_gradients_flow_through_the_exchange():
+    model = client.DataParallelWithCallback(Total(), REPLICAS)
+    x = torch.ones(3, 1, requires_grad=True)
+    (model(x) * torch.tensor([[1.0], [2.0], [4.0]])).sum().backward()
+    assert x.grad.tolist() == [[7.0]] * 3
+
+
+def test_a_module_may_exchange_twice_in_a_pass():
+    class Twice(Total):
+        def forward(self, x):
+            return super().forward(super().forward(x))
+
+    model = client.DataParallelWithCallback(Twice(), REPLICAS)
+    assert model(torch.ones(3, 1)).tolist() == [[9.0]] * 3
+
+
+def test_a_pass_without_an_exchange_leaves_nothing_behind():
+    class Idle(Total):
+        def forward(self, x):
+            return super().forward(x) if self.training else x
+
+    model = client.DataParallelWithCallback(Idle(), REPLICAS)
+    for is_training in (False, False, True, False, True):
+        model.train(is_training)
+        assert model(torch.ones(3, 1)).sum() == (9 if is_training else 3)
+    assert model.module.master.nr_slaves == 2
+
+
+def test_a_batch_that_feeds_one_replica_has_no_slaves():
+    model = client.DataParallelWithCallback(Total(), REPLICAS)
+    model(torch.ones(3, 1))
+    assert model(torch.ones(1, 1)).tolist() == [[1.0]]
+    assert model.module.master.nr_slaves == 0
+
+
+def test_messages_come_in_the_order_of_registration_the_masters_first():
+    seen = []
+
+    def answer(messages):
+        seen.extend(messages)
+        assert threading.current_thread() is threading.main_thread()
+        return to_all("all", messages)
+
+    master = SyncMaster(answer)
+    pipes = [master.register_slave(name) for name in ("b", "a")]
+    assert (master.nr_slaves, [pipe.identifier for pipe in pipes]) == (2, ["b", "a"])
+    assert all(isinstance(pipe, SlavePipe) for pipe in pipes)
+    found = []
+    threads = [threading.Thread(target=lambda one=one: found.append(one.run_slave(one.identifier))) for one in pipes]
+    for thread in threads:
+        thread.start()
+    assert master.run_master("master") == "all"
+    for thread in threads:
+        thread.join()
+    assert seen == [(0, "master"), ("b", "b"), ("a", "a")]
+    assert found == ["all"] * 2
+
+
+def test_a_replica_that_raises_ends_the_others_at_once():
+    class Failing(Total):
+        def forward(self, x):
+            if self.pipe is not None and self.pipe.identifier == 2:
+                raise MemoryError("no room")
+            return super().forward(x)
+
+    with pytest.raises((MemoryError, ReplicaLost), match="no room"):
+        client.DataParallelWithCallback(Failing(), REPLICAS)(torch.ones(3, 1))
+
+
+def test_a_replica_that_does_not_take_part_is_named():
+    class Absent(Total):
+        def forward(self, x):
+            return x if self.pipe is not None and self.pipe.identifier == 2 else super().forward(x)
+
+    with pytest.raises(RoundMismatch, match=r"replica 0 waits at SyncMaster \d+; .*replica 2 has finished"):
+        client.DataParallelWithCallback(Absent(), REPLICAS)(torch.ones(3, 1))
+
+
+def test_a_callback_that_fails_is_the_error_of_the_pass():
+    class Wrong(Total):
+        def answer(self, messages):
+            return to_all(1.0, messages)[1:]
+
+    expected = r"master_callback: expected an answer for each of \[0, 1, 2\], 0 first, got \[1, 2\]"
+    with pytest.raises((ValueError, ReplicaLost), match=expected):
+        client.DataParallelWithCallback(Wrong(), REPLICAS)(torch.ones(3, 1))
+
+
+def test_some_of_the_replicas_may_have_a_circle_of_their_own():
+    class First(Total):
+        def __data_parallel_replicate__(self, ctx, copy_id):
+            self.is_in = copy_id < 2
+            if self.is_in:
+                super().__data_parallel_replicate__(ctx, copy_id)
+
+        def forward(self, x):
+            return super().forward(x) if self.is_in else x
+
+    assert client.DataParallelWithCallback(First(), REPLICAS)(torch.ones(3, 1)).tolist() == [[2.0], [2.0], [1.0]]
+
+
+def test_it_goes_with_its_module_into_copies_and_pickles():
+    model = Total()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - our own
+        assert other.master is not model.master
+        assert client.DataParallelWithCallback(other, REPLICAS)(torch.ones(3, 1)).tolist() == [[3.0]] * 3
+
+
+def test_a_future_is_put_and_taken_in_turn():
+    future = FutureResult()
+    future.put(None)
+    with pytest.raises(Full, match="to have been taken"):
+        future.put(2)
+    assert future.get() is None
+    with pytest.raises(RoundTimeout, match="no result came within 0 s"):
+        future.get(timeout=0)
