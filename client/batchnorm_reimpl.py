@@ -1,8 +1,8 @@
 """What users of Synchronized-BatchNorm-PyTorch import from `sync_batchnorm.batchnorm_reimpl`: a layer to compare with.
 
 It is batch norm by its definition, in operators of autograd and on one device. No layer of ours is made of it. It
-computes in float64, and rounds mean and variance to the input's type where torch's layer does. So the two are close also in
-sums that would be 0 without rounding, such as the weight's gradient of the output's sum.
+computes in float64, and rounds mean and variance to the input's type where torch's layer does. So the two are close
+also in sums that would be 0 without rounding, such as the weight's gradient of the output's sum.
 """
 
 import torch

@@ -11,11 +11,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from torch import distributed, nn
+from torch import nn
 
-from client.connection.current import current_connection
 from client.connection.registration import cause_of
-from client.launch.connect import connect
+from client.integrations.connecting import connect_unless_connected
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.layers.convert import convert, revert
 
@@ -43,9 +42,8 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
         """Returns the model with torch's batch norms replaced, as `client.convert_model`, and connects."""
         self._kept = [layer for layer in model.modules() if isinstance(layer, SynchronizedBatchNorm)]
         converted = convert(model, None, stacklevel=3)
-        if _needs_a_connection():
-            self._handled = sys.exception()
-            self._connection = connect(rank=distributed.get_rank(), world_size=distributed.get_world_size())
+        self._handled = sys.exception()
+        self._connection = connect_unless_connected()
         return converted
 
     def revert(self, model: nn.Module) -> nn.Module:
@@ -60,10 +58,3 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
             self._connection = None
         kept, self._kept = self._kept, []
         return revert(model, kept=kept, stacklevel=3)
-
-
-def _needs_a_connection() -> bool:
-    connection = current_connection()
-    if connection and connection.is_own:
-        return False
-    return distributed.is_initialized() and distributed.get_world_size() > 1

@@ -11,6 +11,7 @@
 | `train_loop`, `accuracy` | an object with a `train_loader` and no others, and a number |
 | `train` | a function that ends with the `ReplicaLost` in `lost`, for pages about errors |
 | `Module`, `module` | a LightningModule of all that, in a block with a `Trainer` |
+| `model`, `dataset` | a model that returns its loss, and its images and labels, in a block with `transformers` |
 | `horovod.torch` | where Horovod is not installed, who a process is and an optimizer that reduces nothing |
 """
 
@@ -50,6 +51,17 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 lost = ReplicaLost("rank 1 was lost", member=1, step=4, cause="the connection was lost")
 
 
+class WithLoss(nn.Module):
+    """The model as Hugging Face's `Trainer` wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = model
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": criterion(self.network(images), labels)}
+
+
 def train(_: nn.Module) -> None:
     raise lost
 
@@ -57,7 +69,9 @@ def train(_: nn.Module) -> None:
 def names(text: str) -> dict[str, Any]:
     """Returns the names for a block."""
     given = {name: value for name, value in globals().items() if not name.startswith("_")}
-    if "Trainer(" in text:
+    if "transformers" in text:
+        given |= {"model": WithLoss(), "dataset": [{"images": images[0], "labels": labels[0]}] * 6}
+    elif "lightning" in text:
         from documentation.docs_lightning import Module  # noqa: PLC0415 - it loads Lightning, which takes seconds
 
         given |= {"Module": Module, "module": Module()}

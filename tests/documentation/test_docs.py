@@ -20,7 +20,7 @@ from documentation.docs_blocks import PAGES, README, ROOT, Block, all_blocks
 from documentation.docs_engine import want_of_engine
 from documentation.docs_runner import Outcome, Run
 from documentation.docs_shell import RUN_ELSEWHERE, Shell
-from support.newer_torch import skip_if_one_is_missing
+from support.newer_torch import skip_if_one_is_missing, skip_without_its_library
 from support.ports import free_port
 
 BLOCKS = [block for block in all_blocks() if ROOT / block.page != README]
@@ -51,6 +51,7 @@ def test_every_block_is_tested():
 @of("python")
 def test_a_python_block_runs(block, python, environs, tmp_path, endpoint_of):
     skip_if_one_is_missing(block.text)
+    skip_without_its_library(block.text)
     text = ENDPOINT.sub(endpoint_of(block), block.text)
     python(Run(block.page, block.line, text, str(tmp_path), environs(processes_of(block))))
 

@@ -158,12 +158,12 @@ def test_alone_it_connects_to_nobody(plugin, monkeypatch):
 
 def test_only_an_exception_that_ends_the_training_is_told_to_the_others(plugin, server, job, monkeypatch):
     """Not one that is being handled while it runs, as where an earlier training has failed."""
-    from client.integrations import lightning  # noqa: PLC0415 - as above
+    from client.integrations import connecting  # noqa: PLC0415 - as above
 
     monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
     monkeypatch.setenv("STATSD_BN_JOB", job)
-    monkeypatch.setattr(lightning, "_needs_a_connection", lambda: True)
-    monkeypatch.setattr(lightning, "distributed", Mock(get_rank=lambda: 0, get_world_size=lambda: 1))
+    monkeypatch.setattr(connecting, "_is_needed", lambda: True)
+    monkeypatch.setattr(connecting, "distributed", Mock(get_rank=lambda: 0, get_world_size=lambda: 1))
     leave = Mock(wraps=Sessions.leave)
     monkeypatch.setattr(Sessions, "leave", lambda sessions, cause: leave(sessions, cause))  # noqa: PLW0108 - a Mock is not bound
     model = nn.Sequential(nn.BatchNorm1d(3))

@@ -1,5 +1,6 @@
 """What only newer versions of torch have, for the tests of it: with the oldest one supported they are skipped."""
 
+import importlib.util
 import re
 
 import pytest
@@ -20,6 +21,20 @@ def is_missing(feature: str) -> bool:
 def needs(feature: str) -> pytest.MarkDecorator:
     """Marks a test, or a case of one."""
     return pytest.mark.skipif(is_missing(feature), reason=f"{feature} needs torch {SINCE[feature]}")
+
+
+# Libraries that no extra of pyproject.toml has; `scripts/test-frameworks` installs most of them.
+LIBRARIES = ("deepspeed", "detectron2", "mmengine", "monai", "timm", "transformers", "ultralytics")
+
+
+def skip_without_its_library(code: str) -> None:
+    """Skips a test of code that imports one of these, or our integration with it, where it is not installed."""
+    for name in LIBRARIES:
+        wanted = re.search(rf"^\s*(?:from|import) (?:client\.integrations\.)?{name}\b", code, re.MULTILINE)
+        if wanted and importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}, see docs/frameworks.md#what-is-tested")
+    if "from ray." in code:
+        pytest.skip("starts a cluster; tests/frameworks does so with room for it")
 
 
 def skip_if_one_is_missing(code: str) -> None:

@@ -1,0 +1,50 @@
+"""MMEngine: the layer and the hook that a configuration names.
+
+    custom_imports = dict(imports=["client.integrations.mmengine"])
+    norm_cfg = dict(type="StatsdSyncBN")
+    custom_hooks = [dict(type="StatsdBNHook")]
+
+The import registers both, for all libraries that are built on MMEngine. `mmcv.cnn.build_norm_layer` finds the layer by
+its name, and calls it "bn" where it names its attributes.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS, MODELS
+
+from client.integrations.connecting import connect_unless_connected
+from client.layers.batchnorm import SynchronizedBatchNorm
+
+if TYPE_CHECKING:
+    from client.connection.connection import Connection
+
+MODELS.register_module("StatsdSyncBN", module=SynchronizedBatchNorm)
+
+
+@HOOKS.register_module()
+class StatsdBNHook(Hook):
+    """Connects the ranks while `Runner.train` runs.
+
+    A process that is connected keeps its connection, and a process that is alone in its process group needs none. If an
+    exception ends the training, `after_train` is not called: then the process leaves when it ends, with that exception.
+
+    Args:
+        **options: arguments of `client.connect`, but for `rank` and `world_size`, which are the process group's.
+    """
+
+    priority = "VERY_HIGH"
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._connection: Connection | None = None
+
+    def before_train(self, runner: Any) -> None:  # noqa: ARG002 - MMEngine's
+        """Connects."""
+        self._connection = connect_unless_connected(**self._options)
+
+    def after_train(self, runner: Any) -> None:  # noqa: ARG002 - MMEngine's
+        """Disconnects."""
+        if self._connection:
+            self._connection.close()
+            self._connection = None

@@ -1,0 +1,79 @@
+"""Each recipe of docs/frameworks.md with the real library: two processes train as one does on the whole batch.
+
+`scripts/test-frameworks` installs the libraries, each in a folder of its own, and runs this. Without a library its test
+is skipped.
+"""
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from frameworks import small_training as training
+from support.groups_of_processes import run_to_its_end
+from support.paths import TESTS
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={training.RANKS}")
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How its program is run.
+
+    Attributes:
+        needs: the packages that it imports.
+        launcher: what stands before the program; none where it starts its processes itself.
+        tolerance: of weights and running statistics, relative and absolute.
+        environ: further variables.
+    """
+
+    needs: tuple[str, ...]
+    launcher: tuple[str, ...] = TORCHRUN
+    tolerance: float = 1e-12
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+FRAMEWORKS = {
+    "detectron2": Framework(("detectron2",), launcher=()),
+    "deepspeed": Framework(("deepspeed",), tolerance=1e-5, environ=(("DS_ACCELERATOR", "cpu"),)),  # in float32
+    "mmengine": Framework(("mmengine", "mmcv")),
+    "monai": Framework(("monai",)),
+    "ray": Framework(("ray",), launcher=()),
+    "transformers": Framework(("transformers",)),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_two_processes_train_as_one_on_the_whole_batch(name, tmp_path):
+    framework = FRAMEWORKS[name]
+    for package in framework.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}, see docs/frameworks.md#what-is-tested")
+    program = TESTS / "frameworks" / f"{name}_program.py"
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("STATSD_BN_")}
+    run_to_its_end([sys.executable, *framework.launcher, program, tmp_path], {**ours, **dict(framework.environ)})
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(training.RANKS))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    expected = training.train_on_the_whole_batch()
+    tolerance = framework.tolerance
+    torch.testing.assert_close(first, expected, rtol=tolerance, atol=tolerance, check_dtype=tolerance < 1e-6)
+
+
+def test_the_training_moves_all_that_is_compared():
+    """Else equal would be easy."""
+    before = training.network().state_dict()
+    for name, value in training.train_on_the_whole_batch().items():
+        assert name in {"0.bias", "3.bias"} or (value - before[name]).abs().max() > 1e-2, name
+
+
+def test_a_batch_of_each_rank_alone_ends_elsewhere():
+    """What the ranks' batches give unsynchronised differs by far more than the tolerance."""
+    x, _ = training.samples()
+    whole, alone = training.network(), training.network()
+    whole(x[:6])
+    alone(x[:6:2])
+    assert (whole[1].running_var - alone[1].running_var).abs().max() > 1e-3
