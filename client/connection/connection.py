@@ -275,12 +275,16 @@ class Connection:
             key = key or session.forward_key(layer, phase)
             frame = session.contribution(key, rows)
         started = time.perf_counter()
+        termination = self._sessions.termination
+        holds = termination is not None and termination.begin()
         switching.begin()
         try:
             with self._transport.channel() as channel:
                 aggregate = driver.run(RoundTrip(session, self._transport.endpoint, key, rows, frame), channel)
         finally:
             switching.end()
+            if holds and termination:
+                termination.end()
         self._round_trips.append(time.perf_counter() - started)
         self.rounds += 1
         return aggregate

@@ -1,0 +1,77 @@
+"""Termination: a process that is told to end while it waits in a round says first who is missing, if anybody is.
+
+A launcher sends SIGTERM to all ranks about 0.1 s after it has seen that one has ended. That is before the server knows
+it of a rank that was killed, so the others would end without a word. Here the signal waits a moment for the news.
+
+The signal is held only while the main thread is in a round. At other times it may be in a call of C that does not
+return, such as a collective of torch. There a handler of Python would never run, and the process would not end.
+"""
+
+import logging
+import os
+import signal
+import threading
+
+# The functions of `signal` take ten times as long, since they turn numbers into names; each round calls them.
+from _signal import getsignal  # type: ignore[import-not-found] # it has no types
+from _signal import signal as set_handler
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+from client.whereabouts.broken_job import BrokenJob
+from client.whereabouts.notes import NEWS_SECONDS
+from statsd_bn.error_text import in_log
+
+logger = logging.getLogger("statsd_bn.client")
+
+Handler = Callable[[int, FrameType | None], object] | int
+"""What handles a signal: a function, or a number of the system's."""
+
+
+class Termination:
+    """Holds SIGTERM for as long as a round lasts; the script's own handler is called, or the process ends by it.
+
+    Args:
+        job: hears why the job is broken.
+        seconds: how long the signal waits for that news.
+    """
+
+    def __init__(self, job: BrokenJob, seconds: float = NEWS_SECONDS) -> None:
+        self._job = job
+        self._seconds = seconds
+        self._before: Handler = signal.SIG_DFL
+        # One object, so that it is known again.
+        self._handler = self._handle
+        self._has_come = False
+
+    def begin(self) -> bool:
+        """A round begins; returns whether the signal is held from now on, which only the main thread can do."""
+        if threading.get_ident() != threading.main_thread().ident:
+            return False
+        before = getsignal(signal.SIGTERM)
+        # A handler of C is none of Python's; of a round in a round the outer one holds the signal.
+        if before is None or before == signal.SIG_IGN or before is self._handler:
+            return False
+        self._before = before
+        set_handler(signal.SIGTERM, self._handler)
+        return True
+
+    def end(self) -> None:
+        """The round has ended; the signal is handled as before."""
+        # Unless the script's handler has chosen another meanwhile.
+        if getsignal(signal.SIGTERM) is self._handler:
+            set_handler(signal.SIGTERM, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Whoever sends it again does not want to wait.
+        if not self._has_come:
+            self._has_come = True
+            if news := self._job.wait(self._seconds):
+                with suppress(Exception):  # it may have come while a line was being written
+                    logger.error("told to end by SIGTERM: %s", in_log(news))
+        if callable(self._before):
+            self._before(number, frame)
+        else:
+            set_handler(number, self._before)
+            os.kill(os.getpid(), number)
