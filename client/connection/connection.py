@@ -202,6 +202,7 @@ class Connection:
         self._check_usable()
         self._sessions.change_stand(self.group(group), Stand.BACK)
 
+    @at_border
     def end_absence(self, group: Group | str | None) -> None:
         """Comes back if it is away, for a round between two passes, in which all members of the group take part.
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.registration import cause_of
@@ -94,6 +95,7 @@ class ElasticState:
             setattr(self, name, value)
         self._saved = self._copy()
 
+    @at_border
     def commit(self) -> None:
         """Commits with the other members, and keeps a copy of the state if nobody is lost; all call it equally often.
 
@@ -117,6 +119,7 @@ class ElasticState:
         """Goes back to the last commit, or the beginning; the samples processed since count as unprocessed."""
         self._load(copy.deepcopy(self._saved))
 
+    @at_border
     def sync(self) -> None:
         """Commits with the other members, loads the state of the most advanced one, and keeps a copy of it.
 
@@ -237,6 +240,7 @@ class ElasticState:
                 setattr(self, name, packing.placed_like(part, mine))
 
 
+@at_border
 def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:
     """Trains while members come and go.
 

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from client.border import at_border
 from client.kernels.cpu import output_for
 from client.kernels.torch_threads import share
 from statsd_bn.errors import ConfigurationError
@@ -45,6 +46,7 @@ _WITH_MEMORY = (Tensor, nn.Parameter)
 _kernels: Any = None
 
 
+@at_border
 def use_compiled_kernels() -> None:
     """From now on numba's kernels do the local work on bfloat16, and on float32 whose channels do not lie last.
 

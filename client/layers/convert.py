@@ -15,6 +15,7 @@ from unittest import mock
 from torch import nn
 from torch.nn import SyncBatchNorm  # torch's own, also while `patch_sync_batchnorm` replaces it in `torch.nn`
 
+from client.border import at_border
 from client.connection import groups
 from client.connection.groups import Group
 from client.data_parallel.replicate import DataParallelWithCallback
@@ -31,6 +32,7 @@ logger = logging.getLogger("statsd_bn.client")
 Kinds = dict[type[nn.Module], type[nn.Module]]
 
 
+@at_border
 def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks: int | None = None) -> nn.Module:
     """Replaces every batch norm of torch's in `module` by its synchronised twin, and names it by its place.
 
@@ -60,7 +62,7 @@ def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks
         TypeError: `chunks` is neither None nor an int.
         ConfigurationError: a layer's place in the model is not printable, or too long; nothing is changed.
     """
-    return convert(module, group, chunks, stacklevel=3)
+    return convert(module, group, chunks, stacklevel=4)  # the border's frame is between
 
 
 def convert(
@@ -89,6 +91,7 @@ def convert(
     return converted
 
 
+@at_border
 def revert_model(module: nn.Module) -> nn.Module:
     """Replaces every synchronised layer in `module` by torch's own: the inverse of `convert_model`.
 
@@ -103,7 +106,7 @@ def revert_model(module: nn.Module) -> nn.Module:
     Returns:
         The module, or its replacement if it is itself a synchronised layer or a `DataParallelWithCallback`.
     """
-    return revert(module, stacklevel=3)
+    return revert(module, stacklevel=4)  # the border's frame is between
 
 
 def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:

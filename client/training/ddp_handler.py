@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.training import data_loaders
@@ -38,6 +39,7 @@ class DDPHandler:
         self._samplers: dict[str, Sampler] = {}
         self._is_registered = False
 
+    @at_border
     def add_distributed_samplers(self, world_size: int | None = None, rank: int | None = None) -> None:
         """Replaces each loader by one that gives this member's samples.
 
@@ -77,6 +79,7 @@ class DDPHandler:
             sampler.set_epoch(epoch)
 
     @staticmethod
+    @at_border
     def build_loader_sampler(data_loader: Loader, shuffle: bool, world_size: int, rank: int) -> tuple[Loader, Sampler]:
         """Returns a loader like `data_loader` for the samples of `rank` among `world_size`, and its sampler.
 
@@ -88,6 +91,7 @@ class DDPHandler:
         """
         return data_loaders.split(data_loader, shuffle, world_size, rank)
 
+    @at_border
     def mp_sync(
         self, data: Any, double_precision: bool = False, concat_mp_data: bool = True, return_tensor: bool = True
     ) -> Any:
@@ -118,6 +122,7 @@ class DDPHandler:
             return like(joined(LANE, tensors), data, return_tensor)
         return [like(tensor, data, return_tensor) for tensor in tensors.values()]
 
+    @at_border
     def mp_sync_dict(self, dict_data: Mapping[str | int, Any]) -> dict[str | int, Tensor]:
         """Returns `mp_sync` of each value, by its key, in one exchange.
 
@@ -161,5 +166,5 @@ def _warn_of_lost_sampler(name: str, sampler: Any) -> None:
         warnings.warn(
             f"{name}: expected a sequential or random sampler, got {type(sampler).__name__}; the members' samples come "
             "in sequential order",
-            stacklevel=3,
+            stacklevel=4,  # the border's frame is between
         )

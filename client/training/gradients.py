@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from statsd_bn import limits
@@ -22,6 +23,7 @@ from statsd_bn.rows import Rows
 LANE = "average_gradients()"
 
 
+@at_border
 def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) -> int:
     """Replaces each gradient by its average over the members, weighted by how many samples each one's loss averages.
 

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from client.border import make_readable
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.groups import Group
 from client.layers import ddp_buffers
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.training.running_statistics import commit_running_statistics
+from statsd_bn.errors import StatsdBNError
 
 
 @contextmanager
@@ -45,11 +47,11 @@ def join(model: nn.Module) -> Iterator[None]:
         yield
         commit_running_statistics(model)
         return
-    groups = _groups_of(model, connection)
-    for group in groups:
-        connection.come_back(group)
-    # A rank whose data ends early gets the last one's buffers from torch's Join, if the broadcast is on.
-    ddp_buffers.turn_on_again(model)
+    try:
+        groups = _begin(model, connection)
+    except StatsdBNError as error:
+        make_readable(error)
+        raise
     try:
         yield
     except GeneratorExit:
@@ -57,7 +59,20 @@ def join(model: nn.Module) -> Iterator[None]:
         _end(model, connection, groups)
         raise
     # Not after another exception: that ends this member, and the others get its cause.
-    _end(model, connection, groups)
+    try:
+        _end(model, connection, groups)
+    except StatsdBNError as error:
+        make_readable(error)
+        raise
+
+
+def _begin(model: nn.Module, connection: Connection) -> list[Group]:
+    groups = _groups_of(model, connection)
+    for group in groups:
+        connection.come_back(group)
+    # A rank whose data ends early gets the last one's buffers from torch's Join, if the broadcast is on.
+    ddp_buffers.turn_on_again(model)
+    return groups
 
 
 def _end(model: nn.Module, connection: Connection, groups: list[Group]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from client.border import at_border
 from client.connection.current import current_connection
 from client.connection.groups import Group
 from client.lanes.choose import lane_for
@@ -38,6 +39,7 @@ Tallies = dict[SynchronizedBatchNorm, Tally]
 Population = tuple[SynchronizedBatchNorm, Moments]
 
 
+@at_border
 def recalibrate(
     model: nn.Module,
     loader: Iterable[Any],
@@ -257,7 +259,7 @@ def _warn_of_idle(layers: list[SynchronizedBatchNorm]) -> None:
         warnings.warn(
             f"layers {_shown([layer.layer_name for layer in layers])} were called on no member and keep their "
             "statistics",
-            stacklevel=3,
+            stacklevel=4,  # the border's frame is between
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from client.border import at_border
 from client.layers import ddp_buffers
 from client.layers.convert import convert as synchronised
 from statsd_bn.environment import integer
@@ -17,6 +18,7 @@ from statsd_bn.errors import ConfigurationError
 REFUSED_VERSION = "1.12.0"
 
 
+@at_border
 def smart_ddp(model: nn.Module, *, static_graph: bool = True, convert: bool = True) -> DistributedDataParallel:
     """Wraps a model in DistributedDataParallel, its batch norms synchronised.
 
@@ -51,7 +53,7 @@ def smart_ddp(model: nn.Module, *, static_graph: bool = True, convert: bool = Tr
         )
     arguments = arguments_for(_device_of(model), os.environ, static_graph=static_graph)
     if convert:
-        model = synchronised(model, stacklevel=3)
+        model = synchronised(model, stacklevel=4)  # the border's frame is between
     wrapper = DistributedDataParallel(model, **arguments)
     ddp_buffers.turn_off(wrapper)
     return wrapper

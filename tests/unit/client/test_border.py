@@ -156,3 +156,87 @@ def test_futures_between_threads_are_hidden():
         in_another_thread()
     files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert not any("concurrent/futures" in file for file in files)
+
+
+# Public functions that let no error of ours through as they are decorated, and why.
+NO_BORDER = {
+    # They raise nothing of ours.
+    "Connection.close": "it says goodbye, and raises nothing",
+    "Connection.explain": "it adds a note to an error",
+    "Connection.ask_for_layers": "it warns",
+    "DDPHandler.set_epoch": "it sets a number",
+    "SlavePipe.key": "it makes a value",
+    "ElasticState.restore": "it loads what this process has kept",
+    "commit_running_statistics": "nothing is sent",
+    "conversion_report": "it looks",
+    "current_connection": "it looks",
+    "disconnect": "as Connection.close",
+    "execute_replication_callbacks": "replicas meet later, in parallel_apply",
+    "patch_replication_callback": "likewise",
+    "register_conversion": "it raises TypeError",
+    "synchronized_class": "it raises TypeError",
+    # They do it in their own way.
+    "Connection.exchange": "called in each round; calls make_readable",
+    "SlavePipe.run_slave": "called in each round; calls make_readable",
+    "join": "a context manager; calls make_readable",
+    "patch_sync_batchnorm": "a context manager around the user's own code",
+    # They look at what was given, and nothing is below them.
+    "Connection.group": "at the top of its own errors",
+    "Connection.is_alone": "likewise",
+    "Connection.is_everybody": "likewise",
+}
+# torch calls these, and errors of a layer's call leave in `forward`.
+OF_TORCH = {"DataParallelWithCallback", "CallbackContext", "ElasticSampler"}
+
+
+def public_functions():
+    for name in client.__all__:
+        public = getattr(client, name)
+        if not isinstance(public, type):
+            yield name, public
+        elif not issubclass(public, nn.Module) and name not in OF_TORCH:
+            for part, given in vars(public).items():
+                function = getattr(given, "__func__", given)
+                if not part.startswith("_") and callable(function):
+                    yield f"{name}.{part}", function
+
+
+def test_every_public_function_has_a_border_or_needs_none():
+    found = dict(public_functions())
+    marked = {name for name, function in found.items() if function.__code__.co_name == "raises_for_user"}
+    assert {"connect", "DDPHandler.mp_sync", "ElasticState.commit", "recalibrate"} <= set(found)
+    assert set(found) - marked == set(NO_BORDER)
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda _: client.DDPHandler(None).mp_sync([1, 2]),
+        lambda _: client.DDPHandler(None).mp_sync_dict({"loss": 1.0}),
+        lambda model: client.recalibrate(model, [torch.randn(4, 3)]),
+        lambda _: client.average_gradients([nn.Parameter(torch.ones(2))]),
+        lambda model: client.ElasticState(model).commit(),
+        lambda model: client.run_elastic(lambda _: None, client.ElasticState(model)),
+    ],
+    ids=["mp_sync", "mp_sync_dict", "recalibrate", "average_gradients", "commit", "run_elastic"],
+)
+def test_public_functions_show_one_frame_of_ours(monkeypatch, call):
+    layer = failing_round(monkeypatch)
+    monkeypatch.setattr(connection.Connection, "come_back", lambda *_: None)
+    with pytest.raises((RoundMismatch, ConfigurationError)) as caught:
+        call(layer)
+    assert len(ours(caught.value)) == 1
+
+
+@pytest.mark.usefixtures("connected")
+def test_join_shows_one_frame_of_ours(monkeypatch):
+    layer = failing_round(monkeypatch)
+
+    def fail(*_):
+        raise RoundMismatch("the ranks differ")
+
+    monkeypatch.setattr(connection.Sessions, "change_stand", fail)
+    with pytest.raises(RoundMismatch) as caught, client.join(layer):
+        pass
+    assert ours(caught.value) == ["join"]
