@@ -360,8 +360,26 @@ class Whereabouts:
         check_integer("launched", self.launched, 0, limits.MAX_COUNTER)
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A member has got a round's rows from the other members themselves, and waits for no answer. It has no answer.
+
+    Attributes:
+        session: who speaks.
+        key: the round, to which it has contributed before.
+    """
+
+    type: ClassVar[int] = 14
+
+    session: bytes
+    key: RoundKey
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+
+
 # The most frequent first: it is looked for in this order.
-Request = Contribution | Register | Leave | StatusRequest | Heartbeat | Result | Whereabouts
+Request = Contribution | Register | Leave | StatusRequest | Heartbeat | Result | Whereabouts | Settled
 """What a member says."""
 
 Message = Request | Registered | Aggregate | Failure | Status | Pending | Question

@@ -138,8 +138,15 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[..., list[Any]]:
     """Runs `program(connection, *arguments)` in n processes of one job; returns their results by member."""
 
-    def run(n: int, program: Callable[..., Any], *arguments: Any, job: str = job, policy: str = "strict") -> list[Any]:
-        given = {"job": job, "world_size": n, "policy": policy}
+    def run(
+        n: int,
+        program: Callable[..., Any],
+        *arguments: Any,
+        job: str = job,
+        policy: str = "strict",
+        lane: str = "zeromq",
+    ) -> list[Any]:
+        given = {"job": job, "world_size": n, "policy": policy, "lane": lane}
         futures = [pool.submit(_member, program, server.endpoint, member, given, arguments) for member in range(n)]
         return [future.result(timeout=WAIT_SECONDS) for future in futures]
 

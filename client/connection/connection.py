@@ -8,17 +8,19 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
 from client.border import at_border, make_readable
 from client.connection import all_gather, driver, groups
 from client.connection.groups import Group
-from client.connection.member import Member
+from client.connection.member import ZEROMQ, Member
 from client.connection.registration import cause_of
 from client.connection.round_trip import RoundTrip
+from client.connection.session import Session
 from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
 from client.connection.transport import Transport
@@ -34,10 +36,10 @@ from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 logger = logging.getLogger("statsd_bn.client")
+
+Way = Callable[[Session, RoundKey, Rows], Aggregate]
+"""How a member takes part in a round."""
 
 # Round trips remembered for `median_round_trip`.
 REMEMBERED_ROUND_TRIPS = 4096
@@ -59,6 +61,9 @@ class Connection:
 
     Attributes:
         member: who this process is.
+        transport: how it reaches the master.
+        lane: how rows reach the other members of the job: "zeromq", over the server; "shared_memory", from the first
+            round on if it was asked for and they share a host; "in process" where there is no other.
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
         watch: told of each exchange, by the layer's name and the round's key; or None.
@@ -72,7 +77,8 @@ class Connection:
     def __init__(self, transport: Transport, member: Member) -> None:
         self.member = member
         self.rounds = 0
-        self._transport = transport
+        self.transport = transport
+        self.lane = IN_PROCESS if self.is_in_process else ZEROMQ
         self._sessions = Sessions(transport, member)
         self._world = groups.world(member.world_size)
         self._local: Group | None = None
@@ -108,7 +114,7 @@ class Connection:
     @property
     def endpoint(self) -> str:
         """Where its server listens, such as `ipc:///run/user/1000/statsd_bn/server`; "in process" if it has none."""
-        return self._transport.endpoint
+        return self.transport.endpoint
 
     @property
     def is_in_process(self) -> bool:
@@ -214,7 +220,12 @@ class Connection:
             self.come_back(group)
 
     def exchange(
-        self, layer: str, rows: Rows, key: RoundKey | None = None, group: Group | str | None = None
+        self,
+        layer: str,
+        rows: Rows,
+        key: RoundKey | None = None,
+        group: Group | str | None = None,
+        way: Way | None = None,
     ) -> Aggregate:
         """Takes part in one round and returns its aggregate; `SlavePipe.run_slave` is the way to it.
 
@@ -223,6 +234,7 @@ class Connection:
             rows: what this process's replicas contribute.
             key: of this round; None for the layer's next forward round.
             group: who takes part; as `Connection.group` takes it. Its first use waits until all its members use it.
+            way: how the rows reach the other members; None: over the server.
 
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
@@ -232,7 +244,7 @@ class Connection:
             ConnectionClosed: the connection was closed, or belongs to the parent process.
         """
         try:
-            aggregate = self._round(layer, rows, key, self.group(group))
+            aggregate = self._round(layer, rows, key, self.group(group), way=way)
         except StatsdBNError as error:
             make_readable(error)
             raise
@@ -243,6 +255,27 @@ class Connection:
         if watch := self.watch:  # another thread may end it meanwhile
             watch(layer, aggregate.key)
         return aggregate
+
+    def over_server(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
+        """Takes part in a round over the server."""
+        with self.transport.channel() as channel:
+            return driver.run(self.round_trip(session, key, rows), channel)
+
+    def round_trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
+        """Returns what takes part in a round over the server, not yet begun."""
+        return RoundTrip(session, self.transport.endpoint, key, rows, session.contribution(key, rows))
+
+    def gather_in(self, group: Group, name: str, data: bytes) -> list[bytes]:
+        """Gives this member's bytes to all members of a group, and returns theirs, in the order of their ranks."""
+
+        def join(part: FloatArray) -> Aggregate:
+            return self._round(name, Rows((0,), part[np.newaxis, np.newaxis]), None, group, GATHER)
+
+        rounds = self.rounds
+        members = self.session(group).members
+        found = all_gather.gather(join, data, self.member.rank, len(members))
+        self.rounds = rounds  # those of layers and of users count
+        return list(found.values())
 
     @at_border
     def all_gather(self, name: str, data: bytes) -> dict[int, bytes]:
@@ -269,19 +302,31 @@ class Connection:
         self.end_absence(None)
         return all_gather.gather(join, data, self.member.rank, len(self.members))
 
-    def _round(self, layer: str, rows: Rows, key: RoundKey | None, group: Group, phase: str = FORWARD) -> Aggregate:
+    def session(self, group: Group | str | None) -> Session:
+        """Returns this member's session in a group; its first use waits until all its members use it."""
+        self._check_usable()
+        return self._sessions.of(self.group(group))
+
+    def _round(
+        self,
+        layer: str,
+        rows: Rows,
+        key: RoundKey | None,
+        group: Group,
+        phase: str = FORWARD,
+        way: Way | None = None,
+    ) -> Aggregate:
         self._check_usable()
         session = self._sessions.of(group)
         with self._lock:
             key = key or session.forward_key(layer, phase)
-            frame = session.contribution(key, rows)
+            session.begins(key)
         started = time.perf_counter()
         termination = self._sessions.termination
         holds = termination is not None and termination.begin()
         switching.begin()
         try:
-            with self._transport.channel() as channel:
-                aggregate = driver.run(RoundTrip(session, self._transport.endpoint, key, rows, frame), channel)
+            aggregate = (way or self.over_server)(session, key, rows)
         finally:
             switching.end()
             if holds and termination:
@@ -312,7 +357,7 @@ class Connection:
         if not (self.rounds or cause):
             self.ask_for_layers("it ends")
         self._sessions.leave(cause)
-        self._transport.close()
+        self.transport.close()
 
     def ask_for_layers(self, when: str) -> None:
         """Warns, the first time, that no layer has been synchronised, if there are other members.

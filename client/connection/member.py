@@ -11,6 +11,11 @@ DEFAULT_ABORT_AFTER = 10.0
 STRICT = "strict"
 ELASTIC = "elastic"
 
+# How rows reach the other members: over the server, or in memory that the processes of a host share.
+ZEROMQ = "zeromq"
+SHARED_MEMORY = "shared_memory"
+LANES = (ZEROMQ, SHARED_MEMORY)
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -29,6 +34,7 @@ class Member:
         abort_after: how long a collective of torch may hold the main thread after the job has broken, before the
             process is ended, in seconds; None: for ever.
         tells_stacks: whether it tells where it is when others wait for it.
+        lane: how its rows reach the others, one of `LANES`.
     """
 
     job: str
@@ -42,6 +48,7 @@ class Member:
     join_timeout: float | None = None
     abort_after: float | None = DEFAULT_ABORT_AFTER
     tells_stacks: bool = True
+    lane: str = ZEROMQ
 
     @property
     def is_elastic(self) -> bool:

@@ -29,6 +29,7 @@ from statsd_bn.messages import (
     Register,
     Registered,
     Result,
+    Settled,
     Stand,
     Whereabouts,
 )
@@ -56,6 +57,7 @@ class Session:
         stand: how it stands to the group's rounds.
         first_step: the first step it takes part in, as the master said.
         members: who belongs to the group, as it last heard.
+        is_uneven: whether members of the group have been away, or may have been, so that not all are in each round.
         spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
         decode: what reads the master's frames.
     """
@@ -74,6 +76,7 @@ class Session:
         self._step = 0
         self._calls: Counter[str] = Counter()
         self._backward_seen = False
+        self.is_uneven = False
         self._results: deque[Aggregate] = deque(maxlen=limits.KEPT_ROUNDS)
 
     @property
@@ -132,10 +135,19 @@ class Session:
         who = self.member
         return RoundKey(who.job, who.group, who.epoch, self._step, layer, call, phase)
 
+    def begins(self, key: RoundKey) -> None:
+        """This member takes part in a round now, whichever way its rows go."""
+        self._backward_seen = self._backward_seen or key.phase not in BEGINNINGS
+
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
         """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
-        self._backward_seen = self._backward_seen or (key.phase not in BEGINNINGS and attempt == 0)
+        if attempt == 0:
+            self.begins(key)
         return encode(Contribution(self.token, key, attempt, rows))
+
+    def settled(self, key: RoundKey) -> bytes:
+        """Returns the frame that says that the round `key` is over for this member, which got its rows elsewhere."""
+        return encode(Settled(self.token, key))
 
     def registered(self, frame: bytes) -> Registered | None:
         """Returns the answer to `register`; None if `frame` is about something else.

@@ -107,6 +107,7 @@ class Sessions:
         """
         session = self.of(group)
         session.stand = stand
+        session.is_uneven = True
         self._register(session, session.member.round_timeout)
 
     def all(self) -> list[Session]:

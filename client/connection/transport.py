@@ -53,6 +53,9 @@ class Channel(Protocol):
             AuthenticationRefused: server and client do not accept each other's keys.
         """
 
+    def look(self) -> bytes | None:
+        """Returns the next frame if one is there; never waits."""
+
     def close(self) -> None:
         """Closes the channel; frames sent before still leave."""
 
@@ -236,6 +239,14 @@ class _ZmqChannel:
             except zmq.ContextTerminated as error:
                 raise _closed() from error
 
+    def look(self) -> bytes | None:
+        try:
+            return self._socket.recv(_AT_ONCE)
+        except zmq.Again:
+            return None
+        except zmq.ContextTerminated as error:
+            raise _closed() from error
+
     def close(self, linger: int | None = None) -> None:
         with suppress(zmq.ZMQError):  # of a terminated context
             self._socket.disable_monitor()
@@ -309,6 +320,9 @@ class _MemoryChannel:
             return self._inbox.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return None
+
+    def look(self) -> bytes | None:
+        return self.receive(0.0)
 
     def close(self) -> None:
         pass

@@ -3,8 +3,10 @@
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.groups import Group
+from client.connection.member import SHARED_MEMORY
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
+from client.lanes.shared_memory import SharedMemoryPipe
 from client.lanes.zeromq import SlavePipe
 
 
@@ -30,4 +32,8 @@ def lane_for(layer: str, group: Group | str | None) -> Lane:
 
 def lane_over(connection: Connection | None, layer: str, group: Group | str | None) -> Lane:
     """Returns the lane of a layer for which `connection_to(group)` has returned this connection."""
-    return LocalPipe(layer) if connection is None else SlavePipe(connection, layer, group)
+    if connection is None:
+        return LocalPipe(layer)
+    member = connection.member
+    in_memory = member.lane == SHARED_MEMORY and not member.is_elastic
+    return (SharedMemoryPipe if in_memory else SlavePipe)(connection, layer, group)

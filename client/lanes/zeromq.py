@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from client.border import make_readable
-from client.connection.connection import Connection
+from client.connection.connection import Connection, Way
 from client.connection.groups import Group
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
@@ -40,8 +40,11 @@ class SlavePipe:
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
+        return self._exchange(contribution, key, None)
+
+    def _exchange(self, contribution: Rows, key: RoundKey | None, way: Way | None) -> Aggregate:
         try:
-            return self.connection.exchange(self.layer, contribution, key, self.group)
+            return self.connection.exchange(self.layer, contribution, key, self.group, way)
         except StatsdBNError as error:
             make_readable(error)
             raise

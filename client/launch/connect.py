@@ -54,6 +54,7 @@ def connect(
     min_members: int | None = None,
     curve: str | Path | None = None,
     abort_after: float | None = DEFAULT_ABORT_AFTER,
+    lane: str | None = None,
 ) -> Connection:
     """Connects this process's synchronised layers to a server, and waits until all processes of the job are there.
 
@@ -84,6 +85,9 @@ def connect(
         abort_after: what a strict job does with a process that a collective of torch holds after the job has broken,
             because a rank was lost, raised or is elsewhere: end it with exit code 1 after so many seconds in that
             collective; None: never.
+        lane: how rows reach the other processes, the same for all of them. "zeromq": over the server.
+            "shared_memory": in memory that the processes of a host share; a warning says why where they cannot, and
+            then it is the server too, as it is in an elastic job. Else STATSD_BN_LANE, else "zeromq".
 
     Returns:
         The connection. It is a context manager too: its end disconnects, and tells the others if an exception was the
@@ -118,6 +122,7 @@ def connect(
         min_members=min_members,
         curve=curve,
         abort_after=abort_after,
+        lane=lane,
     )
     logger.info("connecting with %s", settings)
     connection = _connection(settings)

@@ -14,7 +14,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from client.connection.member import DEFAULT_ABORT_AFTER, DEFAULT_ROUND_TIMEOUT, ELASTIC, STRICT, Member
+from client.connection.member import (
+    DEFAULT_ABORT_AFTER,
+    DEFAULT_ROUND_TIMEOUT,
+    ELASTIC,
+    LANES,
+    STRICT,
+    ZEROMQ,
+    Member,
+)
 from client.launch import launchers, process_group
 from client.launch.launchers import StoreAddress
 from client.launch.process_group import ProcessGroup
@@ -40,6 +48,7 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "min_members": ("an int", (int,)),
     "curve": ("a path", (str, os.PathLike)),
     "abort_after": ("a number of seconds", (int, float)),
+    "lane": ("a str", (str,)),
 }
 _MAY_BE_NONE = _TYPES.keys() - {"round_timeout", "policy"}
 
@@ -66,6 +75,7 @@ class Settings:
             is; then they meet in the group's store.
         abort_after: how long a collective of torch may hold a process of a broken job, in seconds; None: for ever.
         stacks: whether this process tells where it is when others wait for it.
+        lane: how rows reach the other processes.
     """
 
     endpoint: Setting[str | None]
@@ -82,6 +92,7 @@ class Settings:
     is_one_node: bool
     abort_after: Setting[float | None]
     stacks: Setting[bool]
+    lane: Setting[str]
     is_process_group: bool = False
 
     @property
@@ -107,6 +118,7 @@ class Settings:
             join_timeout=self.join_timeout.value,
             abort_after=self.abort_after.value,
             tells_stacks=self.stacks.value,
+            lane=self.lane.value,
         )
 
     def keys(self) -> ClientKeys | None:
@@ -132,6 +144,7 @@ def resolve(
     min_members: int | None = None,
     curve: str | Path | None = None,
     abort_after: float | None = DEFAULT_ABORT_AFTER,
+    lane: str | None = None,
 ) -> Settings:
     """Finds the value of each setting.
 
@@ -148,6 +161,7 @@ def resolve(
         min_members: likewise.
         curve: likewise.
         abort_after: likewise.
+        lane: likewise.
 
     Raises:
         ConfigurationError: a value is unusable; the text says what it is and where it came from.
@@ -194,6 +208,7 @@ def resolve(
         is_process_group=meets_in_group,
         abort_after=_abort_after(abort_after),
         stacks=_stacks(environ),
+        lane=_lane(environ, lane),
     )
 
 
@@ -285,6 +300,17 @@ def _stacks(environ: Mapping[str, str]) -> Setting[bool]:
     if said not in {"0", "1"}:
         raise ConfigurationError(f"STATSD_BN_STACKS: expected 0 or 1, got {said!r:.80}")
     return Setting("stacks", said == "1", "STATSD_BN_STACKS" if environ.get("STATSD_BN_STACKS") else DEFAULT)
+
+
+def _lane(environ: Mapping[str, str], given: str | None) -> Setting[str]:
+    lane = (
+        found("lane", given or None, ARGUMENT)
+        or found("lane", environ.get("STATSD_BN_LANE") or None, "STATSD_BN_LANE")
+        or Setting("lane", ZEROMQ, DEFAULT)
+    )
+    if lane.value not in LANES:
+        raise ConfigurationError(f"lane: expected one of {', '.join(LANES)}, got {lane.value!r:.80} ({lane.source})")
+    return lane
 
 
 def _store(environ: Mapping[str, str], size: Setting[int]) -> Setting[StoreAddress] | None:

@@ -47,6 +47,7 @@ from statsd_bn.messages import (
     Registered,
     Request,
     Result,
+    Settled,
     StatusRequest,
     Whereabouts,
 )
@@ -214,8 +215,8 @@ class Dispatcher:
                 replies = self._registration.register(now, message, peer, tenant)
                 self._registry.liveness.begin(now, message.session, peer)
                 return Received(replies, message.session)
-            case Result():
-                return self._recall(now, message, record, peer)
+            case Result() | Settled():
+                return self._hear_of(now, message, record, peer)
             case Leave():
                 return Received(self._registry.leave(now, message.session, message.cause))
 
@@ -265,12 +266,16 @@ class Dispatcher:
         size = size_of(contribution.rows) + ROUND_BYTES + FUTURE_BYTES * record.master.nr_slaves
         return self._eviction.for_bytes(record.master.owner, size, has_key=bool(record.key))
 
-    def _recall(self, now: float, result: Result, record: SessionRecord | None, peer: bytes) -> Received:
+    def _hear_of(self, now: float, told: Result | Settled, record: SessionRecord | None, peer: bytes) -> Received:
+        """Take what a member tells of a round that is over for it."""
         if record is None:
             # Many come together, and each answer would ask for all again. A contribution will be answered.
             return self._refuse_stranger([])
-        self._registry.liveness.hear(now, result.session, peer)
-        return Received(record.master.recall(now, record.slave, result.aggregate, peer), result.session)
+        self._registry.liveness.hear(now, told.session, peer)
+        if isinstance(told, Result):
+            return Received(record.master.recall(now, record.slave, told.aggregate, peer), told.session)
+        record.master.settle(now, told.key)
+        return Received([], told.session)
 
     def _beat(self, now: float, said: Heartbeat | Whereabouts, record: SessionRecord | None, peer: bytes) -> Received:
         session = said.session

@@ -127,6 +127,13 @@ class SyncMaster:
         replies = self.open_rounds.contribute(now, slave, contribution, peer)
         return replies + self._tell_news() if self.membership.news else replies
 
+    def settle(self, now: float, key: RoundKey) -> None:
+        """Forget a round that the members have had among themselves; those of an elastic group have none such."""
+        if self.membership.is_elastic:
+            return
+        self.open_rounds.settle(now, key)
+        self._deferral.forget_round(key)
+
     def recall(self, now: float, slave: Slave, aggregate: Aggregate, peer: bytes) -> list[Reply]:
         """Take an aggregate that an earlier life of the server gave the slave, as the slave says.
 

@@ -121,6 +121,12 @@ class OpenRounds:
         self._next_deadline = min((round_.opened + round_.seconds for round_ in self), default=math.inf)
         return replies
 
+    def settle(self, now: float, key: RoundKey) -> None:
+        """Drop a round: its members have got one another's rows without the server, and nobody waits for it here."""
+        if round_ := self._open.pop(key, None):
+            self.answered = now
+            self._archive.room.keep(-round_.held)
+
     def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
         """End a round with an error."""
         return self._break(self._open[key], error)

@@ -62,9 +62,16 @@ class Deferral:
 
     def forget(self, gone: Slave) -> None:
         """Drop the contributions of a slave."""
-        for case in [case for case, (slave, _, _) in self._waiting.items() if slave is gone]:
+        self._drop([case for case, (slave, _, _) in self._waiting.items() if slave is gone])
+
+    def forget_round(self, key: RoundKey) -> None:
+        """Drop the contributions to a round."""
+        self._drop([case for case in self._waiting if case[1] == key])
+
+    def _drop(self, cases: list[tuple[int, RoundKey]]) -> None:
+        for case in cases:
             _, contribution, _ = self._waiting.pop(case)
-            self._counts[gone.member] -= 1
             self._room.keep(-size_of(contribution.rows))
-        if not self._counts[gone.member]:
-            del self._counts[gone.member]
+            self._counts[case[0]] -= 1
+            if not self._counts[case[0]]:
+                del self._counts[case[0]]

@@ -20,6 +20,7 @@ from statsd_bn.messages import (
     Registered,
     Request,
     Result,
+    Settled,
     Status,
     Whereabouts,
 )
@@ -112,6 +113,11 @@ def _pending(fields: list[Any]) -> Pending:
     return Pending(unpacked_key(key), seconds, text, where)
 
 
+def _settled(fields: list[Any]) -> Settled:
+    session, key = fields
+    return Settled(session, unpacked_key(key))
+
+
 def _failure(fields: list[Any]) -> Failure:
     code, text, facts, key = fields
     check_depth("fields", facts)
@@ -146,6 +152,7 @@ _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = 
 }
 _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
     Pending: _pending,
+    Settled: _settled,
     Failure: _failure,
     Status: _status,
     Register: _register,

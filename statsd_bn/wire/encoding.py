@@ -18,6 +18,7 @@ from statsd_bn.messages import (
     Registered,
     Request,
     Result,
+    Settled,
     Whereabouts,
     values_of,
 )
@@ -86,6 +87,10 @@ def _flat_pending(message: Pending) -> _Flat:
     return None, [packed_key(message.key), message.seconds, message.message, message.whereabouts]
 
 
+def _flat_settled(message: Settled) -> _Flat:
+    return None, [message.session, packed_key(message.key)]
+
+
 def _flat_failure(message: Failure) -> _Flat:
     key = packed_key(message.key) if message.key else None
     return None, [message.code, message.message, message.fields, key]
@@ -110,6 +115,7 @@ _FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
     Aggregate: _flat_aggregate,
     Result: _flat_result,
     Pending: _flat_pending,
+    Settled: _flat_settled,
     Failure: _flat_failure,
     Register: _flat_registration,
     Registered: _flat_registration,

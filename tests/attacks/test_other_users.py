@@ -114,7 +114,7 @@ def test_a_script_with_nothing_configured_joins_its_own_users_server_only(defaul
 OWNER = """
 import client, sys
 with client.connect(round_timeout=30.0) as connection:
-    print(connection._transport.endpoint, flush=True)
+    print(connection.endpoint, flush=True)
     sys.stdin.read()
 """
 

@@ -38,6 +38,7 @@ from statsd_bn.messages import (
     Registered,
     Request,
     Result,
+    Settled,
     Status,
     StatusRequest,
     Whereabouts,
@@ -72,6 +73,7 @@ SAMPLES: dict[type[Message], Message] = {
         Result(b"session0", AGGREGATE),
         Question(b"digest00", 0),
         Whereabouts(b"session0", 0, "train.py:1 main", 1, "0", Members.of([0, 1]), 0),
+        Settled(b"session0", key()),
     )
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from client.connection.member import LANES
 from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 
@@ -20,11 +21,11 @@ STARTER.set_forkserver_preload(["client", "programs.death_programs"])
 class Company:
     """Three members, a process each, that do as they are told."""
 
-    def __init__(self, endpoint: str, job: str) -> None:
+    def __init__(self, endpoint: str, job: str, lane: str) -> None:
         pairs = [STARTER.Pipe() for _ in range(3)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            STARTER.Process(target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3))
+            STARTER.Process(target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3, lane))
             for member, (_, theirs) in enumerate(pairs)
         ]
         for process, (_, theirs) in zip(self.processes, pairs, strict=True):
@@ -55,9 +56,9 @@ class Company:
             process.join(WAIT_SECONDS)
 
 
-@pytest.fixture
-def company(impatient_server, job) -> Iterator[Company]:
-    found = Company(impatient_server.endpoint, job)
+@pytest.fixture(params=LANES)
+def company(impatient_server, job, request) -> Iterator[Company]:
+    found = Company(impatient_server.endpoint, job, request.param)
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
         yield found

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client.connection.member import Member
+from client.connection.member import SHARED_MEMORY, ZEROMQ, Member
 from client.connection.session import Session
 from programs import restart_programs
 from server.core.dispatcher import Dispatcher
@@ -30,7 +30,7 @@ from support.memory_members import run_members as run_in_memory
 # A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.
 STEPS = 150
 PAUSE_SECONDS = 0.01
-KILLS = 8
+KILLS = {ZEROMQ: 8, SHARED_MEMORY: 2}  # members that share memory do not wait for the server to come back
 
 
 @pytest.fixture
@@ -60,17 +60,19 @@ def servers(endpoint):
         process.stdout.close()
 
 
-def run_members(pool, endpoint, job, n):
-    return [pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS) for member in range(n)]
+def run_members(pool, endpoint, job, n, lane=ZEROMQ):
+    return [
+        pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS, lane) for member in range(n)
+    ]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed):
+@pytest.mark.parametrize(("seed", "lane"), [(0, ZEROMQ), (1, ZEROMQ), (2, SHARED_MEMORY)])
+def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, lane):
     server = servers()
     undisturbed = [future.result(timeout=60) for future in run_members(pool, endpoint, "undisturbed", 3)]
     chance = random.Random(seed)
-    futures = run_members(pool, endpoint, "killed", 3)
-    for _ in range(KILLS):
+    futures = run_members(pool, endpoint, "killed", 3, lane)
+    for _ in range(KILLS[lane]):
         time.sleep(chance.uniform(0.05, 0.3))
         server.send_signal(signal.SIGKILL)
         server.wait(timeout=10)

@@ -345,7 +345,7 @@ def test_garbage_is_counted_and_the_server_goes_on_serving(start, dial):
     garbage: list[list[bytes]] = [
         [b""],
         [b"hello"],
-        [b"SBN\x03\xff\xff\xff\xff"],
+        [b"SBN\x04\xff\xff\xff\xff"],
         [b"", encode(StatusRequest())],
         [b"one", b"two", b"three"],
         [encode(StatusRequest()), b""],
@@ -362,7 +362,7 @@ def test_a_frame_that_python_cannot_print_does_not_end_the_server(start, dial):
     endpoint = start("--bind", ANY_PORT).endpoint()
     header = b"\x91" * 1000 + b"\xc0"
     stranger = dial(endpoint)
-    stranger.send(b"SBN\x03" + len(header).to_bytes(4, "little") + header)
+    stranger.send(b"SBN\x04" + len(header).to_bytes(4, "little") + header)
     stranger.send(StatusRequest())
     assert stranger.receive().code == "protocol"
     assert isinstance(stranger.receive(), Status)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from client.connection.member import LANES
 from programs import member_programs
 from support import whole_batch
 from support.whole_batch import KINDS, Case, assert_equal_to_whole_batch, joined
@@ -21,9 +22,10 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("case", CASES)
-def test_processes_through_a_server_equal_the_whole_batch(members, case):
-    results = members(len(case.sizes), whole_batch.as_member, case)
+def test_processes_equal_the_whole_batch(members, case, lane):
+    results = members(len(case.sizes), whole_batch.as_member, case, lane=lane)
     assert_equal_to_whole_batch(joined(results), case)
 
 
@@ -72,10 +74,10 @@ def _textbook_variance(x: torch.Tensor) -> np.ndarray:
     return ((x.square().sum(over) - x.sum(over).square() / n) / (n - 1)).double().numpy()
 
 
-def test_running_statistics_are_bit_identical_after_100_steps(members):
-    buffers = members(3, member_programs.train, 100)
+def test_running_statistics_are_bit_identical_after_100_steps_in_all_lanes(members):
+    buffers = [each for lane in LANES for each in members(3, member_programs.train, 100, lane=lane)]
     for name in buffers[0]:
-        assert buffers[0][name].tobytes() == buffers[1][name].tobytes() == buffers[2][name].tobytes(), name
+        assert len({each[name].tobytes() for each in buffers}) == 1, name
     assert buffers[0]["bn.num_batches_tracked"] == 100
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 import client
 from client.connection.connection import Connection
+from client.lanes.choose import lane_over
 from statsd_bn import Rows
 from support.memory_members import outcome
 
@@ -20,12 +21,12 @@ ROW = Rows((1,), np.ones((1, 2, 3)))
 
 
 def exchange(connection: Connection) -> int:
-    return connection.exchange("bn", ROW).count
+    return lane_over(connection, "bn", None).run_slave(ROW).count
 
 
 def exchange_and_fail(connection: Connection) -> None:
     """An error costs the channel that saw it; the process lives on."""
-    outcome(lambda: connection.exchange("bn", Rows((1,), np.ones((1, 2, 4)))))
+    outcome(lambda: lane_over(connection, "bn", None).run_slave(Rows((1,), np.ones((1, 2, 4)))))
 
 
 def compute(_: Connection) -> None:
@@ -45,9 +46,10 @@ COMMANDS: dict[str, Callable[[Connection], Any]] = {
 }
 
 
-def take_commands(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int) -> None:
+def take_commands(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, lane: str) -> None:
     """Connects, says so, and carries out what comes until the pipe ends."""
-    with client.connect(endpoint, job=job, rank=member, world_size=world_size, round_timeout=100.0) as connection:
+    who: dict[str, Any] = {"job": job, "rank": member, "world_size": world_size, "lane": lane}
+    with client.connect(endpoint, **who, round_timeout=100.0) as connection:
         pipe.send("ready")
         while True:
             try:

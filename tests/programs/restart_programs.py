@@ -9,7 +9,7 @@ from torch import nn
 import client
 
 
-def train(endpoint: str, job: str, member: int, world_size: int, steps: int, pause: float) -> str:
+def train(endpoint: str, job: str, member: int, world_size: int, steps: int, pause: float, lane: str = "zeromq") -> str:
     """Returns a digest of all weights and buffers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
@@ -17,7 +17,7 @@ def train(endpoint: str, job: str, member: int, world_size: int, steps: int, pau
     model[1].group = client.Group(f"half {member // 2}", 2 if member < 2 else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(member)
-    with client.connect(endpoint, job=job, rank=member, world_size=world_size, round_timeout=60.0):
+    with client.connect(endpoint, job=job, rank=member, world_size=world_size, round_timeout=60.0, lane=lane):
         for _ in range(steps):
             x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
             optimizer.zero_grad()

@@ -137,12 +137,12 @@ def _count_rounds(
     through = connection._round
     member = connection.rank
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         if connection.rounds == death:
             raise Killed
         if arrival := arrivals.pop((member, connection.rounds), None):
             arrival()
-        return through(*arguments)
+        return through(*arguments, **options)
 
     connection._round = counted
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from client.connection.connection import Connection
-from client.connection.member import Member
+from client.connection.member import ZEROMQ, Member
 from client.connection.transport import MemoryTransport
 from server.core.dispatcher import Dispatcher
 
@@ -22,9 +22,16 @@ class MemoryMaster:
         self.transport = MemoryTransport(lambda peer, frame: self.dispatcher.receive(self.now, peer, frame).replies)
 
     def connect(
-        self, member: int, world_size: int, *, job: str = "job", round_timeout: float = 20.0, min_members: int = 0
+        self,
+        member: int,
+        world_size: int,
+        *,
+        job: str = "job",
+        round_timeout: float = 20.0,
+        min_members: int = 0,
+        lane: str = ZEROMQ,
     ) -> Connection:
-        who = Member(job, "world", 0, member, world_size, round_timeout, f"thread {member}", min_members)
+        who = Member(job, "world", 0, member, world_size, round_timeout, f"thread {member}", min_members, lane=lane)
         return Connection(self.transport, who)
 
     def report(self, group: str) -> dict[str, Any]:
@@ -50,12 +57,14 @@ def in_threads(programs: list[Callable[[], Any]], seconds: float = 30.0) -> list
         return [future.result(timeout=seconds) for future in futures]
 
 
-def run_members(n: int, program: Callable[[Connection], Any], master: MemoryMaster | None = None) -> list[Any]:
+def run_members(
+    n: int, program: Callable[[Connection], Any], master: MemoryMaster | None = None, *, lane: str = ZEROMQ
+) -> list[Any]:
     """Runs `program(connection)` as n members; returns their results by member."""
     master = master or MemoryMaster()
 
     def member(number: int) -> Any:
-        with master.connect(number, n) as connection:
+        with master.connect(number, n, lane=lane) as connection:
             return program(connection)
 
     return in_threads([lambda number=number: member(number) for number in range(n)])

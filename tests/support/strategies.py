@@ -20,6 +20,7 @@ from statsd_bn.messages import (
     Register,
     Registered,
     Result,
+    Settled,
     Stand,
     Status,
     StatusRequest,
@@ -156,6 +157,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Whereabouts: st.builds(
         Whereabouts, tokens, counters, texts, st.integers(0, 1), st.just("") | names, members, counters
     ),
+    Settled: st.builds(Settled, tokens, keys),
 }
 
 messages = st.one_of(*MESSAGES.values())

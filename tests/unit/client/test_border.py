@@ -28,11 +28,11 @@ def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
     """A layer whose rounds fail, after so many that do not."""
     real, rounds = connection.Connection._round, []
 
-    def round_(self, *arguments):
+    def round_(self, *arguments, **options):
         rounds.append(1)
         if len(rounds) > after:
             raise RoundMismatch("the ranks differ")
-        return real(self, *arguments)
+        return real(self, *arguments, **options)
 
     monkeypatch.setattr(connection.Connection, "_round", round_)
     return client.SynchronizedBatchNorm1d(3)

@@ -134,5 +134,5 @@ def test_failure_fields_that_are_no_names_are_refused(session):
 def test_an_answer_of_another_protocol_version_is_named(session):
     frame = bytearray(session.register())
     frame[3] = 99
-    with pytest.raises(VersionMismatch, match="expected 3, got 99"):
+    with pytest.raises(VersionMismatch, match="expected 4, got 99"):
         session.registered(bytes(frame))

@@ -559,7 +559,7 @@ def test_a_message_that_only_a_server_sends_is_refused(play, answer):
 def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
     play.open()
     play.bring(0)
-    for garbage in (b"", b"GET / HTTP/1.1", encode(StatusRequest())[:-1], b"SBN\x03" + bytes(4)):
+    for garbage in (b"", b"GET / HTTP/1.1", encode(StatusRequest())[:-1], b"SBN\x04" + bytes(4)):
         answers = read(play.dispatcher.receive(play.now, b"stranger", garbage).replies)
         assert codes(answers) == {b"stranger": "protocol"}
     assert (play.dispatcher.received, play.dispatcher.bad_frames) == (7, 4)
@@ -578,7 +578,7 @@ def test_a_deeply_nested_frame_costs_its_sender_an_error_and_nobody_else_anythin
     """1 kB that msgpack unpacks and Python cannot print."""
     play.open()
     header = b"\x91" * 1000 + b"\xc0"
-    frame = b"SBN\x03" + len(header).to_bytes(4, "little") + header
+    frame = b"SBN\x04" + len(header).to_bytes(4, "little") + header
     assert codes(read(play.dispatcher.receive(play.now, b"stranger", frame).replies)) == {b"stranger": "protocol"}
     assert play.bring(0) == {}
 

@@ -19,6 +19,7 @@ from statsd_bn.messages import (
     Register,
     Registered,
     Result,
+    Settled,
     Status,
     StatusRequest,
     Whereabouts,
@@ -65,6 +66,7 @@ SOUND: dict[type, dict[str, Any]] = {
     Heartbeat: {"session": b"session0"},
     Pending: {"key": KEY, "seconds": 3, "message": "waiting", "whereabouts": ""},
     Question: {"digest": b"digest00", "number": 3, "torch_group": ""},
+    Settled: {"session": b"session0", "key": KEY},
     Whereabouts: {
         "session": b"session0",
         "number": 3,
@@ -174,6 +176,7 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     (Question, "digest", *TOKENS),
     (Question, "number", *COUNTERS),
     (Question, "torch_group", ["", "0"], ["g" * (limits.MAX_NAME_BYTES + 1), *CONTROLS]),
+    (Settled, "session", *TOKENS),
     (Whereabouts, "session", *TOKENS),
     (Whereabouts, "number", *COUNTERS),
     (Whereabouts, "stack", ["", "two\nlines"], ["s" * (limits.MAX_STACK_BYTES + 1), *CONTROLS]),

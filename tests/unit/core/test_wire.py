@@ -23,6 +23,7 @@ from statsd_bn.messages import (
     Register,
     Registered,
     Result,
+    Settled,
     Status,
     StatusRequest,
     Whereabouts,
@@ -117,7 +118,7 @@ def test_the_golden_frame_of_a_contribution():
     header = [3, b"session0", PACKED_KEY, 0, [3, 0], 1, 2]
     assert encode(CONTRIBUTION) == hand_built(header, struct.pack("<4d", 1.5, -2.0, 0.0, 1e300))
     assert encode(CONTRIBUTION).hex() == (
-        "53424e03 2e000000"  # "SBN", version 3, a header of 46 bytes
+        "53424e04 2e000000"  # "SBN", version 4, a header of 46 bytes
         "97 03 c408 73657373696f6e30"  # 7 fields: type 3, the session
         "c41a 97 a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
         "00 920300 01 02"  # attempt, counts, vectors, channels
@@ -131,7 +132,7 @@ def test_the_golden_frame_of_an_aggregate():
         [4, PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), 1, 2], struct.pack("<2d", 1.5, 1e300) + SEAL
     )
     assert encode(AGGREGATE).hex() == (
-        "53424e03 2c000000"  # "SBN", version 3, a header of 44 bytes
+        "53424e04 2c000000"  # "SBN", version 4, a header of 44 bytes
         "97 04"  # 7 fields: type 4
         "c41a 97 a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
         "02 03 c408 0000 0100 0200 0100 01 02"  # replicas, count, members 0 and 2, vectors, channels
@@ -186,6 +187,7 @@ def test_the_golden_frames_of_messages_without_values():
         Whereabouts(b"session0", 3, "here", 1, "0", Members.of([0, 1, 4]), 7): (
             [13, b"session0", 3, "here", 1, "0", packed_runs(0, 2, 4, 1), 7]
         ),
+        Settled(b"session0", KEY): [14, b"session0", PACKED_KEY],
     }
     for message, header in golden.items():
         assert encode(message) == hand_built(header)
@@ -226,7 +228,7 @@ def test_garbage_is_refused(garbage):
 @relaxed
 @given(st.binary(max_size=200))
 def test_garbage_after_a_sound_prelude_is_refused_or_a_message(garbage):
-    decoded_or_refused(b"SBN\x03" + struct.pack("<I", len(garbage)) + garbage)
+    decoded_or_refused(b"SBN\x04" + struct.pack("<I", len(garbage)) + garbage)
 
 
 @every_frame
@@ -285,7 +287,7 @@ def test_a_frame_of_another_version_is_named_even_if_all_else_about_it_is_unknow
 
 def test_a_frame_beyond_the_limit_is_refused():
     with pytest.raises(ProtocolError, match=f"expected at most {limits.MAX_FRAME_BYTES} bytes"):
-        decode(b"SBN\x03" + bytes(limits.MAX_FRAME_BYTES))
+        decode(b"SBN\x04" + bytes(limits.MAX_FRAME_BYTES))
 
 
 def test_a_frame_beyond_the_limit_is_not_sent():
@@ -467,7 +469,7 @@ def test_deep_nesting_never_escapes_as_another_error(opener, depth):
 def test_an_announced_length_is_not_believed():
     for length in (limits.MAX_HEADER_BYTES, limits.MAX_HEADER_BYTES + 1, 2**32 - 1):
         with pytest.raises(ProtocolError, match="announced"):
-            decode(b"SBN\x03" + struct.pack("<I", length) + b"\x91\x07")
+            decode(b"SBN\x04" + struct.pack("<I", length) + b"\x91\x07")
     huge_array, huge_text, huge_bytes = b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"
     for lie in (huge_array, huge_text, huge_bytes, b"\xdf\xff\xff\xff\xff"):
         with pytest.raises(ProtocolError):

@@ -205,7 +205,7 @@ def another_version(frame: bytes) -> bytes:
     [
         (encode(Failure("protocol", "I am a teapot", {})), "gave no status: I am a teapot"),
         (encode(Registered(b"session0", b"server00", 0, 0, 0, NOBODY)), "gave no status: Registered"),
-        (another_version(encode(Failure("version", "no", {}))), "protocol version: expected 3, got 99"),
+        (another_version(encode(Failure("version", "no", {}))), "protocol version: expected 4, got 99"),
         (b"SSH-2.0", "expected to begin with b'SBN'"),
     ],
     ids=["a failure", "another message", "another version", "no message"],

@@ -1,0 +1,118 @@
+"""Passing memory on: one process makes it, and hands it to the others of this host over a Unix socket.
+
+Who can take it is found out by trying: another host cannot connect, another user is turned away. The memory has no
+name, so nothing is left behind, however its processes end.
+"""
+
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+from contextlib import closing, suppress
+from mmap import mmap
+
+from client.shared_memory import futex
+
+# How long a process may take to connect, and to hand the memory over.
+SECONDS = 5.0
+
+_CREDENTIALS = struct.Struct("3i")
+_NAME_BYTES = 16
+
+
+def why_not() -> str:
+    """Returns why this process cannot share memory with others; empty if it can."""
+    if not hasattr(os, "memfd_create") or not futex.is_available():
+        return f"{sys.platform} has no memory that processes can share and wait in"
+    return ""
+
+
+class Offer:
+    """Memory that other processes of this user on this host may take; a thread hands it out until `close`.
+
+    Args:
+        size: in bytes.
+
+    Raises:
+        OSError: the system gives no memory, or no socket.
+
+    Attributes:
+        name: where to take it.
+        memory: the memory, all zero at first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._descriptor = os.memfd_create("statsd_bn", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._descriptor, size)
+            self.memory = mmap(self._descriptor, size)
+            self.name = f"statsd_bn-{secrets.token_hex(_NAME_BYTES)}"
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(_address(self.name))
+            self._listener.listen(128)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+        self._thread = threading.Thread(target=self._serve, name="statsd_bn memory", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hands out no more; what was handed out stays."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        os.close(self._descriptor)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            with closing(peer), suppress(OSError):
+                peer.settimeout(SECONDS)
+                if _user_of(peer) == os.getuid():
+                    socket.send_fds(peer, [b"\0"], [self._descriptor])
+
+
+def take(name: str, size: int) -> mmap:
+    """Takes memory that a process of this user on this host offers.
+
+    Raises:
+        OSError: it cannot; the text says why.
+    """
+    with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(SECONDS)
+        try:
+            server.connect(_address(name))
+        except OSError as error:
+            raise OSError(
+                "it cannot reach the memory of the others; it is on another host, or in a container"
+            ) from error
+        if _user_of(server) != os.getuid():
+            raise OSError(
+                f"the memory of the others is that of user {_user_of(server)}, and this is user {os.getuid()}"
+            )
+        _, descriptors, _, _ = socket.recv_fds(server, 1, 1)
+    if not descriptors:
+        raise OSError("the memory of the others was not handed over")
+    (descriptor,) = descriptors
+    try:
+        if os.fstat(descriptor).st_size != size:
+            raise OSError(f"the memory of the others has {os.fstat(descriptor).st_size} bytes, not {size}")
+        return mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _address(name: str) -> str:
+    """The zero byte puts it beside the file system, where it goes with its process."""
+    return f"\0{name}"
+
+
+def _user_of(peer: socket.socket) -> int:
+    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)

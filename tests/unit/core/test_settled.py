@@ -1,0 +1,90 @@
+"""Rounds that the members of a strict group have had among themselves: the server forgets them, and answers nothing."""
+
+import pytest
+
+from statsd_bn.errors import RoundMismatch
+from support.pure_members import PureMember, PureWorld
+
+QUIET_SECONDS = 3.0
+
+
+@pytest.fixture
+def world():
+    return PureWorld(2)
+
+
+def settle(world: PureWorld, member: PureMember) -> None:
+    """The member tells that its latest round is over."""
+    world.send(member, member.session.settled(member.key))
+
+
+def report(world: PureWorld) -> dict:
+    (group,) = world.dispatcher.report(world.now)["groups"]
+    return group
+
+
+def test_a_round_that_is_settled_is_dropped_and_its_room_given_back(world):
+    one, _ = world.members
+    before = world.dispatcher.account.held
+    one.forward(1.0)
+    assert world.dispatcher.account.held > before
+    assert len(report(world)["waiting"]) == 1
+    settle(world, one)
+    assert world.dispatcher.account.held == before
+    assert report(world)["waiting"] == []
+    assert one.answers == []
+
+
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_one_that_has_gone_on_is_not_taken_to_wait_elsewhere(world, is_settled):
+    """One member has not woken since the other found the rows, went on, and waits for it in the next round."""
+    asleep, ahead = world.members
+    asleep.forward(1.0)
+    ahead.session.begins(ahead.session.forward_key("bn"))
+    if is_settled:
+        world.send(ahead, ahead.session.settled(asleep.key))
+    ahead.forward(2.0, layer="next")
+    world.pass_time(QUIET_SECONDS)
+    errors = [answer for answer in ahead.answers if isinstance(answer, RoundMismatch)]
+    assert bool(errors) is not is_settled
+
+
+def test_whoever_comes_to_a_settled_round_begins_it_anew(world):
+    one, two = world.members
+    one.forward(1.0)
+    settle(world, one)
+    two.forward(2.0)
+    assert report(world)["waiting"][0]["missing"] == [0]
+    one.ask_again()
+    assert one.total == two.total == ([0, 1], 3.0)
+
+
+def test_a_contribution_that_is_parked_after_a_restart_is_dropped_too(world):
+    one, two = world.members
+    one.forward(1.0)
+    two.forward(2.0)
+    world.restart()
+    one.introduce()
+    one.forward(3.0)
+    held = world.dispatcher.account.held
+    settle(world, one)
+    assert world.dispatcher.account.held < held
+    two.introduce()
+    assert report(world)["waiting"] == []
+
+
+def test_members_of_an_elastic_group_cannot_end_one_anothers_rounds():
+    world = PureWorld(2, min_members=1)
+    one, two = world.members
+    one.forward(1.0)
+    world.send(two, two.session.settled(one.key))
+    two.forward(2.0)
+    assert one.total == ([0, 1], 3.0)
+
+
+def test_a_stranger_settles_nothing(world):
+    one, two = world.members
+    one.forward(1.0)
+    two.session.token = b"stranger"
+    world.send(two, two.session.settled(one.key))
+    assert len(report(world)["waiting"]) == 1

@@ -1,0 +1,220 @@
+"""The lane over shared memory: the same bits as the server's, which hears of long waits only."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from client.connection.member import SHARED_MEMORY, ZEROMQ
+from client.lanes import meeting_place, shared_memory
+from client.lanes.shared_memory import SharedMemoryPipe
+from client.lanes.zeromq import SlavePipe
+from client.shared_memory import passing, region
+from statsd_bn import Rows
+from statsd_bn.errors import ReplicaLost, RoundMismatch
+from statsd_bn.round_key import BACKWARD
+from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
+
+pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+
+# In float64, adding these in another order gives another last bit.
+ROWS = np.array([0.1, 0.2, 0.3, 1e16, -1e16, 0.7]).reshape(6, 1, 1)
+
+
+def rows_of(member: int, size: int) -> Rows:
+    return Rows(tuple(range(1, size + 1)), ROWS[member * size : (member + 1) * size])
+
+
+def frames_of(master: MemoryMaster) -> list[bytes]:
+    """All that comes to the server from now on."""
+    seen, receive = [], master.transport._receive
+
+    def watched(peer: bytes, frame: bytes):
+        seen.append(frame)
+        return receive(peer, frame)
+
+    master.transport._receive = watched
+    return seen
+
+
+def forward_and_backward(pipe: SlavePipe, rank: int, size: int, rounds: int):
+    found = []
+    for _ in range(rounds):
+        forward = pipe.run_slave(rows_of(rank, size))
+        backward = pipe.run_slave(rows_of(rank, size), forward.key.of_phase(BACKWARD))
+        found += [(one.key, one.replicas, one.count, one.members, one.values.tobytes()) for one in (forward, backward)]
+    return found
+
+
+@pytest.mark.parametrize(("members", "size"), [(2, 3), (3, 2), (6, 1)])
+def test_it_gives_the_keys_and_bits_of_the_server(members, size):
+    def program(kind):
+        return lambda c: forward_and_backward(kind(c, "bn"), c.rank, size, 4)
+
+    in_memory = run_members(members, program(SharedMemoryPipe), lane=SHARED_MEMORY)
+    over_server = run_members(members, program(SlavePipe), lane=ZEROMQ)
+    # A gather is a call like others, and begins a step too.
+    assert in_memory == over_server
+
+
+def test_quick_rounds_do_not_come_to_the_server(monkeypatch):
+    monkeypatch.setattr(shared_memory, "ESCALATE_SECONDS", 20.0)
+    master = MemoryMaster()
+    counts = {}
+
+    def program(connection):
+        pipe = SharedMemoryPipe(connection, "bn")
+        pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == 0:
+            counts["frames"] = frames_of(master)
+        for _ in range(20):
+            pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == 0:
+            counts["before the end"] = len(counts["frames"])
+        pipe.run_slave(rows_of(connection.rank, 1))
+        return connection.rounds
+
+    assert run_members(2, program, master, lane=SHARED_MEMORY) == [22, 22]
+    assert counts["before the end"] == 0
+
+
+def test_the_server_hears_of_a_long_wait_and_of_its_end():
+    master = MemoryMaster()
+    late = threading.Event()
+
+    def program(connection):
+        pipe = SharedMemoryPipe(connection, "bn")
+        pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == 1:
+            late.wait(20)
+        else:
+            threading.Thread(target=watch).start()
+        return pipe.run_slave(rows_of(connection.rank, 1)).values.tobytes()
+
+    def watch():
+        wait_until(lambda: bool(master.report("world")["waiting"]))
+        late.set()
+
+    found = run_members(2, program, master, lane=SHARED_MEMORY)
+    assert found[0] == found[1] == (ROWS[0] + ROWS[1]).tobytes()
+    assert not master.report("world")["waiting"]
+
+
+def test_a_member_that_leaves_ends_the_wait_of_the_others():
+    def program(connection):
+        pipe = SharedMemoryPipe(connection, "bn")
+        pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == 2:
+            raise ZeroDivisionError("augmentation")
+        return pipe.run_slave(rows_of(connection.rank, 1))
+
+    first, second, third = _outcomes(3, program)
+    assert isinstance(third, ZeroDivisionError)
+    for error in (first, second):
+        assert isinstance(error, ReplicaLost)
+        assert "augmentation" in str(error)
+
+
+def test_members_in_different_layers_are_told_so_by_the_server():
+    master = MemoryMaster()
+    seen = threading.Event()
+
+    def program(connection):
+        SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
+        if connection.rank == 0:
+            threading.Thread(target=watch).start()
+        return SharedMemoryPipe(connection, f"bn of {connection.rank}").run_slave(rows_of(connection.rank, 1))
+
+    def watch():
+        wait_until(lambda: len(master.report("world")["waiting"]) == 2)
+        for _ in range(4):
+            master.pass_time(0.5)
+        seen.set()
+
+    for error in _outcomes(2, program, master):
+        assert isinstance(error, RoundMismatch)
+        assert "bn of 0" in str(error)
+        assert "bn of 1" in str(error)
+    assert seen.is_set()
+
+
+def test_members_with_other_channel_counts_are_told_the_numbers():
+    def program(connection):
+        SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
+        return SharedMemoryPipe(connection, "bn").run_slave(Rows((1,), np.ones((1, 2, 4 + connection.rank))))
+
+    errors = [error for error in _outcomes(2, program) if isinstance(error, RoundMismatch)]
+    assert errors
+    assert all("channels" in str(error) for error in errors)
+
+
+def test_rows_that_do_not_fit_go_over_the_server():
+    channels = region.SLOT_BYTES // 8
+
+    def program(connection):
+        pipe = SharedMemoryPipe(connection, "bn")
+        found = []
+        for size in (1, channels, 1):
+            rows = Rows((2,), np.full((1, 2, size), 0.1 * (connection.rank + 1)))
+            found.append(pipe.run_slave(rows))
+        return [(one.count, one.values.shape, set(one.values.ravel())) for one in found]
+
+    expected = [(4, (2, size), {0.1 + 0.2}) for size in (1, channels, 1)]
+    assert run_members(2, program, lane=SHARED_MEMORY) == [expected, expected]
+
+
+def test_threads_that_come_in_another_order_on_each_member_all_get_their_rounds():
+    """As with two models in two threads: what is not the same for all goes over the server."""
+
+    def program(connection):
+        SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
+        names = ["a", "b"] if connection.rank else ["b", "a"]
+        found = {}
+
+        def run(name):
+            value = 1.0 if name == "a" else 10.0
+            found[name] = SharedMemoryPipe(connection, name).run_slave(Rows((1,), np.full((1, 2, 1), value)))
+
+        threads = [threading.Thread(target=run, args=[name]) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return {name: one.values[0, 0] for name, one in found.items()}
+
+    assert run_members(2, program, lane=SHARED_MEMORY) == [{"a": 2.0, "b": 20.0}] * 2
+
+
+def test_where_one_member_has_no_memory_all_use_the_server_and_say_why(monkeypatch, caplog):
+    take = meeting_place.take
+
+    def take_but_for_one(name, size):
+        if threading.current_thread().name == "member 2":
+            raise OSError("it cannot reach the memory of the others; on purpose")
+        return take(name, size)
+
+    monkeypatch.setattr(meeting_place, "take", take_but_for_one)
+    caplog.set_level("INFO", logger="statsd_bn.client")
+
+    def program(connection):
+        threading.current_thread().name = f"member {connection.rank}"
+        return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).values.tobytes()
+
+    assert len(set(run_members(3, program, lane=SHARED_MEMORY))) == 1
+    told = [record.getMessage() for record in caplog.records if "meets" in record.getMessage()]
+    why = "rank 2: it cannot reach the memory of the others; on purpose"
+    assert told == [f"group 'world' meets at the server, and shares no memory: {why}"] * 3
+
+
+def _outcomes(n, program, master=None):
+    """What each member's program returns or raises; an exception ends its connection, as in a script."""
+    master = master or MemoryMaster()
+
+    def member(number):
+        def run():
+            with master.connect(number, n, lane=SHARED_MEMORY) as connection:
+                return program(connection)
+
+        return outcome(run)
+
+    return in_threads([lambda number=number: member(number) for number in range(n)])

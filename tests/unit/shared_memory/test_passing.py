@@ -1,0 +1,77 @@
+"""Memory is handed to processes of this user on this host, and to nobody else."""
+
+import os
+import socket
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from client.shared_memory import passing
+from client.shared_memory.passing import Offer, take
+
+pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+
+SIZE = 8192
+
+# Where memory with a name lies.
+NAMED = Path("/dev/shm")  # noqa: S108 - only looked at
+
+
+@pytest.fixture
+def offer():
+    with closing(Offer(SIZE)) as one:
+        yield one
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_one_writes_the_other_reads(offer):
+    taken = take(offer.name, SIZE)
+    taken[:5] = b"hello"
+    assert offer.memory[:5] == b"hello"
+    offer.memory[-1:] = b"!"
+    assert taken[-1:] == b"!"
+
+
+def test_it_outlives_the_offer():
+    with closing(Offer(SIZE)) as offer:
+        taken = take(offer.name, SIZE)
+    offer.memory[:1] = b"x"
+    assert taken[:1] == b"x"
+
+
+def test_nothing_is_left_open_or_lying_about():
+    before, files = open_files(), set(NAMED.iterdir())
+    with closing(Offer(SIZE)) as offer:
+        taken = take(offer.name, SIZE)
+    taken.close()
+    offer.memory.close()
+    assert open_files() == before
+    assert set(NAMED.iterdir()) <= files
+
+
+def test_where_nobody_offers_the_error_says_why():
+    with pytest.raises(OSError, match="on another host, or in a container"):
+        take("statsd_bn-nobody", SIZE)
+
+
+def test_memory_of_another_size_is_refused(offer):
+    with pytest.raises(OSError, match="has 8192 bytes, not 4096"):
+        take(offer.name, 4096)
+
+
+def test_another_user_gets_nothing(offer, monkeypatch):
+    monkeypatch.setattr(passing.os, "getuid", lambda: os.geteuid() + 1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(10)
+        stranger.connect(f"\0{offer.name}")
+        assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
+
+
+def test_another_users_memory_is_not_taken(offer, monkeypatch):
+    monkeypatch.setattr(passing, "_user_of", lambda _: 12345)
+    with pytest.raises(OSError, match="is that of user 12345"):
+        take(offer.name, SIZE)
