@@ -2,8 +2,9 @@
 
 All three move the same vector of 2 x channels float64 between the same number of processes. They take turns in one
 run, a block of rounds each, so that what else the machine does falls on all alike; the claim is the ratio of
-medians, not a time. Ours runs in four situations: back to back, after a pause as a training step's other layers make
-it, beside a thread that computes in Python, and beside a process that does.
+medians, not a time. Ours runs over the server, and in memory that the processes share, and each in four situations:
+back to back, after a pause as a training step's other layers make it, beside a thread that computes in Python, and
+beside a process that does.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import torch.distributed as dist
 import zmq
 
 import client
+from client.lanes.shared_memory import SharedMemoryPipe
 from statsd_bn import Rows
 
 if TYPE_CHECKING:
@@ -37,6 +39,10 @@ WARM_UP = 50
 
 # Between two rounds of the way that is not back to back.
 PAUSE_SECONDS = 0.005
+
+# Ours over the server and in memory, and what it is held against.
+SITUATIONS = ("", " paused", " thread", " process")
+WAYS = (*(f"{lane}{situation}" for lane in ("ours", "memory") for situation in SITUATIONS), "gloo", "echo")
 
 # What a contribution has beside its numbers.
 FRAME_BYTES = 80
@@ -67,14 +73,18 @@ def main() -> None:
         return
     print(
         f"{'transport':>9} {'replicas':>8} {'channels':>8} {'ours µs':>9} {'p99 µs':>9} {'/ echo':>7} {'/ gloo':>7} "
-        f"{'paused / ours':>13} {'thread / ours':>13} {'process / ours':>14}"
+        f"{'paused / ours':>13} {'thread / ours':>13} {'process / ours':>14}  in memory / over the server: "
+        "back to back, paused, thread, process"
     )
     for row in rows:
         print(
             f"{row['transport']:>9} {row['replicas']:>8} {row['channels']:>8} {row['ours']:>9.0f} "
             f"{row['ours_p99']:>9.0f} {row['ours'] / row['echo']:>7.2f} {row['ours'] / row['gloo']:>7.3f} "
-            f"{row['paused'] / row['ours']:>13.2f} {row['thread'] / row['ours']:>13.2f} "
-            f"{row['process'] / row['ours']:>14.2f}"
+            f"{row['ours paused'] / row['ours']:>13.2f} {row['ours thread'] / row['ours']:>13.2f} "
+            f"{row['ours process'] / row['ours']:>14.2f}  "
+            + " ".join(
+                f"{row[way] / row[way.replace('memory', 'ours')]:.2f}" for way in WAYS if way.startswith("memory")
+            )
         )
 
 
@@ -97,7 +107,7 @@ def measure(replicas: int, channels: int, rounds: int, transport: str) -> dict[s
         for member in members:
             member.join()
     row: dict[str, Any] = {"replicas": replicas, "channels": channels, "transport": transport}
-    for way in ("ours", "paused", "thread", "process", "gloo", "echo"):
+    for way in WAYS:
         times = sorted(seconds * 1e6 for result in found for seconds in result[way])
         row[way] = statistics.median(times)
         row[f"{way}_p99"] = times[int(len(times) * 0.99)]
@@ -114,25 +124,22 @@ def _member(
     rows = Rows((1,), np.ones((1, 2, channels)))
     payload = bytes(16 * channels + FRAME_BYTES)
     with (
-        client.connect(endpoint, rank=rank, world_size=replicas) as connection,
+        client.connect(endpoint, rank=rank, world_size=replicas, lane="shared_memory") as connection,
         zmq.Context() as context,
         context.socket(zmq.REQ) as request,
     ):
         request.connect(echo)
-        pipe = client.SlavePipe(connection, "bn")
+        over_server = client.SlavePipe(connection, "bn")
+        # A lone member has nobody to share memory with.
+        in_memory = SharedMemoryPipe(connection, "bn") if replicas > 1 else over_server
 
         def ask() -> None:
             request.send(payload)
             request.recv()
 
-        def exchange() -> None:
-            pipe.run_slave(rows)
-
         ways: dict[str, tuple[float, Callable[[int], list[float]]]] = {
-            "ours": (1.0, lambda size: [_timed(exchange) for _ in range(size)]),
-            "paused": (SLOW, lambda size: [_timed(exchange) for _ in _pauses(size)]),
-            "thread": (SLOW, lambda size: _beside_a_busy_thread(exchange, size)),
-            "process": (SLOW, lambda size: _beside_a_busy_process(exchange, size)),
+            **_ours("ours", lambda: over_server.run_slave(rows)),
+            **_ours("memory", lambda: in_memory.run_slave(rows)),
             "gloo": (SLOW, lambda size: [_timed(lambda: dist.all_reduce(vector)) for _ in range(size)]),
             "echo": (1.0, lambda size: [_timed(ask) for _ in range(size)]),
         }
@@ -146,6 +153,16 @@ def _member(
                     times[way] += measured if block else []
     dist.destroy_process_group()
     queue.put(times)
+
+
+def _ours(lane: str, exchange: Callable[[], Any]) -> dict[str, tuple[float, Callable[[int], list[float]]]]:
+    """Returns the situations of one lane: the share of the rounds that each takes, and how to measure some."""
+    return {
+        lane: (1.0, lambda size: [_timed(exchange) for _ in range(size)]),
+        f"{lane} paused": (SLOW, lambda size: [_timed(exchange) for _ in _pauses(size)]),
+        f"{lane} thread": (SLOW, lambda size: _beside_a_busy_thread(exchange, size)),
+        f"{lane} process": (SLOW, lambda size: _beside_a_busy_process(exchange, size)),
+    }
 
 
 def _timed(run: Callable[[], Any]) -> float:
