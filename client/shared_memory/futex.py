@@ -8,7 +8,8 @@ import ctypes
 import platform
 import sys
 import threading
-from mmap import mmap
+from functools import cache
+from mmap import PAGESIZE, mmap
 
 # The number of the system call, where both it and the order of loads and stores are known; see `fence`.
 _NUMBERS = {"x86_64": 202, "aarch64": 98}
@@ -21,11 +22,6 @@ WORD_BYTES = 4
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-def is_available() -> bool:
-    """Whether this system has futexes."""
-    return bool(_NUMBER)
 
 
 _first, _second = threading.Lock(), threading.Lock()
@@ -76,7 +72,14 @@ class Futex:
             0,
         )
 
-    def wake(self, value: int) -> None:
-        """Sets the word, and wakes all that sleep on it."""
+    def wake(self, value: int) -> int:
+        """Sets the word, and wakes all that sleep on it; returns how many did, or -1 where the system wakes nobody."""
         self._word.value = value
-        self._call(ctypes.c_long(_NUMBER), self._address, ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY), None, None, 0)
+        number, wake, everybody = ctypes.c_long(_NUMBER), ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY)
+        return int(self._call(number, self._address, wake, everybody, None, None, 0))
+
+
+@cache
+def is_available() -> bool:
+    """Whether this system has futexes; a sandbox may refuse them."""
+    return bool(_NUMBER) and Futex(mmap(-1, PAGESIZE), 0).wake(1) >= 0

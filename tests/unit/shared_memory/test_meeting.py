@@ -113,3 +113,8 @@ def test_many_meetings_with_pauses_give_everybody_the_rows_of_each(members):
     all_of_them = meetings_of(members)
     found = in_threads([lambda me=me, mine=mine: member(me, mine) for me, mine in enumerate(all_of_them)], 60.0)
     assert found == [[[number + me / 16 for me in range(members)] for number in range(rounds)]] * members
+
+
+def test_where_the_system_refuses_futexes_there_are_none(monkeypatch):
+    monkeypatch.setattr(futex.Futex, "wake", lambda *_: -1)
+    assert not futex.is_available.__wrapped__()
