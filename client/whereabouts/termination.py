@@ -50,7 +50,7 @@ class Termination:
         if threading.get_ident() != threading.main_thread().ident:
             return False
         before = getsignal(signal.SIGTERM)
-        # A handler of C is none of Python's; of a round in a round the outer one holds the signal.
+        # A handler of C is not one of Python's; of a round in a round the outer one holds the signal.
         if before is None or before == signal.SIG_IGN or before is self._handler:
             return False
         self._before = before
