@@ -46,6 +46,9 @@ CHECK_SECONDS = 3.0
 FIND_SECONDS = 2.0
 FIND_PAUSE_SECONDS = 0.05
 
+# Ranks arrive some moments apart in each round; a wait is worth a line from this length on.
+WAIT_SECONDS = 0.5
+
 # Names for all addresses of a host when listening, each with the address that always exists.
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - nothing is bound here
 
@@ -163,10 +166,12 @@ def describe(report: dict[str, Any]) -> str:
         lines.append(f"  {', '.join(counts)}")
     for group in report["groups"]:
         lines += _describe_group(group)
+    ended = [_describe_ended(job) for job in report.get("ended", ())]
     if report.get("left_out"):
         lines.append(f"and {report['left_out']} groups more than this report tells of")
     elif not report["groups"]:
-        lines.append("no jobs")
+        lines.append("no jobs now" if ended else "no jobs")
+    lines += ended
     return "\n".join(map(plain, lines))
 
 
@@ -179,10 +184,12 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     elif group["missing"]:
         present = Members.of(slave["member"] for slave in group["members"])
         state = f"waiting for {missing_members(group['group'], group['world_size'], present, group['missing'])}"
+    # A job that broke between two rounds has none that failed; a 0 beside its reason would read as a denial.
+    failed = f", {group['rounds_failed']} failed" if group["rounds_failed"] else ""
     head = (
         f"job {group['job']!r}, group {group['group']!r}, epoch {group['epoch']}: "
         f"{len(group['members']) + group.get('members_left_out', 0)} of {group['world_size']} members, {state}; "
-        f"{group['rounds_done']} rounds done, {group['rounds_failed']} failed"
+        f"{group['rounds_done']} rounds done{failed}"
     )
     lines = [head]
     lines += [
@@ -195,10 +202,19 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     lines += [
         f"  waiting {round_['seconds']:.1f} s for ranks {_missing(round_)}: {round_['round']}"
         for round_ in group["waiting"]
+        if round_["seconds"] >= WAIT_SECONDS
     ]
     if left_out := group.get("waiting_left_out"):
         lines.append(f"  and {left_out} rounds more than a report can hold")
     return lines
+
+
+def _describe_ended(job: dict[str, Any]) -> str:
+    how = f"broken: {job['lost']}" if job["lost"] else "in good order"
+    return (
+        f"job {job['job']!r}, epoch {job['epoch']}: ended {job['seconds']:.0f} s ago, {how}; "
+        f"{job['world_size']} members, {job['rounds_done']} rounds done"
+    )
 
 
 def _missing(round_: dict[str, Any]) -> str:

@@ -189,7 +189,8 @@ class Dispatcher:
 
     def report(self, now: float, tenant: Tenant = ANYBODY) -> dict[str, Any]:
         """Status report of the jobs that a tenant may see."""
-        return {**self._counts(now), **report.groups(self._masters(tenant), now)}
+        ended = self._registry.ended_jobs.told(now, tenant)
+        return {**self._counts(now), **report.groups(self._masters(tenant), now, ended)}
 
     def _counts(self, now: float) -> dict[str, Any]:
         return {
@@ -202,7 +203,8 @@ class Dispatcher:
 
     def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> Received:
         if isinstance(message, StatusRequest):
-            return Received([(peer, self._reports.frame(now, tenant, self._masters(tenant)))])
+            masters, ended = self._masters(tenant), self._registry.ended_jobs
+            return Received([(peer, self._reports.frame(now, tenant, masters, ended))])
         record = self._registry.sessions.get(message.session)
         if tenant is not ANYBODY:
             self._check_owner(message, record, tenant)

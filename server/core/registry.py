@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 
 from server.core.ended import Ended, Name
+from server.core.ended_jobs import EndedJobs
 from server.core.liveness import Liveness
 from server.group.master import SyncMaster
 from server.group.rounds import Reply, failure
@@ -42,6 +43,7 @@ class Registry:
         sessions: those that are registered.
         founders: the peer that began each group.
         ended: the sessions and groups that have ended.
+        ended_jobs: the latest jobs that have ended, for people.
         liveness: when each session was heard.
         has_had_members: whether any session is registered, or was.
     """
@@ -51,6 +53,7 @@ class Registry:
         self.sessions: dict[bytes, SessionRecord] = {}
         self.founders: dict[Name, bytes] = {}
         self.ended = Ended()
+        self.ended_jobs = EndedJobs()
         self.liveness = Liveness(started, silence_seconds)
         self.has_had_members = False
 
@@ -86,7 +89,7 @@ class Registry:
         loss, replies = record.master.lose_slave(now, record.slave, cause)
         if loss:
             self.ended.end_session(session, record.master.epoch, loss)
-        return self._end_if_empty(record.master, replies)
+        return self._end_if_empty(now, record.master, replies)
 
     def dissolve(self, now: float, master: SyncMaster, error: RoundMismatch) -> list[Reply]:
         """Tell all who wait for a group to open that it will not, and end their sessions so that each is told once."""
@@ -168,9 +171,9 @@ class Registry:
         name = digest(session).hex()
         left = RegistrationRefused(f"the session with digest {name}: expected a new one, this one has left")
         self.ended.end_session(session, record.master.epoch, left)
-        return self._end_if_empty(record.master, replies)
+        return self._end_if_empty(now, record.master, replies)
 
-    def _end_if_empty(self, master: SyncMaster, replies: list[Reply]) -> list[Reply]:
+    def _end_if_empty(self, now: float, master: SyncMaster, replies: list[Reply]) -> list[Reply]:
         """Forget a group without members; then tell those who wait for a group of the job that can never open."""
         membership = master.membership
         name = (membership.job, membership.group)
@@ -179,6 +182,7 @@ class Registry:
             master.retire()
             if membership.has_opened:
                 self.ended.end_group(name, master.epoch)
+                self.ended_jobs.add(now, master)
         return replies + self.tell_of_loss(master) + self.tell_news(master)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Any
 
+from server.core.ended_jobs import EndedJobs
 from server.group.master import SyncMaster
 from server.group.rounds import Round
 from server.limits.access import Tenant
@@ -15,9 +16,9 @@ from statsd_bn.error_text import in_log
 from statsd_bn.messages import Status
 from statsd_bn.wire import encode
 
-# What entries take at most in msgpack, beside their texts: the server's own counts, a group, a member, a round, and a
-# number in a list.
-HEAD_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES, NUMBER_BYTES = 1024, 320, 96, 96, 3
+# What entries take at most in msgpack, beside their texts: the server's own counts, a job that has ended, a group, a
+# member, a round, and a number in a list.
+HEAD_BYTES, JOB_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES, NUMBER_BYTES = 1024, 128, 320, 96, 96, 3
 
 # Rounds shown for each group, the oldest; and for each round, how many of the members that it waits for.
 TOLD_ROUNDS, TOLD_MISSING = 16, 64
@@ -35,9 +36,10 @@ KEPT_REPORTS = 16
 SENT_AT_ONCE, SENT_EACH_SECOND = 2**23, 2**22
 
 
-def groups(masters: Collection[SyncMaster], now: float) -> dict[str, Any]:
-    """Entries of a report about groups: the groups, and how many are left out."""
+def groups(masters: Collection[SyncMaster], now: float, ended: list[dict[str, Any]]) -> dict[str, Any]:
+    """Entries of a report about groups: the groups, how many are left out, and the jobs that have ended."""
     room = limits.MAX_HEADER_BYTES - HEAD_BYTES
+    room -= sum(JOB_BYTES + _size(job["job"]) + _size(job["lost"]) for job in ended)
     told: list[tuple[SyncMaster, dict[str, Any]]] = []
     for master in masters:
         head = _head(master)
@@ -48,7 +50,7 @@ def groups(masters: Collection[SyncMaster], now: float) -> dict[str, Any]:
     # Small groups first, so that what they do not need is left for the large ones.
     for number, (master, head) in enumerate(sorted(told, key=lambda entry: _entries(entry[0]))):
         room -= _fill(head, master, now, room // (len(told) - number))
-    report: dict[str, Any] = {"groups": [head for _, head in told]}
+    report: dict[str, Any] = {"groups": [head for _, head in told], "ended": ended}
     if left_out := len(masters) - len(told):
         report["left_out"] = left_out
     return report
@@ -132,28 +134,29 @@ class Reports:
         # For each owner: bytes sent, less what it may be sent since; and when that was.
         self._sent: dict[str, tuple[float, float]] = {}
 
-    def frame(self, now: float, tenant: Tenant, masters: Collection[SyncMaster]) -> bytes:
+    def frame(self, now: float, tenant: Tenant, masters: Collection[SyncMaster], ended: EndedJobs) -> bytes:
         """Report for a tenant.
 
         Args:
             now: the time.
             tenant: who asks.
             masters: of the groups that it may see.
+            ended: the jobs that have ended.
         """
         owner = tenant.owner("")
         sent, since = self._sent.get(owner, (0.0, now))
         sent = max(0.0, sent - SENT_EACH_SECOND * (now - since))
         if sent > SENT_AT_ONCE:
-            return encode(Status({**self._counts(now), "groups": [], "left_out": len(masters)}))
-        frame = self._whole(now, tenant, masters)
+            return encode(Status({**self._counts(now), "groups": [], "ended": [], "left_out": len(masters)}))
+        frame = self._whole(now, tenant, masters, ended)
         self._sent[owner] = (sent + len(frame), now)
         return frame
 
-    def _whole(self, now: float, tenant: Tenant, masters: Collection[SyncMaster]) -> bytes:
+    def _whole(self, now: float, tenant: Tenant, masters: Collection[SyncMaster], ended: EndedJobs) -> bytes:
         until, frame = self._kept.get(tenant.key, (now, b""))
         if now < until:
             return frame
-        frame = encode(Status({**self._counts(now), **groups(masters, now)}))
+        frame = encode(Status({**self._counts(now), **groups(masters, now, ended.told(now, tenant))}))
         looked_at = sum(master.nr_slaves * (1 + min(len(master.open_rounds), TOLD_ROUNDS)) for master in masters)
         self._kept.pop(tenant.key, None)
         self._kept[tenant.key] = now + min(KEPT_SECONDS, looked_at * KEPT_SECONDS_EACH), frame

@@ -491,12 +491,15 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
     (group,) = whole.report["groups"]
     monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 300)
     (cut,) = play(*said)
+    monkeypatch.undo()
+    (after,) = play(*OPEN, Leave(session_of(0), ""), Leave(session_of(1), ""), StatusRequest())
     kinds = {"text": str, "integer": int, "float": float, "array": list}
     for title, real in (
         ("Report", cut.report),
         ("Group", group),
         ("Group member", group["members"][0]),
         ("Open round", group["waiting"][0]),
+        ("Ended job", after.report["ended"][0]),
     ):
         documented = {name: kinds[kind] for name, kind, _ in table(title)}
         # Where a member is stands there only if it was asked.

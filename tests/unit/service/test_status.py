@@ -45,6 +45,27 @@ def test_a_report_reads_as_text():
     )
 
 
+def test_a_wait_that_is_usual_between_ranks_gets_no_line():
+    waits = [{"round": "layer 'bn1'", "seconds": seconds, "missing": [1]} for seconds in (0.49, 0.5)]
+    said = describe(REPORT | {"groups": [GROUP | {"waiting": waits}]})
+    assert said.count("  waiting ") == said.count("  waiting 0.5 s") == 1
+
+
+def test_a_job_that_broke_between_two_rounds_does_not_say_that_none_failed():
+    said = describe(REPORT | {"groups": [GROUP | {"lost": "rank 1 was lost", "rounds_failed": 0}]})
+    assert "broken: rank 1 was lost; 17 rounds done\n" in said
+
+
+def test_jobs_that_have_ended_are_told_with_how():
+    job = {"job": "resnet", "epoch": 3, "world_size": 2, "rounds_done": 17, "lost": "", "seconds": 61.7}
+    said = describe(REPORT | {"groups": [], "ended": [job | {"lost": "rank 1 was lost"}, job]})
+    assert said.splitlines()[1:] == [
+        "no jobs now",
+        "job 'resnet', epoch 3: ended 62 s ago, broken: rank 1 was lost; 2 members, 17 rounds done",
+        "job 'resnet', epoch 3: ended 62 s ago, in good order; 2 members, 17 rounds done",
+    ]
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -75,7 +96,7 @@ def test_an_idle_server_has_no_jobs():
 
 def test_a_running_server_answers(server, job):
     report = ask(server.endpoint)
-    assert set(report) == {"server", "seconds", "received", "bad_frames", "groups", *COUNTS}
+    assert set(report) == {"server", "seconds", "received", "bad_frames", "groups", "ended", *COUNTS}
     assert job not in describe(report)
 
 

@@ -1,0 +1,65 @@
+"""EndedJobs: what became of the latest jobs, for those who ask for the status some minutes later.
+
+The number is bounded, and so is the time: this is for people who look now, and no history.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from server.group.master import SyncMaster
+from server.limits.access import Tenant
+from statsd_bn import limits
+from statsd_bn.error_text import in_log
+from statsd_bn.messages import WORLD
+
+# How many are remembered, of all tenants together, and for how long.
+REMEMBERED_JOBS = 16
+REMEMBERED_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    job: str
+    epoch: int
+    world_size: int
+    rounds_done: int
+    lost: str
+    ended: float
+
+
+class EndedJobs:
+    """The latest jobs that have ended: all their members have left or are lost."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[_Job] = deque(maxlen=REMEMBERED_JOBS)
+
+    def add(self, now: float, master: SyncMaster) -> None:
+        """Remember a group that has ended, if it is all of a job."""
+        membership = master.membership
+        if membership.group == WORLD:
+            lost, done = _why_broken(master), master.open_rounds.done
+            self._jobs.append(_Job(membership.job, master.epoch, membership.world_size, done, lost, now))
+
+    def told(self, now: float, tenant: Tenant) -> list[dict[str, Any]]:
+        """Entries of a report about those that a tenant may see, the latest first."""
+        return [
+            {
+                "job": job.job,
+                "epoch": job.epoch,
+                "world_size": job.world_size,
+                "rounds_done": job.rounds_done,
+                "lost": job.lost,
+                "seconds": now - job.ended,
+            }
+            for job in reversed(self._jobs)
+            if now - job.ended < REMEMBERED_SECONDS and tenant.may(job.job)
+        ]
+
+
+def _why_broken(master: SyncMaster) -> str:
+    """Why a job was broken; "" if all have left in good order, which they do one after the other."""
+    lost = master.membership.lost
+    if lost is None or (lost.fields.get("cause") == "" and not master.open_rounds.failed):
+        return ""
+    return in_log(lost)[: limits.MAX_NAME_BYTES]

@@ -1,0 +1,74 @@
+"""What became of a job is told for some minutes after its end, to whom it concerns."""
+
+import pytest
+
+from server.core.dispatcher import Dispatcher
+from server.core.ended_jobs import REMEMBERED_JOBS, REMEMBERED_SECONDS
+from server.limits.access import Tenant
+from statsd_bn.messages import Leave
+from statsd_bn.wire import encode
+from support.strategies import contribution, register, session_of
+
+
+class Play:
+    """A server, and jobs of two members that come and leave."""
+
+    def __init__(self) -> None:
+        self.dispatcher = Dispatcher(b"server-0", 100.0)
+
+    def run(self, job: str = "job", causes: tuple[str, str] = ("", "")) -> None:
+        for member in range(2):
+            self.say(register(member, 2, job=job), job, member)
+        for member, cause in enumerate(causes):
+            self.say(Leave(session_of(member, job), cause), job, member)
+
+    def say(self, message, job: str, member: int) -> None:
+        self.dispatcher.receive(100.0, f"{job} {member}".encode(), encode(message))
+
+    def ended(self, now: float = 100.0, **of) -> list[dict]:
+        return self.dispatcher.report(now, **of)["ended"]
+
+
+@pytest.fixture
+def play():
+    return Play()
+
+
+def test_a_job_that_all_have_left_is_told_for_some_minutes(play):
+    assert play.ended() == []
+    play.run()
+    (job,) = play.ended(130.0)
+    assert job == {"job": "job", "epoch": 0, "world_size": 2, "rounds_done": 0, "lost": "", "seconds": 30.0}
+    assert len(play.ended(99.9 + REMEMBERED_SECONDS)) == 1
+    assert play.ended(100.0 + REMEMBERED_SECONDS) == []
+
+
+def test_a_job_that_broke_is_told_with_the_reason(play):
+    play.run(causes=("ValueError: boom", ""))
+    (job,) = play.ended()
+    assert "rank 0" in job["lost"]
+    assert "ValueError: boom" in job["lost"]
+
+
+def test_a_job_that_one_rank_left_too_early_is_told_with_that(play):
+    for member in range(2):
+        play.say(register(member, 2), "job", member)
+    play.say(contribution(1, 1.0), "job", 1)
+    for member in range(2):
+        play.say(Leave(session_of(member), ""), "job", member)
+    (job,) = play.ended()
+    assert "left while others went on" in job["lost"]
+
+
+def test_so_many_are_remembered_and_the_latest_come_first(play):
+    for number in range(REMEMBERED_JOBS + 3):
+        play.run(f"job {number}")
+    names = [job["job"] for job in play.ended()]
+    assert names == [f"job {number}" for number in range(REMEMBERED_JOBS + 2, 2, -1)]
+
+
+def test_a_tenant_is_told_of_its_own_jobs_only(play):
+    play.run("a-1")
+    play.run("b-1")
+    (job,) = play.ended(tenant=Tenant("alice", "k" * 40, ("a-*",)))
+    assert job["job"] == "a-1"
