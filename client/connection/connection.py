@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -81,7 +82,10 @@ class Connection:
         self.lane = IN_PROCESS if self.is_in_process else ZEROMQ
         self._sessions = Sessions(transport, member)
         self._world = groups.world(member.world_size)
+        # Looked up now where that can be done: torch.compile follows a layer to its group, but not to the host's name.
         self._local: Group | None = None
+        with suppress(ConfigurationError):
+            self._local = self._group_of_this_host()
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
@@ -375,9 +379,12 @@ class Connection:
         groups.check(rule)
         # No cached_property: it takes a lock, and torch.compile follows a layer down to here.
         if self._local is None:
-            # No launcher is needed to say how many there are of one.
-            self._local = groups.local({**os.environ, **(_ONE_HERE if self.is_alone(None) else {})})
+            self._local = self._group_of_this_host()
         return self._local
+
+    def _group_of_this_host(self) -> Group:
+        # No launcher is needed to say how many there are of one.
+        return groups.local({**os.environ, **(_ONE_HERE if self.is_alone(None) else {})})
 
     def _check_usable(self) -> None:
         if self._closed:

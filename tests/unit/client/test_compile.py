@@ -7,9 +7,11 @@ from torch import nn
 
 import client
 from client.autograd.backward_passes import KEPT_CALLS, BackwardPasses
+from client.connection import current
 from client.layers import custom_op
 from programs import member_programs
 from statsd_bn.errors import ConfigurationError
+from support.memory_members import MemoryMaster
 
 # Where nothing depends on generated code, the backend that only traces is twenty times quicker.
 TRACE = "aot_eager"
@@ -160,3 +162,15 @@ def test_the_operators_keep_the_rules_of_torchs_operators(layout):
             (x.detach(), x.detach(), weight.detach(), arguments[3], statistics.detach(), ticket, "bn", "", 0, True),
             test_utils=tests[:2],
         )
+
+
+def test_the_first_call_of_a_layer_of_this_hosts_members_compiles_into_one_graph(monkeypatch):
+    """The name of the group holds the host's, for which torch.compile cannot ask."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    layer = client.convert_model(nn.BatchNorm1d(3), group="local")
+    x = torch.randn(4, 3)
+    with MemoryMaster().connect(0, 1) as opened:
+        monkeypatch.setattr(current, "_current", opened)
+        found = torch.compile(layer, fullgraph=True, backend=TRACE)(x)
+    assert torch.equal(found, nn.BatchNorm1d(3)(x))
