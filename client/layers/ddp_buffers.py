@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +43,10 @@ NAMED = 3
 _settled: WeakSet[nn.Module] = WeakSet()
 _turned_off: WeakSet[nn.Module] = WeakSet()
 
+# Wrappers whose other buffers were told of, and those whose broadcast a connection turns on when it ends.
+_warned: WeakSet[nn.Module] = WeakSet()
+_ending: WeakKeyDictionary[Connection, WeakSet[nn.Module]] = WeakKeyDictionary()
+
 
 def settle(exchange: Exchange) -> None:
     """Decides on the broadcast of the wrapper whose forward pass is under way, after a round in it."""
@@ -58,7 +62,7 @@ def settle(exchange: Exchange) -> None:
     if wrapper.broadcast_buffers and _may_turn_off(wrapper, connection):
         _turn_off(wrapper)
     if wrapper in _turned_off:
-        connection.at_end.append(partial(_turn_on_wrapper, ref(wrapper)))
+        _turn_on_at_end(connection, wrapper)
 
 
 def turn_off(wrapper: DistributedDataParallel) -> None:
@@ -95,6 +99,14 @@ def _turn_on(wrapper: Any) -> None:
     wrapper.broadcast_buffers = True
 
 
+def _turn_on_at_end(connection: Connection, wrapper: nn.Module) -> None:
+    """Has the end of a connection turn the broadcast on; once, however often a wrapper is settled anew."""
+    known = _ending.setdefault(connection, WeakSet())
+    if wrapper not in known:
+        known.add(wrapper)
+        connection.at_end.append(partial(_turn_on_wrapper, ref(wrapper)))
+
+
 def _turn_on_wrapper(found: "ref[nn.Module]") -> None:
     if (wrapper := found()) in _turned_off:
         _turn_on(wrapper)
@@ -108,7 +120,8 @@ def _may_turn_off(wrapper: Any, connection: Connection | None) -> bool:
     if not layers or not all(_is_over_all(layer.group, connection) for layer in layers):
         return False
     others = list(_others(wrapper, layers))
-    if others and distributed.get_rank() == 0:
+    if others and distributed.get_rank() == 0 and wrapper not in _warned:
+        _warned.add(wrapper)
         _warn(others)
     return not others
 
