@@ -174,12 +174,18 @@ NO_BORDER = {
     "execute_replication_callbacks": "replicas meet later, in parallel_apply",
     "patch_replication_callback": "likewise",
     "register_conversion": "it raises TypeError",
+    "set_sbn_eps_mode": "it sets a mode",
     "synchronized_class": "it raises TypeError",
     # They do it in their own way.
     "Connection.exchange": "called in each round; calls make_readable",
     "SlavePipe.run_slave": "called in each round; calls make_readable",
     "join": "a context manager; calls make_readable",
     "patch_sync_batchnorm": "a context manager around the user's own code",
+    # The lanes call them, inside of what has a border.
+    "Connection.gather_in": "a lane's own round",
+    "Connection.over_server": "a part of Connection.exchange",
+    "Connection.round_trip": "it makes a machine",
+    "Connection.session": "a part of Connection.exchange",
     # They look at what was given, and nothing is below them.
     "Connection.group": "at the top of its own errors",
     "Connection.is_alone": "likewise",
