@@ -4,6 +4,7 @@ As a script, `torchrun subclass_programs.py FILE`, it trains under DistributedDa
 """
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,10 +96,11 @@ def train_in_process_group(training: Training, rank: int) -> Buffers:
     model = client.convert_model(training.model())
     optimizer = torch.optim.SGD(model.parameters(), lr=training.lr)
     parallel = ddp_programs.keep(DistributedDataParallel(compiled(model, training)))
-    for step in range(training.steps):
-        optimizer.zero_grad()
-        loss_of_shard(parallel, training, step, rank).backward()
-        optimizer.step()
+    with torch._dynamo.config.patch(optimize_ddp=False) if training.backend else nullcontext():  # docs/faq.md
+        for step in range(training.steps):
+            optimizer.zero_grad()
+            loss_of_shard(parallel, training, step, rank).backward()
+            optimizer.step()
     return state(model)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from support.paths import ROOT
+from zoo.catalogue import Survey
 from zoo.exhibits import BAR, Exhibit
 from zoo.libraries import library
 from zoo.specimen import BATCH
@@ -38,15 +39,17 @@ Versions: torch {torch}, torchvision {torchvision}, timm {timm}.
 """
 
 
-def write(exhibits: Sequence[Exhibit], page: Path = PAGE) -> None:
-    """Writes the page."""
+def write(exhibits: Sequence[Exhibit], missing: Sequence[Survey] = (), page: Path = PAGE) -> None:
+    """Writes the page; `missing` are those that the run did not come to."""
     good = [one for one in exhibits if not one.problem]
     bad = [one for one in exhibits if one.problem]
     tables = [_table(name, good) for name in ("torchvision", "timm")]
     if bad:
         tables.append(_left(bad))
+    if missing:
+        tables.append(_not_reached(missing))
     text = TEXT.format(
-        summary=_summary(exhibits),
+        summary=_summary(exhibits, len(missing)),
         batch=BATCH,
         first=BATCH - BATCH // 2,
         second=BATCH // 2,
@@ -59,16 +62,16 @@ def write(exhibits: Sequence[Exhibit], page: Path = PAGE) -> None:
     page.write_text(text)
 
 
-def _summary(exhibits: Sequence[Exhibit]) -> str:
+def _summary(exhibits: Sequence[Exhibit], missing: int) -> str:
     agree = [one for one in exhibits if not one.problem]
     layers = sum(number for one in agree for _, number in one.layers)
     kinds = {kind for one in agree for kind, _ in one.layers}
-    families = len({(one.library, one.family) for one in exhibits})
+    families = len({(one.library, one.family) for one in exhibits}) + missing
     good = {(one.library, one.family) for one in agree} - {(one.library, one.family) for one in exhibits if one.problem}
     worst = max((one.difference or 0.0 for one in agree), default=0.0)
     return (
         f"{len(good)} of {families} families agree in all of it, with {layers} layers of {len(kinds)} classes. "
-        f"The largest difference is {worst:.0e}."
+        f"The largest difference is {worst:.0e}." + (f" {missing} are still to be compared." if missing else "")
     )
 
 
@@ -89,6 +92,11 @@ def _left(exhibits: Sequence[Exhibit]) -> str:
     )
     head = ["| family | network | layers | why |", "|---|---|---|---|"]
     return "\n".join(["## Not compared", "", *head, *rows])
+
+
+def _not_reached(missing: Sequence[Survey]) -> str:
+    names = ", ".join(sorted(f"{one.architecture.library}: {one.architecture.name}" for one in missing))
+    return f"## Still to be compared\n\nThe run ended before it came to them: {names}."
 
 
 def _order(one: Exhibit) -> tuple[str, ...]:

@@ -156,12 +156,15 @@ def test_the_page_has_a_row_for_each_and_the_reason_of_what_is_left(tmp_path, mo
         Exhibit("torchvision", "b", "b1", (("BatchNorm2d", 2),), 3e-12, 0.4, part="backbone"),
         Exhibit("timm", "c", "c1", problem="why | not", is_unfit=True),
     ]
-    page.write(exhibits, tmp_path / "zoo.md")
+    missing = [Survey(Architecture("timm", "d", "d1"))]
+    page.write(exhibits, missing, tmp_path / "zoo.md")
     text = (tmp_path / "zoo.md").read_text()
-    assert "2 of 3 families agree in all of it, with 5 layers of 1 classes. The largest difference is 3e-12." in text
+    assert "2 of 4 families agree in all of it, with 5 layers of 1 classes. The largest difference is 3e-12." in text
     assert "| a | a1 | 3 BatchNorm2d | 2e-13 | 5e-01 |" in text
     assert "| b | b1, `backbone` alone | 2 BatchNorm2d | 3e-12 | 4e-01 |" in text
     assert "| timm: c | c1 |  | why / not |" in text
+    assert "1 are still to be compared" in text
+    assert "before it came to them: timm: d1." in text
 
 
 def die_at_three(number: int) -> int:

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a network or family by its name, or a pattern such as 'resnet*'")
     parser.add_argument("--all", action="store_true", help="all networks, not only the smallest of each family")
     parser.add_argument("--list", action="store_true", help="only say which there are")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no network after so many")
     parser.add_argument("--jobs", type=int, default=2, help="networks at a time, each with one thread")
     options = parser.parse_args()
     began = time.monotonic()
@@ -38,10 +39,16 @@ def main() -> None:
             _say(f"{who.library:<11} {who.name:<40} {one.parameters / 1e6:6.1f} M  {one.layers or one.problem}")
         return
     exhibits: list[Exhibit] = []
+    # The small ones first: a run that is cut short has then come to most of them.
+    chosen.sort(key=lambda one: one.parameters)
+    missing = list(chosen)
     for found in in_processes(exhibit, chosen, options.jobs, _lost_exhibit):
         exhibits += found
+        missing = [one for one in missing if not _is_of(one, found)]
         for one in found:
             _say(str(one))
+        if time.monotonic() - began > options.minutes * 60:
+            break
     wrong = [one for one in exhibits if one.problem and not one.is_unfit]
     unfit = sum(one.is_unfit for one in exhibits)
     _say(
@@ -49,8 +56,13 @@ def main() -> None:
         f"{time.monotonic() - began:.0f} s"
     )
     if not (options.only or options.all):
-        page.write(exhibits)
-    sys.exit(1 if wrong or not exhibits else 0)
+        page.write(exhibits, missing)
+    sys.exit(1 if wrong or missing or not exhibits else 0)
+
+
+def _is_of(known: Survey, found: Sequence[Exhibit]) -> bool:
+    who = known.architecture
+    return any((one.library, one.name) == (who.library, who.name) for one in found)
 
 
 def in_processes(
@@ -62,10 +74,13 @@ def in_processes(
         done = []
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin) as pool:
             futures: dict[Future[Any], T] = {pool.submit(work, thing): thing for thing in left}
-            with suppress(BrokenProcessPool):
-                for future in as_completed(futures):
-                    yield future.result()
-                    done.append(futures[future])
+            try:
+                with suppress(BrokenProcessPool):
+                    for future in as_completed(futures):
+                        yield future.result()
+                        done.append(futures[future])
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # whoever asks for no more wants no more done
         left = [thing for thing in left if thing not in done]
         # Of several processes nobody knows which was at what when one died. So a single one goes on.
         if left and jobs == 1:
