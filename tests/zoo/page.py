@@ -31,7 +31,8 @@ norm, runs a step of training in two replicas, and compares it with the unconver
   else each time is not compared. Weights are random; where a library begins a branch with 0, and so hides it, they are
   drawn anew.
 - A *family* is what one module of a library builds under names that begin alike. Of detectors the parts are compared,
-  since the whole draws lots which boxes it learns from. `s3d` has another last pooling, which takes small videos.
+  since the whole draws lots which boxes it learns from, and of `raft_large` the part with batch norm, since the whole
+  computes in float32 where it looks. `s3d` has another last pooling, which takes small videos.
 
 Versions: torch {torch}, torchvision {torchvision}, timm {timm}.
 

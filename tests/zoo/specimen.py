@@ -24,6 +24,10 @@ SIDES = (32, 64, 96, 128)
 # no part in what is compared, so another stands in for it.
 FIXED_POOLS = {"s3d"}
 
+# What of networks is compared that cannot be as a whole: a detector draws lots which boxes it learns from, and one of
+# optical flow computes where it looks in float32. The other parts of the latter have no batch norm.
+PARTS = {"detection": "backbone", "optical_flow": "context_encoder"}
+
 # A factor below it is one that libraries begin branches with.
 FAINT = 1e-2
 
@@ -63,14 +67,12 @@ def specimens(architecture: Architecture) -> Iterator[Specimen]:
     if architecture.name in FIXED_POOLS:
         whole.avgpool = nn.AdaptiveAvgPool3d(1)
     prepare(whole)
-    if not architecture.module.startswith("detection"):
-        yield Specimen(whole, _fitting(whole, _candidates(architecture)))
-        return
-    # A detector draws lots which boxes it learns from, so only its parts can be compared.
-    backbone = Specimen(whole.backbone, _fitting(whole.backbone, _candidates(architecture)), "backbone")
-    yield backbone
-    if any(map(is_batch_norm, getattr(whole, "head", nn.Identity()).modules())):
-        maps = tuple(batch(*found.shape[1:]) for found in tensors_of(copy.deepcopy(whole.backbone)(*backbone.inputs)))
+    part = next((name for start, name in PARTS.items() if architecture.module.startswith(start)), "")
+    model = whole.get_submodule(part)
+    specimen = Specimen(model, _fitting(model, _candidates(architecture)), part)
+    yield specimen
+    if part == "backbone" and any(map(is_batch_norm, getattr(whole, "head", nn.Identity()).modules())):
+        maps = tuple(batch(*found.shape[1:]) for found in tensors_of(copy.deepcopy(model)(*specimen.inputs)))
         yield Specimen(OfMaps(whole.head), _fitting(OfMaps(whole.head), iter([maps])), "head")
 
 
@@ -126,7 +128,7 @@ def _fitting(model: nn.Module, candidates: Iterator[Inputs]) -> Inputs:
         if not all(map(torch.equal, first, second)):
             raise Unfit("computes something else each time, also without drop-out")
         return inputs
-    raise Unfit(f"takes no input of those tried: {refusals}")
+    raise Unfit(f"takes no input of those tried, the last: {refusals[-1]}")
 
 
 @torch.no_grad()
@@ -136,9 +138,8 @@ def _seeded(model: nn.Module, inputs: Inputs, seed: int) -> list[Tensor]:
 
 
 def _candidates(architecture: Architecture) -> Iterator[Inputs]:
-    images = 2 if "raft" in architecture.name else 1
     for shape in _shapes(architecture):
-        yield tuple(batch(*shape) for _ in range(images))
+        yield (batch(*shape),)
 
 
 def batch(*shape: int) -> Tensor:
