@@ -21,7 +21,7 @@ from client.kernels.statistics import Statistics
 from client.lanes.choose import lane_for
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
-from client.layers import ddp_buffers, running_stats
+from client.layers import ddp_buffers, program_order, running_stats
 from client.layers.micro_batches import Deferred, numbered
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.moments import Moments
@@ -166,6 +166,7 @@ def _(
     deferred: int = NOT_DEFERRED,
 ) -> tuple[Tensor, Tensor, Tensor]:
     del weight, bias, mask, layer, group, size, eps, eps_mode, deferred
+    program_order.keep(_OPERATORS)
     statistics = torch.empty(5, x.shape[1], dtype=torch.float64, device="cpu")
     return layout.laid_out(torch.empty_like(x)), statistics, torch.empty(6, dtype=torch.int64, device="cpu")
 
@@ -211,6 +212,7 @@ def _(
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     del grad, weight, mask, statistics, ticket, layer, group, size
+    program_order.keep(_OPERATORS)
     by_parameter = torch.empty(x.shape[1], dtype=vectors.compute_type(x), device=x.device)
     by_input = layout.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
     return by_input, by_parameter, torch.empty_like(by_parameter)
@@ -230,7 +232,9 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 
 batch_norm.register_autograd(_backward, setup_context=_setup_context)
 
+_OPERATORS = batch_norm._opoverload, batch_norm_backward._opoverload  # noqa: SLF001 - the operators behind custom_op
+
 # Rounds are an effect: the compiler must neither drop nor repeat nor reorder them, or members that were compiled
 # for other shapes would wait for each other in different layers.
-for _operator in (batch_norm, batch_norm_backward):
-    _register_effectful_op(_operator._opoverload, _EffectType.ORDERED)  # noqa: SLF001 - the operator behind custom_op
+for _operator in _OPERATORS:
+    _register_effectful_op(_operator, _EffectType.ORDERED)
