@@ -1,8 +1,8 @@
 """Rounds in the program's order, in the code that inductor makes.
 
 Inductor orders the operators of independent branches by the memory they need, and so by the size of the batch: members
-with other shapes would then wait for each other in different layers. An operator registered as an ordered effect is tied
-to the one before it as far as the graph goes; but torch 2.13 writes down the tie between their kernels under the name
+with other shapes would then wait for each other in different layers. An operator registered as an ordered effect is
+tied to the one before it as far as the graph goes; but torch 2.13 writes down the tie between their kernels under the name
 of a buffer and looks for it under that of an operation, so the scheduler never sees it (`with_effects` in
 `torch/_inductor/lowering.py`). Torch's own `EffectfulKernel` says by itself what it reads, and so keeps its place; the
 lowering here makes one for each of our operators.
@@ -21,8 +21,8 @@ from torch._ops import OpOverload
 def keep(operators: Iterable[OpOverload]) -> None:
     """Makes inductor run these operators, which are ordered effects, in the order of the graph.
 
-    To be called while a graph is traced: inductor, if it is to compile it, has been imported by then, and is too slow to
-    import for nothing.
+    To be called while a graph is traced: inductor, if it is to compile it, has been imported by then, and is too slow
+    to import for nothing.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     lowerings = getattr(lowering, "lowerings", None)  # missing while another thread imports it
@@ -36,7 +36,7 @@ def keep(operators: Iterable[OpOverload]) -> None:
 def _register(operator: OpOverload) -> None:
     from torch._inductor.lowering import register_lowering  # noqa: PLC0415 - takes seconds to import
 
-    @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    @register_lowering(operator, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
         return _lower(operator, *args, **kwargs)
 
@@ -50,7 +50,7 @@ def _lower(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     def boxed(value: Any) -> Any:
         return value.wrap_for_lowering() if isinstance(value, ir.IRNode) else value
 
-    effect = _get_effect(operator)
+    effect: Any = _get_effect(operator)
     previous = V.graph.effectful_ops.get(effect)
     made = pytree.tree_map(boxed, ir.EffectfulKernel.create(operator, *args, **kwargs))
     # The caller writes down its own tie and who is the newest; it must not find this kernel as its own predecessor.

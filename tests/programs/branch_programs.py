@@ -1,0 +1,88 @@
+"""Compiled networks with branches: as members of a job, and the order of their rounds alone."""
+
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import client
+from client.lanes.in_process import LocalPipe
+from client.layers import batchnorm, custom_op
+from support import branch_networks
+from support.branch_networks import Network, Results
+
+Round = tuple[str, int, str]
+
+
+def _run(network: Network, compiled: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    if network.is_checkpointed:
+        return checkpoint(compiled, x, use_reentrant=False)
+    return compiled(x)
+
+
+def train(connection: client.Connection, seed: int, ranks: int, backend: str) -> Results:
+    """One rank's part of a network, compiled: two steps with other batches."""
+    torch.compiler.reset()
+    network = Network(seed, ranks)
+    model = client.convert_model(network.model())
+    compiled = torch.compile(model, fullgraph=True, dynamic=network.dynamic, backend=backend)
+    found: Results = {}
+    for step in range(len(network.batches)):
+        x = network.inputs(step)[connection.rank].requires_grad_()
+        output = _run(network, compiled, x)
+        branch_networks.loss(output).backward()
+        prefix = f"{step}/{connection.rank}"
+        found |= {f"{prefix}/output": output.detach().numpy(), f"{prefix}/input gradient": x.grad.numpy()}
+    return found | branch_networks.state(model)
+
+
+class _Recorded:
+    """A lane that notes its rounds and adds nobody's rows but its own."""
+
+    def __init__(self, layer: str, rounds: list[Round], calls: dict[str, int]) -> None:
+        self.lane, self.rounds, self.calls = LocalPipe(layer), rounds, calls
+
+    def run_slave(self, rows, key=None):
+        if key is None:
+            layer = self.lane.layer
+            self.calls[layer] = self.calls.get(layer, -1) + 1
+            key = self.lane.key(0, self.calls[layer], "forward")
+        self.rounds.append((key.layer, key.call, key.phase))
+        return self.lane.run_slave(rows, key)
+
+    def key(self, step, call, phase):
+        return self.lane.key(step, call, phase)
+
+
+def _compiled(*_):
+    return batchnorm.Way.COMPILED, None
+
+
+def _no_kernel(*_, **__):
+    return lambda *_: None
+
+
+def rounds_of(network: Network, *, is_compiled: bool) -> list[list[Round]]:
+    """The rounds of each rank's first step, in the order in which it runs them; no rank waits for another."""
+    found = []
+    for x in network.inputs(0):
+        torch.compiler.reset()
+        rounds: list[Round] = []
+        calls: dict[str, int] = {}
+        with (
+            mock.patch.object(custom_op, "_lane", lambda layer, *_, r=rounds, c=calls: _Recorded(layer, r, c)),
+            mock.patch.object(batchnorm.SynchronizedBatchNorm, "_route", _compiled),
+        ):
+            model = client.convert_model(network.model())
+            run = torch.compile(model, fullgraph=True, dynamic=network.dynamic) if is_compiled else model
+            branch_networks.loss(_run(network, run, x.clone().requires_grad_())).backward()
+        found.append(rounds)
+    return found
+
+
+def without_machine_code() -> mock._patch:
+    """Lets inductor do everything but call the C++ compiler: its kernels do nothing, its order is the real one."""
+    from torch._inductor.async_compile import AsyncCompile  # noqa: PLC0415 - takes seconds to import
+
+    return mock.patch.object(AsyncCompile, "cpp_pybinding", _no_kernel)

@@ -1,0 +1,112 @@
+"""Random networks with branches that a compiler may order as it likes, and what the whole batch makes of them."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+Results = dict[str, np.ndarray]
+
+FEATURES = 6
+CHANNELS = 4
+
+# Narrow and wide by turns: what inductor orders by is how much memory a branch needs.
+WIDTHS = (4, 8, 64, 256)
+
+
+@dataclass
+class Network:
+    """What a seed stands for.
+
+    Attributes:
+        seed: makes all the rest.
+        ranks: how many.
+        branches: for each, the widths before and after its layer, and the layers it uses, by number.
+        momentum: of all layers.
+        dynamic: as `torch.compile` takes it.
+        is_checkpointed: whether the compiled model runs in a checkpoint.
+        batches: for each step, the size of each rank's batch; one may be empty.
+    """
+
+    seed: int
+    ranks: int
+    branches: list[tuple[int, list[int]]] = field(init=False)
+    momentum: float | None = field(init=False)
+    dynamic: bool | None = field(init=False)
+    is_checkpointed: bool = field(init=False)
+    batches: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Draws everything."""
+        draw = random.Random(self.seed)
+        uses = [layer for layer in range(2) for _ in range(draw.randint(1, 3))]
+        draw.shuffle(uses)
+        self.branches = []
+        while uses:
+            taken = [uses.pop() for _ in range(min(len(uses), draw.randint(1, 2)))]
+            self.branches.append((draw.choice(WIDTHS), taken))
+        self.momentum = draw.choice((0.1, None))
+        self.dynamic = draw.choice((False, False, None, True))
+        self.is_checkpointed = draw.random() < 0.25
+        self.batches = [[draw.choice((0, 2, 3, 17, 256)) for _ in range(self.ranks)] for _ in range(2)]
+        for sizes in self.batches:
+            if sum(sizes) < 2:
+                sizes[draw.randrange(self.ranks)] = 256
+
+    def model(self) -> nn.Module:
+        """Returns the same model to everybody, with torch's layers."""
+        torch.manual_seed(self.seed)
+        return _Model(self).double()
+
+    def inputs(self, step: int) -> list[torch.Tensor]:
+        """Returns each rank's input of a step."""
+        generator = torch.Generator().manual_seed(self.seed * 10 + step)
+        sizes = self.batches[step]
+        return [torch.randn(size, FEATURES, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+class _Model(nn.Module):
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        used = {layer for _, layers in network.branches for layer in layers}
+        self.layers = nn.ModuleDict({f"{i}": nn.BatchNorm1d(CHANNELS, momentum=network.momentum) for i in sorted(used)})
+        self.before = nn.ModuleList(nn.Linear(FEATURES, width) for width, _ in network.branches)
+        self.into = nn.ModuleList(nn.Linear(width, CHANNELS) for width, _ in network.branches)
+        self.uses = [[f"{layer}" for layer in layers] for _, layers in network.branches]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for i, uses in enumerate(self.uses):
+            y = self.into[i](self.before[i](x).tanh())
+            for nr, layer in enumerate(uses):
+                y = self.layers[layer](y * (1 + 0.5 * nr)).sin()
+            total = total + (i + 1) * y
+        return total
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    """A sum over samples, so that the ranks' gradients add up to the whole batch's."""
+    return (output**3 + output).sum()
+
+
+def whole_batch(network: Network) -> Results:
+    """Returns what one process computes for the whole batch: the union of the ranks' results, named as theirs."""
+    model = network.model()
+    found: Results = {}
+    for step in range(len(network.batches)):
+        shards = network.inputs(step)
+        x = torch.cat(shards).requires_grad_()
+        output = model(x)
+        loss(output).backward()
+        sizes = network.batches[step]
+        for rank, (y, grad) in enumerate(zip(output.split(sizes), x.grad.split(sizes), strict=True)):
+            found |= {f"{step}/{rank}/output": y.detach().numpy(), f"{step}/{rank}/input gradient": grad.numpy()}
+    return found | state(model)
+
+
+def state(model: nn.Module) -> Results:
+    """Returns buffers and the parameters' gradients; copies, because threads of a process train on."""
+    found = {name: buffer.numpy().copy() for name, buffer in model.named_buffers()}
+    return found | {f"gradient {name}": p.grad.numpy().copy() for name, p in model.named_parameters()}
