@@ -37,6 +37,9 @@ NEWS_SECONDS = limits.SILENCE_SECONDS + limits.HEARTBEAT_SECONDS + RECONNECT_SEC
 # As the protocol has it, whatever the product makes of it.
 PROMISED_SILENCE_SECONDS = limits.SILENCE_SECONDS
 
+# Why a member is lost that a restarted server has gone on without.
+TOO_LATE = "came back too late"
+
 # Facts after which nobody hears from that life of a member again.
 ENDS = {"killed", "vanished", "failed", "left"}
 
@@ -160,8 +163,8 @@ def _news_was_lost(world: "World") -> bool:
     found = [one.error for process in world.processes for one in process.outcomes if one.error]
     causes = {error.fields["cause"] for error in found if isinstance(error, errors.ReplicaLost)}
     cut = world.plan.has("cut") and "the connection was lost" in causes
-    late = bool(world.server.outages) and "did not come back after the server was restarted" in causes
-    return not world.plan.weather.is_fair and (cut or late)
+    late = bool(world.server.outages) and {"did not come back after the server was restarted", TOO_LATE} & causes
+    return not world.plan.weather.is_fair and bool(cut or late)
 
 
 def _nobody_was_mute(world: "World") -> bool:
@@ -205,10 +208,11 @@ def _is_gone(world: "World", error: Any) -> bool:
         return bool(world.server.outages) and (_was_away(world, member) or _was_left_behind(world, member, cause))
     if cause == "":
         return any(fact.how == "left" for fact in facts)
-    if cause == "came back too late" and world.plan.has_newcomers and world.server.outages:
+    if cause == TOO_LATE and world.server.outages and (world.plan.has_newcomers or _was_late_from_away(world, member)):
         # Newcomers that are as many as the group are a group, if they come to a restarted server first.
+        # Nobody waits for one that was away.
         return True
-    taken_for_lost = cause in {"taken for lost", "came back too late"} and _was_away(world, member)
+    taken_for_lost = cause in {"taken for lost", TOO_LATE} and _was_away(world, member)
     return taken_for_lost or any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
 
 
@@ -216,6 +220,15 @@ def note_return(world: "World", process: "Process", frame: bytes) -> None:
     """A restarted server hears from a process whom it knows."""
     if kind_of(frame) == REGISTER and is_sound(frame):
         world.returned.setdefault(process, world.clock.now)
+
+
+def _was_late_from_away(world: "World", member: int) -> bool:
+    """Whether it may have been away, so that no other waited for it, and frames of its return were lost or late."""
+    if not world.plan.passes or world.plan.weather.is_fair:
+        return False
+    _, back = world.server.outages[-1]
+    returned = [when for process, when in world.returned.items() if process.number == member]
+    return all(when > back + RECONNECT_SECONDS for when in returned)
 
 
 def _was_left_behind(world: "World", member: int, cause: str) -> bool:

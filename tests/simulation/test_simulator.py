@@ -26,7 +26,7 @@ SEEDS = 3000
 # Worlds of the last millions in which something was found, in the server, in the client or in a rule itself.
 FOUND = (
     *(5019170, 5029814, 5036649, 5056334, 5085893, 5103642, 5113026, 5170753, 5190410),
-    *(5212662, 5242904, 5278108, 5302776, 5322876),
+    *(5212662, 5242904, 5278108, 5302776, 5322876, 5331147, 5415926, 6003700, 6056572),
 )
 MOST_SEEDS_FOR_A_BUG = 5000
 
