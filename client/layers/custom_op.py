@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
+from client.autograd import program_order
 from client.autograd.backward_passes import BackwardPasses, phase_of
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.exchange import Exchange
@@ -21,7 +22,7 @@ from client.kernels.statistics import Statistics
 from client.lanes.choose import lane_for
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
-from client.layers import ddp_buffers, program_order, running_stats
+from client.layers import ddp_buffers, running_stats
 from client.layers.micro_batches import Deferred, numbered
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.moments import Moments

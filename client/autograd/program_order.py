@@ -2,8 +2,8 @@
 
 Inductor orders the operators of independent branches by the memory they need, and so by the size of the batch: members
 with other shapes would then wait for each other in different layers. An operator registered as an ordered effect is
-tied to the one before it as far as the graph goes; but torch 2.13 writes down the tie between their kernels under the name
-of a buffer and looks for it under that of an operation, so the scheduler never sees it (`with_effects` in
+tied to the one before it as far as the graph goes. But torch 2.13 writes down the tie between their kernels under the
+name of a buffer and looks for it under that of an operation, so the scheduler never sees it (`with_effects` in
 `torch/_inductor/lowering.py`). Torch's own `EffectfulKernel` says by itself what it reads, and so keeps its place; the
 lowering here makes one for each of our operators.
 
