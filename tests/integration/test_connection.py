@@ -226,7 +226,7 @@ def test_a_server_of_another_version_is_named(tmp_path):
         router.send_multipart([peer, frame[:3] + b"\x63" + frame[4:]])
         thread.join(timeout=20)
     assert isinstance(results[0], VersionMismatch)
-    assert results[0].fields == {"expected": 3, "got": 99}
+    assert results[0].fields == {"expected": 4, "got": 99}
 
 
 def test_an_exception_in_one_member_reaches_the_others_with_its_cause(members):

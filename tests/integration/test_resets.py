@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from client.connection.member import ZEROMQ
 from integration.test_death import WAIT_SECONDS, Company
 from programs import death_programs
 from server import Config, Service
@@ -187,7 +188,7 @@ def patient() -> Iterator[str]:
 
 @pytest.fixture
 def company(patient, job) -> Iterator[Company]:
-    found = Company(patient, job)
+    found = Company(patient, job, ZEROMQ)
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
         yield found

@@ -394,9 +394,9 @@ def test_what_is_not_zeromq_at_all_does_no_harm(start, dial):
 
 def test_another_protocol_version_is_answered_with_the_code_version(server, dial):
     frame = encode(register())
-    answer = dial(server.endpoint).ask(frame[:3] + b"\x04" + frame[4:])
+    answer = dial(server.endpoint).ask(frame[:3] + b"\x05" + frame[4:])
     assert isinstance(answer, Failure)
-    assert (answer.code, answer.fields) == ("version", {"expected": 3, "got": 4})
+    assert (answer.code, answer.fields) == ("version", {"expected": 4, "got": 5})
 
 
 def test_a_frame_beyond_the_limit_costs_its_sender_the_connection_and_nobody_else_anything(start, dial):

@@ -487,6 +487,7 @@ def test_a_status_report_says_what_the_server_is_doing(play):
         "dropped_answers": 0,
         "forged_results": 0,
         "dropped_messages": 0,
+        "ended": [],
         "groups": [
             {
                 "job": "job",
@@ -568,9 +569,9 @@ def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
 
 def test_another_protocol_version_is_answered_by_name(play):
     frame = bytearray(encode(register()))
-    frame[3] = 4
+    frame[3] = 5
     (answer,) = read(play.dispatcher.receive(play.now, b"new", bytes(frame)).replies).values()
-    assert (answer.code, answer.fields) == ("version", {"expected": 3, "got": 4})
+    assert (answer.code, answer.fields) == ("version", {"expected": 4, "got": 5})
     assert play.dispatcher.bad_frames == 1
 
 

@@ -64,7 +64,7 @@ every_frame = pytest.mark.parametrize("frame", FRAMES.values(), ids=[kind.__name
 def hand_built(header: Any, values: bytes | None = None, *, padding: bytes | None = None) -> bytes:
     """A frame as docs/protocol.md lays it out, made without the code under test."""
     packed = header if isinstance(header, bytes) else msgpack.packb(header)
-    frame = b"SBN" + bytes([3]) + struct.pack("<I", len(packed)) + packed
+    frame = b"SBN" + bytes([4]) + struct.pack("<I", len(packed)) + packed
     if values is None:
         return frame
     return frame + (bytes(-len(packed) % 8) if padding is None else padding) + values
@@ -282,7 +282,7 @@ def test_another_protocol_version_is_named(version):
 
 def test_a_frame_of_another_version_is_named_even_if_all_else_about_it_is_unknown():
     with pytest.raises(VersionMismatch):
-        decode(b"SBN\x04" + b"\xff" * 20)
+        decode(b"SBN\x05" + b"\xff" * 20)
 
 
 def test_a_frame_beyond_the_limit_is_refused():
