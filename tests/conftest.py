@@ -26,8 +26,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import client
+from programs.ddp_programs import process_group_of
 from server import Config, Service
 from server.limits.quota import Quota
+from support.lanes import PROCESS_GROUP
 
 MEMBERS = 4
 WAIT_SECONDS = 100.0
@@ -153,6 +155,44 @@ def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[...
     return run
 
 
+@dataclass(frozen=True)
+class Rank:
+    """A process of a process group of torch's, without a connection."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def member(self) -> "Rank":
+        """As a connection has it."""
+        return self
+
+
+@pytest.fixture
+def ranks(pool: ProcessPoolExecutor, tmp_path: Path) -> Callable[..., list[Any]]:
+    """Runs `program(rank, *arguments)` in n processes of a process group; returns their results by rank."""
+    stores = itertools.count()
+
+    def run(n: int, program: Callable[..., Any], *arguments: Any) -> list[Any]:
+        store = str(tmp_path / f"store-{next(stores)}")
+        futures = [pool.submit(_rank, program, store, rank, n, arguments) for rank in range(n)]
+        return [future.result(timeout=WAIT_SECONDS) for future in futures]
+
+    return run
+
+
+@pytest.fixture
+def over(members: Callable[..., list[Any]], ranks: Callable[..., list[Any]], job: str) -> Callable[..., list[Any]]:
+    """Runs `program(process, *arguments)` in n processes over one of `support.lanes.LANES`."""
+
+    def run(lane: str, n: int, program: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if lane == PROCESS_GROUP:
+            return ranks(n, program, *arguments)
+        return members(n, program, *arguments, job=f"{job} over {lane}", lane=lane)
+
+    return run
+
+
 def _wait_for_all(together: threading.Barrier) -> None:
     together.wait()
 
@@ -160,6 +200,11 @@ def _wait_for_all(together: threading.Barrier) -> None:
 def _member(program: Callable[..., Any], endpoint: str, member: int, given: dict[str, Any], arguments: Any) -> Any:
     with client.connect(endpoint, rank=member, round_timeout=30.0, **given) as connection:
         return program(connection, *arguments)
+
+
+def _rank(program: Callable[..., Any], store: str, rank: int, n: int, arguments: Any) -> Any:
+    with process_group_of(store, rank, n):
+        return program(Rank(rank, n), *arguments)
 
 
 @pytest.fixture

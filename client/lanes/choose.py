@@ -1,39 +1,79 @@
 """Chooses the lane of a layer, from how this process is connected now."""
 
+from typing import Any
+
+from client.connection import groups
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.groups import Group
 from client.connection.member import SHARED_MEMORY
+from client.lanes import named_process_group
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
+from client.lanes.named_process_group import NamedProcessGroup
+from client.lanes.process_group import ProcessGroupPipe
 from client.lanes.shared_memory import SharedMemoryPipe
 from client.lanes.zeromq import SlavePipe
 
+With = Group | NamedProcessGroup | str | None
+"""With whom a layer synchronises: the ranks of a process group, or of a group of the connection; None for all."""
 
-def connection_to(group: Group | str | None) -> Connection | None:
-    """Returns the connection to the other members of a group, or None where there are no others.
+Company = Connection | NamedProcessGroup
+"""What a process reaches others by."""
+
+
+def meant(group: With, process_group: Any) -> With:
+    """Returns with whom a layer synchronises that was given these two.
+
+    Args:
+        group: as a layer takes it.
+        process_group: one of torch's, or None.
+
+    Raises:
+        ValueError: both are given, or one of them is nothing that a layer can synchronise with.
+    """
+    if process_group is not None:
+        if group is not None:
+            raise ValueError(f"expected group or process_group, got both: {group!r:.80} and {process_group!r:.80}")
+        return named_process_group.named(process_group)
+    if not isinstance(group, NamedProcessGroup):
+        groups.check(group)
+    return group
+
+
+def company_in(group: With) -> Company | None:
+    """Returns what reaches the other members of a group; None where nobody else is in it.
+
+    A connection goes before torch's default process group, where the job has both.
 
     Args:
         group: with whom a layer synchronises.
     """
+    if isinstance(group, NamedProcessGroup):
+        return group if group.size > 1 else None
     connection = current_connection()
+    if group is None and (connection is None or connection.is_in_process):
+        return named_process_group.default()
     return None if connection is None or connection.is_alone(group) else connection
 
 
-def lane_for(layer: str, group: Group | str | None) -> Lane:
+def lane_for(layer: str, group: With) -> Lane:
     """Returns the lane of a layer.
 
     Args:
         layer: the layer's name.
         group: with whom it synchronises.
     """
-    return lane_over(connection_to(group), layer, group)
+    return lane_over(company_in(group), layer, group)
 
 
-def lane_over(connection: Connection | None, layer: str, group: Group | str | None) -> Lane:
-    """Returns the lane of a layer for which `connection_to(group)` has returned this connection."""
-    if connection is None:
+def lane_over(company: Company | None, layer: str, group: With) -> Lane:
+    """Returns the lane of a layer for which `company_in(group)` has returned this company."""
+    if company is None:
         return LocalPipe(layer)
-    member = connection.member
+    if isinstance(company, NamedProcessGroup):
+        return ProcessGroupPipe(company, layer)
+    assert not isinstance(group, NamedProcessGroup)  # noqa: S101 - it would be the company
+    member = company.member
     in_memory = member.lane == SHARED_MEMORY and not member.is_elastic
-    return (SharedMemoryPipe if in_memory else SlavePipe)(connection, layer, group)
+    return (SharedMemoryPipe if in_memory else SlavePipe)(company, layer, group)

@@ -8,13 +8,13 @@ rows to the server as well, as if there were no memory, and listens to both.
 
 import time
 from dataclasses import dataclass
-from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
 from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.connection.session import Session
 from client.lanes import meeting_place
+from client.lanes.key_digest import digest_of
 from client.lanes.zeromq import SlavePipe
 from client.shared_memory.meeting import Meetings
 from statsd_bn import limits
@@ -22,15 +22,12 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import sum_in_order
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.wire.kept import packed_key
 
 # How long to wait before the server hears of it; a step in which one member has more to do than the others is longer.
 ESCALATE_SECONDS = 0.05
 
 # How often to look for what the server says, while waiting.
 LISTEN_SECONDS = 0.005
-
-_DIGEST_BYTES = 8
 
 _meets: "WeakKeyDictionary[Connection, dict[str, Meet | None]]" = WeakKeyDictionary()
 
@@ -76,7 +73,7 @@ class Meet:
 
     def _meet(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate | None:
         """Returns the aggregate; None where it is to be had at the server only, for all members."""
-        self._meetings.arrive(_digest(key), rows)
+        self._meetings.arrive(digest_of(key), rows)
         if not self._meetings.wait(ESCALATE_SECONDS):
             return self._wait_long(session, key, rows)
         return self._sum(session, key)
@@ -131,7 +128,3 @@ def _meet(connection: Connection, group: Group | str | None) -> Meet | None:
         meetings = meeting_place.find(connection, meant)
         meets[meant.name] = Meet(connection, meetings) if meetings else None
     return meets[meant.name]
-
-
-def _digest(key: RoundKey) -> int:
-    return int.from_bytes(blake2b(packed_key(key), digest_size=_DIGEST_BYTES).digest(), "little")

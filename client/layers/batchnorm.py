@@ -14,11 +14,8 @@ from torch import Tensor, nn
 
 from client.autograd.functional import Slice
 from client.border import make_readable
-from client.connection import groups
-from client.connection.connection import Connection
-from client.connection.groups import Group
 from client.data_parallel import any_device
-from client.lanes.choose import connection_to, lane_over
+from client.lanes.choose import Company, With, company_in, lane_over, meant
 from client.lanes.lane import Lane
 from client.layers import custom_op, input_checks, unconnected, unsynchronized
 from client.layers.call import Call
@@ -65,17 +62,18 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         bias: learn `bias` where `affine`.
         eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches; None
             for what `set_sbn_eps_mode` has said, which is "plus" where nobody has called it.
-        group: with whom the layer synchronises: None for the whole job, "local" for the members of this host, or a
-            `client.Group`.
+        group: with whom the layer synchronises over the server: None for the whole job, "local" for the members of
+            this host, or a `client.Group`. Without a connection None means torch's default process group, if there is
+            one.
         chunks: micro-batches per mini-batch. Each call in training is normalised by itself, and the running statistics
             move once after `chunks` of them, towards those of all their values together; where a mini-batch has
             fewer, by `commit_running_statistics`.
-        process_group: None, for `torch.nn.SyncBatchNorm`'s sake.
+        process_group: with whom the layer synchronises over torch's collectives, without a server.
 
     Attributes:
         layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the place in the
             model; a layer made by hand is called after its class and how many were made before it.
-        group: as given.
+        group: as given; for a process group of torch's its name and size.
         chunks: as given; what is pending moves the running statistics when it is set.
 
     Shape:
@@ -84,8 +82,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
 
     Raises:
         ValueError: `eps_mode` is neither "plus" nor "clamp", `group` is neither None, "local" nor a `client.Group`,
-            `chunks` is below 1, or `process_group` is not None; in `forward`, the input has other dimensions or
-            channels, the mask another shape, or the whole batch has one value per channel.
+            this process is not in `process_group`, both are given, or `chunks` is below 1; in `forward`, the
+            input has other dimensions or channels, the mask another shape, or the whole batch has one value per
+            channel.
         TypeError: `chunks` is not an int; in `forward`, the input is not floating-point or a DTensor, or the mask not
             boolean.
         StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
@@ -104,14 +103,13 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         *,
         bias: bool = True,
         eps_mode: str | None = None,
-        group: Group | str | None = None,
+        group: With = None,
         chunks: int = 1,
-        process_group: None = None,
+        process_group: Any = None,
     ) -> None:
         check_eps_mode(eps_mode)
-        groups.check(group)
         check_chunks(chunks)
-        _refuse(process_group)
+        group = meant(group, process_group)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         if eps_mode is not None:
@@ -164,16 +162,15 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
 
         Args:
             module: any module; containers are changed in place.
-            process_group: None.
+            process_group: with whom the layers synchronise, as `convert_model` takes it.
 
         Returns:
             The module, or its replacement if it is itself a batch norm.
 
         Raises:
-            ValueError: `process_group` is not None, or as `convert_model` says.
+            ValueError: as `convert_model` says.
         """
-        _refuse(process_group)
-        return convert(module, stacklevel=3)
+        return convert(module, meant(None, process_group), stacklevel=3)
 
     def extra_repr(self) -> str:
         """Torch's, and what is not its default."""
@@ -222,7 +219,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
     def _route(self, mask: Tensor | None) -> tuple[Way, Lane | None]:
         """Returns how this call is computed, and over which lane if it exchanges anything.
 
-        It asks for the connection once, so that the way and the lane fit together.
+        It asks for the company once, so that the way and the lane fit together.
         """
         is_tallied = self._tally is not None
         if not (self.training or is_tallied or (self.running_mean is None and self.running_var is None)):
@@ -230,18 +227,18 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         is_traced = torch.compiler.is_compiling() and self._replica is None
         if is_traced and mask is not None:
             return Way.COMPILED, None
-        connection = connection_to(self.group) if self.training and not is_tallied else None
-        if mask is None and not self._has_company(connection) and self._can_be_torchs(is_traced=is_traced):
+        company = company_in(self.group) if self.training and not is_tallied else None
+        if mask is None and not self._has_company(company) and self._can_be_torchs(is_traced=is_traced):
             return Way.TORCHS, None
         if is_traced:
             return Way.COMPILED, None
         is_replica = self._replica is not None and (self.training or is_tallied)
-        lane = lane_over(connection, self.layer_name, self.group)
+        lane = lane_over(company, self.layer_name, self.group)
         return (Way.AS_REPLICA if is_replica else Way.BY_ITSELF), lane
 
-    def _has_company(self, connection: Connection | None) -> bool:
+    def _has_company(self, company: Company | None) -> bool:
         """Whether other batches belong to this one; while `recalibrate` counts the pass, all that it counts."""
-        if connection is not None or self._tally is not None:
+        if company is not None or self._tally is not None:
             return True
         if not self.training:
             return False
@@ -258,14 +255,6 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
     def _deferred_now(self) -> Deferred | None:
         """Statistics that are not kept need no deferring."""
         return self._deferred if self.training and self.track_running_stats else None
-
-
-def _refuse(process_group: Any) -> None:
-    if process_group is not None:
-        raise ValueError(
-            f"process_group: expected None, got {process_group!r}, which means nothing to the aggregation server; say "
-            "with whom layers synchronise by client.convert_model(..., group=...)"
-        )
 
 
 # Torch's class stands first, because it knows the dimensions of its input; all else is ours.

@@ -8,7 +8,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import SyncBatchNorm  # torch's own, also while `patch_sync_batchnorm` replaces it in `torch.nn`
 
 from client.border import at_border
-from client.connection import groups
 from client.connection.groups import Group
 from client.data_parallel.replicate import DataParallelWithCallback
+from client.lanes.choose import With, meant
+from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import ddp_buffers, sharding
 from client.layers.conversion_report import BOUND, conversion_report, places
 from client.layers.micro_batches import check_chunks
@@ -33,7 +34,13 @@ Kinds = dict[type[nn.Module], type[nn.Module]]
 
 
 @at_border
-def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks: int | None = None) -> nn.Module:
+def convert_model(
+    module: nn.Module,
+    *,
+    group: Group | str | None = None,
+    chunks: int | None = None,
+    process_group: Any = None,
+) -> nn.Module:
     """Replaces every batch norm of torch's in `module` by its synchronised twin, and names it by its place.
 
     That is `nn.BatchNorm1d/2d/3d`, `nn.LazyBatchNorm1d/2d/3d` and `nn.SyncBatchNorm`, at any depth; `nn.DataParallel`
@@ -49,37 +56,37 @@ def convert_model(module: nn.Module, *, group: Group | str | None = None, chunks
     Args:
         module: any module; containers are changed in place. Layers that are synchronised already are only named.
         group: with whom the layers synchronise: None for the whole job, "local" for the members of this host, or a
-            `client.Group`. A synchronised layer that has a group keeps it.
+            `client.Group`. A synchronised layer that has a group or a process group keeps it.
         chunks: micro-batches per mini-batch, for pipelines and gradient accumulation: the running statistics move once
             per mini-batch, see `SynchronizedBatchNorm`. None leaves layers as they are, which is 1 where they are new.
+        process_group: one of torch's, with whose ranks the layers synchronise by its collectives, without a server.
+            Without it and `group` an `nn.SyncBatchNorm` keeps the one it has, and layers without any take torch's
+            default process group while there is no connection.
 
     Returns:
         The module, or its replacement if it is itself a batch norm or an `nn.DataParallel`.
 
     Raises:
-        ValueError: `group` is neither None, "local" nor a `client.Group`, or `chunks` is below 1; or an
-            `nn.SyncBatchNorm` has a `process_group`, and no `group` is given; nothing is changed.
+        ValueError: `group` is neither None, "local" nor a `client.Group`, this process is not in `process_group`, both
+            are given, or `chunks` is below 1; nothing is changed.
         TypeError: `chunks` is neither None nor an int.
         ConfigurationError: a layer's place in the model is not printable, or too long; nothing is changed.
     """
-    return convert(module, group, chunks, stacklevel=4)  # the border's frame is between
+    return convert(module, meant(group, process_group), chunks, stacklevel=4)  # the border's frame is between
 
 
-def convert(
-    module: nn.Module, group: Group | str | None = None, chunks: int | None = None, *, stacklevel: int
-) -> nn.Module:
+def convert(module: nn.Module, group: With = None, chunks: int | None = None, *, stacklevel: int) -> nn.Module:
     """`convert_model`; `stacklevel`: as for `warnings.warn`."""
-    groups.check(group)
     if chunks is not None:
         check_chunks(chunks)
     _check_names(module)
     if group is None:
-        _refuse_process_groups(module)
+        _check_process_groups(module)
     converted = _replace(module, _synchronised(), _converted, {part: part for part in sharding.parts_of(module)})
     for place, layer in places(converted):
         if isinstance(layer, Synchronized):
             layer.layer_name = place or type(layer).__name__.removeprefix("Lazy")
-            layer.group = group if layer.group is None else layer.group
+            layer.group = _with_whom(layer, group)
             layer.chunks = chunks or layer.chunks
     report = conversion_report(converted)
     logger.info("%s", report)
@@ -158,14 +165,17 @@ def _check_names(module: nn.Module) -> None:
                 raise ConfigurationError(str(error)) from None
 
 
-def _refuse_process_groups(module: nn.Module) -> None:
-    for place, layer in places(module):
-        if type(layer) is SyncBatchNorm and layer.process_group is not None:
-            raise ValueError(
-                f"layer {place!r}: expected an nn.SyncBatchNorm without a process_group, got one with "
-                f"{layer.process_group!r}, which means nothing to the aggregation server; say with whom it "
-                "synchronises by convert_model(..., group=...)"
-            )
+def _with_whom(layer: Synchronized, group: With) -> With:
+    if layer.group is not None or group is not None:
+        return group if layer.group is None else layer.group
+    return meant(None, vars(layer).pop("process_group", None))
+
+
+def _check_process_groups(module: nn.Module) -> None:
+    """Check them before anything is changed."""
+    for _, layer in places(module):
+        if type(layer) is SyncBatchNorm:
+            meant(None, layer.process_group)
 
 
 def _replace(
@@ -221,8 +231,16 @@ def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:
     for name in (*OWN_ATTRIBUTES, "has_virtual_replicas"):
         vars(new).pop(name, None)
     if isinstance(new, SyncBatchNorm):
-        vars(new).setdefault("process_group", None)  # a layer of ours that was made as such has none
+        vars(new).setdefault("process_group", _process_group_of(old))
     return new
+
+
+def _process_group_of(layer: nn.Module) -> Any:
+    """Returns the process group of torch's that a layer of ours has; None also where it was destroyed."""
+    group = getattr(layer, "group", None)
+    with suppress(ConfigurationError):
+        return group.find() if isinstance(group, NamedProcessGroup) else None
+    return None
 
 
 def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:

@@ -19,9 +19,11 @@ from client.border import make_readable
 from client.connection.groups import LOCAL, Group
 from client.kernels import dispatch, layout, vectors
 from client.kernels.statistics import Statistics
-from client.lanes.choose import lane_for
+from client.lanes.choose import With, lane_for
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
+from client.lanes.named_process_group import NamedProcessGroup
+from client.lanes.process_group import ProcessGroupPipe
 from client.layers import ddp_buffers, running_stats
 from client.layers.micro_batches import Deferred, numbered
 from statsd_bn.errors import StatsdBNError
@@ -45,8 +47,13 @@ THIS_PROCESS = (f"{LOCAL} process", 1)
 _backward_passes = BackwardPasses()
 
 
-def named(group: Group | str | None) -> tuple[str, int]:
-    """Returns a layer's group as plain values, name and size: ("", 0) for None, the rule's name and 0 for a rule."""
+def named(group: With) -> tuple[str, int]:
+    """Returns a layer's group as plain values, name and size.
+
+    ("", 0) stands for None, the rule's name and 0 for a rule. The size of a process group is below 0.
+    """
+    if isinstance(group, NamedProcessGroup):
+        return group.name, -group.size
     if isinstance(group, Group):
         return group.name, group.size
     return group or "", 0
@@ -56,6 +63,8 @@ def _lane(layer: str, group: str, size: int) -> Lane:
     """Returns the lane of a layer whose group is written as `named` does it, or as `THIS_PROCESS`."""
     if (group, size) == THIS_PROCESS:
         return LocalPipe(layer)
+    if size < 0:
+        return ProcessGroupPipe(NamedProcessGroup(group, -size), layer)
     return lane_for(layer, Group(group, size) if size else group or None)
 
 

@@ -27,7 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from client.autograd.exchange import Exchange
 from client.connection.connection import Connection
 from client.connection.current import current_connection
-from client.connection.groups import Group
+from client.lanes.choose import With, company_in
+from client.lanes.in_process import LocalPipe
+from client.lanes.named_process_group import NamedProcessGroup
 from client.lanes.zeromq import SlavePipe
 from client.layers.synchronized import Synchronized
 
@@ -51,17 +53,17 @@ _ending: WeakKeyDictionary[Connection, WeakSet[nn.Module]] = WeakKeyDictionary()
 def settle(exchange: Exchange) -> None:
     """Decides on the broadcast of the wrapper whose forward pass is under way, after a round in it."""
     wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if wrapper is None or wrapper in _settled or not isinstance(exchange.lane, SlavePipe):
+    if wrapper is None or wrapper in _settled or isinstance(exchange.lane, LocalPipe):
         return
     if wrapper._join_config.enable or not _is_inside(exchange.layer, wrapper):  # noqa: SLF001 - has no public name
         return
-    connection = exchange.lane.connection
-    if len(exchange.members) < connection.member.world_size and connection.is_everybody(exchange.lane.group):
+    connection = exchange.lane.connection if isinstance(exchange.lane, SlavePipe) else None
+    if connection and _is_short(exchange, connection):
         return
     _settled.add(wrapper)
-    if wrapper.broadcast_buffers and _may_turn_off(wrapper, connection):
+    if wrapper.broadcast_buffers and _may_turn_off(wrapper):
         _turn_off(wrapper)
-    if wrapper in _turned_off:
+    if wrapper in _turned_off and connection:
         _turn_on_at_end(connection, wrapper)
 
 
@@ -70,7 +72,8 @@ def turn_off(wrapper: DistributedDataParallel) -> None:
 
     All ranks do so, and the layers synchronise over the whole job once it is connected.
     """
-    if _may_turn_off(wrapper, current_connection()):
+    # Without a connection yet, it may become an elastic one, or of another size.
+    if current_connection() and _may_turn_off(wrapper):
         _turn_off(wrapper)
 
 
@@ -80,6 +83,12 @@ def turn_on_again(model: nn.Module) -> None:
     for wrapper in list(_turned_off):
         if not layers.isdisjoint(wrapper.modules()):
             _turn_on(wrapper)
+
+
+def _is_short(exchange: Exchange, connection: Connection) -> bool:
+    """Whether members of the job were missing in a round that is for all of them."""
+    assert isinstance(exchange.lane, SlavePipe)  # noqa: S101 - where there is a connection
+    return len(exchange.members) < connection.member.world_size and connection.is_everybody(exchange.lane.group)
 
 
 def _turn_off(wrapper: Any) -> None:
@@ -112,12 +121,12 @@ def _turn_on_wrapper(found: "ref[nn.Module]") -> None:
         _turn_on(wrapper)
 
 
-def _may_turn_off(wrapper: Any, connection: Connection | None) -> bool:
+def _may_turn_off(wrapper: Any) -> bool:
     """Whether all buffers that it broadcasts are the same on all its ranks anyway."""
     if os.environ.get("STATSD_BN_BROADCAST_BUFFERS") == "1" or hasattr(wrapper, "buffer_hook"):
         return False
     layers = [layer for layer in wrapper.module.modules() if isinstance(layer, Synchronized) and _has_buffers(layer)]
-    if not layers or not all(_is_over_all(layer.group, connection) for layer in layers):
+    if not layers or not all(_is_over_all(layer.group, wrapper) for layer in layers):
         return False
     others = list(_others(wrapper, layers))
     if others and distributed.get_rank() == 0 and wrapper not in _warned:
@@ -130,12 +139,17 @@ def _has_buffers(layer: Any) -> bool:
     return layer.running_mean is not None or layer.running_var is not None
 
 
-def _is_over_all(group: Group | str | None, connection: Connection | None) -> bool:
-    """Whether a group has all ranks of torch's process group, in every round."""
-    if connection is None:  # it may become an elastic one, or of another size
+def _is_over_all(group: With, wrapper: Any) -> bool:
+    """Whether a group has all ranks of the wrapper, in every round."""
+    company = company_in(group)
+    if company is None:
         return False
-    is_all = connection.member.world_size == distributed.get_world_size() and not connection.member.is_elastic
-    return is_all and connection.is_everybody(group)
+    if isinstance(company, NamedProcessGroup):
+        ranks = distributed.get_process_group_ranks
+        return set(ranks(wrapper.process_group)) <= set(ranks(company.find()))
+    assert not isinstance(group, NamedProcessGroup)  # noqa: S101 - it would be the company
+    is_all = company.member.world_size == distributed.get_world_size() and not company.member.is_elastic
+    return is_all and company.is_everybody(group)
 
 
 def _others(wrapper: Any, layers: list[Any]) -> Iterator[str]:

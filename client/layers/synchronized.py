@@ -5,8 +5,8 @@ from typing import ClassVar, TypeVar
 
 from torch import nn
 
-from client.connection.groups import Group
 from client.data_parallel.barrier import Barrier
+from client.lanes.choose import With
 from client.layers import running_stats
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.recalibration_moments import Tally
@@ -73,7 +73,7 @@ class Synchronized:
 
     eps_mode: str = "plus"
     layer_name: str
-    group: Group | str | None = None
+    group: With = None
     _replica: tuple[Barrier, int] | None = None
     _tally: Tally | None = None
     _deferred: Deferred | None = None

@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from client.connection.connection import Connection
 from client.connection.registration import cause_of
+from client.lanes import process_group
+from client.lanes.choose import Company
+from client.lanes.named_process_group import NamedProcessGroup
 from client.serialization.packing import pack, unpack
 from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
@@ -27,11 +29,11 @@ LANE = "mp_sync()"
 MAX_TOLD_KEYS = 8
 
 
-def share(connection: Connection | None, make: Callable[[], Mapping[Any, Tensor]]) -> dict[int, Tensors]:
+def share(company: Company | None, make: Callable[[], Mapping[Any, Tensor]]) -> dict[int, Tensors]:
     """Returns every member's tensors on the CPU, by rank, in order.
 
     Args:
-        connection: to the other members; None if this process has no others.
+        company: what reaches the other members; None if this process has no others.
         make: returns this member's tensors, by names that are the same on all members, in any order.
 
     Raises:
@@ -44,18 +46,22 @@ def share(connection: Connection | None, make: Callable[[], Mapping[Any, Tensor]
     try:
         message = _packed(make())
     except Exception as error:
-        _gathered(connection, _message({}, cause_of(error)))
+        _gathered(company, _message({}, cause_of(error)))
         raise
     shared, causes = {}, {}
-    for member, data in _gathered(connection, message).items():
+    for member, data in _gathered(company, message).items():
         shared[member], causes[member] = _unpacked(member, data)
     _check_nobody_raised({member: cause for member, cause in causes.items() if cause})
     _check_names(shared)
     return shared
 
 
-def _gathered(connection: Connection | None, message: bytes) -> dict[int, bytes]:
-    return {0: message} if connection is None else connection.all_gather(LANE, message)
+def _gathered(company: Company | None, message: bytes) -> dict[int, bytes]:
+    if company is None:
+        return {0: message}
+    if isinstance(company, NamedProcessGroup):
+        return process_group.all_gather(company, message)
+    return company.all_gather(LANE, message)
 
 
 def _packed(tensors: Mapping[Any, Tensor]) -> bytes:

@@ -15,6 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection
+from client.lanes.choose import Company, company_in
+from client.lanes.named_process_group import NamedProcessGroup
 from client.training import data_loaders
 from client.training.all_gather_tensors import LANE, share
 from client.training.data_loaders import Loader, Sampler
@@ -29,8 +31,8 @@ class DDPHandler:
     Args:
         train_loop_obj: has `train_loader`, `validation_loader` and `test_loader`, each a DataLoader or None. If it has
             a `callbacks_handler`, that tells the samplers each epoch, and `train_loop_obj.epoch` is its number.
-        connection: to the other members; default: this process's current one at the time of each call. Without any,
-            this process is the only member.
+        connection: to the other members; default: this process's current one at the time of each call; without any,
+            torch's default process group; without that too, this process is the only member.
     """
 
     def __init__(self, train_loop_obj: Any, *, connection: Connection | None = None) -> None:
@@ -47,7 +49,7 @@ class DDPHandler:
         called again when the members have changed.
 
         Args:
-            world_size: how many members there are; default: from `Connection.rank_and_size`.
+            world_size: how many members there are; default: from `Connection.rank_and_size`, or the process group's.
             rank: this member's index among them; default: likewise.
 
         Raises:
@@ -57,8 +59,7 @@ class DDPHandler:
         Warns:
             UserWarning: a loader's own sampler, neither sequential nor random, is replaced by a sequential one.
         """
-        connection = self._connection
-        own_rank, size = connection.rank_and_size if connection else (0, 1)
+        own_rank, size = self._rank_and_size()
         world_size = size if world_size is None else world_size
         rank = own_rank if rank is None else rank
         loaders = {name: getattr(self.train_loop_obj, name) for name in LOADERS}
@@ -116,7 +117,7 @@ class DDPHandler:
             RoundFailed: another member raised; the error names it and its cause.
             StatsdBNError: the exchange failed, with the reason.
         """
-        shared = share(self._connection, lambda: {"data": as_tensor(data, double_precision)})
+        shared = share(self._company, lambda: {"data": as_tensor(data, double_precision)})
         tensors = {member: given["data"] for member, given in shared.items()}
         if concat_mp_data:
             return like(joined(LANE, tensors), data, return_tensor)
@@ -130,7 +131,7 @@ class DDPHandler:
             RoundMismatch: on all members: their keys differ, or values do as in `mp_sync`.
             TypeError, ValueError, RoundFailed, StatsdBNError: as in `mp_sync`.
         """
-        shared = share(self._connection, lambda: _tensors(dict_data))
+        shared = share(self._company, lambda: _tensors(dict_data))
         results = {}
         for key, data in dict_data.items():
             tensors = {member: given[key] for member, given in shared.items()}
@@ -138,8 +139,16 @@ class DDPHandler:
         return results
 
     @property
-    def _connection(self) -> Connection | None:
-        return current_connection() if self._given is None else self._given
+    def _company(self) -> Company | None:
+        if self._given is not None:
+            return self._given
+        return company_in(None) or current_connection()
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        company = self._company
+        if isinstance(company, NamedProcessGroup):
+            return company.find().rank(), company.size
+        return company.rank_and_size if company else (0, 1)
 
     def _register(self) -> None:
         callbacks_handler: Any = getattr(self.train_loop_obj, "callbacks_handler", None)

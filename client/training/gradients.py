@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from client.border import at_border
-from client.connection.connection import Connection
 from client.connection.current import current_connection
+from client.lanes.choose import company_in, lane_over
+from client.lanes.lane import Lane
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.messages import Aggregate
@@ -29,7 +30,8 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
 
     All members call it after `backward`, in each step. With `count=len(batch)` and a loss that is a mean, the result is
     the gradient of the mean over the whole batch, however unequal the members' shares; a member without a batch calls
-    it with 0. It takes one round for each 65,536 elements. Without a connection the gradients stay as they are.
+    it with 0. It takes one round for each 65,536 elements. Without a connection and without a process
+    group of torch's the gradients stay as they are.
 
     Args:
         parameters: the model, or what `model.parameters()` gives; the same shapes on every member. Where a member has
@@ -45,12 +47,12 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     """
     if count < 0:
         raise ConfigurationError(f"count: expected the number of samples in the loss, at least 0, got {count}")
-    connection = current_connection()
-    if connection is None:
+    company = company_in(None) or current_connection()
+    if company is None:
         return count
     trained = _trained(parameters)
     _check_dense(trained)
-    parts = _sum(connection, _flat(trained) * count if count else np.zeros(_size(trained)), count)
+    parts = _sum(lane_over(company, LANE, None), _flat(trained) * count if count else np.zeros(_size(trained)), count)
     # A member may be lost between two parts; each part is an average over its own members.
     averages = np.concatenate([part.values[0] / max(1, part.count) for part in parts])
     if parts[0].count:
@@ -98,9 +100,9 @@ def _numbers(gradient: Tensor) -> Tensor:
     return real.double().flatten()
 
 
-def _sum(connection: Connection, values: FloatArray, count: int) -> list[Aggregate]:
+def _sum(lane: Lane, values: FloatArray, count: int) -> list[Aggregate]:
     parts = np.split(values, range(limits.MAX_CHANNELS, len(values), limits.MAX_CHANNELS))
-    return [connection.exchange(LANE, Rows((count,), part[np.newaxis, np.newaxis])) for part in parts]
+    return [lane.run_slave(Rows((count,), part[np.newaxis, np.newaxis])) for part in parts]
 
 
 @torch.no_grad()

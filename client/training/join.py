@@ -14,10 +14,13 @@ from client.border import make_readable
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.groups import Group
+from client.lanes.choose import company_in
+from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import ddp_buffers
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.training.running_statistics import commit_running_statistics
-from statsd_bn.errors import StatsdBNError
+from statsd_bn.error_text import error_text
+from statsd_bn.errors import ConfigurationError, StatsdBNError
 
 
 @contextmanager
@@ -41,8 +44,10 @@ def join(model: nn.Module) -> Iterator[None]:
     Raises:
         GroupIncomplete: not all members entered in time.
         ReplicaLost: one of them has left the job, so no further pass is possible.
+        ConfigurationError: layers synchronise over a process group of torch's, which waits for all its ranks.
     """
     connection = current_connection()
+    _check_lanes(model)
     if connection is None:
         yield
         commit_running_statistics(model)
@@ -66,6 +71,23 @@ def join(model: nn.Module) -> Iterator[None]:
         raise
 
 
+def _layers(model: nn.Module) -> Iterator[SynchronizedBatchNorm]:
+    return (module for module in model.modules() if isinstance(module, SynchronizedBatchNorm))
+
+
+def _check_lanes(model: nn.Module) -> None:
+    """Nobody can be away from a collective of torch's, so the others would wait there for ever."""
+    for layer in _layers(model):
+        if isinstance(group := company_in(layer.group), NamedProcessGroup):
+            raise ConfigurationError(
+                error_text(
+                    "client.join() needs a connection: a process group waits for all its ranks\n"
+                    f"layer {layer.layer_name!r} synchronises over torch's {group}",
+                    advice="Call client.connect() before it, or give every rank as many batches.",
+                )
+            )
+
+
 def _begin(model: nn.Module, connection: Connection) -> list[Group]:
     groups = _groups_of(model, connection)
     for group in groups:
@@ -84,6 +106,6 @@ def _end(model: nn.Module, connection: Connection, groups: list[Group]) -> None:
 
 def _groups_of(model: nn.Module, connection: Connection) -> list[Group]:
     """The groups of the model, in the same order on all members, so that no two wait for each other."""
-    layers = (module for module in model.modules() if isinstance(module, SynchronizedBatchNorm))
-    groups = {group.name: group for group in (connection.group(layer.group) for layer in layers)}
+    named = (layer.group for layer in _layers(model) if not isinstance(layer.group, NamedProcessGroup))
+    groups = {group.name: group for group in map(connection.group, named)}
     return [group for _, group in sorted(groups.items()) if not connection.is_alone(group)]

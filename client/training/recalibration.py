@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from client.border import at_border
-from client.connection.current import current_connection
-from client.connection.groups import Group
-from client.lanes.choose import lane_for
+from client.connection.connection import Connection
+from client.lanes.choose import With, company_in, lane_for
+from client.lanes.named_process_group import NamedProcessGroup
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.layers.recalibration_moments import Tally
 from statsd_bn import limits
@@ -205,19 +205,20 @@ class _Share:
         return float(zlib.crc32(self.layer.layer_name.encode()))
 
 
-def _groups(layers: list[SynchronizedBatchNorm]) -> list[Group | str | None]:
+def _groups(layers: list[SynchronizedBatchNorm]) -> list[With]:
     """Returns the layers' groups, each once, in the order of the model, which is the same on all members."""
     return list(dict.fromkeys(layer.group for layer in layers))
 
 
 def _over_all_members(
-    layers: list[SynchronizedBatchNorm], tallies: Tallies, batches: int, group: Group | str | None
+    layers: list[SynchronizedBatchNorm], tallies: Tallies, batches: int, group: With
 ) -> tuple[list[Population], int]:
     """Exchanges this member's moments and number of batches for those of all members of the layers' group."""
     shares = [_Share(layer, tallies[layer].moments or Moments.empty(layer.num_features)) for layer in layers]
     vectors = np.concatenate([share.vectors for share in shares], axis=1)
-    if connection := current_connection():
-        connection.end_absence(group)
+    company = company_in(group)
+    if isinstance(company, Connection) and not isinstance(group, NamedProcessGroup):
+        company.end_absence(group)
     lane = lane_for(LANE, group)
     aggregates = [lane.run_slave(Rows((batches,), part[None])) for part in _parts(vectors)]
     ends = np.cumsum([layer.num_features for layer in layers])[:-1]

@@ -133,7 +133,7 @@ def test_rank_0_is_warned_of_other_buffers_once(monkeypatch, caplog):
     monkeypatch.setattr(ddp_buffers, "_is_over_all", lambda *_: True)
     first, second = Wrapper(), Wrapper()
     for wrapper in (first, first, second):
-        assert not ddp_buffers._may_turn_off(wrapper, None)
+        assert not ddp_buffers._may_turn_off(wrapper)
     assert len([line for line in caplog.messages if "goes on to broadcast" in line]) == 2
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from client.connection.member import LANES
 from programs import member_programs
 from support import whole_batch
+from support.lanes import LANES
 from support.whole_batch import KINDS, Case, assert_equal_to_whole_batch, joined
 
 EQUAL = {2: (3, 3), 3: (2, 2, 2), 4: (2, 2, 2, 2)}
@@ -24,8 +24,8 @@ CASES = [
 
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("case", CASES)
-def test_processes_equal_the_whole_batch(members, case, lane):
-    results = members(len(case.sizes), whole_batch.as_member, case, lane=lane)
+def test_processes_equal_the_whole_batch(over, case, lane):
+    results = over(lane, len(case.sizes), whole_batch.as_member, case)
     assert_equal_to_whole_batch(joined(results), case)
 
 
@@ -74,28 +74,34 @@ def _textbook_variance(x: torch.Tensor) -> np.ndarray:
     return ((x.square().sum(over) - x.sum(over).square() / n) / (n - 1)).double().numpy()
 
 
-def test_running_statistics_are_bit_identical_after_100_steps_in_all_lanes(members):
-    buffers = [each for lane in LANES for each in members(3, member_programs.train, 100, lane=lane)]
+def test_running_statistics_are_bit_identical_after_100_steps_in_all_lanes(over):
+    buffers = [each for lane in LANES for each in over(lane, 3, member_programs.train, 100)]
     for name in buffers[0]:
         assert len({each[name].tobytes() for each in buffers}) == 1, name
     assert buffers[0]["bn.num_batches_tracked"] == 100
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_same_shards_give_the_same_bits_however_they_are_placed(members, dtype):
+def test_the_same_shards_give_the_same_bits_however_they_are_placed(members, ranks, dtype):
     """Four processes, two processes of two replicas, and four replicas without a server add the same rows."""
     case = Case("2d", (3, 1, 2, 5), dtype)
-    four = joined(members(4, whole_batch.as_member, case))
-    two = joined(members(2, whole_batch.as_member_with_virtual_replicas, case, [(3, 1), (2, 5)], job="two-by-two"))
     one = whole_batch.as_virtual_replicas(case)
-    for name in ("output", "input gradient", "running_mean", "running_var"):
-        assert four[name].tobytes() == two[name].tobytes() == one[name].tobytes(), name
+    split = whole_batch.as_member_with_virtual_replicas, case, [(3, 1), (2, 5)]
+    for found in (
+        members(4, whole_batch.as_member, case),
+        members(2, *split, job="two-by-two"),
+        ranks(4, whole_batch.as_member, case),
+        ranks(2, *split),
+    ):
+        for name in ("output", "input gradient", "running_mean", "running_var"):
+            assert joined(found)[name].tobytes() == one[name].tobytes(), name
 
 
-def test_members_with_different_numbers_of_replicas_equal_the_whole_batch(members):
+@pytest.mark.parametrize("lane", LANES)
+def test_members_with_different_numbers_of_replicas_equal_the_whole_batch(over, lane):
     case = Case("2d", (2, 1, 4, 3))
     sizes = [(2, 1, 4), (3,)]
-    results = members(2, whole_batch.as_member_with_virtual_replicas, case, sizes)
+    results = over(lane, 2, whole_batch.as_member_with_virtual_replicas, case, sizes)
     assert_equal_to_whole_batch(joined(results), case)
 
 
@@ -127,9 +133,10 @@ def test_eval_is_exactly_torch_and_needs_nobody(members):
         assert found.tobytes() == expected.tobytes()
 
 
-def test_a_model_with_several_layers_trains_as_on_the_whole_batch(members):
+@pytest.mark.parametrize("lane", LANES)
+def test_a_model_with_several_layers_trains_as_on_the_whole_batch(over, lane):
     """Weights after 10 steps of SGD: gradients have gone through several synchronised layers."""
-    results = members(3, member_programs.train_small_model, 10)
+    results = over(lane, 3, member_programs.train_small_model, 10)
     expected = member_programs.train_small_model_on_whole_batch(3, 10)
     for result in results:
         for name, value in expected.items():

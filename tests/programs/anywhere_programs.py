@@ -226,8 +226,9 @@ def rank_0_evaluates() -> None:
 
 
 def unconnected() -> None:
-    model = DistributedDataParallel(client.convert_model(Network()))
-    train(model, batches())
+    network = client.convert_model(Network())
+    train(DistributedDataParallel(network), batches())
+    say_mean(network)
 
 
 def unconverted() -> None:
@@ -250,7 +251,13 @@ def too_early() -> None:
     """Connected before there is a process group, so alone."""
     with client.connect():
         initialise()
-        train(client.convert_model(Network()), batches(1))
+        network = client.convert_model(Network())
+        train(network, batches(1))
+        say_mean(network)
+
+
+def say_mean(network: nn.Module) -> None:
+    say("running mean", next(network.buffers()).tolist())
 
 
 def run(names: str) -> None:

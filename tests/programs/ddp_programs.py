@@ -97,7 +97,7 @@ def train(connection: client.Connection, store: str, training: Training) -> Buff
     model = client.convert_model(network(training))
     optimizer = optimizer_for(model)
     with process_group(store, connection):
-        train_shard(_parallel(model, training), optimizer, training, rank)
+        train_shard(wrapped(model, training), optimizer, training, rank)
     return _state(model)
 
 
@@ -121,13 +121,13 @@ def wrap(connection: client.Connection, store: str) -> tuple[str, str]:
         for convert in (nn.SyncBatchNorm.convert_sync_batchnorm, client.convert_model):
             model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
             try:
-                told.append(type(_parallel(convert(model), Training())).__name__)
+                told.append(type(wrapped(convert(model), Training())).__name__)
             except ValueError as error:
                 told.append(str(error))
     return tuple(told)
 
 
-def _parallel(model: nn.Module, training: Training) -> DistributedDataParallel:
+def wrapped(model: nn.Module, training: Training) -> DistributedDataParallel:
     """With a bucket for every few parameters, so that its reductions run while our layers exchange."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -136,14 +136,19 @@ def _parallel(model: nn.Module, training: Training) -> DistributedDataParallel:
 
 @contextmanager
 def process_group(store: str, connection: client.Connection) -> Iterator[None]:
-    who = connection.member
+    with process_group_of(store, connection.member.rank, connection.member.world_size):
+        yield
+
+
+@contextmanager
+def process_group_of(store: str, rank: int, size: int) -> Iterator[None]:
     # Gloo's threads may also abort an interpreter that is being torn down (pytorch#190489). So this one's is not.
     atexit.register(os._exit, 0)
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{store}",
-        rank=who.rank,
-        world_size=who.world_size,
+        rank=rank,
+        world_size=size,
         timeout=timedelta(seconds=SECONDS),
     )
     keep(distributed.group.WORLD)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import client
+from client.lanes.choose import lane_for
 from statsd_bn import Rows, StatsdBNError
 from statsd_bn.messages import Aggregate
 from support import whole_batch
@@ -86,15 +87,15 @@ def train_small_model(connection: client.Connection, steps: int) -> Buffers:
         x, factors = (whole.chunk(who.world_size)[who.rank] for whole in batch(step))
         optimizer.zero_grad()
         (model(x) * factors).sum().backward()
-        _sum_gradients(connection, model)
+        _sum_gradients(model)
         optimizer.step()
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 
-def _sum_gradients(connection: client.Connection, model: nn.Module) -> None:
+def _sum_gradients(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         rows = Rows((1,), parameter.grad.reshape(1, 1, -1).numpy())
-        total = client.SlavePipe(connection, f"gradient of {name}").run_slave(rows).values
+        total = lane_for(f"gradient of {name}", None).run_slave(rows).values
         parameter.grad.copy_(torch.from_numpy(total.copy()).view_as(parameter))
 
 
@@ -250,7 +251,7 @@ def train_with_checkpoints(connection: client.Connection, steps: int, reentrant:
         before = connection.rounds
         (checkpoint(model, x, use_reentrant=reentrant) * factors).sum().backward()
         rounds += connection.rounds - before
-        _sum_gradients(connection, model)
+        _sum_gradients(model)
         optimizer.step()
         gradients.append(x.grad)
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}, torch.stack(gradients), rounds

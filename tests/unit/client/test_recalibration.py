@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import client
 from client.autograd.checkpointing import exchanges
+from client.lanes import named_process_group
 from client.lanes.in_process import LocalPipe
 from client.training import recalibration
 from programs import recalibration_programs as programs
@@ -419,6 +420,7 @@ def test_distributed_data_parallel_broadcasts_no_buffers_for_a_batch(monkeypatch
         wrapped = nn.parallel.DistributedDataParallel(bn)
         assert wrapped.will_sync_module_buffers()
         monkeypatch.setattr(wrapped, "_sync_buffers", raiser(AssertionError("a broadcast")))
+        monkeypatch.setattr(named_process_group, "default", lambda: None)
         client.recalibrate(wrapped, [samples(4), samples(3, seed=1)])
         assert wrapped.will_sync_module_buffers()
     finally:

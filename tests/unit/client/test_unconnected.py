@@ -25,8 +25,8 @@ def told(caplog):
     return lambda: [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
 
 
-def layer(name: str = "bn1") -> client.SynchronizedBatchNorm1d:
-    made = client.SynchronizedBatchNorm1d(3)
+def layer(name: str = "bn1", group: client.Group | str | None = None) -> client.SynchronizedBatchNorm1d:
+    made = client.SynchronizedBatchNorm1d(3, group=group)
     made.layer_name = name
     return made
 
@@ -78,19 +78,20 @@ def process_group(monkeypatch):
 
 
 def test_a_process_of_a_process_group_that_trains_unconnected_is_told(process_group, told):
-    """As under mp.spawn, where no variable says anything."""
-    layer()(X)
+    """As under mp.spawn, where no variable says anything. A group of a connection's is none of torch's."""
+    bn = layer(group=client.Group("left", 2))
+    bn(X)
     assert told() == [], "there are no others yet"
     process_group()
     for _ in range(2):
-        layer()(X)
+        bn(X)
     (text,) = told()
     assert "torch's process group has 3 ranks, and this process is not connected: layer 'bn1'" in text
 
 
 def test_the_only_process_of_a_process_group_is_told_nothing(process_group, told):
     process_group(1)
-    layer()(X)
+    layer(group=client.Group("left", 2))(X)
     assert told() == []
 
 
@@ -98,11 +99,13 @@ def test_whoever_connected_before_there_was_a_process_group_is_told(process_grou
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    bn = layer(group="local")
     with client.connect():
-        layer()(X)
+        bn(X)
         assert told() == []
         process_group()
-        layer()(X)
+        bn(X)
     (text,) = told()
     assert "client.connect() heard of no others" in text
     assert "call it after init_process_group()" in text

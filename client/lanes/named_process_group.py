@@ -1,0 +1,70 @@
+"""Torch's process groups as layers keep them: by name, since a group itself can be neither copied nor pickled."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import distributed
+
+from statsd_bn.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class NamedProcessGroup:
+    """A process group of torch's.
+
+    Attributes:
+        name: torch's name for it in this process.
+        size: how many ranks it has.
+    """
+
+    name: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"process group {self.name!r} of {self.size} ranks"
+
+    def find(self) -> Any:
+        """Returns the group itself.
+
+        Raises:
+            ConfigurationError: this process has no such group, or has it no longer.
+        """
+        if distributed.is_available():
+            from torch._C import _distributed_c10d  # noqa: PLC0415 - missing where torch was built without it
+
+            try:
+                name: Any = self.name  # torch has a type of its own for these texts
+                return _distributed_c10d._resolve_process_group(name)  # noqa: SLF001 - has no public name
+            except (RuntimeError, ValueError):
+                pass
+        raise ConfigurationError(
+            f"process_group: expected one that this process is in, got {self.name!r}, which it does not have or has "
+            "destroyed"
+        )
+
+
+def default() -> NamedProcessGroup | None:
+    """Returns torch's default process group; None without one, or where this process is alone in it.
+
+    Where a call is traced, the compiler watches what is read here, as it does not watch `is_initialized`.
+    """
+    if not distributed.is_available():
+        return None
+    world = distributed.group.WORLD
+    if world is None or world.size() == 1:
+        return None
+    return NamedProcessGroup(world.group_name, world.size())
+
+
+def named(process_group: Any) -> NamedProcessGroup:
+    """Returns what a layer keeps of a process group of torch's, whatever its size.
+
+    Raises:
+        ConfigurationError: this process is not in it.
+    """
+    if not (distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)):
+        raise ConfigurationError(
+            f"process_group: expected a process group of torch's that this process is in, got {process_group!r:.80}; "
+            "torch.distributed.new_group() makes one"
+        )
+    return NamedProcessGroup(process_group.group_name, process_group.size())

@@ -1,0 +1,203 @@
+"""ProcessGroupPipe: the lane over a process group of torch's, without a server.
+
+Every rank gathers the rows of all and adds them in rank order for itself, to the same bits as in the other lanes. Only
+the order of the collectives holds the ranks together, so each also says which round it has come for. What else goes
+wrong is told by the group: its errors and its deadline are torch's.
+"""
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import distributed
+
+from client.border import make_readable
+from client.lanes.key_digest import digest_of
+from client.lanes.named_process_group import NamedProcessGroup
+from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
+from statsd_bn.errors import RoundMismatch, StatsdBNError
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate
+from statsd_bn.reduction import sum_in_order
+from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.rows import Rows
+from statsd_bn.text import readable
+
+logger = logging.getLogger("statsd_bn.client")
+
+Words = npt.NDArray[np.int64]
+
+# Gloo ends the process where ranks bring different sizes, and would not say why. So all messages of layers up to 2,048
+# channels have one size; longer ones double it, again and again. On one host this takes no longer.
+LEAST_WORDS = 4104
+
+# Words of a message: which round it is about, how many rows there are, and then the first row.
+DIGEST, ROWS, FIRST_ROW = range(3)
+
+# What a rank says of the round that it has come for, where they differ; in bytes.
+NAME_BYTES = 1024
+
+ADVICE = "Run the same layers in the same order on every rank, equally often."
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroupPipe:
+    """The lane over a process group of torch's.
+
+    Args:
+        process_group: whose ranks synchronise.
+        layer: the layer's name, the same on every rank.
+    """
+
+    process_group: NamedProcessGroup
+    layer: str
+
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
+        """Gathers the rows of all ranks and adds them.
+
+        Args:
+            contribution: as `SlavePipe.run_slave` takes it.
+            key: likewise.
+
+        Raises:
+            RoundMismatch: on all ranks: they have come for different rounds.
+            ConfigurationError: the process group is gone.
+            RuntimeError: torch's, for whatever goes wrong in the process group.
+        """
+        try:
+            group = self.process_group.find()
+            rounds = _rounds_of(group)
+            with rounds.lock:
+                key = key or self.key(0, rounds.next_call(self.layer), FORWARD)
+                return _sum(group, contribution, key)
+        except StatsdBNError as error:
+            make_readable(error)
+            raise
+
+    def key(self, step: int, call: int, phase: str) -> RoundKey:
+        """Returns the key of a round of an earlier call."""
+        return RoundKey("torch", "process group", 0, step, self.layer, call, phase)
+
+
+def all_gather(process_group: NamedProcessGroup, message: bytes) -> dict[int, bytes]:
+    """Returns every rank's bytes, of any length, by rank in the process group."""
+    group = process_group.find()
+    messages: list[bytes] = [b""] * group.size()
+    with _rounds_of(group).lock:
+        distributed.all_gather_object(messages, message, group=group)
+    return dict(enumerate(messages))
+
+
+class _Rounds:
+    """The rounds of this process in one process group.
+
+    Attributes:
+        lock: held while a round is under way: collectives have no names, so two rounds must not mix.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+
+    def next_call(self, layer: str) -> int:
+        """Counts a layer's forward rounds from 0."""
+        self._calls[layer] += 1
+        return self._calls[layer] - 1
+
+
+_rounds: "WeakKeyDictionary[Any, _Rounds]" = WeakKeyDictionary()
+
+
+def _rounds_of(group: Any) -> _Rounds:
+    rounds = _rounds.get(group)
+    if rounds is None:
+        rounds = _rounds.setdefault(group, _Rounds())
+        logger.info(
+            "this process synchronises over torch's process group %r of %d ranks (%s), without a server",
+            group.group_name,
+            group.size(),
+            distributed.get_backend(group),
+        )
+    return rounds
+
+
+def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
+    """Returns the sum over all ranks."""
+    shape = contribution.values.shape[1:]
+    digest = np.uint64(digest_of(key)).view(np.int64)
+    first, *others = _as_words(contribution)
+    messages = _gathered(group, np.concatenate((np.array([digest, 1 + len(others)], np.int64), first)))
+    if (messages[:, DIGEST] != digest).any():
+        raise _mismatch(group, key)
+    firsts = messages[:, FIRST_ROW : FIRST_ROW + len(first)]
+    rows = _with_others(group, firsts, others, messages[:, ROWS])
+    total = sum_in_order(np.ascontiguousarray(row[1:]).view(np.float64).reshape(shape) for row in rows)
+    return Aggregate(key, len(rows), sum(int(row[0]) for row in rows), _members(len(messages)), total)
+
+
+def _as_words(contribution: Rows) -> list[Words]:
+    """Returns the rows as they travel: the count, then the bits of the values."""
+    words = contribution.values.view(np.int64).reshape(len(contribution.counts), -1)
+    counts = np.array(contribution.counts, np.int64).reshape(-1, 1)
+    return list(np.concatenate((counts, words), axis=1))
+
+
+def _with_others(group: Any, firsts: Words, others: list[Words], numbers: Words) -> list[Words]:
+    """Returns all rows in rank order; where a rank has more than one, the others come in a message of their own."""
+    most = int(numbers.max()) - 1
+    if not most:
+        return list(firsts)
+    rest = np.zeros((most, firsts.shape[1]), np.int64)
+    rest[: len(others)] = np.array(others).reshape(-1, firsts.shape[1])
+    gathered = _gathered(group, rest.ravel())[:, : rest.size].reshape(len(firsts), *rest.shape)
+    return [row for rank, first in enumerate(firsts) for row in (first, *gathered[rank, : numbers[rank] - 1])]
+
+
+def _mismatch(group: Any, key: RoundKey) -> RoundMismatch:
+    """Asks all what they have come for; all know by now that they differ."""
+    name = np.zeros(NAME_BYTES, np.uint8)
+    own = np.frombuffer(key.in_words().encode()[:NAME_BYTES], np.uint8)
+    name[: len(own)] = own
+    names = [bytes(words.view(np.uint8)).rstrip(b"\0") for words in _gathered(group, name.view(np.int64))]
+    ranks = distributed.get_process_group_ranks(group)
+    places = []
+    for told in dict.fromkeys(names):
+        there = [rank for rank, each in zip(ranks, names, strict=True) if each == told]
+        place = f"in {readable(told.decode(errors='replace'))}"
+        places.append(Place([Row((f"rank {rank}", place)) for rank in there[:MOST_ROWS]], len(there), place))
+    places.sort(key=lambda place: -place.size)
+    what = "the ranks have come to different rounds, so nobody can go on"
+    return RoundMismatch(error_text(what, table=places, where="torch's process group", advice=ADVICE), **key.fields)
+
+
+def _gathered(group: Any, words: Words) -> Words:
+    """Returns the messages of all ranks, shape (ranks, words and more)."""
+    size = LEAST_WORDS
+    while size < len(words):
+        size *= 2
+    device = _device_of(group)
+    message = torch.zeros(size, dtype=torch.int64)
+    message[: len(words)] = torch.from_numpy(words)
+    message = message.to(device)
+    messages = torch.empty(group.size(), size, dtype=torch.int64, device=device)
+    distributed.all_gather(list(messages.unbind()), message, group=group)
+    return messages.cpu().numpy()
+
+
+def _device_of(group: Any) -> torch.device:
+    """Returns where the group takes tensors; the host, if it can."""
+    devices = group._device_types  # noqa: SLF001 - has no public name
+    host = torch.device("cpu")
+    return host if host in devices else devices[0]
+
+
+@lru_cache(maxsize=16)
+def _members(size: int) -> Members:
+    return Members.of(range(size))

@@ -1,0 +1,93 @@
+"""Torch's process group without a server: `convert_model` is all there is to say."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import client
+from programs import ddp_programs, process_group_programs
+from support.whole_batch import Case, assert_equal_to_whole_batch, joined
+
+TRAININGS = {
+    "equal": ddp_programs.Training(),
+    "unequal": ddp_programs.Training(sizes=(1, 5)),
+    "micro-batches": ddp_programs.Training(micro_batches=2),
+    "static graph": ddp_programs.Training(options=(("static_graph", True),)),
+    "unused parameters": ddp_programs.Training(options=(("find_unused_parameters", True),), branch=True),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_under_ddp_a_converted_model_trains_as_on_the_whole_batch(ranks, name):
+    expected = ddp_programs.train_on_the_whole_batch(TRAININGS[name])
+    for found, broadcasts in ranks(2, process_group_programs.train_under_ddp, TRAININGS[name]):
+        assert not broadcasts
+        for key, value in expected.items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-9, atol=1e-9, err_msg=key)
+
+
+def test_a_compiled_model_trains_as_on_the_whole_batch(ranks):
+    training = TRAININGS["unequal"]
+    expected = ddp_programs.train_on_the_whole_batch(training)
+    for found, _ in ranks(2, process_group_programs.train_under_ddp, training, "aot_eager"):
+        for key, value in expected.items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-9, atol=1e-9, err_msg=key)
+
+
+@pytest.mark.parametrize("how", ["convert_model", "convert_sync_batchnorm", "nn.SyncBatchNorm", "copy", "pickle"])
+def test_layers_synchronise_with_the_ranks_of_their_process_group(ranks, how):
+    case = Case("2d", (3, 2))
+    found = ranks(4, process_group_programs.in_pairs, case, how)
+    assert_equal_to_whole_batch(joined(found[:2]), case)
+    assert_equal_to_whole_batch(joined(found[2:]), case)
+
+
+def test_torchs_layer_gets_its_process_group_back(ranks):
+    assert ranks(2, process_group_programs.revert) == [True, True]
+
+
+def test_ranks_in_different_layers_are_all_told_where_the_others_are(ranks):
+    for text in ranks(3, process_group_programs.come_to_different_layers, ["stem.bn", "head.bn", "stem.bn"]):
+        first, *rows = text.splitlines()
+        assert first == "RoundMismatch: the ranks have come to different rounds, so nobody can go on"
+        assert [row.split("  ") for row in rows[:3]] == [
+            ["", "rank 0", "in forward of stem.bn, call 0, step 0"],
+            ["", "rank 2", "in forward of stem.bn, call 0, step 0"],
+            ["", "rank 1", "in forward of head.bn, call 0, step 0"],
+        ]
+
+
+def test_values_and_gradients_go_over_it_too(ranks):
+    assert ranks(2, process_group_programs.gather_values) == [([0, 0, 1], 0, 2), ([0, 0, 1], 1, 2)]
+    assert ranks(2, process_group_programs.average) == [([1.75, 3.5], 4)] * 2
+
+
+def test_who_would_be_away_is_told_that_it_needs_a_connection(ranks):
+    for text in ranks(2, process_group_programs.join):
+        assert text.splitlines()[0] == "client.join() needs a connection: a process group waits for all its ranks"
+
+
+def test_a_compiled_layer_notices_that_it_has_company_now(pool, tmp_path):
+    run = process_group_programs.compile_before_there_are_ranks
+    futures = [pool.submit(run, str(tmp_path / "store"), rank) for rank in range(2)]
+    rows = torch.tensor([[1.0, 2.0], [3.0, 5.0], [2.0, 4.0], [6.0, 10.0]], dtype=torch.float64)
+    whole = nn.BatchNorm1d(2, affine=False).double()(rows).split(2)
+    for rank, future in enumerate(futures):
+        alone, together = future.result(timeout=60)
+        np.testing.assert_allclose(together, whole[rank], rtol=1e-12)
+        assert np.abs(alone - together).max() > 0.1
+
+
+def test_a_process_group_that_is_gone_is_told(ranks):
+    for text in ranks(2, process_group_programs.destroyed):
+        assert "expected one that this process is in" in text.replace("\n", " ")
+
+
+def test_a_rank_outside_of_its_process_group_is_told(ranks):
+    assert "expected a process group of torch's" in ranks(2, process_group_programs.outside)[1].replace("\n", " ")
+
+
+def test_one_of_group_and_process_group_is_enough():
+    with pytest.raises(ValueError, match="expected group or process_group, got both"):
+        client.SynchronizedBatchNorm1d(3, group="local", process_group="left")

@@ -1,0 +1,97 @@
+"""What processes do in `test_lanes.py`: every kind of call of a layer, over whichever lane they have."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import client
+from client.training import recalibration
+
+CHANNELS = 3
+
+# Samples of each rank; the second has none.
+SIZES = (4, 0, 2, 3)
+
+
+def every_kind_of_call(process: Any) -> dict[str, np.ndarray]:
+    """Each call's output and gradients, and the buffers they leave."""
+    found: dict[str, Tensor] = {}
+    for number, (name, run) in enumerate(CALLS.items()):
+        layer = _layer()
+        x = _samples(process.rank, seed=number).requires_grad_()
+        for what, tensor in {**run(layer, x), **dict(layer.named_buffers())}.items():
+            found[f"{name}, {what}"] = tensor
+    return {name: tensor.detach().numpy().copy() for name, tensor in found.items()}
+
+
+def _layer(**options: Any) -> nn.Module:
+    layer = client.SynchronizedBatchNorm1d(CHANNELS, dtype=torch.float64, **options)
+    layer.layer_name = "layer"
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([0.5, -1.0, 2.0]))
+    return layer
+
+
+def _samples(rank: int, seed: int) -> Tensor:
+    whole = torch.randn(sum(SIZES), CHANNELS, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return whole.split(SIZES)[rank]
+
+
+def _gradients(layer: nn.Module, x: Tensor, output: Tensor) -> dict[str, Tensor]:
+    (output * output.detach().cumsum(0)).sum().backward()
+    return {"output": output, "input": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+
+
+def _plain(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return _gradients(layer, x, layer(x))
+
+
+def _masked(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    mask = torch.arange(x.shape[0] * 5).view(-1, 5) % 3 != 0
+    return _gradients(layer, x, layer(x, mask))
+
+
+def _twice_differentiated(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    output = layer(x)
+    (by_input,) = torch.autograd.grad((output**3).sum(), x, create_graph=True)
+    return _gradients(layer, x, by_input)
+
+
+def _checkpointed(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return _gradients(layer, x, checkpoint(layer, x, use_reentrant=False))
+
+
+def _used_twice(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return _gradients(layer, x, layer(layer(x).tanh()))
+
+
+def _in_micro_batches(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    layer.chunks = 2
+    return _gradients(layer, x, layer(x[: len(x) // 2]).sum() + layer(x[len(x) // 2 :]))
+
+
+def _compiled(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    torch.compiler.reset()
+    return _gradients(
+        layer, x, torch.compile(lambda y: layer(y * 2) + layer(y), backend="aot_eager", fullgraph=True)(x)
+    )
+
+
+def _recalibrated(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    recalibration.recalibrate(layer, [batch for batch in x.detach().split(2) if len(batch)])
+    return {}
+
+
+CALLS = {
+    "plain": _plain,
+    "masked": _masked,
+    "twice differentiated": _twice_differentiated,
+    "checkpointed": _checkpointed,
+    "used twice": _used_twice,
+    "in micro-batches": _in_micro_batches,
+    "compiled": _compiled,
+    "recalibrated": _recalibrated,
+}

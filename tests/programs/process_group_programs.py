@@ -1,0 +1,129 @@
+"""What ranks do in `test_process_group.py`: torch's process group instead of a connection."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import client
+from programs import ddp_programs
+from programs.ddp_programs import keep
+from programs.member_programs import Buffers
+from statsd_bn.errors import StatsdBNError
+from support import whole_batch
+
+
+def train_under_ddp(rank: Any, training: ddp_programs.Training, backend: str | None = None) -> tuple[Buffers, bool]:
+    """Nothing but `convert_model` and the wrapper; returns the state, and whether the wrapper broadcasts buffers."""
+    model = client.convert_model(ddp_programs.network(training))
+    optimizer = ddp_programs.optimizer_for(model)
+    # With the first bucket as small as in `wrapped` torch's compiler fails an assertion.
+    wrapper = keep(DistributedDataParallel(model)) if backend else ddp_programs.wrapped(model, training)
+    run = torch.compile(wrapper, backend=backend) if backend else wrapper
+    ddp_programs.train_shard(run, optimizer, training, rank.rank)
+    return {name: value.detach().numpy() for name, value in model.state_dict().items()}, wrapper.broadcast_buffers
+
+
+def in_pairs(rank: Any, case: whole_batch.Case, how: str) -> whole_batch.Result:
+    """Ranks 0 and 1 synchronise, and 2 and 3, in one of the ways to say so."""
+    pairs = [keep(distributed.new_group(ranks)) for ranks in ([0, 1], [2, 3])]
+    mine = pairs[rank.rank // 2]
+    layer = _in_process_group(case.layer(synchronised=False), mine, how)
+    assert layer.group.size == 2
+    return whole_batch.run_shard(case, layer, rank.rank % 2)
+
+
+def _in_process_group(layer: nn.Module, group: Any, how: str) -> Any:
+    match how:
+        case "convert_model":
+            return client.convert_model(layer, process_group=group)
+        case "convert_sync_batchnorm":
+            return client.SynchronizedBatchNorm.convert_sync_batchnorm(layer, group)
+        case "nn.SyncBatchNorm":
+            return client.convert_model(nn.SyncBatchNorm.convert_sync_batchnorm(layer, group))
+        case "copy":
+            return copy.deepcopy(client.convert_model(layer, process_group=group))
+        case "pickle":
+            return pickle.loads(pickle.dumps(client.convert_model(layer, process_group=group)))  # noqa: S301 - its own
+    raise AssertionError(how)
+
+
+def revert(_rank: Any) -> bool:
+    """Whether torch's layer gets its process group back."""
+    group = keep(distributed.new_group([0, 1]))
+    converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3, process_group=group)))
+    return client.revert_model(converted)[0].process_group is group
+
+
+def come_to_different_layers(rank: Any, layers: list[str]) -> str:
+    """Each rank calls another layer; returns the error."""
+    layer = client.SynchronizedBatchNorm1d(3)
+    layer.layer_name = layers[rank.rank]
+    try:
+        layer(torch.randn(4, 3))
+    except StatsdBNError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def gather_values(rank: Any) -> tuple[list[Any], int, int]:
+    """`mp_sync`, and how a handler splits loaders."""
+    handler = client.DDPHandler(object())
+    values = handler.mp_sync(torch.arange(rank.rank + 1), return_tensor=False)
+    return values, *handler._rank_and_size()
+
+
+def average(rank: Any) -> tuple[list[float], int]:
+    """Gradients of 1 sample on rank 0 and 3 on rank 1."""
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([1.0, 2.0]) * (rank.rank + 1)
+    count = client.average_gradients([parameter], 1 + 2 * rank.rank)
+    return parameter.grad.tolist(), count
+
+
+def join(_rank: Any) -> str:
+    """`client.join` has nobody to leave."""
+    try:
+        with client.join(client.convert_model(nn.Sequential(nn.BatchNorm1d(3)))):
+            return "entered"
+    except StatsdBNError as error:
+        return str(error)
+
+
+def compile_before_there_are_ranks(store: str, rank: int) -> list[np.ndarray]:
+    """A compiled layer that was alone at first; returns its outputs alone and in company."""
+    layer = client.SynchronizedBatchNorm1d(2, affine=False).double()
+    layer.layer_name = "compiled early"
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64) * (1 + rank)
+    alone = run(x)
+    with ddp_programs.process_group_of(store, rank, 2):
+        return [alone.numpy(), run(x).numpy()]
+
+
+def destroyed(_rank: Any) -> str:
+    """A layer whose process group is gone."""
+    group = keep(distributed.new_group([0, 1]))
+    layer = client.convert_model(nn.BatchNorm1d(3), process_group=group)
+    distributed.destroy_process_group(group)
+    try:
+        layer(torch.randn(4, 3))
+    except StatsdBNError as error:
+        return str(error)
+    return "no error"
+
+
+def outside(rank: Any) -> str:
+    """A rank that is not in the group it names."""
+    group = keep(distributed.new_group([0]))
+    if rank.rank == 0:
+        return ""
+    try:
+        client.convert_model(nn.BatchNorm1d(3), process_group=group)
+    except StatsdBNError as error:
+        return str(error)
+    return "no error"
