@@ -50,7 +50,7 @@ def company_in(group: With) -> Company | None:
         group: with whom a layer synchronises.
     """
     if isinstance(group, NamedProcessGroup):
-        return group if group.size > 1 else None
+        return group if group.size != 1 else None
     connection = current_connection()
     if group is None and (connection is None or connection.is_in_process):
         return named_process_group.default()

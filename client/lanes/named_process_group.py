@@ -14,7 +14,7 @@ class NamedProcessGroup:
 
     Attributes:
         name: torch's name for it in this process.
-        size: how many ranks it has.
+        size: how many ranks it has; 0 of one that this process is not in, which torch gives no name.
     """
 
     name: str
@@ -24,11 +24,13 @@ class NamedProcessGroup:
         return f"process group {self.name!r} of {self.size} ranks"
 
     def find(self) -> Any:
-        """Returns the group itself.
+        """Returns the group itself, or what torch has in place of one that this process is not in.
 
         Raises:
             ConfigurationError: this process has no such group, or has it no longer.
         """
+        if not self.size:
+            return distributed.GroupMember.NON_GROUP_MEMBER
         if distributed.is_available():
             from torch._C import _distributed_c10d  # noqa: PLC0415 - missing where torch was built without it
 
@@ -60,11 +62,14 @@ def named(process_group: Any) -> NamedProcessGroup:
     """Returns what a layer keeps of a process group of torch's, whatever its size.
 
     Raises:
-        ConfigurationError: this process is not in it.
+        ConfigurationError: it is something else.
     """
-    if not (distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)):
-        raise ConfigurationError(
-            f"process_group: expected a process group of torch's that this process is in, got {process_group!r:.80}; "
-            "torch.distributed.new_group() makes one"
-        )
-    return NamedProcessGroup(process_group.group_name, process_group.size())
+    if distributed.is_available():
+        if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
+            return NamedProcessGroup("", 0)
+        if isinstance(process_group, distributed.ProcessGroup):
+            return NamedProcessGroup(process_group.group_name, process_group.size())
+    raise ConfigurationError(
+        "process_group: expected one of torch's, as torch.distributed.new_group() makes them, "
+        f"got {process_group!r:.80}"
+    )

@@ -22,7 +22,7 @@ from client.border import make_readable
 from client.lanes.key_digest import digest_of
 from client.lanes.named_process_group import NamedProcessGroup
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
-from statsd_bn.errors import RoundMismatch, StatsdBNError
+from statsd_bn.errors import ConfigurationError, RoundMismatch, StatsdBNError
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import sum_in_order
@@ -72,7 +72,7 @@ class ProcessGroupPipe:
             RuntimeError: torch's, for whatever goes wrong in the process group.
         """
         try:
-            group = self.process_group.find()
+            group = _group(self)
             rounds = _rounds_of(group)
             with rounds.lock:
                 key = key or self.key(0, rounds.next_call(self.layer), FORWARD)
@@ -84,6 +84,14 @@ class ProcessGroupPipe:
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
         return RoundKey("torch", "process group", 0, step, self.layer, call, phase)
+
+
+def _group(pipe: ProcessGroupPipe) -> Any:
+    if not pipe.process_group.size:
+        raise ConfigurationError(
+            f"layer {pipe.layer!r}: expected a process group that this process is in, where it trains, got another"
+        )
+    return pipe.process_group.find()
 
 
 def all_gather(process_group: NamedProcessGroup, message: bytes) -> dict[int, bytes]:

@@ -17,6 +17,7 @@ from client.border import make_readable
 from client.data_parallel import any_device
 from client.lanes.choose import Company, With, company_in, lane_over, meant
 from client.lanes.lane import Lane
+from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import custom_op, input_checks, unconnected, unsynchronized
 from client.layers.call import Call
 from client.layers.convert import convert
@@ -42,6 +43,14 @@ class Way(Enum):
 
     AS_REPLICA = auto()
     """One slice of several, whose replicas meet at a barrier; the last takes all over the lane."""
+
+
+class _ProcessGroup:
+    """Attribute of that name; a layer whose own class has another of this name keeps that."""
+
+    def __get__(self, layer: Any, kind: type | None = None) -> Any:
+        group = None if layer is None else layer.group
+        return group.find() if isinstance(group, NamedProcessGroup) else None
 
 
 _unnamed = itertools.count()
@@ -74,6 +83,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the place in the
             model; a layer made by hand is called after its class and how many were made before it.
         group: as given; for a process group of torch's its name and size.
+        process_group: as given.
         chunks: as given; what is pending moves the running statistics when it is set.
 
     Shape:
@@ -82,7 +92,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
 
     Raises:
         ValueError: `eps_mode` is neither "plus" nor "clamp", `group` is neither None, "local" nor a `client.Group`,
-            this process is not in `process_group`, both are given, or `chunks` is below 1; in `forward`, the
+            `process_group` is something else, both are given, or `chunks` is below 1; in `forward`, the
             input has other dimensions or channels, the mask another shape, or the whole batch has one value per
             channel.
         TypeError: `chunks` is not an int; in `forward`, the input is not floating-point or a DTensor, or the mask not
@@ -90,6 +100,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
             RoundFailed.
     """
+
+    process_group = _ProcessGroup()
 
     def __init__(
         self,

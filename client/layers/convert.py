@@ -67,7 +67,7 @@ def convert_model(
         The module, or its replacement if it is itself a batch norm or an `nn.DataParallel`.
 
     Raises:
-        ValueError: `group` is neither None, "local" nor a `client.Group`, this process is not in `process_group`, both
+        ValueError: `group` is neither None, "local" nor a `client.Group`, `process_group` is something else, both
             are given, or `chunks` is below 1; nothing is changed.
         TypeError: `chunks` is neither None nor an int.
         ConfigurationError: a layer's place in the model is not printable, or too long; nothing is changed.
@@ -168,6 +168,8 @@ def _check_names(module: nn.Module) -> None:
 def _with_whom(layer: Synchronized, group: With) -> With:
     if layer.group is not None or group is not None:
         return group if layer.group is None else layer.group
+    if layer.converted_from is not None:  # what it calls so is its own affair
+        return None
     return meant(None, vars(layer).pop("process_group", None))
 
 

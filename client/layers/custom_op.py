@@ -50,10 +50,11 @@ _backward_passes = BackwardPasses()
 def named(group: With) -> tuple[str, int]:
     """Returns a layer's group as plain values, name and size.
 
-    ("", 0) stands for None, the rule's name and 0 for a rule. The size of a process group is below 0.
+    ("", 0) stands for None, the rule's name and 0 for a rule. A process
+    group's size is counted down from -1.
     """
     if isinstance(group, NamedProcessGroup):
-        return group.name, -group.size
+        return group.name, -1 - group.size
     if isinstance(group, Group):
         return group.name, group.size
     return group or "", 0
@@ -64,7 +65,7 @@ def _lane(layer: str, group: str, size: int) -> Lane:
     if (group, size) == THIS_PROCESS:
         return LocalPipe(layer)
     if size < 0:
-        return ProcessGroupPipe(NamedProcessGroup(group, -size), layer)
+        return ProcessGroupPipe(NamedProcessGroup(group, -1 - size), layer)
     return lane_for(layer, Group(group, size) if size else group or None)
 
 

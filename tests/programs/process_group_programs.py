@@ -122,8 +122,10 @@ def outside(rank: Any) -> str:
     group = keep(distributed.new_group([0]))
     if rank.rank == 0:
         return ""
+    layer = client.convert_model(nn.BatchNorm1d(3), process_group=group)
+    layer.eval()(torch.randn(4, 3))
     try:
-        client.convert_model(nn.BatchNorm1d(3), process_group=group)
+        layer.train()(torch.randn(4, 3))
     except StatsdBNError as error:
         return str(error)
     return "no error"

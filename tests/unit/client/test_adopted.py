@@ -364,3 +364,20 @@ def test_a_class_is_made_once_and_can_make_layers():
     for wrong in (nn.Linear, kind, nn.SyncBatchNorm, nn.LazyBatchNorm2d, Foreign):
         with pytest.raises(TypeError):
             client.synchronized_class(wrong)
+
+
+class OfAGroup(nn.BatchNorm1d):
+    """With an attribute of its own that ours has as well."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.process_group = "its own"
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_an_attribute_of_its_own_that_ours_has_too_stays():
+    layer = OfAGroup(3)
+    assert client.convert_model(layer) is layer
+    assert layer.process_group == "its own"

@@ -1,0 +1,106 @@
+"""Runs torch's own distributed tests of `nn.SyncBatchNorm` on our layers, as one of the ranks that torchrun starts.
+
+    torchrun --nproc-per-node 2 torchs_own_tests.py
+
+Torch runs them on GPUs only. Here what asks for a GPU gets the CPU, and nothing else of the tests is changed. Rank 0
+prints the lanes and the names of those that pass; a rank on which one fails raises.
+"""
+
+import inspect
+import os
+import sys
+import tempfile
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+# The module of torch's tests reads these while it is imported.
+os.environ["BACKEND"] = "gloo"
+os.environ["TEMP_DIR"] = tempfile.gettempdir()
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.common_utils import TestCase, set_rng_seed
+from torch.testing._internal.distributed import distributed_test
+
+import client
+from support.lanes import LANES, PROCESS_GROUP
+from support.torchs_own_tests import names_for
+
+
+class TorchsOwn(distributed_test.DistributedTest._DistTestBase, TestCase):
+    """Torch's tests, in a process that is started already."""
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+
+    def _barrier(self, *_args: Any, **_named: Any) -> None:
+        distributed.barrier()
+
+
+class TorchWithoutGpus:
+    """What the tests know as `torch`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, *_: Any) -> torch.device:
+        return torch.device("cpu")
+
+    def randn(self, *sizes: int, device: Any = None, **named: Any) -> torch.Tensor:
+        del device
+        return torch.randn(*sizes, **named)
+
+
+class ResNet(nn.Module):
+    """As far as the tests look at torchvision's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Module()
+        block.bn1 = nn.BatchNorm2d(64)
+        self.layer1 = nn.Sequential(block)
+
+
+def stay_on_the_cpu() -> None:
+    distributed_test.torch = TorchWithoutGpus()
+    distributed_test.torchvision = SimpleNamespace(models=SimpleNamespace(resnet50=ResNet))
+    torch.cuda.set_device = lambda _device: None
+    torch.cuda.current_device = lambda: "cpu"
+    torch.Tensor.cuda = nn.Module.cuda = lambda self, *_args, **_named: self
+    wrap = DistributedDataParallel.__init__
+
+    def without_devices(self: Any, module: nn.Module, device_ids: Any = None, **named: Any) -> None:
+        del device_ids
+        wrap(self, module, **named)
+
+    DistributedDataParallel.__init__ = without_devices
+
+
+def run() -> None:
+    distributed.init_process_group("gloo")
+    stay_on_the_cpu()
+    # Only this class: the tests take nn.BatchNorm1d for what ours is to be equal to.
+    nn.SyncBatchNorm = client.SynchronizedBatchNorm
+    for lane in LANES:
+        with nullcontext() if lane == PROCESS_GROUP else client.connect(lane=lane, job=lane):
+            run_over(lane)
+    # gloo's threads outlive the group, and now and then abort a process whose Python is going (pytorch#179291).
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_over(lane: str) -> None:
+    for name in names_for(TorchsOwn.world_size):
+        set_rng_seed(1)
+        # Without the decorators, which would skip it where there is no GPU.
+        inspect.unwrap(getattr(TorchsOwn, name))(TorchsOwn(name))
+        distributed.barrier()
+        if TorchsOwn.rank == 0:
+            sys.stdout.write(f"{lane}: {name}\n")
+    distributed.barrier()
+
+
+if __name__ == "__main__":
+    run()
