@@ -77,8 +77,13 @@ class Meetings:
             if waited >= self._spin_seconds:
                 self._futex.sleep(value, min(SLICE_SECONDS, seconds - waited))
 
+    @property
+    def have_all_come(self) -> bool:
+        """Whether all have come to the meeting."""
+        return self._region.have_all_come(self._number)
+
     def rows(self) -> list[Rows] | None:
-        """Returns what the members have brought, in order, after `wait` has said that all have come.
+        """Returns what the members have brought, in order, once all have come.
 
         None where they have come for different things, or some rows did not fit: then it is None for all of them. The
         values are views, good until this member comes to the meeting after the next.

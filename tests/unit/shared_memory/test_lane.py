@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from client.connection.member import SHARED_MEMORY, ZEROMQ
-from client.lanes import meeting_place, shared_memory
+from client.lanes import meeting_place, round_in_memory
 from client.lanes.shared_memory import SharedMemoryPipe
 from client.lanes.zeromq import SlavePipe
 from client.shared_memory import passing, region
@@ -58,7 +58,7 @@ def test_it_gives_the_keys_and_bits_of_the_server(members, size):
 
 
 def test_quick_rounds_do_not_come_to_the_server(monkeypatch):
-    monkeypatch.setattr(shared_memory, "ESCALATE_SECONDS", 20.0)
+    monkeypatch.setattr(round_in_memory, "ESCALATE_SECONDS", 20.0)
     master = MemoryMaster()
     counts = {}
 
