@@ -65,6 +65,7 @@ class Connection:
         transport: how it reaches the master.
         lane: how rows reach the other members of the job: "zeromq", over the server; "shared_memory", from the first
             round on if it was asked for and they share a host; "in process" where there is no other.
+        unsettled: the rounds of which the server has not heard.
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
         watch: told of each exchange, by the layer's name and the round's key; or None.
@@ -81,6 +82,7 @@ class Connection:
         self.transport = transport
         self.lane = IN_PROCESS if self.is_in_process else ZEROMQ
         self._sessions = Sessions(transport, member)
+        self.unsettled = self._sessions.unsettled
         self._world = groups.world(member.world_size)
         # Looked up now where that can be done: torch.compile follows a layer to its group, but not to the host's name.
         self._local: Group | None = None
@@ -262,8 +264,13 @@ class Connection:
 
     def over_server(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
         """Takes part in a round over the server."""
+        return self.run(self.round_trip(session, key, rows))
+
+    def run(self, trip: RoundTrip) -> Aggregate:
+        """Runs what takes part in a round over the server to its end."""
         with self.transport.channel() as channel:
-            return driver.run(self.round_trip(session, key, rows), channel)
+            self._sessions.settle(channel)
+            return driver.run(trip, channel)
 
     def round_trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
         """Returns what takes part in a round over the server, not yet begun."""

@@ -62,11 +62,14 @@ class RoundTrip:
         self._frame = frame
         self._chance = chance
         self._attempt = 0
+        self._expiry = 0.0
         self._next_warning = WARN_SECONDS
         self._told = ""
 
     def begin(self, now: float) -> Turn[Aggregate]:
-        """Sends the contribution."""
+        """Sends the contribution; again, if it has begun before, on another channel."""
+        if self._expiry:
+            return self._wait(now, (self._ask_again(now),))
         self._heard = self._session.spoke = now
         self._expiry = now + self._session.member.round_timeout + GRACE_SECONDS
         return self._wait(now, (self._frame,))

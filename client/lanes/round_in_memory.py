@@ -6,11 +6,10 @@ whoever is first. So the server sees every long wait, and says what it is about.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from client.connection.machine import Turn
 from client.connection.round_trip import RoundTrip
-from client.connection.session import Session
+from client.connection.session import Session, Unsettled, taken
 from client.lanes.key_digest import digest_of
 from client.shared_memory.meeting import Meetings
 from statsd_bn import limits
@@ -22,37 +21,32 @@ from statsd_bn.rows import Rows
 # How long to wait before the server hears of it; a step in which one member has more to do than the others is longer.
 ESCALATE_SECONDS = 0.05
 
-# How often to look at both, memory and server, from then on.
+# How often to look from then on.
 LISTEN_SECONDS = 0.005
 
 
-class Elsewhere(Enum):
-    """Where the aggregate is to be had, if not in memory."""
-
-    AT_THE_SERVER = auto()
-
-
-@dataclass
-class Unsettled:
-    """What the server has not heard of this member's rounds in memory.
+@dataclass(frozen=True)
+class AtServer:
+    """Says that the aggregate is to be had at the server only.
 
     Attributes:
-        key: of the latest round that was over in memory; None if the server knows of it.
+        trip: what takes part in the round over the server, begun or not.
     """
 
-    key: RoundKey | None = None
+    trip: RoundTrip
 
 
 class RoundInMemory:
-    """A `Machine` whose result is the aggregate; or `Elsewhere`, for all members alike.
+    """A `Machine` whose result is the aggregate; or `AtServer`, for all members alike.
 
     Args:
         session: who speaks.
         key: of the round.
         rows: what this member brings.
         meetings: of the group. It is closed if the round fails, since whoever leaves a meeting early is out of step.
-        unsettled: kept from round to round.
-        begin_trip: returns what takes part in the round over the server.
+        unsettled: of all groups, see `client.connection.sessions.Sessions`.
+        begin_trip: returns what takes part in the round over the server, not begun.
+        listen_seconds: how often to look at both, memory and server, once the server has heard of it.
     """
 
     def __init__(
@@ -63,6 +57,7 @@ class RoundInMemory:
         meetings: Meetings,
         unsettled: Unsettled,
         begin_trip: Callable[[], RoundTrip],
+        listen_seconds: float = LISTEN_SECONDS,
     ) -> None:
         self._session = session
         self._key = key
@@ -70,16 +65,17 @@ class RoundInMemory:
         self._meetings = meetings
         self._unsettled = unsettled
         self._begin_trip = begin_trip
+        self._listen_seconds = listen_seconds
         self._trip: RoundTrip | None = None
         self._due = 0.0
 
-    def begin(self, now: float) -> Turn[Aggregate | Elsewhere]:
+    def begin(self, now: float) -> Turn[Aggregate | AtServer]:
         """Comes to the meeting."""
         self._due = now + ESCALATE_SECONDS
         self._meetings.arrive(digest_of(self._key), self._rows)
         return self._look(now) or ((), self._due, None)
 
-    def step(self, now: float, frame: bytes | None) -> Turn[Aggregate | Elsewhere]:
+    def step(self, now: float, frame: bytes | None) -> Turn[Aggregate | AtServer]:
         """Looks at the memory, then at what the server says.
 
         Raises:
@@ -94,33 +90,32 @@ class RoundInMemory:
         frames, self._due, aggregate = self._trip.step(now, frame)
         return frames, self._next(now), aggregate
 
-    def _escalate(self, now: float) -> Turn[Aggregate | Elsewhere]:
+    def _escalate(self, now: float) -> Turn[Aggregate | AtServer]:
         self._trip = self._begin_trip()
         frames, self._due, aggregate = self._trip.begin(now)
-        if self._unsettled.key:
-            # Else a member that has not been awake since would seem to wait there, and this one here, for ever.
-            frames = (self._session.settled(self._unsettled.key), *frames)
-        return frames, self._next(now), aggregate
+        return (*taken(self._unsettled), *frames), self._next(now), aggregate
 
     def _next(self, now: float) -> float:
-        return min(self._due, now + LISTEN_SECONDS)
+        return min(self._due, now + self._listen_seconds)
 
-    def _look(self, now: float) -> Turn[Aggregate | Elsewhere] | None:
+    def _look(self, now: float) -> Turn[Aggregate | AtServer] | None:
         """Returns how the meeting has ended, if it has."""
         # In this order: the last one to come may close at once.
         is_closed = self._meetings.is_closed
         if not self._meetings.have_all_come:
-            return ((), now, Elsewhere.AT_THE_SERVER) if is_closed else None
+            return ((), now, self._at_server()) if is_closed else None
         aggregate = self._sum()
         if aggregate is None:
-            return (), now, Elsewhere.AT_THE_SERVER
+            return (), now, self._at_server()
         frames: Sequence[bytes] = ()
         if self._trip is None:
-            self._unsettled.key = self._key
+            self._unsettled[self._session] = self._key
         else:
-            self._unsettled.key = None
             frames = (self._session.settled(self._key),)
         return frames, now, aggregate
+
+    def _at_server(self) -> AtServer:
+        return AtServer(self._trip or self._begin_trip())
 
     def _sum(self) -> Aggregate | None:
         """Returns the sum of what all have brought; None where the server has to say what is wrong with it."""

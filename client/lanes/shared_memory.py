@@ -8,13 +8,14 @@ rows to the server as well, as if there were no memory, and listens to both.
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.connection.session import Session
 from client.lanes import meeting_place
-from client.lanes.round_in_memory import Elsewhere, RoundInMemory, Unsettled
+from client.lanes.round_in_memory import AtServer, RoundInMemory
 from client.lanes.zeromq import SlavePipe
 from client.shared_memory.meeting import Meetings
 from statsd_bn.messages import Aggregate
@@ -46,33 +47,29 @@ class Meet:
     def __init__(self, connection: Connection, meetings: Meetings) -> None:
         self._connection = connection
         self._meetings = meetings
-        self._unsettled = Unsettled()
 
     def __call__(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
         """Takes part in a round, in memory if all members come for the same one."""
-        meetings, connection = self._meetings, self._connection
-        with meetings.lock:
-            if not meetings.is_closed:
-                round_ = RoundInMemory(
-                    session,
-                    key,
-                    rows,
-                    meetings,
-                    self._unsettled,
-                    lambda: connection.round_trip(session, key, rows),
-                )
-                try:
-                    found = self._run(round_)
-                except BaseException:
-                    # Whoever leaves a meeting early is out of step with the others for good.
-                    meetings.close()
-                    raise
-                if isinstance(found, Aggregate):
-                    return found
+        connection = self._connection
+        with self._meetings.lock:
+            if self._meetings.is_closed:
+                found: Aggregate | AtServer = AtServer(connection.round_trip(session, key, rows))
+            else:
+                found = self._meet(session, key, rows)
         # Without the lock: two threads may wait for each other there, on this member and on another.
-        return connection.over_server(session, key, rows)
+        return found if isinstance(found, Aggregate) else connection.run(found.trip)
 
-    def _run(self, round_: RoundInMemory) -> Aggregate | Elsewhere:
+    def _meet(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate | AtServer:
+        connection = self._connection
+        begin_trip = partial(connection.round_trip, session, key, rows)
+        try:
+            return self._run(RoundInMemory(session, key, rows, self._meetings, connection.unsettled, begin_trip))
+        except BaseException:
+            # Whoever leaves a meeting early is out of step with the others for good.
+            self._meetings.close()
+            raise
+
+    def _run(self, round_: RoundInMemory) -> Aggregate | AtServer:
         now = time.monotonic
         frames, due, found = round_.begin(now())
         if found is None:

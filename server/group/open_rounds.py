@@ -122,7 +122,11 @@ class OpenRounds:
         return replies
 
     def settle(self, now: float, key: RoundKey) -> None:
-        """Drop a round: its members have got one another's rows without the server, and nobody waits for it here."""
+        """Drop a round: its members have got one another's rows without the server, and nobody waits for it here.
+
+        A contribution that is still under way must not begin it anew.
+        """
+        self._archive.remember(key)
         if round_ := self._open.pop(key, None):
             self.answered = now
             self._archive.room.keep(-round_.held)

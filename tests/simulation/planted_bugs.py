@@ -17,6 +17,9 @@ import client.connection.session
 from client.connection.registration import Registration
 from client.connection.round_trip import GRACE_SECONDS, RoundTrip
 from client.connection.session import Session
+from client.lanes import round_in_memory
+from client.lanes.round_in_memory import RoundInMemory
+from client.shared_memory.region import Region
 from server.core import collectives, deadlock, inquiry
 from server.core.dispatcher import Dispatcher
 from server.core.liveness import Liveness
@@ -30,6 +33,7 @@ from server.group.open_rounds import OpenRounds
 from server.group.recovery import Recovery
 from server.group.rounds import Round
 from server.group.seals import Seals
+from simulation import simulated_process
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Whereabouts
@@ -143,7 +147,7 @@ def second_write_wins() -> Any:
 
     def answer_again(right: Any, self: SyncMaster, round_: Round, slave: Any, rows: Rows, peer: bytes) -> Any:
         message = decode(round_.answer)
-        if isinstance(message, Aggregate):
+        if isinstance(message, Aggregate) and message.values.shape == rows.values.shape[1:]:
             with np.errstate(all="ignore"):
                 late = replace(message, values=message.values + rows.values.sum(axis=0))
             round_.answer = encode(late)
@@ -444,3 +448,48 @@ def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:
     with np.errstate(all="ignore"):
         total = join_in_order(rows) if round_.key.phase == GATHER else functools.reduce(np.add, rows)
     return Aggregate(round_.key, len(counts), sum(counts), Members.of(round_.futures), total)
+
+
+@bug
+def memory_never_escalates() -> Any:
+    """Who waits in memory waits for ever, and the server hears nothing of it."""
+    return instead(RoundInMemory, "_escalate", lambda _right, _self, now: ((), now + 1.0, None))
+
+
+@bug
+def memory_keys_not_compared() -> Any:
+    """Members that have come to memory for different rounds get one another's rows."""
+    return mock.patch.object(round_in_memory, "digest_of", return_value=1)
+
+
+@bug
+def memory_of_one_slot() -> Any:
+    """Who is quick writes over what another has not read."""
+    return instead(Region, "_slot", lambda right, self, member, _meeting: right(self, member, 0))
+
+
+@bug
+def settled_rounds_untold() -> Any:
+    """The server is not told that a round is over in memory before it is asked for another."""
+    return mock.patch.object(simulated_process, "taken", return_value=[])
+
+
+@bug
+def settled_rounds_begin_anew() -> Any:
+    """A late copy of a contribution begins a round anew that was over in memory."""
+
+    def settle(right: Any, self: OpenRounds, now: float, key: Any) -> None:
+        right(self, now, key)
+        self._archive._remembered.pop(hash(key), None)
+
+    return instead(OpenRounds, "settle", settle)
+
+
+@bug
+def memory_not_looked_at_again() -> Any:
+    """Who has sent its rows to the server does not look into memory any more."""
+
+    def look(right: Any, self: RoundInMemory, now: float) -> Any:
+        return None if self._trip else right(self, now)
+
+    return instead(RoundInMemory, "_look", look)

@@ -5,17 +5,22 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from client.connection import groups
 from client.connection.groups import Group
 from client.connection.member import Member
 from client.connection.registration import Registration, cause_of
 from client.connection.round_trip import RoundTrip
 from client.connection.session import Session
+from client.lanes.round_in_memory import RoundInMemory
+from client.shared_memory.meeting import Meetings
 from client.whereabouts.place import Place, TorchGroup
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
 from simulation.simulated_frames import SimulatedSession
 from simulation.simulated_liar import LyingSession
+from simulation.simulated_memory import LISTEN_SECONDS
 from simulation.simulated_plan import GATHERED, Call, Fault
 from simulation.simulated_process import SimulatedProcess
 from statsd_bn import limits
@@ -79,6 +84,7 @@ class Process(SimulatedProcess):
         self._longest_silence = 0.0
         self.ended = float("inf")
         self.result: BaseException | str | None = None
+        self._memories: dict[str, Meetings] = {}
         self._world = groups.world(world.plan.size)
         # Only a first life has them.
         self._own_faults = [fault for fault in world.plan.faults if fault.member == number and not life]
@@ -95,6 +101,12 @@ class Process(SimulatedProcess):
     def longest_silence(self) -> float:
         """The longest time for which the server did not hear of it while it lived, in seconds."""
         return max(self._longest_silence, min(self.world.clock.now, self.ended) - self._silent_since)
+
+    def is_through(self, key: RoundKey, then: float) -> bool:
+        """Whether it lives, has been through with a round since that time, and could say so."""
+        if self.result is not None or self.frozen_until > then:
+            return False
+        return any(outcome.key == key and 0.0 < outcome.ended < then for outcome in self.outcomes)
 
     def kill(self, *, silently: bool) -> None:
         """Killed, or its host vanished: not one more frame leaves it."""
@@ -114,6 +126,8 @@ class Process(SimulatedProcess):
             self.leave("")
             self.world.note(self, "left")
         self.ended = self.world.clock.now
+        for meetings in self._memories.values():
+            meetings.close()
         # A process that ends closes its sockets.
         self.world.network.vanish(self, silently=False)
         self.world.over(self)
@@ -252,10 +266,57 @@ class Process(SimulatedProcess):
     def _round(self, key: RoundKey, layer: str, rows: Rows, group: Group) -> Part:
         """Does what `Connection._round` does."""
         session = yield from self._session(group)
+        meetings = (yield from self._meetings_of(group, session)) if key.phase != GATHER else None
         if key.phase in {FORWARD, GATHER}:
             key = session.forward_key(layer, key.phase)
-        frame = session.contribution(key, rows)
-        return (yield RoundTrip(session, ENDPOINT, key, rows, frame, self.world.rng.random))
+        session.begins(key)
+        if meetings and not meetings.is_closed:
+            found = yield from self._round_in_memory(session, key, rows, meetings)
+            if isinstance(found, Aggregate):
+                self.world.network.count("in memory")
+                return found
+            return (yield found.trip)
+        return (yield self._trip(session, key, rows))
+
+    def _trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
+        return RoundTrip(session, ENDPOINT, key, rows, session.contribution(key, rows), self.world.rng.random)
+
+    def _round_in_memory(self, session: Session, key: RoundKey, rows: Rows, meetings: Meetings) -> Part:
+        """Does what `Meet` does."""
+        try:
+            return (
+                yield RoundInMemory(
+                    session,
+                    key,
+                    rows,
+                    meetings,
+                    self.unsettled,
+                    lambda: self._trip(session, key, rows),
+                    LISTEN_SECONDS,
+                )
+            )
+        except StatsdBNError:
+            meetings.close()
+            raise
+
+    def _meetings_of(self, group: Group, session: Session) -> Part:
+        """Does what `meeting_place.find` does, where all members of a group share memory."""
+        plan = self.world.plan
+        if not plan.in_memory or plan.min_members or session.is_uneven:
+            return None
+        if group.name not in self._memories:
+            members = list(session.members)
+            me = members.index(self.number)
+            offered = self.world.offer_memory(len(members)) if me == 0 else 0
+            said = yield from self._gather(session, float(offered))
+            yield from self._gather(session, 0.0)
+            self._memories[group.name] = self.world.memories[int(said[0])].meetings(self, me)
+        return self._memories[group.name]
+
+    def _gather(self, session: Session, value: float) -> Part:
+        key = session.forward_key("statsd_bn memory", GATHER)
+        aggregate = yield self._trip(session, key, Rows((0,), np.full((1, 1, 1), value)))
+        return aggregate.values[0]
 
     def _session(self, group: Group) -> Part:
         """Does what `Sessions.of` does."""
@@ -280,6 +341,7 @@ class Process(SimulatedProcess):
     def _change_stand(self, session: Session, stand: Stand) -> Part:
         """Does what `Sessions.change_stand` does."""
         session.stand = stand
+        session.is_uneven = True
         return (yield Registration(session, ENDPOINT, session.member.round_timeout))
 
     def _observed(self, what: str, group: str, key: RoundKey | None, part: Part) -> Part:

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from client.lanes.round_in_memory import ESCALATE_SECONDS
 from server.group.recovery import RECONNECT_SECONDS
 from simulation.simulated_beginnings import may_meet_another_beginning, newcomers_may_come_first, opened
 from simulation.simulated_frames import decode_once
+from simulation.simulated_memory import LISTEN_SECONDS
 from simulation.simulated_rules import (
     AGGREGATE,
     CONTRIBUTION,
@@ -174,6 +176,9 @@ def check_promptness(world: "World", process: "Process", key: RoundKey) -> None:
     # Two ways, and four more where the group of the round opens only now.
     ways = 6 if key.group != "world" else 2
     due = max(world.brought_at[key], world.left_a_round) + ways * 2 * plan.weather.latency + ROUNDING_SECONDS
+    if plan.in_memory:
+        # Two gathers where the group finds its memory; and a wake-up that is lost, or late.
+        due += 4 * 2 * plan.weather.latency + max(ESCALATE_SECONDS, LISTEN_SECONDS)
     if world.clock.now > due:
         world.find("answers are prompt", f"{process}: {key} came {world.clock.now - due} s late")
 

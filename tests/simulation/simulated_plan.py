@@ -67,6 +67,7 @@ class Plan:
     gathers: bool = False
     keeps_key: bool = True
     liar: int | None = None
+    in_memory: bool = False
 
     @property
     def size(self) -> int:
@@ -158,7 +159,8 @@ def draw(seed: int) -> Plan:
     plan = _draw_policy(random.Random(seed + 2**42), _draw_faults(rng, plan))
     rng = random.Random(seed + 2**43)
     plan = _with(plan, gathers=random.Random(seed + 2**44).random() < 0.2)
-    return _draw_key(_draw_newcomers(rng, _draw_passes(rng, _with(plan, phases=_draw_phases(rng)))))
+    plan = _draw_key(_draw_newcomers(rng, _draw_passes(rng, _with(plan, phases=_draw_phases(rng)))))
+    return _with(plan, in_memory=_draw_memory(random.Random(seed + 2**46), plan))
 
 
 def _with(plan: Plan, **changes: Any) -> Plan:
@@ -174,6 +176,12 @@ def _draw_key(plan: Plan) -> Plan:
     keeps_key = rng.random() < 0.6
     lies = keeps_key and plan.has("server killed", "server stopped") and rng.random() < 0.3
     return _with(plan, keeps_key=keeps_key, liar=rng.randrange(plan.size) if lies else None)
+
+
+def _draw_memory(rng: random.Random, plan: Plan) -> bool:
+    """Rounds in memory and rounds at the server are mixed most where there are groups."""
+    # Where frames come damaged, members do not agree on which memory is theirs.
+    return not plan.weather.corrupted and rng.random() < (0.8 if plan.groups else 0.35)
 
 
 def _draw_phases(rng: random.Random) -> tuple[str, ...]:

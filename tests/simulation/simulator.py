@@ -21,6 +21,7 @@ from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
 from simulation.simulated_frames import is_sound
 from simulation.simulated_member import Outcome, Process
+from simulation.simulated_memory import SimulatedMemory, check_waits
 from simulation.simulated_network import Clock, Network, SimulatedServer
 from simulation.simulated_plan import Call, Fault, Plan, draw
 from statsd_bn import limits
@@ -106,7 +107,7 @@ class World:
         self.server.on_start = self._server_starts
         if self._membership_changes:
             self.server.on_answer = lambda frame: membership_rules.note_sent(self, frame)
-        self.server.on_tick = lambda: rules.check_memory(self)
+        self.server.on_tick = self._check
         self.ledger = Ledger()
         self.facts: list[Fact] = []
         self.processes: list[Process] = []
@@ -114,6 +115,7 @@ class World:
         self.returned: dict[Process, float] = {}
         self.timeouts: dict[RoundKey, str] = {}
         self.rounds = 0
+        self.memories: list[SimulatedMemory] = []
         self._events = 0
         self._finding: Finding | None = None
         self._numbers = self._draw_numbers()
@@ -139,6 +141,11 @@ class World:
             self._run_until(lambda: self.clock.now > expiry or rules.is_empty(self))
             rules.check_nothing_is_left(self)
         return self._tally()
+
+    def offer_memory(self, members: int) -> int:
+        """Makes memory for a group of so many members; returns its number."""
+        self.memories.append(SimulatedMemory(self, members))
+        return len(self.memories) - 1
 
     def find(self, rule: str, complaint: str) -> None:
         """A rule is broken; whoever notices it, the run ends with it."""
@@ -281,6 +288,10 @@ class World:
             membership_rules.note_arrival(self, frame)
         if self.server.outages:
             rules.note_return(self, process, frame)
+
+    def _check(self) -> None:
+        rules.check_memory(self)
+        check_waits(self)
 
     def _server_starts(self) -> None:
         self.arrived.clear()

@@ -1,0 +1,78 @@
+"""Shared memory in a simulated world: the real region and meetings, and wake-ups that may be lost."""
+
+from collections.abc import Callable
+from mmap import mmap
+from typing import TYPE_CHECKING
+
+from client.shared_memory.meeting import Meetings
+from client.shared_memory.region import size_of
+
+if TYPE_CHECKING:
+    from simulation.simulated_member import Process
+    from simulation.simulator import World
+
+# A wake-up that comes later than this is lost: the real sleepers look by themselves, here too.
+MOST_LATE_SECONDS = 0.002
+LOST = 0.1
+
+# How often a member looks at the memory once the server has heard of its wait. Waits last up to a minute here, and each
+# look is an event.
+LISTEN_SECONDS = 0.25
+
+
+# How long the server may take a member to wait for it that does not: what a frame is late at most, and a tick.
+MISTAKEN_SECONDS = 3.0
+
+
+def check_waits(world: "World") -> None:
+    """Whoever has got its rows in memory does not seem to wait at the server."""
+    plan = world.plan
+    if not plan.in_memory or plan.weather.dropped or plan.has("cut", "vanished") or world.server.outages:
+        return
+    then = world.clock.now - MISTAKEN_SECONDS
+    for master in world.server.dispatcher._registry.masters.values():
+        for round_ in master.open_rounds:
+            for process in world.processes:
+                if process.number in round_.waiting and process.is_through(round_.key, then):
+                    world.find("the server knows who waits", f"{process} does not wait in {round_.key}")
+
+
+class SimulatedMemory:
+    """One group's memory, and who looks at it.
+
+    Args:
+        world: its world.
+        members: how many members the group has.
+    """
+
+    def __init__(self, world: "World", members: int) -> None:
+        self._world = world
+        self._bytes = mmap(-1, size_of(members))
+        self._members = members
+        self._sleepers: list[Process] = []
+
+    def meetings(self, process: "Process", me: int) -> Meetings:
+        """The meetings, as one member sees them."""
+        self._sleepers.append(process)
+        return _SimulatedMeetings(self._bytes, self._members, me, self._wake)
+
+    def _wake(self) -> None:
+        rng = self._world.rng
+        for process in self._sleepers:
+            if rng.random() >= LOST:
+                self._world.clock.after(rng.random() * MOST_LATE_SECONDS, process.wake)
+
+
+class _SimulatedMeetings(Meetings):
+    def __init__(self, memory: mmap, members: int, me: int, wake: Callable[[], None]) -> None:
+        super().__init__(memory, members, me)
+        self._wake_others = wake
+
+    def arrive(self, *brought: object) -> None:
+        super().arrive(*brought)
+        if self.have_all_come:
+            self._wake_others()
+
+    def close(self) -> None:
+        super().close()
+        self._wake_others()
