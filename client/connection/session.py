@@ -156,8 +156,6 @@ class Session:
 
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
         """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
-        if attempt == 0:
-            self.begins(key)
         return encode(Contribution(self.token, key, attempt, rows))
 
     def settled(self, key: RoundKey) -> bytes:

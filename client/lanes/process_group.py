@@ -38,8 +38,10 @@ Words = npt.NDArray[np.int64]
 # channels have one size; longer ones double it, again and again. On one host this takes no longer.
 LEAST_WORDS = 4104
 
-# Words of a message: which round it is about, how many rows there are, and then the first row.
-DIGEST, ROWS, FIRST_ROW = range(3)
+# Words of a message: which round it is about, how many rows of which shape there are, and then the first row.
+DIGEST, ROWS, VECTORS, CHANNELS, FIRST_ROW = range(5)
+
+WORD_BYTES = 8
 
 # What a rank says of the round that it has come for, where they differ; in bytes.
 NAME_BYTES = 1024
@@ -97,10 +99,16 @@ def _group(pipe: ProcessGroupPipe) -> Any:
 def all_gather(process_group: NamedProcessGroup, message: bytes) -> dict[int, bytes]:
     """Returns every rank's bytes, of any length, by rank in the process group."""
     group = process_group.find()
-    messages: list[bytes] = [b""] * group.size()
     with _rounds_of(group).lock:
-        distributed.all_gather_object(messages, message, group=group)
-    return dict(enumerate(messages))
+        # What others send is never unpickled, as torch's `all_gather_object` would.
+        lengths = _gathered(group, np.array([len(message)], np.int64))[:, 0]
+        words = np.frombuffer(message.ljust(_up_to_words(max(lengths)), b"\0"), np.int64)
+        messages = _gathered(group, words)
+    return {rank: messages[rank].tobytes()[:length] for rank, length in enumerate(lengths)}
+
+
+def _up_to_words(size: int) -> int:
+    return -(-size // WORD_BYTES) * WORD_BYTES
 
 
 class _Rounds:
@@ -139,11 +147,11 @@ def _rounds_of(group: Any) -> _Rounds:
 def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     """Returns the sum over all ranks."""
     shape = contribution.values.shape[1:]
-    digest = np.uint64(digest_of(key)).view(np.int64)
     first, *others = _as_words(contribution)
-    messages = _gathered(group, np.concatenate((np.array([digest, 1 + len(others)], np.int64), first)))
-    if (messages[:, DIGEST] != digest).any():
-        raise _mismatch(group, key)
+    head = np.array([np.uint64(digest_of(key)).view(np.int64), 1 + len(others), *shape], np.int64)
+    messages = _gathered(group, np.concatenate((head, first)))
+    if (messages[:, (DIGEST, VECTORS, CHANNELS)] != head[[DIGEST, VECTORS, CHANNELS]]).any():
+        raise _mismatch(group, key, shape)
     firsts = messages[:, FIRST_ROW : FIRST_ROW + len(first)]
     rows = _with_others(group, firsts, others, messages[:, ROWS])
     total = sum_in_order(np.ascontiguousarray(row[1:]).view(np.float64).reshape(shape) for row in rows)
@@ -168,10 +176,12 @@ def _with_others(group: Any, firsts: Words, others: list[Words], numbers: Words)
     return [row for rank, first in enumerate(firsts) for row in (first, *gathered[rank, : numbers[rank] - 1])]
 
 
-def _mismatch(group: Any, key: RoundKey) -> RoundMismatch:
+def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatch:
     """Asks all what they have come for; all know by now that they differ."""
+    vectors, channels = shape
     name = np.zeros(NAME_BYTES, np.uint8)
-    own = np.frombuffer(key.in_words().encode()[:NAME_BYTES], np.uint8)
+    text = f"{key.in_words()}, {channels} channels, {vectors} vectors"
+    own = np.frombuffer(text.encode()[:NAME_BYTES], np.uint8)
     name[: len(own)] = own
     names = [bytes(words.view(np.uint8)).rstrip(b"\0") for words in _gathered(group, name.view(np.int64))]
     ranks = distributed.get_process_group_ranks(group)

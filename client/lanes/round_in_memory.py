@@ -88,6 +88,9 @@ class RoundInMemory:
         if self._trip is None:
             return self._escalate(now)
         frames, self._due, aggregate = self._trip.step(now, frame)
+        if aggregate and not self._meetings.have_all_come:
+            # The others have come to this round before, at another meeting: from now on they are out of step.
+            self._meetings.close()
         return frames, self._next(now), aggregate
 
     def _escalate(self, now: float) -> Turn[Aggregate | AtServer]:
@@ -100,10 +103,13 @@ class RoundInMemory:
 
     def _look(self, now: float) -> Turn[Aggregate | AtServer] | None:
         """Returns how the meeting has ended, if it has."""
-        # In this order: the last one to come may close at once.
-        is_closed = self._meetings.is_closed
-        if not self._meetings.have_all_come:
-            return ((), now, self._at_server()) if is_closed else None
+        meetings = self._meetings
+        if not meetings.have_all_come:
+            if not meetings.is_closed:
+                return None
+            # The last one to come may have closed at once.
+            if not meetings.have_all_come:
+                return (), now, self._at_server()
         aggregate = self._sum()
         if aggregate is None:
             return (), now, self._at_server()

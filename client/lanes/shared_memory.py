@@ -6,7 +6,9 @@ is late and where, who has gone, who has come to another layer. So a member that
 rows to the server as well, as if there were no memory, and listens to both.
 """
 
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -22,7 +24,9 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 
-_meets: "WeakKeyDictionary[Connection, dict[str, Meet | None]]" = WeakKeyDictionary()
+# Of each connection, the meetings of its groups, from the group's first round on; None where they have none.
+_found: "WeakKeyDictionary[Connection, dict[str, Future[Meetings | None]]]" = WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,72 +35,75 @@ class SharedMemoryPipe(SlavePipe):
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Exchanges a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
-        connection, group = self.connection, self.group
-        is_uneven = connection.session(group).is_uneven
-        return self._exchange(contribution, key, None if is_uneven else _meet(connection, group))
+        connection = self.connection
+        meetings = None if connection.session(self.group).is_uneven else _meetings_of(connection, self.group)
+        return self._exchange(contribution, key, partial(_take_part, connection, meetings) if meetings else None)
 
 
-class Meet:
-    """How one member takes part in the rounds of a group that has a meeting place.
+def _take_part(connection: Connection, meetings: Meetings, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
+    """Takes part in a round, in memory if all members come for the same one."""
+    begin_trip = partial(connection.round_trip, session, key, rows)
+    with meetings.lock:
+        if meetings.is_closed:
+            found: Aggregate | AtServer = AtServer(begin_trip())
+        else:
+            round_ = RoundInMemory(session, key, rows, meetings, connection.unsettled, begin_trip)
+            found = _run(round_, meetings, connection)
+    # Without the lock: two threads may wait for each other there, on this member and on another.
+    return found if isinstance(found, Aggregate) else connection.run(found.trip)
 
-    Args:
-        connection: this process's connection.
-        meetings: of the group.
+
+def _run(round_: RoundInMemory, meetings: Meetings, connection: Connection) -> Aggregate | AtServer:
+    try:
+        return _waited(round_, meetings, connection)
+    except BaseException:
+        # Whoever leaves a meeting early is out of step with the others for good.
+        meetings.close()
+        raise
+
+
+def _waited(round_: RoundInMemory, meetings: Meetings, connection: Connection) -> Aggregate | AtServer:
+    now = time.monotonic
+    frames, due, found = round_.begin(now())
+    if found is None:
+        meetings.wait(due - now())
+        frames, due, found = round_.step(now(), None)
+    if found is not None:
+        return found
+    with connection.transport.channel() as channel:
+        while True:
+            for frame in frames:
+                channel.send(frame)
+            if found is not None:
+                return found
+            meetings.wait(due - now())
+            frames, due, found = round_.step(now(), channel.look())
+
+
+def _meetings_of(connection: Connection, group: Group | str | None) -> Meetings | None:
+    """Returns where the members of a group meet in memory; None where they have no memory to share.
+
+    The first call for a group takes rounds of all its members. Of threads that make it at once one does so, and all
+    share what comes of it.
     """
-
-    def __init__(self, connection: Connection, meetings: Meetings) -> None:
-        self._connection = connection
-        self._meetings = meetings
-
-    def __call__(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
-        """Takes part in a round, in memory if all members come for the same one."""
-        connection = self._connection
-        with self._meetings.lock:
-            if self._meetings.is_closed:
-                found: Aggregate | AtServer = AtServer(connection.round_trip(session, key, rows))
-            else:
-                found = self._meet(session, key, rows)
-        # Without the lock: two threads may wait for each other there, on this member and on another.
-        return found if isinstance(found, Aggregate) else connection.run(found.trip)
-
-    def _meet(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate | AtServer:
-        connection = self._connection
-        begin_trip = partial(connection.round_trip, session, key, rows)
-        try:
-            return self._run(RoundInMemory(session, key, rows, self._meetings, connection.unsettled, begin_trip))
-        except BaseException:
-            # Whoever leaves a meeting early is out of step with the others for good.
-            self._meetings.close()
-            raise
-
-    def _run(self, round_: RoundInMemory) -> Aggregate | AtServer:
-        now = time.monotonic
-        frames, due, found = round_.begin(now())
-        if found is None:
-            self._meetings.wait(due - now())
-            frames, due, found = round_.step(now(), None)
-        if found is not None:
-            return found
-        with self._connection.transport.channel() as channel:
-            while True:
-                for frame in frames:
-                    channel.send(frame)
-                if found is not None:
-                    return found
-                self._meetings.wait(due - now())
-                frames, due, found = round_.step(now(), channel.look())
-
-
-def _meet(connection: Connection, group: Group | str | None) -> Meet | None:
-    """Returns how to meet the members of a group in memory; None where they have no memory to share.
-
-    The first call for a group is a round of all its members.
-    """
-    meets = _meets.get(connection)
-    if meets is None:
-        meets = _meets[connection] = {}
     meant = connection.group(group)
-    if meant.name not in meets:
-        meetings = meeting_place.find(connection, meant)
-        meets[meant.name] = Meet(connection, meetings) if meetings else None
-    return meets[meant.name]
+    found = _found.get(connection)
+    future = found.get(meant.name) if found else None
+    if future is None:
+        with _lock:
+            found = _found.setdefault(connection, {})
+            is_first = meant.name not in found
+            future = found.setdefault(meant.name, Future())
+        if is_first:
+            _find(connection, meant, future)
+    return future.result()
+
+
+def _find(connection: Connection, group: Group, future: "Future[Meetings | None]") -> None:
+    try:
+        future.set_result(meeting_place.find(connection, group))
+    except BaseException as error:
+        # The next to use the group tries again.
+        del _found[connection][group.name]
+        future.set_exception(error)
+        raise

@@ -51,6 +51,8 @@ class Intercepted(Adopted):
         if not self.training and self._tally is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         interception = Interception(self, self._normalise_handed, self._counted())
+        if not torch.compiler.is_compiling():
+            vars(self).pop(_CAME, None)  # from a call that raised, or was made in eval
         with interception:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not torch.compiler.is_compiling():
@@ -107,7 +109,8 @@ class Behind(SynchronizedBatchNorm):
         """As ours."""
         if torch.compiler.is_compiling():
             return super().forward(input, mask)
-        vars(self)[_CAME] = True
+        if self.training or self._tally is not None:
+            vars(self)[_CAME] = True
         return unseen(super().forward, input, mask)
 
 

@@ -19,7 +19,7 @@ from client.border import at_border
 from client.connection.groups import Group
 from client.data_parallel.replicate import DataParallelWithCallback
 from client.lanes.choose import With, meant
-from client.lanes.named_process_group import NamedProcessGroup
+from client.lanes.named_process_group import NamedProcessGroup, named
 from client.layers import ddp_buffers, sharding
 from client.layers.conversion_report import BOUND, conversion_report, places
 from client.layers.micro_batches import check_chunks
@@ -80,8 +80,7 @@ def convert(module: nn.Module, group: With = None, chunks: int | None = None, *,
     if chunks is not None:
         check_chunks(chunks)
     _check_names(module)
-    if group is None:
-        _check_process_groups(module)
+    _check_process_groups(module)
     converted = _replace(module, _synchronised(), _converted, {part: part for part in sharding.parts_of(module)})
     for place, layer in places(converted):
         if isinstance(layer, Synchronized):
@@ -166,11 +165,14 @@ def _check_names(module: nn.Module) -> None:
 
 
 def _with_whom(layer: Synchronized, group: With) -> With:
+    # What a subclass calls so is its own affair.
+    given = None if layer.converted_from else vars(layer).pop("process_group", None)
+    process_group = None if given is None else named(given)
     if layer.group is not None or group is not None:
+        if process_group:
+            layer._process_group_before = process_group
         return group if layer.group is None else layer.group
-    if layer.converted_from is not None:  # what it calls so is its own affair
-        return None
-    return meant(None, vars(layer).pop("process_group", None))
+    return process_group
 
 
 def _check_process_groups(module: nn.Module) -> None:
@@ -238,8 +240,10 @@ def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:
 
 
 def _process_group_of(layer: nn.Module) -> Any:
-    """Returns the process group of torch's that a layer of ours has; None also where it was destroyed."""
-    group = getattr(layer, "group", None)
+    """Returns the process group of torch's that a layer of ours has or had; None also where it was destroyed."""
+    if not isinstance(layer, Synchronized):
+        return None
+    group = layer._process_group_before or layer.group
     with suppress(ConfigurationError):
         return group.find() if isinstance(group, NamedProcessGroup) else None
     return None

@@ -7,6 +7,7 @@ from torch import nn
 
 from client.data_parallel.barrier import Barrier
 from client.lanes.choose import With
+from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import running_stats
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.recalibration_moments import Tally
@@ -77,6 +78,7 @@ class Synchronized:
     _replica: tuple[Barrier, int] | None = None
     _tally: Tally | None = None
     _deferred: Deferred | None = None
+    _process_group_before: NamedProcessGroup | None = None
     converted_from: ClassVar[type[nn.Module] | None] = None
 
     @property

@@ -103,7 +103,9 @@ class Region:
     @property
     def is_closed(self) -> bool:
         """Whether some member comes to no further meeting."""
-        return any(self._words[place + 1] for place in self._arrivals)
+        found = any(self._words[place + 1] for place in self._arrivals)
+        fence()  # whoever sees that one has closed sees where that one has come before
+        return found
 
     def _brought_by(self, member: int, meeting: int) -> Brought:
         start = self._slot(member, meeting)

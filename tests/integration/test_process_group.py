@@ -52,10 +52,16 @@ def test_ranks_in_different_layers_are_all_told_where_the_others_are(ranks):
         first, *rows = text.splitlines()
         assert first == "RoundMismatch: the ranks have come to different rounds, so nobody can go on"
         assert [row.split("  ") for row in rows[:3]] == [
-            ["", "rank 0", "in forward of stem.bn, call 0, step 0"],
-            ["", "rank 2", "in forward of stem.bn, call 0, step 0"],
-            ["", "rank 1", "in forward of head.bn, call 0, step 0"],
+            ["", "rank 0", "in forward of stem.bn, call 0, step 0, 3 channels, 2 vectors"],
+            ["", "rank 2", "in forward of stem.bn, call 0, step 0, 3 channels, 2 vectors"],
+            ["", "rank 1", "in forward of head.bn, call 0, step 0, 3 channels, 2 vectors"],
         ]
+
+
+def test_ranks_with_other_channels_are_all_told_the_numbers(ranks):
+    for text in ranks(2, process_group_programs.come_with_channels, [4, 8]):
+        assert "rank 0  in forward of bn, call 0, step 0, 4 channels, 2 vectors" in text
+        assert "rank 1  in forward of bn, call 0, step 0, 8 channels, 2 vectors" in text
 
 
 def test_values_and_gradients_go_over_it_too(ranks):

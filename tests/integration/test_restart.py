@@ -353,8 +353,7 @@ def test_a_newcomer_cannot_be_among_members_that_are_far_into_a_run():
     world = World()
     old = world.members[0]
     key = old.forward_key("bn")
-    old.contribution(key, rows_of(0))
-    old.contribution(key.of_phase(BACKWARD), rows_of(0))
+    old.begins(key.of_phase(BACKWARD))
     old.forward_key("bn")
     world.restart(b"server-1")
     world.say(old, old.register())

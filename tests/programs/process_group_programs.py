@@ -61,10 +61,19 @@ def revert(_rank: Any) -> bool:
 
 def come_to_different_layers(rank: Any, layers: list[str]) -> str:
     """Each rank calls another layer; returns the error."""
-    layer = client.SynchronizedBatchNorm1d(3)
-    layer.layer_name = layers[rank.rank]
+    return _error_of(layers[rank.rank], 3)
+
+
+def come_with_channels(rank: Any, channels: list[int]) -> str:
+    """Each rank calls the same layer with other channels; returns the error."""
+    return _error_of("bn", channels[rank.rank])
+
+
+def _error_of(name: str, channels: int) -> str:
+    layer = client.SynchronizedBatchNorm1d(channels)
+    layer.layer_name = name
     try:
-        layer(torch.randn(4, 3))
+        layer(torch.randn(4, channels))
     except StatsdBNError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -46,6 +46,7 @@ class PureMember:
     def contribute(self, key: RoundKey, *values: float, attempt: int = 0) -> None:
         self.key, self.rows, self.attempt = key, rows_of(*values), attempt
         self.answers.clear()
+        self.session.begins(key)
         self._world.send(self, self.session.contribution(key, self.rows, attempt))
 
     def ask_again(self) -> None:

@@ -381,3 +381,13 @@ def test_an_attribute_of_its_own_that_ours_has_too_stays():
     layer = OfAGroup(3)
     assert client.convert_model(layer) is layer
     assert layer.process_group == "its own"
+
+
+def test_what_a_call_in_eval_leaves_behind_does_not_hide_an_empty_batch(monkeypatch):
+    """The others wait for the empty batch, whose forward comes to no batch_norm."""
+    layer = client.convert_model(subclasses.SkipsEmpty(3))
+    layer.eval()(torch.randn(4, 3, 2, 2))
+    passed_by = []
+    monkeypatch.setattr(type(layer), "_pass_by", lambda self, output, _: passed_by.append(self) or output)
+    layer.train()(torch.empty(0, 3, 2, 2))
+    assert passed_by == [layer]

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 import client
 from client import DataParallelWithCallback
+from client.lanes.named_process_group import NamedProcessGroup
 from statsd_bn.errors import ConfigurationError
 from support.newer_torch import needs
 
@@ -409,10 +410,23 @@ def test_a_process_group_is_refused_before_anything_is_changed():
     assert anatomy(given) == before
 
 
-def test_a_process_group_comes_back_when_a_group_was_given():
-    group = Group()
-    converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3, process_group=group)), group="local")
-    assert converted[0].group == "local"
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("given", [{}, {"group": "local"}, {"process_group": "all"}])
+def test_a_layers_process_group_comes_back_whatever_it_was_converted_to(given):
+    group = torch.distributed.group.WORLD
+    given = {name: group if value == "all" else value for name, value in given.items()}
+    converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3, process_group=group)), **given)
+    assert converted[0].group == given.get("group", NamedProcessGroup(group.group_name, 1))
+    copied = copy.deepcopy(converted)
+    assert client.revert_model(copied)[0].process_group is group
+    assert converted[0].process_group is (None if "group" in given else group)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_process_group_that_is_given_is_that_of_torchs_layers_too():
+    group = torch.distributed.group.WORLD
+    converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3)), process_group=group)
+    assert converted[0].process_group is group
     assert client.revert_model(converted)[0].process_group is group
 
 

@@ -1,6 +1,9 @@
 """The lane over shared memory: the same bits as the server's, which hears of long waits only."""
 
+import gc
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -218,3 +221,96 @@ def _outcomes(n, program, master=None):
         return outcome(run)
 
     return in_threads([lambda number=number: member(number) for number in range(n)])
+
+
+def test_threads_of_one_member_find_the_memory_once(monkeypatch):
+    """As where another member has one thread, whose layers come one after the other."""
+    searches, find = [], meeting_place.find
+
+    def counted(connection, group):
+        searches.append(connection.rank)
+        return find(connection, group)
+
+    monkeypatch.setattr(meeting_place, "find", counted)
+
+    def program(connection):
+        def run(name):
+            return SharedMemoryPipe(connection, name).run_slave(rows_of(connection.rank, 1)).count
+
+        return [run(name) for name in "ab"] if connection.rank else in_threads([lambda n=name: run(n) for name in "ab"])
+
+    assert run_members(2, program, lane=SHARED_MEMORY) == [[2, 2], [2, 2]]
+    assert sorted(searches) == [0, 1]
+
+
+def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
+    """Who waits for long tells the server. Another thread has begun a step meanwhile."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def program(connection):
+        pipes = {name: SharedMemoryPipe(connection, name) for name in "abc"}
+        row = rows_of(connection.rank, 1)
+        forward = pipes["a"].run_slave(row)
+
+        def late():
+            begun.set()
+            pipes["a"].run_slave(row, forward.key.of_phase(BACKWARD))
+
+        if connection.rank:
+            assert go_on.wait(30)
+            late()
+            steps = [pipes["b"].run_slave(row).key.step]
+        else:
+            waiting = threading.Thread(target=late)
+            waiting.start()
+            assert begun.wait(30)
+            following = threading.Thread(target=lambda: steps.append(pipes["b"].run_slave(row).key.step))
+            steps = []
+            following.start()
+            time.sleep(2 * round_in_memory.ESCALATE_SECONDS)  # not for an event, but for a wait that is long
+            go_on.set()
+            waiting.join(30)
+            following.join(30)
+        return [*steps, pipes["c"].run_slave(row).key.step]
+
+    assert run_members(2, program, lane=SHARED_MEMORY) == [[1, 1], [1, 1]]
+
+
+def test_members_that_are_out_of_step_meet_no_more():
+    """Each has two threads, which fall back to the server and come to other meetings afterwards."""
+    turns = threading.Barrier(2)
+
+    def program(connection):
+        found = {}
+
+        def run(name):
+            one = SharedMemoryPipe(connection, name).run_slave(Rows((1,), np.full((1, 2, 1), float(ord(name)))))
+            found[name] = one.values[0, 0]
+
+        run("0")
+        threads = []
+        # Each pair comes to one meeting for different rounds; then one member comes to the other's rounds.
+        for names in (("X", "Y"), ("Z", "W"), (None, "X"), (None, "Z"), ("V", "V"), ("Y", None), ("W", None)):
+            turns.wait(30)
+            if name := names[connection.rank]:
+                threads.append(threading.Thread(target=run, args=[name]))
+                threads[-1].start()
+            time.sleep(3 * round_in_memory.ESCALATE_SECONDS)  # they are to come in this order
+        for thread in threads:
+            thread.join(30)
+        return found
+
+    expected = {name: 2.0 * ord(name) for name in "0XYZWV"}
+    assert run_members(2, program, lane=SHARED_MEMORY) == [expected, expected]
+
+
+def test_a_connection_that_has_met_others_is_freed():
+    connections = []
+
+    def program(connection):
+        connections.append(weakref.ref(connection))
+        return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).count
+
+    assert run_members(2, program, lane=SHARED_MEMORY) == [2, 2]
+    gc.collect()
+    assert [connection() for connection in connections] == [None, None]
