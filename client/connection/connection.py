@@ -313,6 +313,11 @@ class Connection:
         self.end_absence(None)
         return all_gather.gather(join, data, self.member.rank, len(self.members))
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether this process knows already that its strict job is broken."""
+        return self._sessions.job.has_news
+
     def session(self, group: Group | str | None) -> Session:
         """Returns this member's session in a group; its first use waits until all its members use it."""
         self._check_usable()

@@ -44,6 +44,9 @@ def _take_part(connection: Connection, meetings: Meetings, session: Session, key
     """Takes part in a round, in memory if all members come for the same one."""
     begin_trip = partial(connection.round_trip, session, key, rows)
     with meetings.lock:
+        if connection.is_broken:
+            # One that is lost to the server may meet the others still, and it cannot be told.
+            meetings.close()
         if meetings.is_closed:
             found: Aggregate | AtServer = AtServer(begin_trip())
         else:

@@ -74,6 +74,11 @@ class BrokenJob:
             self._news = error
             self._has_come.set()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether it is known to be broken."""
+        return self._news is not None
+
     def wait(self, seconds: float) -> StatsdBNError | None:
         """Returns why the job is broken, if that is known within some time; None while it is not."""
         self._has_come.wait(seconds)

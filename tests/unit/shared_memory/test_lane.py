@@ -15,7 +15,9 @@ from client.lanes.zeromq import SlavePipe
 from client.shared_memory import passing, region
 from statsd_bn import Rows
 from statsd_bn.errors import ReplicaLost, RoundMismatch
+from statsd_bn.messages import Contribution
 from statsd_bn.round_key import BACKWARD
+from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
 
 pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
@@ -314,3 +316,18 @@ def test_a_connection_that_has_met_others_is_freed():
     assert run_members(2, program, lane=SHARED_MEMORY) == [2, 2]
     gc.collect()
     assert [connection() for connection in connections] == [None, None]
+
+
+def test_whoever_knows_that_the_job_is_broken_comes_to_the_server():
+    """One that the server has lost may still meet the others, and cannot be told."""
+    master = MemoryMaster()
+    connections = in_threads([lambda n=n: master.connect(n, 2, lane=SHARED_MEMORY) for n in range(2)])
+
+    def run(connection):
+        return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).count
+
+    in_threads([lambda c=c: run(c) for c in connections])
+    connections[0]._sessions.job.take(ReplicaLost("on purpose"))
+    frames = frames_of(master)
+    in_threads([lambda c=c: run(c) for c in connections])
+    assert len([frame for frame in frames if isinstance(decode(frame), Contribution)]) == 2
