@@ -96,7 +96,8 @@ def train_in_process_group(training: Training, rank: int) -> Buffers:
     model = client.convert_model(training.model())
     optimizer = torch.optim.SGD(model.parameters(), lr=training.lr)
     parallel = ddp_programs.keep(DistributedDataParallel(compiled(model, training)))
-    with torch._dynamo.config.patch(optimize_ddp=False) if training.backend else nullcontext():  # docs/faq.md
+    whole = training.backend not in {"", "inductor"}  # docs/faq.md
+    with torch._dynamo.config.patch(optimize_ddp=False) if whole else nullcontext():
         for step in range(training.steps):
             optimizer.zero_grad()
             loss_of_shard(parallel, training, step, rank).backward()

@@ -10,6 +10,7 @@ SINCE = {
     "fully_shard": "2.7",  # on the CPU
     "torch.distributed.pipelining": "2.8",  # whose schedules take DistributedDataParallel
     "bias=False": "2.13",  # of a batch norm
+    "several buckets compiled": "2.13",  # older ones were not tried
 }
 
 
