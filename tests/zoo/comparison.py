@@ -165,7 +165,8 @@ def _heard() -> Iterator[Said]:
     logger = logging.getLogger("statsd_bn.client")
     handler = logging.Handler()
     handler.emit = said.lines.append
-    level, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)  # unlike an assignment it makes the logger forget what it was enabled for before
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings(record=True) as told:
@@ -174,7 +175,7 @@ def _heard() -> Iterator[Said]:
         said.warned += [str(one.message) for one in told if "convert_model" in str(one.message)]
     finally:
         logger.removeHandler(handler)
-        logger.level = level
+        logger.setLevel(level)
 
 
 def _unsaid(said: Said) -> Iterator[str]:
