@@ -1,5 +1,6 @@
 """Conversion reports: what is synchronised in a model, and what is not and why."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ _TORCHS = nn.modules.batchnorm
 
 # On an instance these are bound to it: a twin that took them over would go on running the old module.
 BOUND = ("forward", "_compiled_call_impl")
+
+# The name of a function that adds up over torch's process group, as `differentiable_all_reduce` of fvcore does.
+_COLLECTIVE = re.compile("all_?(?:reduce|gather)", re.IGNORECASE)
 
 # How deep a `forward` is followed through the functions that it calls.
 _DEPTH = 4
@@ -132,6 +136,8 @@ def why_not(original: type[nn.Module]) -> str:
         return "it synchronises by itself, as a subclass of nn.SyncBatchNorm"
     if issubclass(original, nn.modules.lazy.LazyModuleMixin):
         return "it is lazy; run one batch through the model first"
+    if _has_collective(original):
+        return "its forward synchronises by itself; client.register_conversion says how to convert it"
     if not _reaches_batch_norm(original):
         return "its forward does not call batch_norm"
     return ""
@@ -148,6 +154,18 @@ def _reaches_batch_norm(original: type[nn.Module]) -> bool:
         return True
     functions = (value for kind in _own(original) for value in vars(kind).values() if isinstance(value, FunctionType))
     return any(_mentions(function, _DEPTH) for function in functions)
+
+
+def _has_collective(original: type[nn.Module]) -> bool:
+    """Whether a class's `forward` adds up its statistics itself, as detectron2's NaiveSyncBatchNorm.
+
+    In training it comes to no `batch_norm`; in eval it calls `super().forward`.
+    """
+    forward = next((vars(kind)["forward"] for kind in _own(original) if "forward" in vars(kind)), None)
+    if not isinstance(forward, FunctionType):
+        return False
+    names = _names(forward.__code__)
+    return "batch_norm" not in names and any(map(_COLLECTIVE.search, names))
 
 
 def _own(original: type[nn.Module]) -> tuple[type, ...]:

@@ -253,6 +253,33 @@ class Foreign(nn.BatchNorm2d):
         return (x - mean) / (variance + self.eps).sqrt()
 
 
+def differentiable_all_reduce(x: Tensor) -> Tensor:
+    """As fvcore calls it; alone there is nothing to add."""
+    return x
+
+
+class SynchronisesItself(nn.BatchNorm2d):
+    """Adds up its statistics itself in training, as detectron2's NaiveSyncBatchNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        moments = torch.cat([x.mean((0, 2, 3)), (x * x).mean((0, 2, 3))])
+        mean, square = differentiable_all_reduce(moments).view(2, -1, 1, 1)
+        return (x - mean) * (square - mean * mean + self.eps).rsqrt()
+
+
+class Reduced(nn.BatchNorm2d):
+    """Hands its statistics to `batch_norm`, and adds up something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = differentiable_all_reduce(x.detach().sum())
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        tensors = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(x, *tensors, self.training, self.momentum, self.eps)
+
+
 class Evasive(nn.BatchNorm2d):
     """Mentions `batch_norm`, and never comes to it."""
 

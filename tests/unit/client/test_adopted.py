@@ -16,7 +16,7 @@ from client.data_parallel.replicate import execute_replication_callbacks
 from client.layers import synchronized
 from client.layers.interception import Handed
 from support import subclasses
-from support.subclasses import AlwaysEval, Evasive, Foreign, Functional
+from support.subclasses import AlwaysEval, Evasive, Foreign, Functional, Reduced, SynchronisesItself
 
 SIZES = (3, 1, 2)
 CHANNELS = 4
@@ -323,6 +323,16 @@ def test_what_computes_its_statistics_itself_is_left_and_named():
     assert report.synchronised == {"2.1": "Functional"}
     assert report.left == dict.fromkeys(("0.1", "1.1"), ("Foreign", "its forward does not call batch_norm"))
     assert str(report).startswith("synchronised 1 layer (1 Functional); left 2 layers unsynchronised: '0.1' (Foreign: ")
+
+
+def test_a_forward_that_synchronises_by_itself_is_left_and_named():
+    model = nn.Sequential(made(SynchronisesItself), made(Reduced))
+    reason = "its forward synchronises by itself; client.register_conversion says how to convert it"
+    with pytest.warns(UserWarning, match=f"left 1 layer unsynchronised: '0.1' .SynchronisesItself: {reason}"):
+        client.convert_model(model)
+    report = client.conversion_report(model)
+    assert report.synchronised == {"1.1": "Reduced"}
+    assert report.left == {"0.1": ("SynchronisesItself", reason)}
 
 
 def test_conversion_is_told_in_one_line(caplog):
