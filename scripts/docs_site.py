@@ -103,6 +103,16 @@ API = {
         "The plugin for Lightning's Trainer; [frameworks.md](../frameworks.md#lightning) shows how.",
         ["client.integrations.lightning.StatsdBNLayerSync"],
     ),
+    "mmengine": Api(
+        "MMEngine",
+        "The hook for MMEngine's Runner; [frameworks.md](../frameworks.md#mmengine-mmcv) shows how.",
+        ["client.integrations.mmengine.StatsdBNHook"],
+    ),
+    "monai": Api(
+        "MONAI",
+        "The norm that MONAI's networks take by name; [frameworks.md](../frameworks.md#monai) shows how.",
+        ["client.integrations.monai.statsd_batch_factory"],
+    ),
     "server": Api(
         "Server",
         "The server in code. On a command line it is `python -m server` ([configuration.md](../configuration.md)).",

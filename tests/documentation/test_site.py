@@ -1,5 +1,6 @@
 """The site that `scripts/docs` makes: it needs no other host, has every public name, and fails where it must."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -24,6 +25,9 @@ PUBLIC = [
     *(f"server.{name}" for name in server.__all__),
     *(f"statsd_bn.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)),
 ]
+
+# What the integrations share, and no user imports.
+HELPERS = {"__init__", "connecting"}
 
 # Tags whose target a browser fetches to show the page, and where they name it.
 FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
@@ -78,6 +82,20 @@ class Fetched(HTMLParser):
 def test_every_public_name_is_on_a_page_of_the_api():
     pages = (ROOT / "scripts" / "docs_site.py").read_text()
     assert [name for name in PUBLIC if f'"{name}"' not in pages and not name.startswith("statsd_bn.errors.")] == []
+
+
+def test_every_integration_is_on_a_page_of_the_api():
+    """Read, not imported: their frameworks need not be installed."""
+    pages = (ROOT / "scripts" / "docs_site.py").read_text()
+    modules = [path for path in (ROOT / "client" / "integrations").glob("*.py") if path.stem not in HELPERS]
+    public = [
+        f"client.integrations.{path.stem}.{part.name}"
+        for path in modules
+        for part in ast.parse(path.read_text()).body
+        if isinstance(part, ast.ClassDef | ast.FunctionDef) and not part.name.startswith("_")
+    ]
+    assert len(public) >= len(modules)
+    assert [name for name in public if f'"{name}"' not in pages] == []
 
 
 @needs_mkdocs
