@@ -147,10 +147,11 @@ def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[...
         job: str = job,
         policy: str = "strict",
         lane: str = "zeromq",
+        wait: float = WAIT_SECONDS,
     ) -> list[Any]:
         given = {"job": job, "world_size": n, "policy": policy, "lane": lane}
         futures = [pool.submit(_member, program, server.endpoint, member, given, arguments) for member in range(n)]
-        return [future.result(timeout=WAIT_SECONDS) for future in futures]
+        return [future.result(timeout=wait) for future in futures]
 
     return run
 
