@@ -64,9 +64,14 @@ def _no_kernel(*_, **__):
 
 
 def rounds_of(network: Network, *, is_compiled: bool) -> list[list[Round]]:
-    """The rounds of each rank's first step, in the order in which it runs them; no rank waits for another."""
-    found = []
+    """The rounds of each rank's first step, in the order in which it runs them; no rank waits for another.
+
+    Ranks with batches of one size run the same code, so it is compiled once for all of them.
+    """
+    by_size: dict[int, list[Round]] = {}
     for x in network.inputs(0):
+        if len(x) in by_size:
+            continue
         torch.compiler.reset()
         rounds: list[Round] = []
         calls: dict[str, int] = {}
@@ -77,8 +82,8 @@ def rounds_of(network: Network, *, is_compiled: bool) -> list[list[Round]]:
             model = client.convert_model(network.model())
             run = torch.compile(model, fullgraph=True, dynamic=network.dynamic) if is_compiled else model
             branch_networks.loss(_run(network, run, x.clone().requires_grad_())).backward()
-        found.append(rounds)
-    return found
+        by_size[len(x)] = rounds
+    return [by_size[len(x)] for x in network.inputs(0)]
 
 
 def without_machine_code() -> mock._patch:

@@ -18,6 +18,9 @@ from support.branch_networks import Network, Results
 
 TOLERANCE = 1e-9
 
+# A run of hours says after so many networks how far it is.
+TOLD = 10
+
 
 def differences(network: Network, ranks: list[Results]) -> list[str]:
     """Says in what the ranks' results differ from the whole batch's; gradients of parameters add up over the ranks."""
@@ -87,6 +90,8 @@ def main() -> int:
             failed += bool(found)
             for line in found:
                 print(f"seed {seed}, {ranks} ranks: {line}", flush=True)  # noqa: T201
+            if played % TOLD == 0:
+                print(f"{played} networks so far: {failed} failed", flush=True)  # noqa: T201
         print(f"{played} networks from seed {arguments.seed}: {failed} failed", flush=True)  # noqa: T201
         return min(failed, 100)
 
