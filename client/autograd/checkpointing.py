@@ -79,6 +79,7 @@ class Exchanges:
         Where several calls come near, as those of micro-batches may, it is the nearest. Calls that are equal here may
         not be so on another member: of equally near ones it is the one that was computed nearest to the asking node of
         autograd, among those that the node can mean; if that says nothing, the latest that waits to be computed again.
+        Those that one node ran without nodes between, a compiled graph's, are computed again in the order of the program.
         """
         with self._lock:
             calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
@@ -96,10 +97,23 @@ class Exchanges:
         ]
         if not near:
             return None
-        *_, call = min(near)
+        nearest, *_, call = min(near)
+        call = _first_beside(call, [other for distance, *_, other in near if distance == nearest])
         call.computed_again.add(replica)
         call.turns.append(Turn())
         return call
+
+
+def _first_beside(call: Exchange, near: list[Exchange]) -> Exchange:
+    """Returns the call of the same node, a compiled graph's, that comes next in the order of the program.
+
+    Two calls of one layer on an empty batch are such: they are equal here, and not on another member.
+    """
+    first = call.turns[0]
+    if not first.is_inside_node or len(call.rows.counts) > 1:  # the numbers of replicas' threads say nothing
+        return call
+    beside = [other for other in near if other.turns[0] == first and len(other.rows.counts) == 1]
+    return min(beside, key=lambda other: (len(other.turns), other.number))
 
 
 def _asking_node() -> int | None:

@@ -279,6 +279,26 @@ def call_twice_in_a_checkpoint(connection: client.Connection, reentrant: bool) -
     return results
 
 
+def call_twice_on_an_empty_batch_in_a_checkpoint(
+    connection: client.Connection, reentrant: bool, backend: str
+) -> list[Buffers]:
+    """The same with and without a checkpoint; member 0 has no samples, so both calls bring the same."""
+    torch.compiler.reset()
+    results = []
+    for wrap in (lambda run, x: checkpoint(run, x, use_reentrant=reentrant), lambda run, x: run(x)):
+        layer = _layer(3).double()
+        (x,) = _batches_of(connection.rank, 1)
+        x = x.detach()[: 0 if connection.rank == 0 else None].requires_grad_()
+
+        def twice(x: torch.Tensor, layer: nn.Module = layer) -> torch.Tensor:
+            return layer(layer(x).tanh() * 2 + 1)
+
+        run = torch.compile(twice, fullgraph=True, dynamic=False, backend=backend) if backend else twice
+        (wrap(run, x) ** 3).sum().backward()
+        results.append(_state(layer, [x]))
+    return results
+
+
 class _Same(torch.autograd.Function):
     """Uses up a number of autograd's, also where no graph is wanted."""
 

@@ -100,6 +100,14 @@ def test_a_layer_that_is_called_twice_in_a_checkpoint(members, reentrant):
             np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.parametrize(("reentrant", "backend"), [(False, ""), (False, "aot_eager"), (True, "aot_eager")])
+def test_a_layer_that_is_called_twice_on_an_empty_batch_in_a_checkpoint(members, reentrant, backend):
+    """The calls are equal on one member, and another member tells them apart."""
+    for found, expected in members(2, member_programs.call_twice_on_an_empty_batch_in_a_checkpoint, reentrant, backend):
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
 # Checkpoints around each other, the outermost first: whether each is reentrant.
 NESTED = {
     "reentrant": (True,),
