@@ -79,7 +79,7 @@ class Exchanges:
         Where several calls come near, as those of micro-batches may, it is the nearest. Calls that are equal here may
         not be so on another member: of equally near ones it is the one that was computed nearest to the asking node of
         autograd, among those that the node can mean; if that says nothing, the latest that waits to be computed again.
-        Those that one node ran without nodes between, a compiled graph's, are computed again in the order of the program.
+        Those that one node ran without nodes between, a compiled graph's, are found in the order of the program.
         """
         with self._lock:
             calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]

@@ -136,11 +136,13 @@ def why_not(original: type[nn.Module]) -> str:
         return "it synchronises by itself, as a subclass of nn.SyncBatchNorm"
     if issubclass(original, nn.modules.lazy.LazyModuleMixin):
         return "it is lazy; run one batch through the model first"
+    return _why_not_by_forward(original)
+
+
+def _why_not_by_forward(original: type[nn.Module]) -> str:
     if _has_collective(original):
         return "its forward synchronises by itself; client.register_conversion says how to convert it"
-    if not _reaches_batch_norm(original):
-        return "its forward does not call batch_norm"
-    return ""
+    return "" if _reaches_batch_norm(original) else "its forward does not call batch_norm"
 
 
 def has_own_forward(original: type[nn.Module]) -> bool:
