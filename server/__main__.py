@@ -15,7 +15,7 @@ from server.cli.watch import as_json, watch
 from server.config import from_arguments
 from server.network.service import run_master
 from server.secrets.keygen import generate, write_secret
-from statsd_bn.error_text import in_log
+from statsd_bn.error_text import broken, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
     BindError,
@@ -24,6 +24,9 @@ from statsd_bn.errors import (
     ServerUnreachable,
 )
 from statsd_bn.keys import load_client
+
+# Letters of the first line of an error that a command prints.
+LINE = 120
 
 EXIT_CODES: dict[type[Exception], int] = {
     ConfigurationError: 2,
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _serve(given)
         return _command(given[0])(given[1:])
     except tuple(EXIT_CODES) as error:
-        print(f"statsd_bn: {in_log(error)}", file=sys.stderr)  # noqa: T201 - the command's one-line error
+        print(broken(f"statsd_bn: {in_log(error)}", LINE), file=sys.stderr)  # noqa: T201 - the command's error
         return EXIT_CODES[type(error)]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from statsd_bn import limits
-from statsd_bn.text import CONTINUED, on_one_line
+from statsd_bn.text import CONTINUED, on_one_line, unfolded
 
 # Letters of a first line. Python writes the name of the class before it, which takes 40 with its module at most, and
 # both together stay below 120.
@@ -78,13 +78,21 @@ def error_text(
     return "\n".join([*head, *_fitting(table, more_places, room), *tail])
 
 
+def broken(text: str, width: int = FIRST_LINE) -> str:
+    """Returns an error's text with a first line of at most `width` letters, which goes on in the next one.
+
+    A text with such a break in it is broken anew, so one may be put into another.
+    """
+    return text if _is_short(text, width) else "\n".join(_first_line(unfolded(text), width))
+
+
 def first_line(error: BaseException | str) -> str:
-    """Returns the first line of an error's text, which says what happened."""
-    return str(error).strip().partition("\n")[0]
+    """Returns what happened: the first line of an error's text, whole."""
+    return unfolded(str(error)).strip().partition("\n")[0]
 
 
 def in_brief(error: BaseException) -> str:
-    """Returns an error's class and the first line of its text."""
+    """Returns an error's class and what happened."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -98,19 +106,27 @@ def in_log(error: BaseException | str) -> str:
     return on_one_line(str(error))
 
 
-def _first_line(what: str) -> list[str]:
+def _is_short(text: str, width: int) -> bool:
+    end = text.find("\n")
+    return (len(text) if end < 0 else end) <= width
+
+
+def _first_line(what: str, width: int = FIRST_LINE) -> list[str]:
     first, *others = what.split("\n")
-    if len(first) <= FIRST_LINE:
+    if len(first) <= width:
         return [first, *others]
     # Only what is no words is cut in the middle: a path is to be copied.
     cut = (
-        max(_cut(first, end) for end in _ENDS) or _cut(first, " ") or first.rfind(" ", 1, FIRST_LINE) + 1 or FIRST_LINE
+        max(_cut(first, end, width) for end in _ENDS)
+        or _cut(first, " ", width)
+        or first.rfind(" ", 1, width) + 1
+        or width
     )
     return [first[:cut].rstrip(), f"{CONTINUED}{first[cut:].lstrip()}", *others]
 
 
-def _cut(line: str, end: str) -> int:
-    found = line.rfind(end, _SHORTEST, FIRST_LINE)
+def _cut(line: str, end: str, width: int) -> int:
+    found = line.rfind(end, _SHORTEST, width)
     return found + len(end) if found >= 0 else 0
 
 

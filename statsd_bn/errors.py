@@ -29,6 +29,7 @@ into the class, so that the error a master raises about a member is the error th
 
 from typing import ClassVar
 
+from statsd_bn.error_text import broken
 from statsd_bn.text import readable, readable_within
 
 
@@ -46,6 +47,10 @@ class StatsdBNError(Exception):
         super().__init__(message)
         self.message = message
         self.fields = fields
+
+    def __str__(self) -> str:
+        """Returns the message for a terminal, a log or a list: its first line is short."""
+        return broken(self.message)
 
 
 class ConfigurationError(StatsdBNError, ValueError):

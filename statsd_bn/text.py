@@ -32,9 +32,14 @@ def on_one_line(text: str) -> str:
     """Returns a text of several lines on one, for a log: its lines follow one another as parts of a sentence."""
     if "\n" not in text:
         return plain(text)
-    lines = [_SPACES.sub(" ", line.strip()) for line in _GOES_ON.sub(" ", text).split("\n") if line.strip()]
+    lines = [_SPACES.sub(" ", line.strip()) for line in unfolded(text).split("\n") if line.strip()]
     ended = [line if line.endswith((",", ";", ":", ".")) else f"{line};" for line in lines[:-1]]
     return plain(" ".join([*ended, *lines[-1:]]))
+
+
+def unfolded(text: str) -> str:
+    """Returns a text whose lines are whole: one that goes on with the sentence of the line before is joined to it."""
+    return _GOES_ON.sub(" ", text)
 
 
 def readable(text: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from client.autograd.backward_passes import phase_of
 from client.kernels.statistics import Statistics
 from client.lanes.lane import Lane
+from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
@@ -124,6 +125,8 @@ class Exchange:
         if self.moments.count > 1 or (self.moments.count == 0 and x.numel() == 0):
             return
         raise ValueError(
-            f"layer {self.layer!r}: expected more than 1 value per channel over all replicas when training, got "
-            f"{self.moments.count} (this replica's input has shape {tuple(x.shape)})"
+            broken(
+                f"layer {self.layer!r}: expected more than 1 value per channel over all replicas when training, got "
+                f"{self.moments.count} (this replica's input has shape {tuple(x.shape)})"
+            )
         )

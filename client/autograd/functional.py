@@ -16,6 +16,7 @@ from client.autograd.exchange import Exchange
 from client.autograd.second_order import SecondOrder
 from client.border import make_readable
 from client.kernels import dispatch, vectors
+from statsd_bn.error_text import broken
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
@@ -113,15 +114,19 @@ class _Exchanging(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         raise NotImplementedError(
-            "synchronised batch norm cannot be mapped by torch.vmap, which torch.func.jacrev does; "
-            "torch.func.grad and vjp work"
+            broken(
+                "synchronised batch norm cannot be mapped by torch.vmap, which torch.func.jacrev does; "
+                "torch.func.grad and vjp work"
+            )
         )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(
-            "synchronised batch norm has no forward-mode derivatives, as torch.func.jvp and jacfwd want them; "
-            "backward, torch.func.grad and vjp work"
+            broken(
+                "synchronised batch norm has no forward-mode derivatives, as torch.func.jvp and jacfwd want them; "
+                "backward, torch.func.grad and vjp work"
+            )
         )
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from client.connection.member import DEFAULT_ROUND_TIMEOUT
 from client.data_parallel.barrier import Barrier
+from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundTimeout
 
 Messages = list[tuple[Any, Any]]
@@ -221,6 +222,9 @@ def _checked(answers: Messages, identifiers: list[Any]) -> list[Any]:
     found = dict(answers)
     if not answers or answers[0][0] != 0 or found.keys() != set(identifiers):
         raise ValueError(
-            f"master_callback: expected an answer for each of {identifiers}, 0 first, got {[who for who, _ in answers]}"
+            broken(
+                f"master_callback: expected an answer for each of {identifiers}, 0 first, got "
+                f"{[who for who, _ in answers]}"
+            )
         )
     return [found[who] for who in identifiers]

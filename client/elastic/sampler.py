@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Sampler
 
 from client.connection.current import current_connection
+from statsd_bn.error_text import broken
 
 
 class ElasticSampler(Sampler[int]):
@@ -79,8 +80,10 @@ class ElasticSampler(Sampler[int]):
         batch = self.indices[batch_idx * batch_size :][:batch_size]
         if batch_idx < 0 or not batch:
             raise IndexError(
-                f"batch_idx: expected one of the {-(-len(self.indices) // batch_size)} batches of {batch_size} of "
-                f"{len(self.indices)} samples, got {batch_idx}"
+                broken(
+                    f"batch_idx: expected one of the {-(-len(self.indices) // batch_size)} batches of {batch_size} of "
+                    f"{len(self.indices)} samples, got {batch_idx}"
+                )
             )
         self.recorded.append(batch)
         self.record_indices(batch)
@@ -114,8 +117,10 @@ class ElasticSampler(Sampler[int]):
         processed = torch.as_tensor(state_dict["processed_indices"], dtype=torch.int64, device="cpu").numpy()
         if processed.size and not 0 <= processed.min() <= processed.max() < self._size:
             raise ValueError(
-                f"processed_indices: expected samples of a dataset of {self._size}, got {processed.min()} to "
-                f"{processed.max()}"
+                broken(
+                    f"processed_indices: expected samples of a dataset of {self._size}, got {processed.min()} to "
+                    f"{processed.max()}"
+                )
             )
         self.epoch = state_dict["epoch"]
         self._processed[:] = False

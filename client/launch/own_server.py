@@ -15,6 +15,7 @@ from client.launch.launchers import StoreAddress
 from client.launch.server_process import ServerProcess
 from client.launch.settings import Settings
 from client.launch.store import Announcement, StoreEntry
+from statsd_bn.error_text import in_log
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
 from statsd_bn.keys import ClientKeys
 from statsd_bn.private_folder import check_private
@@ -140,7 +141,7 @@ def _on_many(who: Member, secret: str | None, entry: Callable[[], StoreEntry], j
             keys = job_secret.member_keys(secret or announcement.secret, who.job)
             return join_at(announcement.endpoint, keys, replace(who, epoch=announcement.epoch))
         except (ServerUnreachable, AuthenticationRefused) as error:
-            logger.warning("%s; waiting in case rank 0 was restarted and announces another server", error)
+            logger.warning("%s; waiting in case rank 0 was restarted and announces another server", in_log(error))
             try:
                 announcement = _read(own_entry, announcement, RESTART_SECONDS)
             except ServerUnreachable:

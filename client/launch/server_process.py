@@ -19,6 +19,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from client.launch.restarts import Restarts
+from statsd_bn.error_text import in_log
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.keys import ServerKeys
 from statsd_bn.private_folder import SOCKET, make_job_folder, make_private, remove_job_folder
@@ -158,7 +159,7 @@ class ServerProcess:
         try:
             self._start(self.endpoint, "--again")
         except (OSError, ServerUnreachable, ConfigurationError) as error:
-            return str(error), False
+            return in_log(error), False
         return self._problem(), True
 
     def _remove_folder(self) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from client.layers.sharding import is_distributed
+from statsd_bn.error_text import broken
 
 
 def check(layer: Any, x: Tensor) -> None:
@@ -21,8 +22,10 @@ def check(layer: Any, x: Tensor) -> None:
     # torch.jit.trace makes a tensor of it, and warns of whoever asks for its value; torch's operator asks again.
     if not isinstance(channels, Tensor) and channels != layer.num_features:
         raise ValueError(
-            f"layer {layer.layer_name!r}: expected {layer.num_features} channels, got {channels} "
-            f"(input of shape {tuple(x.shape)})"
+            broken(
+                f"layer {layer.layer_name!r}: expected {layer.num_features} channels, got {channels} "
+                f"(input of shape {tuple(x.shape)})"
+            )
         )
 
 
@@ -30,8 +33,11 @@ def check_local(layer: Any, *tensors: Tensor | None) -> None:
     """Raises TypeError where a tensor is distributed by torch: its parts belong to several processes already."""
     if any(map(is_distributed, tensors)):
         raise TypeError(
-            f"layer {layer.layer_name!r}: expected an input and parameters that are this process's own, got a DTensor; "
-            "pass the to_local() of an input that is sharded by samples, and keep the layer's parameters whole"
+            broken(
+                f"layer {layer.layer_name!r}: expected an input and parameters that are this process's own, got a "
+                "DTensor; "
+                "pass the to_local() of an input that is sharded by samples, and keep the layer's parameters whole"
+            )
         )
 
 
@@ -42,8 +48,10 @@ def check_mask(layer: Any, x: Tensor, mask: Tensor) -> None:
     expected = (x.shape[0], *x.shape[2:])
     if mask.shape != expected or mask.device != x.device:
         raise ValueError(
-            f"layer {layer.layer_name!r}: expected a mask of shape {tuple(expected)} on {x.device}, as the input "
-            f"without its channels, got {tuple(mask.shape)} on {mask.device}"
+            broken(
+                f"layer {layer.layer_name!r}: expected a mask of shape {tuple(expected)} on {x.device}, as the input "
+                f"without its channels, got {tuple(mask.shape)} on {mask.device}"
+            )
         )
 
 

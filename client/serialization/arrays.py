@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from statsd_bn.error_text import broken
 from statsd_bn.errors import ProtocolError
 
 Array = Tensor | np.ndarray[Any, Any]
@@ -90,7 +91,9 @@ def _elements_of(place: int, array: Array) -> tuple[int, str, bytes]:
     if isinstance(array, Tensor):
         if array.layout is not torch.strided or array.dtype not in _TORCH_NAMES:
             raise TypeError(
-                f"array {place}: expected a dense tensor of numbers or bool, got {array.layout} of {array.dtype}"
+                broken(
+                    f"array {place}: expected a dense tensor of numbers or bool, got {array.layout} of {array.dtype}"
+                )
             )
         return TENSOR, _TORCH_NAMES[array.dtype], _bytes(array.detach())
     if array.dtype.name not in NUMPY_DTYPES:

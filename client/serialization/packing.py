@@ -23,6 +23,7 @@ from client.serialization import arrays
 from client.serialization.arrays import NDARRAY, TENSOR
 from statsd_bn import limits
 from statsd_bn.checks import shown
+from statsd_bn.error_text import broken
 from statsd_bn.errors import ProtocolError
 
 # msgpack's extension types, beside those of `client.serialization.arrays`.
@@ -121,8 +122,10 @@ class _Writer:
             self._add_plain(value.item())
         else:
             raise TypeError(
-                "state: expected None, numbers, text, bytes, tensors, and lists, tuples and dicts of these, got "
-                f"{type(value).__module__}.{type(value).__qualname__}"
+                broken(
+                    "state: expected None, numbers, text, bytes, tensors, and lists, tuples and dicts of these, got "
+                    f"{type(value).__module__}.{type(value).__qualname__}"
+                )
             )
 
     def _add_plain(self, value: Any) -> None:

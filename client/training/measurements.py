@@ -8,6 +8,7 @@ from torch import Tensor
 
 from client.serialization.arrays import NUMPY_DTYPES
 from statsd_bn.checks import shown
+from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.members import Members
 
@@ -107,7 +108,9 @@ def _of_list(data: list[Any] | tuple[Any, ...], is_double: bool) -> Tensor:
     kinds = _kinds_within(data)
     for kind in kinds:
         if not issubclass(kind, (Tensor, np.ndarray, *_NUMBERS)):
-            raise TypeError(f"expected a list of numbers, arrays, tensors or such lists, got {kind.__name__} in it")
+            raise TypeError(
+                broken(f"expected a list of numbers, arrays, tensors or such lists, got {kind.__name__} in it")
+            )
     # torch is fast with plain numbers, slow with arrays, and warns for tensors.
     if not any(issubclass(kind, Tensor | np.ndarray) for kind in kinds):
         return _of_numbers(data, is_double)

@@ -27,6 +27,7 @@ from client.lanes.named_process_group import NamedProcessGroup
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.layers.recalibration_moments import Tally
 from statsd_bn import limits
+from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
@@ -122,13 +123,17 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _check_layers(layers: list[SynchronizedBatchNorm]) -> None:
     if not layers:
         raise ValueError(
-            "model: expected a synchronised layer that keeps running statistics and, in a model in training mode, is "
-            "in training mode too; found none (client.convert_model() synchronises a model)"
+            broken(
+                "model: expected a synchronised layer that keeps running statistics and, in a model in training mode, "
+                "is in training mode too; found none (client.convert_model() synchronises a model)"
+            )
         )
     if unknown := [layer.layer_name for layer in layers if any(map(is_lazy, layer.buffers()))]:
         raise ValueError(
-            f"model: expected layers that know their channels, got lazy ones {_shown(unknown)}; run one batch through "
-            "the model first"
+            broken(
+                f"model: expected layers that know their channels, got lazy ones {_shown(unknown)}; run one batch "
+                "through the model first"
+            )
         )
 
 
@@ -245,13 +250,15 @@ def _check_population(measured: list[Population], batches: int) -> None:
     """All members have the same numbers and come to the same end."""
     if not measured:
         raise ValueError(
-            f"loader: expected values for at least one layer, got none in the {batches} batches of all members"
+            broken(f"loader: expected values for at least one layer, got none in the {batches} batches of all members")
         )
     spoilt = [layer.layer_name for layer, moments in measured if not np.isfinite(moments.vectors).all()]
     if spoilt:
         raise ValueError(
-            f"loader: expected finite values, got NaN or infinity in layers {_shown(spoilt)}; all layers keep the "
-            "statistics they had"
+            broken(
+                f"loader: expected finite values, got NaN or infinity in layers {_shown(spoilt)}; all layers keep the "
+                "statistics they had"
+            )
         )
 
 

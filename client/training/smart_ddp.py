@@ -12,6 +12,7 @@ from client.border import at_border
 from client.layers import ddp_buffers
 from client.layers.convert import convert as synchronised
 from statsd_bn.environment import integer
+from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
 
 # DistributedDataParallel is broken there (ultralytics/yolov5#8395).
@@ -49,7 +50,10 @@ def smart_ddp(model: nn.Module, *, static_graph: bool = True, convert: bool = Tr
     check_version(torch.__version__)
     if not (distributed.is_available() and distributed.is_initialized()):
         raise RuntimeError(
-            "process group: expected an initialised one, got none; call torch.distributed.init_process_group() first"
+            broken(
+                "process group: expected an initialised one, got none; call torch.distributed.init_process_group() "
+                "first"
+            )
         )
     arguments = arguments_for(_device_of(model), os.environ, static_graph=static_graph)
     if convert:
@@ -66,7 +70,10 @@ def check_version(version: str) -> None:
     """Raises RuntimeError where torch is 1.12.0, or a local build of it such as 1.12.0+cu113."""
     if version.partition("+")[0] == REFUSED_VERSION:
         raise RuntimeError(
-            f"torch: expected any version but {REFUSED_VERSION}, whose DistributedDataParallel is broken, got {version}"
+            broken(
+                f"torch: expected any version but {REFUSED_VERSION}, whose DistributedDataParallel is broken, got "
+                f"{version}"
+            )
         )
 
 
@@ -89,8 +96,10 @@ def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_gr
         )
     if device.index != local_rank:
         raise ValueError(
-            f"model: expected its parameters on cuda:{local_rank}, the device of LOCAL_RANK {local_rank}, got "
-            f"{device}; call torch.cuda.set_device(LOCAL_RANK) and move the model there"
+            broken(
+                f"model: expected its parameters on cuda:{local_rank}, the device of LOCAL_RANK {local_rank}, got "
+                f"{device}; call torch.cuda.set_device(LOCAL_RANK) and move the model there"
+            )
         )
     return arguments | {"device_ids": [local_rank], "output_device": local_rank}
 
@@ -99,8 +108,10 @@ def _device_of(model: nn.Module) -> torch.device:
     parameters = list(model.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
-            f"model: expected a parameter that learns, got {len(parameters)} parameters and none with requires_grad; "
-            "without any there are no gradients to average, and the model needs no wrapper"
+            broken(
+                f"model: expected a parameter that learns, got {len(parameters)} parameters and none with "
+                "requires_grad; without any there are no gradients to average, and the model needs no wrapper"
+            )
         )
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) > 1:

@@ -294,4 +294,4 @@ def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
     """Frame that carries an error to a member."""
     # Some errors are kept and raised again, and each time would add its stack, with the frames that were being read.
     error.__traceback__ = None
-    return encode(Failure(error.code, told(str(error)), error.fields, key))
+    return encode(Failure(error.code, told(error.message), error.fields, key))

@@ -30,6 +30,7 @@ from server.network.sender import Sender
 from server.network.watch import Watch
 from server.secrets import key_source, seal_key
 from statsd_bn import limits
+from statsd_bn.error_text import in_log
 from statsd_bn.errors import BindError, ConfigurationError
 from statsd_bn.keys import PublicKey
 
@@ -233,10 +234,10 @@ class Service:
         try:
             clients, problems = key_source.load_again(self._curve)
         except ConfigurationError as error:
-            logger.error("the keys stay as they were: %s", error)  # noqa: TRY400 - the operator's mistake, not ours
+            logger.error("the keys stay as they were: %s", in_log(error))  # noqa: TRY400 - the operator's mistake, not ours
             return
         for problem in problems:
-            logger.error("a key is not let in: %s", problem)
+            logger.error("a key is not let in: %s", in_log(problem))
         access = self._let_in(clients)
         logger.info("lets in %d keys from now on: %s", len(access.keys), ", ".join(sorted(access.names)))
         self._sender.send(self._dispatcher.expel(time.monotonic(), access))

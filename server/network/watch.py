@@ -24,6 +24,7 @@ from server.network.listener import Listener
 from server.network.refusals import Refusals
 from server.network.resets import Resets
 from server.network.sender import Sender
+from statsd_bn.error_text import in_log
 from statsd_bn.errors import ProtocolError, StatsdBNError
 
 logger = logging.getLogger("statsd_bn.server")
@@ -90,7 +91,7 @@ class Watch:
 
     def end(self, peer: bytes, error: StatsdBNError) -> None:
         """Tell a peer why its connection ends, which it does at the next look; ignore what else it sends."""
-        logger.warning("peer %r: %s", peer, error)
+        logger.warning("peer %r: %s", peer, in_log(error))
         self._refusals.ignore(time.monotonic(), peer)
         self.members.pop(peer, None)
         # A frame may be read after its connection has ended, and another connection may have the descriptor by then.

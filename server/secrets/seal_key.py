@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from server.group.seals import NO_SEALS, Seals
+from statsd_bn.error_text import in_log
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.private_folder import make_private, private_folder
 
@@ -39,7 +40,9 @@ def seals_of(secret: str | None, *, is_for_user: bool = False) -> Seals:
         make_private(folder)
         key, is_old = load_or_make(folder)
     except ConfigurationError as error:
-        logger.info("a server that takes the place of this one will not know its results by their seals: %s", error)
+        logger.info(
+            "a server that takes the place of this one will not know its results by their seals: %s", in_log(error)
+        )
         key, is_old = os.urandom(KEY_BYTES), False
     return Seals(key, outlives=is_old)
 

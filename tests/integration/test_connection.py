@@ -35,6 +35,7 @@ from statsd_bn.errors import (
     WorldSizeMismatch,
 )
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
+from support.sentences import says
 
 ROW = Rows((1,), np.ones((1, 2, 3)))
 
@@ -102,7 +103,8 @@ def test_without_an_endpoint_and_a_server_of_this_user_it_says_so(monkeypatch, t
     monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(
-        ServerUnreachable, match=rf"no server of this user .* ipc://{tmp_path}/.*start `python -m server`.*torchrun"
+        ServerUnreachable,
+        check=says(rf"no server of this user .* ipc://{tmp_path}/.*start `python -m server`.*torchrun"),
     ):
         client.connect(rank=0, world_size=2)
 

@@ -29,6 +29,7 @@ from server.secrets.keygen import generate
 from statsd_bn.errors import AuthenticationRefused, RegistrationRefused, ReplicaLost, ServerUnreachable
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import Failure, Heartbeat, Registered, StatusRequest
+from statsd_bn.text import unfolded
 from statsd_bn.wire import decode, encode
 from support.memory_members import outcome, wait_until
 from support.strategies import register, rows
@@ -370,7 +371,7 @@ def test_a_folder_without_keys_is_a_usage_error(tmp_path):
     command = [sys.executable, "-m", "server", "--curve", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1
+    assert unfolded(ended.stderr).count("\n") == 1
     assert "cannot read" in ended.stderr
 
 
@@ -383,7 +384,7 @@ def test_the_status_command_takes_a_key_and_says_when_it_is_refused(service, key
     assert (told.returncode, told.stdout.splitlines()[1:]) == (0, ["no jobs"])
     refused = status()
     assert refused.returncode == 5
-    assert refused.stderr.count("\n") == 1
+    assert unfolded(refused.stderr).count("\n") == 1
     assert "authentication refused" in refused.stderr
 
 

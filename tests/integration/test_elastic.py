@@ -170,7 +170,7 @@ def test_members_of_another_policy_are_refused(min_members):
     stranger = world.come(1, min_members=min_members)
     text = '"elastic" with min_members 1' if min_members else '"strict"'
     error = stranger.latest(RegistrationRefused)
-    assert f'expected policy "elastic" with min_members 2, as ranks [0, 1] have it, got {text}' in str(error)
+    assert f'expected policy "elastic" with min_members 2, as ranks [0, 1] have it, got {text}' in error.message
 
 
 def test_the_sizes_must_agree_in_an_elastic_group_too():

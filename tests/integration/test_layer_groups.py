@@ -7,6 +7,7 @@ import client
 from programs import group_programs
 from programs.group_programs import SIZES
 from statsd_bn.errors import ConfigurationError
+from support.sentences import says
 from support.whole_batch import assert_equal_to_whole_batch, joined
 
 
@@ -53,7 +54,9 @@ def test_precise_statistics_are_those_of_the_layers_group(members):
     ids=["layer", "lazy layer", "convert_model"],
 )
 def test_what_is_no_group_is_refused_when_the_layer_is_made(make):
-    with pytest.raises(ConfigurationError, match=r"group: expected None, 'local' or a .*Group, got 'left'; .*size"):
+    with pytest.raises(
+        ConfigurationError, check=says(r"group: expected None, 'local' or a .*Group, got 'left'; .*size")
+    ):
         make("left")
     group = client.Group("left", 2)
     assert make(group).group == group

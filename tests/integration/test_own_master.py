@@ -21,6 +21,7 @@ from server.cli.status import ask
 from statsd_bn.errors import AuthenticationRefused, ServerUnreachable
 from support.launched import PROC, Launched
 from support.memory_members import wait_until
+from support.sentences import says
 
 LOOPBACK = "tcp://127.0.0.1:*"
 SECRET = "0123456789abcdef" * 2
@@ -151,7 +152,7 @@ def test_programs_and_variables_of_the_script_do_not_make_it_another(start, tmp_
 
 def test_a_server_that_does_not_start_is_told_with_its_exit_code(start, monkeypatch, capfd):
     monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
-    with pytest.raises(ServerUnreachable, match=r"cannot start a server: .*it ended with exit code 2 after"):
+    with pytest.raises(ServerUnreachable, check=says(r"cannot start a server: .*it ended with exit code 2 after")):
         start()
     assert "STATSD_BN_LOG_LEVEL: expected one of" in capfd.readouterr().err
 
@@ -298,7 +299,7 @@ def test_a_server_that_says_nothing_is_told_and_stopped(start, monkeypatch):
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(server_process, "_command", lambda *_: command)
     before = _children()
-    with pytest.raises(ServerUnreachable, match=r"within 0.2 s, and it said nothing after"):
+    with pytest.raises(ServerUnreachable, check=says(r"within 0.2 s, and it said nothing after")):
         start()
     assert _children() == before
 
@@ -307,7 +308,7 @@ def test_a_server_that_does_not_start_leaves_no_folder(start, tmp_path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(server_process, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
     for keys in (None, job_secret.server_keys(SECRET, "job")):
-        with pytest.raises(ServerUnreachable, match=r"cannot start a server: .*exit code 7"):
+        with pytest.raises(ServerUnreachable, check=says(r"cannot start a server: .*exit code 7")):
             start(keys=keys)
     assert list(tmp_path.iterdir()) == []
 

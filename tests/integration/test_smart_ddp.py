@@ -11,6 +11,8 @@ from integration.test_ddp import TOLERANCE
 from programs import ddp_programs, smart_ddp_programs
 from programs.ddp_programs import Training
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.text import unfolded
+from support.sentences import says
 from support.whole_batch import assert_equal
 
 STORE = "store"
@@ -50,7 +52,7 @@ def test_what_is_made_refused_and_warned_of_with_a_process_group(members, tmp_pa
             ("SynchronizedBatchNorm1d", False, True, None, None),
             ("BatchNorm1d", True, False, None, None),
         ]
-        frozen, empty, scattered = refused
+        frozen, empty, scattered = map(unfolded, refused)
         assert "expected a parameter that learns, got 4 parameters and none with requires_grad" in frozen
         assert "expected a parameter that learns, got 0 parameters" in empty
         assert "expected all parameters on one device, got cpu, meta" in scattered
@@ -61,7 +63,9 @@ def test_what_is_made_refused_and_warned_of_with_a_process_group(members, tmp_pa
 
 def test_without_a_process_group_it_says_what_to_call():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.raises(RuntimeError, match=r"process group: .* call torch\.distributed\.init_process_group\(\) first"):
+    with pytest.raises(
+        RuntimeError, check=says(r"process group: .* call torch\.distributed\.init_process_group\(\) first")
+    ):
         client.smart_ddp(model)
     assert type(model[1]) is nn.BatchNorm1d
 
@@ -69,7 +73,9 @@ def test_without_a_process_group_it_says_what_to_call():
 @pytest.mark.parametrize("version", ["1.12.0", "1.12.0+cu113", "1.12.0+cpu"])
 def test_torch_1_12_0_is_refused_and_its_local_builds_too(version):
     """yolov5's lets the local builds through."""
-    with pytest.raises(RuntimeError, match=f"expected any version but 1.12.0, .* got {version.replace('+', '.')}$"):
+    with pytest.raises(
+        RuntimeError, check=says(f"expected any version but 1.12.0, .* got {version.replace('+', '.')}$")
+    ):
         check_version(version)
 
 
@@ -100,7 +106,9 @@ def test_elsewhere_no_device_is_named(kind):
 
 
 def test_a_model_on_another_cuda_device_is_refused():
-    with pytest.raises(ValueError, match=r"expected its parameters on cuda:1, the device of LOCAL_RANK 1, got cuda:0"):
+    with pytest.raises(
+        ValueError, check=says(r"expected its parameters on cuda:1, the device of LOCAL_RANK 1, got cuda:0")
+    ):
         arguments_for(torch.device("cuda", 0), {"LOCAL_RANK": "1"}, static_graph=True)
 
 

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 from client.serialization.arrays import DTYPES, MAX_DIMENSIONS, NDARRAY, NUMPY_DTYPES, TENSOR, TORCH_DTYPES
 from client.serialization.packing import LIST, MAX_ARRAYS, pack, unpack
 from statsd_bn.errors import ProtocolError
+from support.sentences import says
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 
@@ -127,7 +128,7 @@ def a_list_of(number: int, item: bytes) -> bytes:
     ],
 )
 def test_what_is_no_array_is_refused(data, what):
-    with pytest.raises(ProtocolError, match=what):
+    with pytest.raises(ProtocolError, check=says(what)):
         unpack(data)
 
 

@@ -14,6 +14,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from support.elastic_threads import own_connections, use
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members
+from support.sentences import says
 
 INPUTS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 # Unequal shares, and one member without a sample.
@@ -125,7 +126,9 @@ def test_sparse_gradients_are_refused():
     layer(torch.tensor([1])).sum().backward()
     with own_connections(), MemoryMaster().connect(0, 1) as connection:
         use(connection)
-        with pytest.raises(ConfigurationError, match=r"expected dense gradients, got sparse ones .* shape \(4, 2\)"):
+        with pytest.raises(
+            ConfigurationError, check=says(r"expected dense gradients, got sparse ones .* shape \(4, 2\)")
+        ):
             average_gradients(layer)
 
 

@@ -15,6 +15,7 @@ from client import DataParallelWithCallback
 from client.lanes.named_process_group import NamedProcessGroup
 from statsd_bn.errors import ConfigurationError
 from support.newer_torch import needs
+from support.sentences import says
 
 TWINS = {
     nn.BatchNorm1d: client.SynchronizedBatchNorm1d,
@@ -556,7 +557,9 @@ def test_a_layer_whose_place_is_no_name_is_refused_before_anything_is_changed(na
     model = nn.Module()
     model.add_module("first", nn.BatchNorm1d(2))
     model.add_module(name, nn.BatchNorm1d(2))
-    with pytest.raises(ConfigurationError, match="its place in the model: expected printable text of 1 to 256 bytes"):
+    with pytest.raises(
+        ConfigurationError, check=says("its place in the model: expected printable text of 1 to 256 bytes")
+    ):
         client.convert_model(model)
     assert type(model.first) is nn.BatchNorm1d
 

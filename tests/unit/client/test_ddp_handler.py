@@ -20,7 +20,9 @@ from client.training.measurements import as_tensor, joined, like
 from statsd_bn import limits
 from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.rows import Rows
+from statsd_bn.text import unfolded
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members
+from support.sentences import says
 
 LOOP = SimpleNamespace(train_loader=None, validation_loader=None, test_loader=None)
 
@@ -206,7 +208,7 @@ def test_a_bad_value_on_one_member_is_told_to_all_and_nobody_hangs(bad, kind, wh
         raise second
     assert type(first) is type(third) is RoundFailed
     assert str(first) == str(third)
-    assert f"expected values from all ranks, got none from 1; rank 1: {kind.__name__}: " in str(first)
+    assert f"expected values from all ranks, got none from 1; rank 1: {kind.__name__}: " in first.message
     assert first.fields["member"] == 1
     assert [told for _, *told in results] == [[[0, 1, 2], 2]] * 3
 
@@ -225,7 +227,7 @@ def test_a_cause_that_is_too_long_or_no_text_is_told_all_the_same():
 
     first, second = run_members(2, sync)
     assert type(first) is RoundFailed
-    assert r"OSError: \udc80\udc80" in str(first)
+    assert r"OSError: \udc80\udc80" in first.message
     assert len(first.fields["cause"]) == limits.MAX_TEXT_BYTES
     assert type(second) is OSError
 
@@ -258,7 +260,7 @@ def test_values_that_cannot_be_joined_are_named_on_every_member(values, what):
 
     results = run_members(len(values), sync)
     for error, *told in results:
-        with pytest.raises(RoundMismatch, match=rf"mp_sync\(\): expected one dtype, and one shape .* {what}"):
+        with pytest.raises(RoundMismatch, check=says(rf"mp_sync\(\): expected one dtype, and one shape .* {what}")):
             raise error
         assert told == [list(range(len(values))), 2]
 
@@ -270,7 +272,7 @@ def test_different_keys_are_named_on_every_member():
         return after(connection, lambda: handler(connection).mp_sync_dict(dicts[connection.rank]))
 
     for error, *told in run_members(3, sync):
-        with pytest.raises(RoundMismatch, match=r"ranks 0-2, got 'f1' only from 0, 2; 7 only from 1(\n|$)"):
+        with pytest.raises(RoundMismatch, check=says(r"ranks 0-2, got 'f1' only from 0, 2; 7 only from 1(\n|$)")):
             raise error
         assert told == [[0, 1, 2], 2]
 
@@ -311,7 +313,7 @@ def test_one_member_with_a_dict_and_one_with_a_value_are_told():
         return after(connection, lambda: mine.mp_sync_dict({"loss": 1}) if connection.rank else mine.mp_sync(1))
 
     for error, *told in run_members(2, sync):
-        assert "got 'data' only from 0; 'loss' only from 1" in str(error)
+        assert "got 'data' only from 0; 'loss' only from 1" in error.message
         assert told == [[0, 1], 2]
 
 
@@ -360,7 +362,7 @@ def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
         return outcome(lambda: handler(connection).mp_sync(1))
 
     for error in run_members(3, sync)[::2]:
-        with pytest.raises(ProtocolError, match=rf"mp_sync\(\): the values of rank 1: .*{what}"):
+        with pytest.raises(ProtocolError, check=says(rf"mp_sync\(\): the values of rank 1: .*{what}")):
             raise error
 
 
@@ -381,8 +383,8 @@ def test_what_a_member_says_is_short_and_plain_in_the_others_error(foreign, what
 
     for error in run_members(3, sync)[::2]:
         assert isinstance(error, RoundFailed)
-        assert what in str(error)
-        assert str(error).isprintable()
+        assert what in error.message
+        assert unfolded(str(error)).isprintable()
         assert len(str(error)) < limits.MAX_TEXT_BYTES + 200
 
 

@@ -294,7 +294,7 @@ def test_a_report_for_samples_that_the_dataset_has_not_is_refused(together):
 
     error, _ = together(2, commit)
     assert type(error) is ProtocolError
-    assert "expected samples of the dataset, got index 99 is out of bounds" in str(error)
+    assert "expected samples of the dataset, got index 99 is out of bounds" in error.message
 
 
 STATE_OF_A_LINEAR = {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}
@@ -325,7 +325,7 @@ def test_a_state_that_does_not_fit_is_refused_and_says_nothing_to_a_terminal(tog
 
     error, _ = together(2, commit)
     assert type(error) is ProtocolError
-    assert what in str(error)
+    assert what in error.message
     told = "".join(traceback.format_exception(error))
     assert "\x1b" not in told
 

@@ -26,6 +26,7 @@ from statsd_bn.errors import (
 )
 from statsd_bn.round_key import BACKWARD, FORWARD
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
+from support.sentences import says
 
 PAIR = Group("pair", 2)
 LOW, HIGH = Group("low", 2), Group("high", 2)
@@ -83,7 +84,7 @@ def test_a_group_has_a_name_and_a_size(name):
     ],
 )
 def test_a_group_that_cannot_be_is_refused_with_what_came(name, size, message):
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, check=says(message)):
         Group(name, size)
 
 
@@ -111,7 +112,7 @@ def test_without_agents_the_hosts_name_tells_two_hosts_apart():
     ],
 )
 def test_the_rule_says_what_it_needs(environ, message):
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, check=says(message)):
         groups.local(environ, "host")
 
 
@@ -141,7 +142,7 @@ def test_a_connection_knows_which_group_is_meant(monkeypatch):
 def test_what_is_no_group_of_the_job_is_refused(group, message):
     with MemoryMaster().connect(0, 1) as connection:
         for use in (connection.group, lambda group: total(connection, group)):
-            with pytest.raises(ConfigurationError, match=message):
+            with pytest.raises(ConfigurationError, check=says(message)):
                 use(group)
 
 

@@ -16,6 +16,7 @@ from client.lanes.in_process import LocalPipe
 from programs import member_programs
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.moments import Moments
+from support.sentences import says
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
@@ -81,7 +82,7 @@ def test_several_replicas_in_a_reentrant_checkpoint_are_told_what_to_do():
     wrapped = client.DataParallelWithCallback(client.convert_model(Checkpointed(model(), reentrant=True)), ["cpu"] * 3)
     x, factors = member_programs.batch(0)
     output = wrapped(x.requires_grad_())
-    with pytest.raises(ConfigurationError, match=r"all 3 replicas .* use_reentrant=False"):
+    with pytest.raises(ConfigurationError, check=says(r"all 3 replicas .* use_reentrant=False")):
         (output * factors).sum().backward()
 
 

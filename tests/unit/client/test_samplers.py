@@ -20,6 +20,7 @@ from client import DDPHandler
 from client.training.data_loaders import KEPT
 from statsd_bn.errors import ConfigurationError
 from support.memory_members import MemoryMaster, in_threads, run_members
+from support.sentences import says
 
 SAMPLES = list(range(10))
 
@@ -146,7 +147,7 @@ def test_a_rank_outside_the_world_is_refused(rank):
 def test_what_cannot_be_split_is_refused_and_says_why(loader, why):
     first = DataLoader(SAMPLES)
     loop = train_loop(train=first, test=loader)
-    with pytest.raises(ConfigurationError, match=why):
+    with pytest.raises(ConfigurationError, check=says(why)):
         DDPHandler(loop).add_distributed_samplers(2, 0)
     assert loop.train_loader is first
 

@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from client.connection.transport import MemoryTransport, Transport, ZmqTransport
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 from support.memory_members import outcome, wait_until
+from support.sentences import says
 
 
 class Recording(Transport):
@@ -74,7 +75,7 @@ def test_idle_channels_can_be_closed_while_one_is_lent():
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "tcp://", "tcp://127.0.0.1", "udp-lite://1.2.3.4:5"])
 def test_an_endpoint_that_is_none_is_named(endpoint):
-    with pytest.raises(ConfigurationError, match=f"expected tcp://HOST:PORT or ipc://PATH, got '{endpoint}'"):
+    with pytest.raises(ConfigurationError, check=says(f"expected tcp://HOST:PORT or ipc://PATH, got '{endpoint}'")):
         ZmqTransport(endpoint)
 
 

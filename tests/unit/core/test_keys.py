@@ -16,6 +16,8 @@ from server.limits.access import Access
 from server.secrets.keygen import generate
 from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.text import unfolded
+from support.sentences import says
 
 pytestmark = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
 
@@ -82,7 +84,7 @@ def test_a_client_can_be_added_later_and_knows_the_server(tmp_path):
 def test_nothing_is_overwritten_and_then_nothing_is_written(tmp_path):
     generate(tmp_path, ["bob"])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigurationError, match=r"found .*bob\.key_secret.*nothing was written"):
+    with pytest.raises(ConfigurationError, check=says(r"found .*bob\.key_secret.*nothing was written")):
         generate(tmp_path, ["alice", "bob"])
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -102,7 +104,7 @@ def test_a_pattern_that_is_none_is_refused(tmp_path, pattern):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match=r"cannot write .*file"):
+    with pytest.raises(ConfigurationError, check=says(r"cannot write .*file")):
         generate(tmp_path / "file" / "keys")
 
 
@@ -133,7 +135,9 @@ def test_a_secret_is_not_written_where_everybody_can_write(tmp_path, capsys, bel
     (tmp_path / below).mkdir(exist_ok=True)
     tmp_path.chmod(0o777)
     assert main(["secret", str(tmp_path / below / "job.secret")]) == 2
-    assert f"secret: expected only this user to be able to write to {tmp_path}, got" in capsys.readouterr().err
+    assert f"secret: expected only this user to be able to write to {tmp_path}, got" in unfolded(
+        capsys.readouterr().err
+    )
     assert not (tmp_path / below / "job.secret").exists()
 
 
@@ -150,7 +154,7 @@ def test_a_secret_is_not_written_where_everybody_can_write(tmp_path, capsys, bel
     ],
 )
 def test_a_secret_that_is_none_is_refused_and_not_quoted(environ, problem):
-    with pytest.raises(ConfigurationError, match=problem) as caught:
+    with pytest.raises(ConfigurationError, check=says(problem)) as caught:
         job_secret.given(environ)
     assert "changeme" not in str(caught.value)
 
@@ -177,7 +181,9 @@ def test_keys_are_not_written_where_others_can_write(tmp_path, folder_mode):
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(folder_mode)
-    with pytest.raises(ConfigurationError, match=rf"to write to {folder}, got mode {folder_mode:04o}; chmod go-w"):
+    with pytest.raises(
+        ConfigurationError, check=says(rf"to write to {folder}, got mode {folder_mode:04o}; chmod go-w")
+    ):
         generate(folder)
     assert list(folder.iterdir()) == []
 
@@ -186,7 +192,7 @@ def test_keys_are_not_written_below_a_folder_where_others_could_replace_theirs(t
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ConfigurationError, match=rf"to write to {folder}, got mode 0777"):
+    with pytest.raises(ConfigurationError, check=says(rf"to write to {folder}, got mode 0777")):
         generate(folder / "new" / "keys")
     assert list(folder.iterdir()) == []
     folder.chmod(0o1777)
@@ -282,7 +288,7 @@ def test_without_jobs_a_key_is_for_all(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"cannot read .*secrets/client\.key_secret: No such file"):
+    with pytest.raises(ConfigurationError, check=says(r"cannot read .*secrets/client\.key_secret: No such file")):
         keys.load_client(tmp_path)
 
 

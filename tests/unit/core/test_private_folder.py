@@ -23,8 +23,10 @@ from server.config import from_arguments
 from server.network.service import Service
 from statsd_bn import private_folder
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
+from statsd_bn.text import unfolded
 from support.launched import PROC, Launched
 from support.paths import ROOT
+from support.sentences import says
 
 
 @pytest.fixture
@@ -100,14 +102,16 @@ def test_a_server_that_was_started_where_there_was_no_runtime_folder_is_found(en
         assert endpoint.startswith(f"ipc://{tmp_path}/statsd_bn-")
         assert private_folder.find_server(environ) == endpoint
         folder.chmod(0o755)
-        with pytest.raises(ServerUnreachable, match=rf"at ipc://{environ['XDG_RUNTIME_DIR']}\S* or {endpoint}; start"):
+        with pytest.raises(
+            ServerUnreachable, check=says(rf"at ipc://{environ['XDG_RUNTIME_DIR']}\S* or {endpoint}; start")
+        ):
             private_folder.find_server(environ)
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_told_with_what_to_do(tmp_path):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
-    with pytest.raises(ConfigurationError, match=r"at most 10[37] bytes for the path of a socket, got .*TMPDIR"):
+    with pytest.raises(ConfigurationError, check=says(r"at most 10[37] bytes for the path of a socket, got .*TMPDIR")):
         private_folder.default_endpoint({"XDG_RUNTIME_DIR": str(deep)})
 
 
@@ -131,12 +135,12 @@ def test_a_folder_is_made_private_whatever_the_umask(tmp_path):
 )
 def test_a_folder_that_is_not_private_is_refused_by_server_and_client(environ, make, told, capsys):
     make(Path(environ["XDG_RUNTIME_DIR"]) / "statsd_bn")
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, check=says(told)):
         Service(from_arguments([], environ))
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, check=says(told)):
         private_folder.find_server(environ)
     assert command.main([]) == 2
-    assert told in capsys.readouterr().err
+    assert told in unfolded(capsys.readouterr().err)
 
 
 @needs_another_user
@@ -145,7 +149,7 @@ def test_a_folder_of_another_user_is_refused_by_server_and_client(environ):
     folder.mkdir(mode=0o700)
     os.chown(folder, NOBODY, NOBODY)
     for use in (lambda: Service(from_arguments([], environ)), lambda: private_folder.find_server(environ)):
-        with pytest.raises(ConfigurationError, match=f"to belong to this user .*got uid {NOBODY}"):
+        with pytest.raises(ConfigurationError, check=says(f"to belong to this user .*got uid {NOBODY}")):
             use()
 
 
@@ -190,7 +194,7 @@ def test_where_this_user_has_no_server_that_is_told(environ, capsys, monkeypatch
     monkeypatch.setattr(status, "FIND_SECONDS", 0.0)
     for arguments in (["check"], ["status"]):
         assert command.main(arguments) == 4
-        told = capsys.readouterr().err
+        told = unfolded(capsys.readouterr().err)
         assert f"no server of this user (uid {os.getuid()}) listens at ipc://{environ['XDG_RUNTIME_DIR']}" in told
         assert "torchrun" not in told
     assert not list(Path(environ["XDG_RUNTIME_DIR"]).iterdir()), "whoever looks makes nothing"

@@ -6,6 +6,7 @@ from client.launch import launchers, slurm
 from client.launch.launchers import StoreAddress
 from client.launch.settings import resolve
 from statsd_bn.errors import ConfigurationError
+from support.sentences import says
 
 TORCHRUN = {
     "RANK": "5",
@@ -111,7 +112,9 @@ def test_the_first_host_of_a_list(listed, first):
 
 @pytest.mark.parametrize("listed", [",a", "node[", "node[1", "node]", "node[a-b]", "node[1-2]]", "[", " ", "a b"])
 def test_a_list_of_hosts_that_is_none_is_named(listed):
-    with pytest.raises(ConfigurationError, match=r"SLURM_STEP_NODELIST: expected hosts such as .*set MASTER_ADDR"):
+    with pytest.raises(
+        ConfigurationError, check=says(r"SLURM_STEP_NODELIST: expected hosts such as .*set MASTER_ADDR")
+    ):
         launchers.store_address({**SLURM, "SLURM_STEP_NODELIST": listed})
 
 
@@ -125,9 +128,9 @@ def test_a_list_of_hosts_that_is_none_is_named(listed):
     ],
 )
 def test_a_world_size_that_counts_nodes_is_told(environ, evidence):
-    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE: .*counts nodes: .*torchrun") as caught:
+    with pytest.raises(ConfigurationError, check=says(r"WORLD_SIZE: .*counts nodes: .*torchrun")) as caught:
         resolve(environ).member()
-    assert caught.match(evidence)
+    assert says(evidence)(caught.value)
     assert resolve(environ, world_size=8, rank=0).member().world_size == 8
 
 

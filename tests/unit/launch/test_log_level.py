@@ -6,6 +6,7 @@ import pytest
 
 from client.launch import log_level
 from statsd_bn.errors import ConfigurationError
+from support.sentences import says
 
 
 @pytest.fixture
@@ -38,6 +39,6 @@ def test_a_script_that_has_set_up_logging_keeps_its_handlers(logger):
 
 
 def test_another_value_is_refused_with_the_good_ones(logger):
-    with pytest.raises(ConfigurationError, match=r"STATSD_BN_LOG_LEVEL: expected one of .*'debug'.*got 'loud'"):
+    with pytest.raises(ConfigurationError, check=says(r"STATSD_BN_LOG_LEVEL: expected one of .*'debug'.*got 'loud'")):
         log_level.follow({"STATSD_BN_LOG_LEVEL": "loud"})
     assert logger.level == logging.NOTSET

@@ -7,6 +7,7 @@ import pytest
 import client
 from client.launch.settings import resolve
 from statsd_bn.errors import ConfigurationError
+from support.sentences import says
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "run-7"}
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_RESTART_COUNT": "3"}
@@ -125,7 +126,7 @@ def test_the_store_is_looked_for_only_under_a_launcher_and_without_an_endpoint()
     ],
 )
 def test_an_error_says_where_the_value_came_from(environ, arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, check=says(message)):
         resolve(environ, **arguments)
 
 

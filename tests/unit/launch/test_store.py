@@ -12,6 +12,7 @@ from client.launch import store as launch_store
 from client.launch.launchers import StoreAddress
 from client.launch.store import Announcement, StoreEntry
 from statsd_bn.errors import ProtocolError, ServerUnreachable
+from support.sentences import says
 
 ANNOUNCED = Announcement("tcp://127.0.0.1:5555", 3, "sesame", "")
 
@@ -86,7 +87,9 @@ def test_a_long_wait_is_told(entry_of, monkeypatch, caplog):
 def test_a_store_that_is_gone_ends_the_wait(entry_of):
     reading = entry_of(1)
     reading._store = _Gone()
-    with pytest.raises(ServerUnreachable, match=r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: connection closed$"):
+    with pytest.raises(
+        ServerUnreachable, check=says(r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: connection closed$")
+    ):
         reading.read()
     with pytest.raises(ServerUnreachable, match=r"connection closed$"):
         reading.write(ANNOUNCED)
@@ -128,14 +131,14 @@ def test_a_store_that_takes_connections_and_says_nothing_is_given_up(monkeypatch
     monkeypatch.setattr(launch_store, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = StoreAddress("127.0.0.1", silent.getsockname()[1])
-        with pytest.raises(ServerUnreachable, match=r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: "):
+        with pytest.raises(ServerUnreachable, check=says(r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: ")):
             StoreEntry(address, 1, 2, "life 0", 0.3)
 
 
 def test_without_a_store_its_address_is_named(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(
-        ServerUnreachable, match=r"rendezvous store at MASTER_ADDR 127.0.0.1, MASTER_PORT 1, .*: "
+        ServerUnreachable, check=says(r"rendezvous store at MASTER_ADDR 127.0.0.1, MASTER_PORT 1, .*: ")
     ) as caught:
         StoreEntry(StoreAddress("127.0.0.1", 1), 1, 2, "life 0", 0.3)
     assert "frame #" not in str(caught.value)

@@ -16,6 +16,7 @@ from server.cli.status import ask
 from server.network import ipc_path
 from statsd_bn.errors import BindError
 from support.memory_members import wait_until
+from support.sentences import says
 
 
 @pytest.fixture
@@ -139,7 +140,9 @@ def test_a_file_system_without_locks_will_do(path, monkeypatch, number, is_serve
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with nullcontext() if is_served else pytest.raises(BindError, match=r"cannot listen on .*: Input/output error"):
+    with (
+        nullcontext() if is_served else pytest.raises(BindError, check=says(r"cannot listen on .*: Input/output error"))
+    ):
         Service(Config((f"ipc://{path}",))).close()
 
 
@@ -164,7 +167,7 @@ def test_a_server_leaves_the_file_of_another_that_has_taken_its_path(path, serve
 
 
 def test_a_path_that_is_too_long_is_told(tmp_path):
-    with pytest.raises(BindError, match=r"cannot listen on ipc://.*: AF_UNIX path too long"):
+    with pytest.raises(BindError, check=says(r"cannot listen on ipc://.*: AF_UNIX path too long")):
         Service(Config((f"ipc://{tmp_path}/{'x' * 120}",)))
 
 

@@ -11,6 +11,7 @@ from server.cli.status import COUNTS, ask, describe, own_endpoint
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Failure, Leave, Registered
+from statsd_bn.text import unfolded
 from statsd_bn.wire import decode, encode
 from support.strategies import register, session_of
 
@@ -140,13 +141,13 @@ def test_where_nobody_listens_the_command_exits_with_4(nobody, monkeypatch, caps
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("statsd_bn: nobody listens at ")
-    assert said.err.count("\n") == 1
+    assert unfolded(said.err).count("\n") == 1
 
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "tcp://127.0.0.1", "udp://127.0.0.1:1"])
 def test_what_is_no_endpoint_exits_with_4(endpoint, capsys):
     assert command.main(["status", endpoint]) == 4
-    said = capsys.readouterr().err
+    said = unfolded(capsys.readouterr().err)
     assert said.startswith(f"statsd_bn: endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} (")
     assert said.count("\n") == 1
 
@@ -236,8 +237,8 @@ def test_an_answer_that_is_no_status_exits_with_4_and_one_line(somebody, capsys,
     assert command.main(["status", endpoint]) == 4
     said = capsys.readouterr()
     assert said.out == ""
-    assert words in said.err
-    assert said.err.count("\n") == 1
+    assert words in unfolded(said.err)
+    assert unfolded(said.err).count("\n") == 1
 
 
 def test_whoever_is_named_cannot_speak_to_the_terminal_or_forge_a_line():
