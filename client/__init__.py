@@ -7,7 +7,7 @@ training. A single process under `client.DataParallelWithCallback` needs only th
 import os
 
 from client.connection.connection import Connection
-from client.connection.current import current_connection, disconnect
+from client.connection.current import current_connection, disconnect, local_group
 from client.connection.groups import Group
 from client.data_parallel.replicate import (
     CallbackContext,
@@ -66,6 +66,7 @@ __all__ = [
     "disconnect",
     "execute_replication_callbacks",
     "join",
+    "local_group",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "recalibrate",

@@ -48,7 +48,7 @@ REMEMBERED_ROUND_TRIPS = 4096
 # What `Connection.endpoint` says where there is no server.
 IN_PROCESS = "in process"
 
-_ONE_HERE = {"LOCAL_WORLD_SIZE": "1"}
+_ONE_HERE = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
 
 
 class Connection:
@@ -87,7 +87,8 @@ class Connection:
         # Looked up now where that can be done: torch.compile follows a layer to its group, but not to the host's name.
         self._local: Group | None = None
         with suppress(ConfigurationError):
-            self._local = self._group_of_this_host()
+            self._local = self._told_group_of_this_host()
+        self._local_lock = threading.Lock()
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
@@ -176,8 +177,12 @@ class Connection:
     def group(self, group: Group | str | None) -> Group:
         """Returns the group that is meant: the whole job for None, the members of this host for "local".
 
+        Where no launcher says how many members a host has, the first call with "local" is a round of the whole job.
+
         Raises:
-            ConfigurationError: no group of this job is meant, or the environment does not say who is on this host.
+            ConfigurationError: no group of this job is meant, or it is elastic and the environment does not say who is
+                on this host.
+            StatsdBNError: the round failed.
         """
         if group is None:
             return self._world
@@ -190,7 +195,10 @@ class Connection:
         return found
 
     def is_alone(self, group: Group | str | None) -> bool:
-        """Returns whether a group has no other members, and can have none."""
+        """Returns whether a group has no other members, and can have none; False while that is not known yet."""
+        if self._local is None and isinstance(group, str):
+            groups.check(group)  # its first round finds out who is in it; torch.compile follows a layer to here
+            group = None
         return self.group(group).size == 1 and not self.member.is_elastic
 
     def is_everybody(self, group: Group | str | None) -> bool:
@@ -395,8 +403,21 @@ class Connection:
         return self._local
 
     def _group_of_this_host(self) -> Group:
+        with self._local_lock:
+            if found := self._local or self._told_group_of_this_host():
+                return found
+            rounds = self.rounds
+            told = self.all_gather(groups.HOSTS, groups.this_machine().encode())
+            self.rounds = rounds  # those of layers and of users count
+            return groups.of_hosts(told, self.rank)
+
+    def _told_group_of_this_host(self) -> Group | None:
+        """By the environment; None where it does not say it, and the members can find out themselves."""
+        size = self.member.world_size
         # No launcher is needed to say how many there are of one.
-        return groups.local({**os.environ, **(_ONE_HERE if self.is_alone(None) else {})})
+        environ = {**os.environ, **(_ONE_HERE if self.is_alone(None) else {})}
+        can_ask = not self.member.is_elastic
+        return None if can_ask and not groups.is_told(environ, size) else groups.local(environ)
 
     def _check_usable(self) -> None:
         if self._closed:

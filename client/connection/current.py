@@ -3,7 +3,10 @@
 A process has at most one. Without one its layers synchronise over the replicas of their own process.
 """
 
+from client.border import at_border
 from client.connection.connection import Connection
+from client.connection.groups import LOCAL, Group
+from statsd_bn.errors import ConfigurationError
 
 _current: Connection | None = None
 
@@ -33,3 +36,20 @@ def has_been_connected() -> bool:
 def has_been_alone() -> bool:
     """Whether this process's latest connection needed no server, because nothing said that there were others."""
     return _current is not None and _current.is_in_process
+
+
+@at_border
+def local_group() -> Group:
+    """Returns the group of the ranks of this host, as `group=` takes it; its `size` is their number.
+
+    torchrun says how many ranks a host has. Without it, as under `mp.spawn`, the first call is a round of the whole
+    job, in which the ranks find out who shares a machine: all ranks call it at the same place then.
+
+    Raises:
+        ConfigurationError: this process is not connected; or the job is elastic, and no launcher says it.
+        StatsdBNError: the round failed.
+    """
+    connection = current_connection()
+    if connection is None:
+        raise ConfigurationError("local_group: expected a connected process, call client.connect() first")
+    return connection.group(LOCAL)

@@ -5,8 +5,11 @@ need not be listed anywhere, and nobody outside of it takes notice.
 """
 
 import socket
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from statsd_bn import limits
 from statsd_bn.checks import check_integer, check_name
@@ -16,6 +19,12 @@ from statsd_bn.messages import WORLD
 
 # The rule: the members of this host.
 LOCAL = "local"
+
+# What the members tell one another their hosts under, where no launcher counts the members of a host.
+HOSTS = "statsd_bn hosts"
+
+# Differs from host to host, also where they are clones of one another; containers on a host share it.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -55,10 +64,26 @@ class _RuledGroup(Group):
     def _check_reserved(self) -> None:
         pass
 
+    def __repr__(self) -> str:
+        return f"Group(name={self.name!r}, size={self.size})"
+
+
+def named(name: str, size: int) -> Group:
+    """Returns the group of a name and a size that were a group's, by a rule or not."""
+    return _RuledGroup(name, size) if name == WORLD or name.startswith(f"{LOCAL} ") else Group(name, size)
+
 
 def world(size: int) -> Group:
     """Returns the group of all `size` members of a job."""
     return _RuledGroup(WORLD, size)
+
+
+def is_told(environ: Mapping[str, str], world_size: int) -> bool:
+    """Returns whether a launcher says how many members of a job of this size the host has.
+
+    One that has started a single process does not know of those that this one has started.
+    """
+    return bool(environ.get("LOCAL_WORLD_SIZE")) and integer(environ, "WORLD_SIZE", world_size) == world_size
 
 
 def local(environ: Mapping[str, str], host: str | None = None) -> Group:
@@ -82,6 +107,19 @@ def local(environ: Mapping[str, str], host: str | None = None) -> Group:
     # would make one name with more members than its size. Only a launcher without agents is left with the host's name.
     node = environ.get("GROUP_RANK")
     return _RuledGroup(f"{LOCAL} node {node}" if node else f"{LOCAL} host {host or socket.gethostname()}", size)
+
+
+def this_machine() -> str:
+    """Returns a name for this machine that no other has; containers on it share the name."""
+    with suppress(OSError):
+        return BOOT_ID.read_text().strip()
+    return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+def of_hosts(told: Mapping[int, bytes], rank: int) -> Group:
+    """Returns the group of a rank's host, which has the ranks that have told the same machine."""
+    ranks = [each for each, machine in told.items() if machine == told[rank]]
+    return _RuledGroup(f"{LOCAL} host of rank {min(ranks)}", len(ranks))
 
 
 def check(group: Group | str | None) -> None:

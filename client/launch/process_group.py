@@ -5,21 +5,16 @@ the process group. The group's store then takes the place of the launcher's.
 """
 
 import socket
-import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import distributed
 
+from client.connection.groups import this_machine
 from client.launch.sources import ARGUMENT, Setting
 from statsd_bn.errors import ConfigurationError
 
 SOURCE = "process group"
-
-# Differs from host to host, also where they are clones of one another; containers on a host share it.
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +70,7 @@ def is_of(group: ProcessGroup | None, rank: Setting[int], size: Setting[int]) ->
 
 def this_host() -> str:
     """Returns a name for this host that no other host has."""
-    boot = ""
-    with suppress(OSError):
-        boot = BOOT_ID.read_text().strip()
-    return f"{socket.gethostname()} {boot or uuid.getnode()}"
+    return f"{socket.gethostname()} {this_machine()}"
 
 
 def address(environ: Mapping[str, str]) -> str:

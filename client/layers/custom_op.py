@@ -16,6 +16,7 @@ from client.autograd.backward_passes import BackwardPasses, phase_of
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.exchange import Exchange
 from client.border import make_readable
+from client.connection import groups
 from client.connection.groups import LOCAL, Group
 from client.kernels import dispatch, layout, vectors
 from client.kernels.statistics import Statistics
@@ -66,7 +67,7 @@ def _lane(layer: str, group: str, size: int) -> Lane:
         return LocalPipe(layer)
     if size < 0:
         return ProcessGroupPipe(NamedProcessGroup(group, -1 - size), layer)
-    return lane_for(layer, Group(group, size) if size else group or None)
+    return lane_for(layer, groups.named(group, size) if size else group or None)
 
 
 def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | None) -> Tensor:

@@ -29,10 +29,11 @@ def start(tmp_path):
     return run
 
 
-def found_by(lines, program):
-    """What each of two ranks has said."""
+def found_by(lines, program, ranks=2):
+    """What each rank has said."""
     said = [
-        [line.partition(": ")[2] for line in lines if line.startswith(f"rank {rank}, {program}: ")] for rank in (0, 1)
+        [line.partition(": ")[2] for line in lines if line.startswith(f"rank {rank}, {program}: ")]
+        for rank in range(ranks)
     ]
     assert all(said), lines
     return said
@@ -98,6 +99,16 @@ def test_under_spawn_connect_needs_no_argument(start, tmp_path):
     assert first == second
     assert first.startswith("broadcasts 1 ")
     assert not [line for line in lines if line.startswith("WARNING")]
+
+
+def test_under_spawn_the_ranks_of_a_host_find_one_another(start, tmp_path):
+    for machine in "ab":
+        (tmp_path / machine).write_text(machine)
+    machines = ",".join(str(tmp_path / machine) for machine in "aba")
+    lines = start(sys.executable, PROGRAMS, "local", "3", str(tmp_path / "store"), MACHINES=machines)
+    first, second, third = found_by(lines, "local", 3)
+    assert first == third == ["Group(name='local host of rank 0', size=2) 2"]
+    assert second == ["Group(name='local host of rank 1', size=1) 1"], "alone, its second layer sends nothing"
 
 
 @pytest.mark.parametrize("program", ["unconnected", "too_early"])

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import client
+from client.connection import groups
 
 STEPS = 5
 
@@ -258,6 +260,22 @@ def too_early() -> None:
 
 def say_mean(network: nn.Module) -> None:
     say("running mean", next(network.buffers()).tolist())
+
+
+def local() -> None:
+    """Each rank takes the machine in MACHINES for its own, since a test has only one."""
+    machines, rank = os.environ["MACHINES"].split(","), distributed.get_rank()
+    inputs = [torch.randn(8, 3, generator=torch.Generator().manual_seed(each)) for each in range(len(machines))]
+    expected = nn.BatchNorm1d(3)
+    expected(torch.cat([inputs[each] for each, machine in enumerate(machines) if machine == machines[rank]]))
+    with client.connect() as connection:
+        groups.BOOT_ID = Path(machines[rank])
+        for group in ("local", None):  # nobody knows it when the first layer runs
+            layer = client.SynchronizedBatchNorm1d(3, group=group or client.local_group())
+            torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs[rank])
+            torch.testing.assert_close(layer.running_var, expected.running_var)
+            torch.testing.assert_close(layer.running_mean, expected.running_mean)
+        say(client.local_group(), connection.rounds)
 
 
 def run(names: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import client
-from client.connection import groups, registration
+from client.connection import current, groups, registration
 from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.lanes.in_process import LocalPipe
@@ -116,6 +116,40 @@ def test_the_rule_says_what_it_needs(environ, message):
         groups.local(environ, "host")
 
 
+@pytest.mark.parametrize(
+    ("environ", "world_size", "is_told"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, 4, True),
+        ({"LOCAL_WORLD_SIZE": "2"}, 4, True),
+        ({"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}, 4, False),  # this process has started the others
+        ({"WORLD_SIZE": "4"}, 4, False),
+        ({"LOCAL_WORLD_SIZE": "", "WORLD_SIZE": ""}, 4, False),
+    ],
+)
+def test_a_launcher_of_other_processes_does_not_say_who_is_on_a_host(environ, world_size, is_told):
+    assert groups.is_told(environ, world_size) is is_told
+
+
+def test_without_a_launcher_the_members_of_a_host_are_those_that_name_the_same_machine():
+    told = {0: b"machine 1", 2: b"machine 2", 3: b"machine 1", 5: b"machine 2"}
+    found = {rank: groups.of_hosts(told, rank) for rank in told}
+    assert found[0] == found[3] != found[2] == found[5]
+    assert (found[5].name, found[5].size) == ("local host of rank 2", 2)
+
+
+def test_a_machine_has_a_name_also_where_the_system_has_no_boot_id(monkeypatch, tmp_path):
+    first = groups.this_machine()
+    assert first == groups.this_machine() != ""
+    monkeypatch.setattr(groups, "BOOT_ID", tmp_path / "none")
+    assert first != groups.this_machine() == groups.this_machine() != ""
+
+
+@pytest.mark.parametrize("group", [Group("pair", 2), groups.world(3), groups.of_hosts({4: b""}, 4)])
+def test_a_group_is_made_again_from_its_name_and_size(group):
+    assert groups.named(group.name, group.size) == group
+    assert eval(repr(group), {"Group": groups.named}) == group  # noqa: S307 - as Python shows it
+
+
 # What a connection makes of it.
 
 
@@ -144,6 +178,72 @@ def test_what_is_no_group_of_the_job_is_refused(group, message):
         for use in (connection.group, lambda group: total(connection, group)):
             with pytest.raises(ConfigurationError, check=says(message)):
                 use(group)
+
+
+def of_machines(monkeypatch, machines: dict[int, str]) -> None:
+    """Has each rank take its machine for one of these; the members are threads of one process."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    gathered = Connection.all_gather
+
+    def all_gather(connection: Connection, name: str, data: bytes) -> dict[int, bytes]:
+        return gathered(connection, name, machines[connection.rank].encode() if name == groups.HOSTS else data)
+
+    monkeypatch.setattr(Connection, "all_gather", all_gather)
+
+
+def test_without_a_launcher_the_members_find_out_who_shares_a_host(monkeypatch):
+    of_machines(monkeypatch, {0: "one", 1: "other", 2: "one", 3: "third"})
+
+    def program(connection):
+        assert not connection.is_alone("local"), "nobody knows yet"
+        sums = [total(connection, "local"), total(connection, None), total(connection, "local")]
+        return sums, connection.group("local").name, connection.rounds, connection.is_alone("local")
+
+    first, second = ([101.0, 1111.0, 101.0], "local host of rank 0", 3, False), (10.0, "local host of rank 1", 3, True)
+    found = run_members(4, program)
+    assert found[0] == found[2] == first
+    assert found[1] == ([second[0], 1111.0, second[0]], *second[1:])
+    assert found[3] == ([1000.0, 1111.0, 1000.0], "local host of rank 3", 3, True)
+
+
+def test_threads_of_one_member_find_it_out_in_one_round(monkeypatch):
+    of_machines(monkeypatch, {0: "one", 1: "one"})
+
+    def program(connection):
+        begun = threading.Barrier(2)
+
+        def ask() -> Group:
+            begun.wait(20)
+            return connection.group("local")
+
+        return in_threads([ask, ask])
+
+    (first, second), (third, fourth) = run_members(2, program)
+    assert first is second
+    assert third is fourth
+    assert first == third
+
+
+def test_the_members_of_an_elastic_job_need_a_launcher(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with (
+        MemoryMaster().connect(0, 1, min_members=1) as connection,
+        pytest.raises(ConfigurationError, match="expected LOCAL_WORLD_SIZE in the environment"),
+    ):
+        connection.group("local")
+
+
+def test_the_group_of_this_host_can_be_asked_for(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("GROUP_RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(current, "_current", None)
+    with pytest.raises(ConfigurationError, match="local_group: expected a connected process"):
+        client.local_group()
+    with MemoryMaster().connect(0, 1) as connection:
+        current.hold(connection)
+        assert (client.local_group().name, client.local_group().size) == ("local node 3", 1)
 
 
 # Rounds.
