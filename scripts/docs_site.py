@@ -67,6 +67,7 @@ API = {
             "client.connect",
             "client.disconnect",
             "client.current_connection",
+            "client.local_group",
             "client.Connection",
             "client.SlavePipe",
         ],

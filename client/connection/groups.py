@@ -47,7 +47,7 @@ class Group:
             check_name("name", self.name, limits.MAX_NAME_BYTES)
             check_integer("size", self.size, 1, limits.MAX_MEMBERS)
         except ProtocolError as error:
-            raise ConfigurationError(f"group: {error}") from None
+            raise ConfigurationError(f"group: {error.message}") from None
         self._check_reserved()
 
     def _check_reserved(self) -> None:

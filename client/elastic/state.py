@@ -195,7 +195,7 @@ class ElasticState:
         try:
             state = packing.unpack(data)
         except ProtocolError as error:
-            raise ProtocolError(f"{STATE}: the state of rank {member}: {error}") from error
+            raise ProtocolError(f"{STATE}: the state of rank {member}: {error.message}") from error
         if type(state) is not dict or state.keys() != set(self._names):
             raise ProtocolError(
                 f"{STATE}: expected a state of {', '.join(self._names)} from rank {member}, got {shown(state)}"

@@ -200,7 +200,8 @@ def _own_server() -> str:
         except ServerUnreachable as error:
             if time.monotonic() >= expiry:
                 raise ServerUnreachable(
-                    f"{error}, or train under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as "
+                    f"{error.message}, or train under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and "
+                    "MASTER_PORT, as "
                     "torchrun does",
                     **{**error.fields, "seconds": FIND_SECONDS},
                 ) from None

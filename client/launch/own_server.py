@@ -89,7 +89,7 @@ def _with_own_server(
             leave_timeout=who.round_timeout,
         )
     except (ServerUnreachable, ConfigurationError) as error:
-        entry().write(Announcement(problem=f"{who.host_and_pid}: {error}"))
+        entry().write(Announcement(problem=f"{who.host_and_pid}: {error.message}"))
         raise
     try:
         endpoint = reached_by(address, server.endpoint) if address else server.endpoint
@@ -145,7 +145,7 @@ def _on_many(who: Member, secret: str | None, entry: Callable[[], StoreEntry], j
             try:
                 announcement = _read(own_entry, announcement, RESTART_SECONDS)
             except ServerUnreachable:
-                text = f"{error}. {OTHER_SECRET_HINT}" if secret else str(error)
+                text = f"{error.message}. {OTHER_SECRET_HINT}" if secret else error.message
                 raise type(error)(text, **error.fields) from None
 
 

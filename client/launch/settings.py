@@ -231,7 +231,7 @@ def _job(environ: Mapping[str, str], given: str | None) -> Setting[str]:
     try:
         check_name("job", job.value, limits.MAX_NAME_BYTES)
     except ProtocolError as error:
-        raise ConfigurationError(f"{error} ({job.source})") from None
+        raise ConfigurationError(f"{error.message} ({job.source})") from None
     return job
 
 

@@ -161,7 +161,7 @@ def _check_names(module: nn.Module) -> None:
             try:
                 check_name("the name of a layer, its place in the model", place, limits.MAX_NAME_BYTES)
             except ProtocolError as error:
-                raise ConfigurationError(str(error)) from None
+                raise ConfigurationError(error.message) from None
 
 
 def _with_whom(layer: Synchronized, group: With) -> With:

@@ -80,7 +80,7 @@ def _unpacked(member: int, data: bytes) -> tuple[Tensors, str]:
     try:
         return _read(data)
     except ProtocolError as error:
-        raise ProtocolError(f"{LANE}: the values of rank {member}: {error}") from error
+        raise ProtocolError(f"{LANE}: the values of rank {member}: {error.message}") from error
 
 
 def _read(data: bytes) -> tuple[Tensors, str]:

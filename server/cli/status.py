@@ -115,7 +115,7 @@ def _report(endpoint: str, frame: bytes) -> dict[str, Any]:
     try:
         answer = decode(frame)
     except ProtocolError as error:
-        raise ServerUnreachable(f"{endpoint} gave no status: {error}", endpoint=endpoint) from error
+        raise ServerUnreachable(f"{endpoint} gave no status: {error.message}", endpoint=endpoint) from error
     if isinstance(answer, Failure) and answer.code == AuthenticationRefused.code:
         raise from_wire(answer.code, answer.message, answer.fields)
     if not isinstance(answer, Status):

@@ -12,6 +12,7 @@ import client
 from client.data_parallel import any_device
 from client.data_parallel.replicate import execute_replication_callbacks
 from support.newer_torch import needs
+from support.sentences import says
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def test_it_loads_the_state_of_an_ordinary_one(when):
 def test_a_lazy_layer_loaded_before_its_first_forward_refuses_other_channels():
     layer = client.LazySynchronizedBatchNorm1d()
     layer.load_state_dict(nn.BatchNorm1d(3).state_dict())
-    with pytest.raises(ValueError, match="expected 3 channels, got 4"):
+    with pytest.raises(ValueError, check=says("expected 3 channels, got 4")):
         layer(torch.randn(5, 4))
 
 

@@ -19,6 +19,7 @@ from client.serialization.arrays import TENSOR
 from client.serialization.packing import COUNTER, DICT, LIST, TUPLE, pack, unpack
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
+from support.sentences import says
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -80,7 +81,7 @@ def test_types_made_of_the_plain_ones_become_plain():
 
 
 def test_what_is_not_plain_is_named():
-    with pytest.raises(TypeError, match="and lists, tuples and dicts of these, got torch"):
+    with pytest.raises(TypeError, check=says("and lists, tuples and dicts of these, got torch")):
         pack({"model": [nn.Linear(1, 1)]})
 
 

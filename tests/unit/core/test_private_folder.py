@@ -215,7 +215,7 @@ for look in (connect, lambda endpoint: ask(endpoint or find_server({{}}))):
         look(endpoint)
         print("IN")
     except StatsdBNError as error:
-        print(type(error).__name__, error)
+        print(type(error).__name__, error.message)
 assert time.monotonic() - started < 5.0
 """
 
