@@ -1,6 +1,7 @@
 """FirstStep: tells of a connection's first training step, how many layers it has synchronised, or that none has.
 
-Whoever forgets `client.convert_model` is told when the optimizer steps for the first time, not at the end of the run.
+Whoever forgets `client.convert_model` is told when the optimizer steps for the first time, or when a backward pass is
+seen 20 seconds after the start, not at the end of the run.
 """
 
 import logging
@@ -9,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from client.connection.connection import Connection
+from client.launch.backward_sighting import BackwardSighting
 from statsd_bn.round_key import FORWARD, RoundKey
 
 logger = logging.getLogger("statsd_bn.client")
@@ -25,13 +27,15 @@ class FirstStep:
         self._connection = connection
         self._layers: set[str] = set()
         self._hook = register_optimizer_step_post_hook(self._optimizer_has_stepped)
+        self._sighting = BackwardSighting(lambda: connection.ask_for_layers("a backward pass is under way"))
         connection.watch = self._see
-        connection.at_end.append(self._hook.remove)
+        connection.at_end += [self._hook.remove, self._sighting.end]
 
     def _see(self, layer: str, key: RoundKey) -> None:
         """Takes notice of a round."""
         # Not in the hook itself: torch goes through its hooks then.
         self._hook.remove()
+        self._sighting.end()
         if key.phase == FORWARD:
             self._layers.add(layer)
             return
@@ -40,4 +44,5 @@ class FirstStep:
 
     def _optimizer_has_stepped(self, *_: object) -> None:
         if not torch.compiler.is_compiling() and self._connection.is_own:
+            self._sighting.end()
             self._connection.ask_for_layers("the optimizer has stepped")

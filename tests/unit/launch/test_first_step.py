@@ -1,5 +1,7 @@
 """A connection's first step: whoever forgot to convert the model is told then, the others how many layers."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,10 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import client
+from client.launch import backward_sighting
 from client.launch.first_step import FirstStep
 from statsd_bn import Rows
-from support.memory_members import run_members
+from support.memory_members import run_members, wait_until
 
 X = torch.arange(12.0).reshape(4, 3)
 
@@ -83,6 +86,55 @@ def test_a_round_before_the_optimizer_steps_ends_the_watch_and_the_layers_are_co
     ((level, text),) = told()
     assert level == "INFO"
     assert text.endswith("2 layers were synchronised in the first step")
+
+
+class UntilTold(torch.autograd.Function):
+    """A backward pass that lasts until somebody was told something."""
+
+    @staticmethod
+    def forward(ctx, x, told):
+        ctx.told = told
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        wait_until(ctx.told)
+        return gradient, None
+
+
+def test_a_training_that_steps_no_optimizer_is_told_of_in_a_backward_pass(told, monkeypatch):
+    monkeypatch.setattr(backward_sighting, "FIRST_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(backward_sighting, "PAUSE_SECONDS", 0.01)
+
+    def train(connection):
+        assert not backward_sighting.is_in_backward()
+        FirstStep(connection)
+        weight = torch.ones(3, requires_grad=True)
+        UntilTold.apply(weight, told).sum().backward()
+        ((level, text),) = told()
+        assert level == "WARNING"
+        assert "no layer, and a backward pass is under way: was the model given to client.convert_model()?" in text
+
+    run(train, lambda connection: connection.close("a cause"))
+
+
+def test_nobody_looks_for_a_backward_pass_once_there_was_a_round_or_the_end():
+    def is_watched():
+        return any(thread.name == "statsd_bn first step" for thread in threading.enumerate())
+
+    def train(connection):
+        FirstStep(connection)
+        assert is_watched()
+        exchange(connection, "a")
+        wait_until(lambda: not is_watched())
+
+    def end(connection):
+        FirstStep(connection)
+        connection.close()
+        wait_until(lambda: not is_watched())
+
+    run(train, lambda connection: exchange(connection, "a"))
+    run(end, lambda connection: connection.close("a cause"))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
