@@ -32,6 +32,7 @@ from client.lanes.in_process import LocalPipe
 from client.lanes.named_process_group import NamedProcessGroup
 from client.lanes.zeromq import SlavePipe
 from client.layers.synchronized import Synchronized
+from client.whereabouts import collectives
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -55,6 +56,7 @@ def settle(exchange: Exchange) -> None:
     wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is None or wrapper in _settled or isinstance(exchange.lane, LocalPipe):
         return
+    collectives.remember(wrapper)
     if wrapper._join_config.enable or not _is_inside(exchange.layer, wrapper):  # noqa: SLF001 - has no public name
         return
     connection = exchange.lane.connection if isinstance(exchange.lane, SlavePipe) else None

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from client.whereabouts import stack
 from client.whereabouts.place import TorchGroup
@@ -60,6 +61,9 @@ _DEEPEST = 12
 # Ranks that can be told; a group with others is told as none.
 _MOST_RANKS = 16_384
 
+# Wrappers whose backward pass reduces gradients over their process group, as far as layers have told of them.
+_wrappers: WeakSet[Any] = WeakSet()
+
 # Where Linux says how long a thread has run: the first number, in nanoseconds.
 _RUN_TIME = Path("/proc/self/task")
 
@@ -77,6 +81,11 @@ class Collective:
     frame: FrameType
     group: TorchGroup | None
     call: tuple[object, ...]
+
+
+def remember(wrapper: Any) -> None:
+    """Takes notice of a DistributedDataParallel, over whose group this process reduces gradients."""
+    _wrappers.add(wrapper)
 
 
 def current(innermost: FrameType | None) -> Collective | None:
@@ -170,9 +179,9 @@ def _all() -> list[Any]:
 
 def _group_of(frame: FrameType) -> TorchGroup | None:
     if stack.module_of(frame) == _ENGINE:
-        # Nothing here says which; where there is only one there is no question.
-        all_of_them = groups()
-        return all_of_them[0] if len(all_of_them) == 1 else None
+        # Nothing here says which: that of the wrappers, or the only one there is.
+        found = _groups_of_wrappers() or groups()
+        return found[0] if len(found) == 1 else None
     names = frame.f_locals
     group = next((names[name] for name in _GROUP_NAMES if names.get(name) is not None), None)
     if group is None and "self" in names:
@@ -180,6 +189,13 @@ def _group_of(frame: FrameType) -> TorchGroup | None:
     if group is None:
         group = _default()
     return _told(group)
+
+
+def _groups_of_wrappers() -> list[TorchGroup]:
+    with suppress(Exception):  # the main thread may make a wrapper just now
+        found = (_told(wrapper.process_group) for wrapper in list(_wrappers))
+        return list({group.name: group for group in found if group}.values())
+    return []
 
 
 def _default() -> Any:

@@ -96,6 +96,19 @@ def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tm
             assert "_sync_buffers, called from fault_programs.py" in run.stderr(1)
 
 
+@pytest.mark.parametrize("groups", [0, 1])
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_of_the_other(tmp_path, victim, groups):
+    """One waits in a round, the other in DistributedDataParallel's backward pass, whatever groups there are besides."""
+    with Faulty(tmp_path, "reduces nothing", victim, 0, FAULT_GROUPS=str(groups)) as run:
+        for rank in (victim, 1 - victim):
+            said = run.survivor_ends(rank) if rank == victim else run.stderr(rank)
+            assert "the ranks wait for one another in different places" in said
+            assert re.search(rf"rank {1 - victim} \(.*\) +waits .*in a collective of torch", said)
+            assert f"rank {victim} (" in said
+            assert "in forward of layer '1', step 7" in said
+
+
 @foreign
 @pytest.mark.parametrize("victim", [1, 0])
 def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, foreign, victim):

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import distributed, nn
@@ -69,18 +70,22 @@ def main(what: str, victim: str, foreign: str) -> None:
     distributed.init_process_group("gloo")
     with client.connect(os.environ.get("FAULT_ENDPOINT")) as connection:
         say("rank", connection.rank, os.getpid())
+        for _ in range(int(os.environ.get("FAULT_GROUPS", "0"))):
+            distributed.barrier(distributed.new_group())
         model = nn.parallel.DistributedDataParallel(network(foreign=foreign == "1"))
         if foreign == "2":
             model.broadcast_buffers = False
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(STEPS):
             x = torch.randn(4, 8)
-            if step == FAULT and connection.rank == int(victim) and not befall(what, model, x):
+            is_fault = step == FAULT and connection.rank == int(victim)
+            if is_fault and not befall(what, model, x):
                 break
-            loss = model(x).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            with model.no_sync() if is_fault and what == "reduces nothing" else nullcontext():
+                loss = model(x).square().sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
     say("done", connection.rank)
 
 
