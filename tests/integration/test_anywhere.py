@@ -7,6 +7,7 @@ import pytest
 
 from programs.anywhere_programs import STEPS
 from support.groups_of_processes import run_to_its_end
+from support.newer_torch import needs
 from support.paths import ROOT, TESTS
 
 PROGRAMS = TESTS / "programs" / "anywhere_programs.py"
@@ -82,6 +83,16 @@ def test_under_torchrun_a_broadcast_that_is_needed_stays(start):
     assert len(first) == 3
     off, on = "on in training False", "on when disconnected True"
     assert found_by(lines, "afterwards") == [[off, on, off, "on when reverted True", "on when reverted True"]] * 2
+
+
+@needs("fully_shard")
+def test_under_torchrun_sharded_training_is_the_same_to_the_bit_whatever_is_asked_or_turned_off(start):
+    lines = start(*TORCHRUN, "sharded,flat")
+    kept = start(*TORCHRUN, "sharded,flat", STATSD_BN_BROADCAST_BUFFERS="1", STATSD_BN_STACKS="0")
+    for program in ("sharded", "flat"):
+        first, second = found_by(lines, program)
+        assert first == second == found_by(kept, program)[0]
+    assert not [line for line in lines if line.startswith("WARNING") or "broadcasts buffers" in line]
 
 
 def test_under_torchrun_a_model_that_was_not_converted_is_told_of_when_the_optimizer_steps(start):

@@ -28,6 +28,13 @@ pytestmark = [
 
 foreign = pytest.mark.parametrize("foreign", [1, 0], ids=["with a foreign buffer", "with our buffers only"])
 
+# Also with shards, whose forward passes gather parameters.
+every_way = pytest.mark.parametrize(
+    "foreign",
+    [1, 0, pytest.param(3, marks=newer_torch.needs("fully_shard"))],
+    ids=["with a foreign buffer", "with our buffers only", "fully_shard"],
+)
+
 
 class Faulty(Launched):
     """Two ranks under torchrun; something happens to one of them. What each writes is kept apart."""
@@ -118,7 +125,7 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, foreign, vic
         assert "left while others went on" in said
 
 
-@foreign
+@every_way
 def test_the_exception_of_one_rank_is_said_by_the_other(tmp_path, foreign):
     with Faulty(tmp_path, "raises", 1, foreign) as run:
         said = run.survivor_ends(0)
@@ -126,7 +133,7 @@ def test_the_exception_of_one_rank_is_said_by_the_other(tmp_path, foreign):
         assert "RuntimeError: augmentation ran out of memory" in said
 
 
-@foreign
+@every_way
 def test_a_frozen_rank_is_named_and_the_other_ends(tmp_path, foreign):
     with Faulty(tmp_path, "frozen", 1, foreign) as run:
         said = run.survivor_ends(0)
@@ -134,7 +141,7 @@ def test_a_frozen_rank_is_named_and_the_other_ends(tmp_path, foreign):
         assert "was lost: no sign of life" in said
 
 
-@foreign
+@every_way
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_killed_rank_is_named_by_the_other(tmp_path, foreign, victim):
     """A launcher ends the survivor about 0.1 s later, before anybody can know who was lost; it says so all the same."""

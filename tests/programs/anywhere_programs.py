@@ -10,12 +10,16 @@ import hashlib
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, multiprocessing, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import client
@@ -67,8 +71,12 @@ def train(model: nn.Module, data: list[torch.Tensor]) -> None:
 
 def digest(model: nn.Module) -> str:
     """The same for the same bits."""
+    return digest_of(model.state_dict().values())
+
+
+def digest_of(values: Iterable[torch.Tensor]) -> str:
     every = hashlib.sha256()
-    for value in model.state_dict().values():
+    for value in values:
         every.update(value.numpy().tobytes())
     return every.hexdigest()[:16]
 
@@ -211,6 +219,30 @@ def smart() -> None:
         counted = broadcasts(model)
         train(model, batches())
         say("broadcasts", *counted, "digest", digest(model.module))
+        distributed.barrier()
+
+
+def sharded() -> None:
+    """Each layer's parameters are gathered before its forward pass, and its buffers are whole on each rank."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - torch 2.6 and later
+
+    model = client.convert_model(Network())
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for layer in (model[0], model[1], model[3], model[4]):
+        fully_shard(layer, mesh=mesh)
+    _train_sharded(fully_shard(model, mesh=mesh))
+
+
+def flat() -> None:
+    """By FSDP's first version."""
+    _train_sharded(FullyShardedDataParallel(client.convert_model(Network()), device_id=torch.device("cpu")))
+
+
+def _train_sharded(model: nn.Module) -> None:
+    with client.connect():
+        train(model, batches())
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        say("digest", digest_of(state.values()))
         distributed.barrier()
 
 

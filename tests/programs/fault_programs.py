@@ -3,7 +3,7 @@
     torchrun fault_programs.py WHAT VICTIM FOREIGN
 
 FOREIGN is 1 for a model with a buffer that is none of ours, which DistributedDataParallel broadcasts in each forward; 0
-for one without; 2 for one whose forward broadcasts nothing, whatever it holds.
+for one without; 2 for one whose forward broadcasts nothing, whatever it holds; 3 for one that fully_shard wraps.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import client
 
@@ -32,6 +33,21 @@ def network(*, foreign: bool) -> nn.Module:
     if foreign:
         model.register_buffer("foreign", torch.zeros(3))
     return client.convert_model(model)
+
+
+def wrapped(foreign: str) -> nn.Module:
+    model = network(foreign=foreign == "1")
+    if foreign == "3":
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - torch 2.6 and later
+
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    model = nn.parallel.DistributedDataParallel(model)
+    if foreign == "2":
+        model.broadcast_buffers = False
+    return model
 
 
 def augment() -> None:
@@ -72,9 +88,7 @@ def main(what: str, victim: str, foreign: str) -> None:
         say("rank", connection.rank, os.getpid())
         for _ in range(int(os.environ.get("FAULT_GROUPS", "0"))):
             distributed.barrier(distributed.new_group())
-        model = nn.parallel.DistributedDataParallel(network(foreign=foreign == "1"))
-        if foreign == "2":
-            model.broadcast_buffers = False
+        model = wrapped(foreign)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(STEPS):
             x = torch.randn(4, 8)

@@ -1,5 +1,6 @@
 """Where this process is: a thread's stack in a line, torch's collectives, and the end of a broken job."""
 
+import inspect
 import itertools
 import signal
 import subprocess
@@ -7,10 +8,12 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
 
 from client.connection.member import Member
 from client.connection.session import Session
@@ -189,6 +192,18 @@ def test_who_waits_in_autograds_engine_is_held_only_if_it_does_not_compute(monke
     monkeypatch.setattr(stack, "main_frame", lambda: frame)
     looks = Looks(tells_stacks=True, rank=0, pause=lambda _: None)
     assert [looks.look().place.held for _ in held] == held
+
+
+@pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")
+def test_every_collective_of_this_torch_is_known():
+    """Its names change: `all_gather_into_tensor` became `all_gather_single`."""
+    found = {name for name, each in vars(distributed_c10d).items() if inspect.isfunction(each) and _waits(each)}
+    assert {"all_reduce", "broadcast"} <= found
+    assert {name for name in found if not name.startswith("_")} <= collectives._COLLECTIVES[distributed_c10d.__name__]
+
+
+def _waits(function: Any) -> bool:
+    return "async_op" in inspect.signature(function).parameters
 
 
 def test_without_a_process_group_nobody_is_held_in_autograds_engine(monkeypatch):
