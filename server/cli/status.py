@@ -14,7 +14,7 @@ from statsd_bn.errors import AuthenticationRefused, ConfigurationError, Protocol
 from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
-from statsd_bn.messages import Failure, Status, StatusRequest, missing_members
+from statsd_bn.messages import WORLD, Failure, Status, StatusRequest, missing_members
 from statsd_bn.private_folder import find_server
 from statsd_bn.reach import check_is_open_to_us, why_silent
 from statsd_bn.text import plain, readable_within
@@ -178,7 +178,7 @@ def describe(report: dict[str, Any]) -> str:
 def _describe_group(group: dict[str, Any]) -> list[str]:
     state = "open"
     if group["lost"]:
-        state = f"broken: {group['lost']}"
+        state = f"broken: {_without_place(group['lost'], group)}"
     elif group["missing"] and group.get("members_left_out"):
         state = f"waiting for {group['missing']} members"
     elif group["missing"]:
@@ -193,8 +193,8 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     )
     lines = [head]
     lines += [
-        f"  rank {slave['member']} ({slave['place']}), step {slave['step']}, {slave['replicas']} replicas"
-        + (f"; it {slave['where']}" if slave.get("where") else "")
+        f"  rank {slave['member']} ({slave['place']}), step {slave['step']}, {slave['replicas']} "
+        f"replica{'s' * (slave['replicas'] != 1)}" + (f"; it {slave['where']}" if slave.get("where") else "")
         for slave in group["members"]
     ]
     if left_out := group.get("members_left_out"):
@@ -210,11 +210,16 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
 
 
 def _describe_ended(job: dict[str, Any]) -> str:
-    how = f"broken: {job['lost']}" if job["lost"] else "in good order"
+    how = f"broken: {_without_place(job['lost'], {'group': WORLD, **job})}" if job["lost"] else "in good order"
     return (
         f"job {job['job']!r}, epoch {job['epoch']}: ended {job['seconds']:.0f} s ago, {how}; "
         f"{job['world_size']} members, {job['rounds_done']} rounds done"
     )
+
+
+def _without_place(text: str, of: dict[str, Any]) -> str:
+    """A text about a group, for a line that says already which group."""
+    return text.replace(f"in job {of['job']!r}, group {of['group']!r}, ", "in ")
 
 
 def _missing(round_: dict[str, Any]) -> str:

@@ -67,6 +67,14 @@ def test_jobs_that_have_ended_are_told_with_how():
     ]
 
 
+def test_why_a_job_broke_does_not_say_again_which_job_it_is():
+    lost = "rank 1 (b, pid 2) was lost: no sign of life; in job 'resnet', group 'world', step 5"
+    job = {"job": "resnet", "epoch": 3, "world_size": 2, "rounds_done": 17, "lost": lost, "seconds": 61.7}
+    for line in describe(REPORT | {"groups": [GROUP | {"lost": lost}], "ended": [job]}).splitlines():
+        assert line.count("'resnet'") <= 1
+        assert "broken" not in line or "was lost: no sign of life; in step 5; " in line
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
