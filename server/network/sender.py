@@ -42,7 +42,9 @@ class Sender:
         for peer, frame in replies:
             if problem := self.deliver(peer, frame):
                 self._dispatcher.tally.dropped_answers += 1
-                logger.warning("an answer to peer %r was dropped: %s", peer, zmq.strerror(problem))
+                # Who has gone has left, which may cross an answer, or is told of as lost.
+                level = logging.INFO if problem == zmq.EHOSTUNREACH else logging.WARNING
+                logger.log(level, "an answer to peer %r was dropped: %s", peer, zmq.strerror(problem))
                 self.probe(self._elsewhere(peer, problem))
 
     def probe(self, probes: Iterable[Reply]) -> None:

@@ -1,0 +1,28 @@
+"""Answers that reach nobody: who has gone is no news, who does not read is."""
+
+import errno
+
+import pytest
+import zmq
+
+from server.core.dispatcher import Dispatcher
+from server.network.sender import Sender
+
+
+class Refusing:
+    """A socket that sends nothing."""
+
+    def __init__(self, problem: int) -> None:
+        self._problem = problem
+
+    def send(self, *_: object) -> None:
+        raise zmq.ZMQError(self._problem)
+
+
+@pytest.mark.parametrize(("problem", "level"), [(zmq.EHOSTUNREACH, "INFO"), (errno.EAGAIN, "WARNING")])
+def test_only_an_answer_that_somebody_does_not_read_is_warned_of(caplog, problem, level):
+    caplog.set_level("INFO", "statsd_bn.server")
+    dispatcher = Dispatcher(b"server-0", 0.0)
+    Sender(Refusing(problem), dispatcher).send([(b"peer", b"frame")])
+    assert [(record.levelname, "was dropped" in record.getMessage()) for record in caplog.records] == [(level, True)]
+    assert dispatcher.tally.dropped_answers == 1
