@@ -7,6 +7,7 @@ ours remains below the user's line. Whoever looks for a fault in here sets STATS
 
 import functools
 import os
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,9 @@ ResultT = TypeVar("ResultT")
 # Of the packages beside this one, and of the standard library's futures, in which an error passes between threads.
 _PACKAGES = Path(__file__).parents[1]
 _HIDDEN = tuple(f"{folder}{os.sep}" for folder in (_PACKAGES / "client", _PACKAGES / "statsd_bn"))
+_ZMQ = f"{os.sep}zmq{os.sep}"
+_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_INSTALLED = f"-packages{os.sep}"
 _FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"
 
 
@@ -35,6 +39,9 @@ def make_readable(error: StatsdBNError, *, for_caller: bool = False) -> None:
         error.add_note(note)
     if os.environ.get("STATSD_BN_TRACEBACK", "").lower() != "full":
         error.__traceback__ = _with_one_of_ours(error.__traceback__, none=for_caller)
+        # What we have translated says nothing that the error does not. What a user's code or a model has raised stays.
+        if error.__cause__ is not None and all(map(_is_inside, _frames(error.__cause__.__traceback__))):
+            error.__cause__ = None
 
 
 def at_border(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
@@ -65,6 +72,14 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
     while trace:
         yield trace
         trace = trace.tb_next
+
+
+def _is_inside(trace: TracebackType) -> bool:
+    """Whether a frame is of ours, or of what we call: the standard library and ZeroMQ, of which some is no file."""
+    file = trace.tb_frame.f_code.co_filename
+    if _is_ours(trace) or file.startswith(_ZMQ.lstrip(os.sep)) or _ZMQ in file:
+        return True
+    return file.startswith(_STANDARD_LIBRARY) and _INSTALLED not in file
 
 
 def _is_ours(trace: TracebackType) -> bool:

@@ -40,7 +40,8 @@ class FirstStep:
             self._layers.add(layer)
             return
         self._connection.watch = None
-        logger.info("%r: %d layers were synchronised in the first step", self._connection, len(self._layers))
+        count = f"{len(self._layers)} layer{' was' if len(self._layers) == 1 else 's were'}"
+        logger.info("%r: %s synchronised in the first step", self._connection, count)
 
     def _optimizer_has_stepped(self, *_: object) -> None:
         if not torch.compiler.is_compiling() and self._connection.is_own:

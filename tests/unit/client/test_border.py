@@ -124,6 +124,28 @@ def test_all_frames_are_shown_on_demand(monkeypatch, value):
     assert {"by_itself", "run_slave", "exchange"} <= set(ours(caught.value))
 
 
+@pytest.mark.parametrize("value", ["", "full"])
+def test_the_cause_of_an_error_is_not_shown_where_it_says_nothing_more(monkeypatch, value):
+    monkeypatch.setenv("STATSD_BN_TRACEBACK", value)
+    with pytest.raises(ConfigurationError, match="Invalid argument") as caught:
+        client.connect("tcp://127.0.0.1", rank=0, world_size=2)
+    assert ("ZMQError" in "".join(traceback.format_exception(caught.value))) is (value == "full")
+
+
+@pytest.mark.parametrize("fail", [lambda: int("x"), lambda: nn.Linear(2, 2)(torch.ones(3))], ids=["user's", "model's"])
+def test_a_cause_that_a_users_code_or_a_model_has_raised_stays(fail):
+    @at_border
+    def wrong():
+        try:
+            fail()
+        except (RuntimeError, ValueError) as error:
+            raise RoundMismatch("the ranks differ") from error
+
+    with pytest.raises(RoundMismatch) as caught:
+        wrong()
+    assert type(caught.value.__cause__) in {RuntimeError, ValueError}
+
+
 def test_what_is_not_ours_passes_as_it_is():
     @at_border
     def wrong():
