@@ -14,7 +14,7 @@ import threading
 import time
 from mmap import mmap
 
-from client.shared_memory.futex import Futex
+from client.shared_memory.futex import Futex, fence
 from client.shared_memory.region import Region
 from statsd_bn.rows import Rows
 
@@ -69,6 +69,7 @@ class Meetings:
         started = time.perf_counter()
         while True:
             value = self._futex.value
+            fence()  # else it could be the value after the last wake-up, and the arrivals of before
             if region.have_all_come(number):
                 return True
             waited = time.perf_counter() - started

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from client.shared_memory.futex import fence
+from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
 
 # What different members write never shares a cache line.
@@ -76,7 +77,7 @@ class Region:
             self._words[first + 2], self._words[first + 3] = vectors, channels
             for place, count in enumerate(rows.counts, first + _HEAD_WORDS):
                 self._words[place] = count
-            np.ndarray(rows.values.shape, _FLOAT, self._memory, values)[...] = rows.values
+            self._store(values, rows.values)
         fence()  # nobody sees the arrival before the rows
         self._words[self._arrivals[self._me]] = meeting
         fence()  # of two that come last at the same time, one at least sees the other
@@ -115,7 +116,13 @@ class Region:
             return Brought(digest, None)
         counts = tuple(self._words[first + _HEAD_WORDS : first + _HEAD_WORDS + replicas])
         at = start + WORD_BYTES * (_HEAD_WORDS + replicas)
-        return Brought(digest, Rows(counts, np.ndarray((replicas, vectors, channels), _FLOAT, self._memory, at)))
+        return Brought(digest, Rows(counts, self._values(at, (replicas, vectors, channels))))
+
+    def _store(self, at: int, values: FloatArray) -> None:
+        np.ndarray(values.shape, _FLOAT, self._memory, at)[...] = values
+
+    def _values(self, at: int, shape: tuple[int, ...]) -> FloatArray:
+        return np.ndarray(shape, _FLOAT, self._memory, at)
 
     def _slot(self, member: int, meeting: int) -> int:
         return self._starts[member] + LINE_BYTES + meeting % 2 * SLOT_BYTES

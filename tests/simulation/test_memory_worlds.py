@@ -1,0 +1,124 @@
+"""The worlds of shared memory: none of them fails, and each slip that is planted is found."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from unittest import mock
+
+import pytest
+
+from client.shared_memory import meeting, region
+from client.shared_memory.meeting import Meetings
+from client.shared_memory.region import Region
+from simulation.memory_worlds import MemoryFinding, MemoryWorld, SimulatedFutex
+
+WORLDS = 60
+WITHIN = 5000
+
+
+def test_no_world_fails():
+    for seed in range(WORLDS):
+        MemoryWorld(seed).run()
+
+
+def arrival_before_rows() -> AbstractContextManager[object]:
+    """A member says that it has come, and then writes what it brings."""
+    bring = Region.bring
+
+    def early(self, number, *brought):
+        self._words[self._arrivals[self._me]] = number
+        bring(self, number, *brought)
+
+    return mock.patch.object(Region, "bring", early)
+
+
+def no_fence_in(function: str) -> Callable[[], AbstractContextManager[object]]:
+    """Stores and looks of one function pass one another."""
+    fence = MemoryWorld._fence
+
+    def but_there(self):
+        if sys._getframe(1).f_code.co_name != function:
+            fence(self)
+
+    return lambda: mock.patch.object(MemoryWorld, "_fence", but_there)
+
+
+def one_slot() -> AbstractContextManager[object]:
+    """Who is quick writes over what another reads."""
+    slot = Region._slot
+    return mock.patch.object(Region, "_slot", lambda self, member, _meeting: slot(self, member, 0))
+
+
+def wake_up_lost() -> AbstractContextManager[object]:
+    """Nobody is woken."""
+    return mock.patch.object(SimulatedFutex, "wake", return_value=0)
+
+
+def woken_before_the_word() -> AbstractContextManager[object]:
+    """Sleepers are woken before the word says why: whoever is about to sleep sleeps on."""
+
+    def wake(self, value):
+        woken = self._world.wake()
+        self._view[-1] = value
+        return woken
+
+    return mock.patch.object(SimulatedFutex, "wake", wake)
+
+
+def keys_not_compared() -> AbstractContextManager[object]:
+    """Members that have come for different rounds take one another's rows."""
+
+    def rows(self):
+        return [one.rows for one in self._region.brought(self._number)]
+
+    return mock.patch.object(Meetings, "rows", rows)
+
+
+def reader_overtaken() -> AbstractContextManager[object]:
+    """A meeting is taken to be over when all have come to the one before."""
+    have_all_come = Region.have_all_come
+    return mock.patch.object(Region, "have_all_come", lambda self, number: have_all_come(self, number - 1))
+
+
+def no_look_after_the_word() -> AbstractContextManager[object]:
+    """Who waits looks at the word after it has looked who has come."""
+
+    def wait(self, _seconds):
+        while not self.have_all_come:
+            self._futex.sleep(self._futex.value, 0.0)
+        return True
+
+    return mock.patch.object(Meetings, "wait", wait)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        arrival_before_rows,
+        pytest.param(no_fence_in("bring"), id="no fence in bring"),
+        pytest.param(no_fence_in("have_all_come"), id="no fence in have_all_come"),
+        pytest.param(no_fence_in("wait"), id="no fence in wait"),
+        one_slot,
+        wake_up_lost,
+        woken_before_the_word,
+        keys_not_compared,
+        reader_overtaken,
+        no_look_after_the_word,
+    ],
+)
+def test_a_planted_slip_is_found(plant):
+    with plant():
+        assert any(_fails(seed) for seed in range(WITHIN))
+
+
+def _fails(seed):
+    try:
+        MemoryWorld(seed).run()
+    except MemoryFinding:
+        return True
+    return False
+
+
+def test_the_modules_that_are_patched_use_what_is_patched():
+    """Else the worlds would have no fences."""
+    assert region.fence is meeting.fence
