@@ -7,6 +7,7 @@ from torch import nn
 
 import client
 from programs import ddp_programs, process_group_programs
+from statsd_bn.text import unfolded
 from support.whole_batch import Case, assert_equal_to_whole_batch, joined
 
 TRAININGS = {
@@ -87,12 +88,12 @@ def test_a_compiled_layer_notices_that_it_has_company_now(pool, tmp_path):
 
 def test_a_process_group_that_is_gone_is_told(ranks):
     for text in ranks(2, process_group_programs.destroyed):
-        assert "expected one that this process is in" in text.replace("\n", " ")
+        assert "expected one that this process is in" in unfolded(text)
 
 
 def test_a_rank_outside_of_its_process_group_is_told(ranks):
     _, text = ranks(2, process_group_programs.outside)
-    assert "expected a process group that this process is in" in text.replace("\n", " ")
+    assert "expected a process group that this process is in" in unfolded(text)
 
 
 def test_one_of_group_and_process_group_is_enough():
