@@ -13,6 +13,9 @@ SECOND_BACKWARD = "second backward"
 # The rows of such a round are not added but put one behind the other: bytes, eight to a value.
 GATHER = "gather"
 
+# The gathers in which the members of a group agree to meet in shared memory are called so.
+MEMORY = "statsd_bn memory"
+
 
 class _KeyFields(NamedTuple):
     job: str

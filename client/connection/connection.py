@@ -288,13 +288,10 @@ class Connection:
         """Gives this member's bytes to all members of a group, and returns theirs, in the order of their ranks."""
 
         def join(part: FloatArray) -> Aggregate:
-            return self._round(name, Rows((0,), part[np.newaxis, np.newaxis]), None, group, GATHER)
+            return self._round(name, Rows((0,), part[np.newaxis, np.newaxis]), None, group, GATHER, counts=False)
 
-        rounds = self.rounds
         members = self.session(group).members
-        found = all_gather.gather(join, data, self.member.rank, len(members))
-        self.rounds = rounds  # those of layers and of users count
-        return list(found.values())
+        return list(all_gather.gather(join, data, self.member.rank, len(members)).values())
 
     @at_border
     def all_gather(self, name: str, data: bytes) -> dict[int, bytes]:
@@ -339,6 +336,8 @@ class Connection:
         group: Group,
         phase: str = FORWARD,
         way: Way | None = None,
+        *,
+        counts: bool = True,
     ) -> Aggregate:
         self._check_usable()
         session = self._sessions.of(group)
@@ -347,16 +346,19 @@ class Connection:
             session.begins(key)
         started = time.perf_counter()
         termination = self._sessions.termination
-        holds = termination is not None and termination.begin()
-        switching.begin()
+        holds = False
         try:
-            aggregate = (way or self.over_server)(session, key, rows)
+            holds = termination is not None and termination.begin()
+            switching.begin()
+            try:
+                aggregate = (way or self.over_server)(session, key, rows)
+            finally:
+                switching.end()
         finally:
-            switching.end()
             if holds and termination:
                 termination.end()
         self._round_trips.append(time.perf_counter() - started)
-        self.rounds += 1
+        self.rounds += counts  # those of layers and of users do
         return aggregate
 
     def explain(self, error: BaseException) -> None:
@@ -376,12 +378,14 @@ class Connection:
         if self._closed or not self.is_own:
             return
         self._closed = True
-        for call in self.at_end:
-            call()
-        if not (self.rounds or cause):
-            self.ask_for_layers("it ends")
-        self._sessions.leave(cause)
-        self.transport.close()
+        try:
+            for call in self.at_end:
+                call()
+        finally:
+            if not (self.rounds or cause):
+                self.ask_for_layers("it ends")
+            self._sessions.leave(cause)
+            self.transport.close()
 
     def ask_for_layers(self, when: str) -> None:
         """Warns, the first time, that no layer has been synchronised, if there are other members.

@@ -3,7 +3,7 @@
 import time
 from typing import TypeVar
 
-from client.connection.machine import Machine, Turn
+from client.connection.machine import Machine
 from client.connection.transport import Channel
 
 ResultT = TypeVar("ResultT")
@@ -16,19 +16,8 @@ def run(machine: Machine[ResultT], channel: Channel) -> ResultT:
         StatsdBNError: how the machine ended otherwise.
         ConnectionClosed: another thread closed the transport.
     """
-    return go_on(machine, channel, machine.begin(time.monotonic()))
-
-
-def go_on(machine: Machine[ResultT], channel: Channel, turn: Turn[ResultT]) -> ResultT:
-    """Runs a machine that has begun to its end; as `run`.
-
-    Args:
-        machine: what runs.
-        channel: over which.
-        turn: what it has last answered.
-    """
     monotonic = time.monotonic
-    frames, due, result = turn
+    frames, due, result = machine.begin(monotonic())
     while True:
         for frame in frames:
             channel.send(frame)

@@ -15,6 +15,7 @@ from client.connection.member import SHARED_MEMORY
 from client.shared_memory.meeting import Meetings
 from client.shared_memory.passing import Offer, take, why_not
 from client.shared_memory.region import size_of
+from statsd_bn.round_key import MEMORY
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -46,11 +47,11 @@ def _agree(connection: Connection, group: Group, members: list[int], me: int) ->
     size = size_of(len(members))
     offer, reason = _offer(len(members), size, is_first=me == 0)
     with closing(offer) if offer else nullcontext():
-        said = connection.gather_in(group, "statsd_bn memory", reason.encode() or _READY + _name(offer))
+        said = connection.gather_in(group, MEMORY, reason.encode() or _READY + _name(offer))
         if why := _why_not(members, [b"" if one.startswith(_READY) else one for one in said]):
             return None, why
         memory, reason = _taken(offer, said[0].removeprefix(_READY).decode(), size)
-        said = connection.gather_in(group, "statsd_bn memory", reason.encode())
+        said = connection.gather_in(group, MEMORY, reason.encode())
     why = _why_not(members, said)
     return (None, why) if why else (memory, "")
 

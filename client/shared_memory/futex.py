@@ -17,8 +17,6 @@ _NUMBER = _NUMBERS.get(platform.machine(), 0) if sys.platform == "linux" and sys
 
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
 
-WORD_BYTES = 4
-
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))

@@ -7,6 +7,7 @@ The signal is held only while the main thread is in a round. At other times it m
 return, such as a collective of torch. There a handler of Python would never run, and the process would not end.
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -25,6 +26,11 @@ from statsd_bn.error_text import in_log
 
 logger = logging.getLogger("statsd_bn.client")
 
+# What the system does with a signal: Python knows neither a handler of C, such as `faulthandler.register` sets, nor
+# whether calls go on after the signal. This is larger than any system's structure of it.
+_BYTES = 256
+_sigaction = ctypes.CDLL(None).sigaction if os.name == "posix" else None
+
 Handler = Callable[[int, FrameType | None], object] | int
 """What handles a signal: a function, or a number of the system's."""
 
@@ -41,6 +47,7 @@ class Termination:
         self._job = job
         self._seconds = seconds
         self._before: Handler = signal.SIG_DFL
+        self._action = ctypes.create_string_buffer(_BYTES)
         # One object, so that it is known again.
         self._handler = self._handle
         self._has_come = False
@@ -54,6 +61,8 @@ class Termination:
         if before is None or before == signal.SIG_IGN or before is self._handler:
             return False
         self._before = before
+        if _sigaction:
+            _sigaction(signal.SIGTERM, None, self._action)
         set_handler(signal.SIGTERM, self._handler)
         return True
 
@@ -61,7 +70,7 @@ class Termination:
         """The round has ended; the signal is handled as before."""
         # Unless the script's handler has chosen another meanwhile.
         if getsignal(signal.SIGTERM) is self._handler:
-            set_handler(signal.SIGTERM, self._before)
+            self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Whoever sends it again does not want to wait.
@@ -73,5 +82,10 @@ class Termination:
         if callable(self._before):
             self._before(number, frame)
         else:
-            set_handler(number, self._before)
+            self._restore()
             os.kill(os.getpid(), number)
+
+    def _restore(self) -> None:
+        set_handler(signal.SIGTERM, self._before)
+        if _sigaction:
+            _sigaction(signal.SIGTERM, self._action, None)

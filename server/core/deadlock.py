@@ -24,7 +24,7 @@ from server.group.slave import Slave
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.messages import WORLD
-from statsd_bn.round_key import RoundKey
+from statsd_bn.round_key import MEMORY, RoundKey
 
 # How long members must seem stuck without a change. A member may have further threads, which the server does not see
 # before they contribute: overlapping models reach their rounds some milliseconds apart, and in any order. Together with
@@ -46,6 +46,7 @@ ANYBODY = -1
 
 WHAT = "the ranks wait for one another in different places, so nobody can go on"
 ADVICE = "Run the same layers in the same order on every rank, equally often."
+OF_LANES = "Give all ranks the same lane, by connect(lane=...) or STATSD_BN_LANE. "
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,7 @@ class Table:
         self._nr_places = len(waits)
         self._told = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_TOLD_PLACES]
         self._in_groups = len({wait.master.membership.group for wait in waits}) > 1
+        self._in_lanes = any(wait.key and wait.key.layer == MEMORY for wait in waits)
         self._in_calls = any(wait.key and wait.key.call for wait in waits)
         self._places = [self._place(wait) for wait in self._told]
         self._fields = [self._field(wait) for wait in self._told]
@@ -189,7 +191,7 @@ class Table:
             table=self._places,
             more_places=self._nr_places - len(self._places),
             where=self._where(wait.master),
-            advice=ADVICE,
+            advice=(OF_LANES if self._in_lanes else "") + ADVICE,
         )
         return RoundMismatch(
             text, **(wait.key.fields if wait.key else name), table=self._fields, places=self._nr_places

@@ -60,6 +60,7 @@ class EndedJobs:
 def _why_broken(master: SyncMaster) -> str:
     """Why a job was broken; "" if all have left in good order, which they do one after the other."""
     lost = master.membership.lost
-    if lost is None or (lost.fields.get("cause") == "" and not master.open_rounds.failed):
+    rounds = master.open_rounds
+    if lost is None or (lost.fields.get("cause") == "" and not (rounds.failed or rounds.was_refused)):
         return ""
     return in_log(lost)[: limits.MAX_NAME_BYTES]

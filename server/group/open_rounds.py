@@ -48,6 +48,7 @@ class OpenRounds:
     Attributes:
         done: how many have ended with an aggregate.
         failed: how many have ended with an error.
+        was_refused: whether a member came to a round after the group was broken.
         answered: when members were last told that one has ended, or that the group is open.
     """
 
@@ -62,6 +63,7 @@ class OpenRounds:
     ) -> None:
         self.done = 0
         self.failed = 0
+        self.was_refused = False
         self.answered = -math.inf
         # What all keys of this life begin with.
         self._run = (membership.job, membership.group, epoch)
@@ -157,6 +159,7 @@ class OpenRounds:
     def _begin(self, now: float, slave: Slave, contribution: Contribution) -> Round:
         membership, key = self._membership, contribution.key
         if membership.state is GroupState.BROKEN:
+            self.was_refused = True
             raise membership.why_broken
         self.check_key(slave, key)
         if membership.state is not GroupState.OPEN:

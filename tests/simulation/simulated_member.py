@@ -26,7 +26,7 @@ from simulation.simulated_process import SimulatedProcess
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Stand
-from statsd_bn.round_key import FORWARD, GATHER, RoundKey
+from statsd_bn.round_key import FORWARD, GATHER, MEMORY, RoundKey
 from statsd_bn.rows import Rows
 from support.oracle import Brought, KeyCounter
 
@@ -314,7 +314,7 @@ class Process(SimulatedProcess):
         return self._memories[group.name]
 
     def _gather(self, session: Session, value: float) -> Part:
-        key = session.forward_key("statsd_bn memory", GATHER)
+        key = session.forward_key(MEMORY, GATHER)
         aggregate = yield self._trip(session, key, Rows((0,), np.full((1, 1, 1), value)))
         return aggregate.values[0]
 

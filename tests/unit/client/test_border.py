@@ -206,6 +206,7 @@ NO_BORDER = {
     # The lanes call them, inside of what has a border.
     "Connection.gather_in": "a lane's own round",
     "Connection.over_server": "a part of Connection.exchange",
+    "Connection.run": "likewise",
     "Connection.round_trip": "it makes a machine",
     "Connection.session": "a part of Connection.exchange",
     # They look at what was given, and nothing is below them.

@@ -60,6 +60,16 @@ def test_a_job_that_one_rank_left_too_early_is_told_with_that(play):
     assert "left while others went on" in job["lost"]
 
 
+def test_a_job_that_one_rank_had_left_when_the_other_went_on_is_told_with_that(play):
+    for member in range(2):
+        play.say(register(member, 2), "job", member)
+    play.say(Leave(session_of(0), ""), "job", 0)
+    play.say(contribution(1, 1.0), "job", 1)
+    play.say(Leave(session_of(1), ""), "job", 1)
+    (job,) = play.ended()
+    assert "left while others went on" in job["lost"]
+
+
 def test_so_many_are_remembered_and_the_latest_come_first(play):
     for number in range(REMEMBERED_JOBS + 3):
         play.run(f"job {number}")

@@ -102,3 +102,28 @@ assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 """
     done = run(code)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_handler_of_c_stays_and_is_called():
+    """As C++ libraries set them, which Python does not know of; it dumps the stacks, and the process lives."""
+    own = "import faulthandler; faulthandler.register(signal.SIGTERM, chain=False)\n"
+    rounds = "assert termination.begin(); termination.end(); term(); print('alive')"
+    done = run(own + rounds)
+    assert (done.returncode, done.stdout) == (0, "alive\n")
+    assert "most recent call first" in done.stderr
+
+
+def test_calls_that_went_on_after_the_signal_do_so_again():
+    """asyncio asks for that, for instance."""
+    own = "signal.signal(signal.SIGTERM, lambda *_: None); signal.siginterrupt(signal.SIGTERM, False)\n"
+    ask = """
+def goes_on():
+    import ctypes
+    read, write = os.pipe()
+    threading.Timer(0.2, term).start()
+    threading.Timer(0.6, lambda: os.write(write, b"x")).start()
+    buffer = ctypes.create_string_buffer(1)
+    return ctypes.CDLL(None).read(read, buffer, 1)
+"""
+    done = run(own + ask + "assert termination.begin(); termination.end(); print(goes_on())")
+    assert done.stdout == "1\n", done
