@@ -277,7 +277,7 @@ def test_an_unsound_file_is_refused_and_not_quoted(tmp_path, text, problem):
 def test_jobs_that_are_no_patterns_are_refused(tmp_path, jobs):
     path = tmp_path / "alice.key"
     path.write_text(f'public-key = "{KEY}"\njobs = {jobs}\n')
-    with pytest.raises(ConfigurationError, match="jobs: expected patterns"):
+    with pytest.raises(ConfigurationError, check=says("jobs: expected patterns")):
         keys.load_public(path)
 
 
