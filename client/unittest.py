@@ -15,7 +15,7 @@ class TorchTestCase(unittest.TestCase):
     """A test case that compares tensors."""
 
     def assertTensorClose(self, x: Tensor, y: Tensor) -> None:  # noqa: N802 - unittest's way to name it
-        """Fails where an entry of `x` is further from that of `y` than 1e-3 of it, and than 1e-5.
+        """Fails where an entry of `x` is further from that of `y` than 1e-5 and 1e-3 of it together.
 
         Args:
             x: found.
@@ -24,4 +24,6 @@ class TorchTestCase(unittest.TestCase):
         if torch.allclose(x, y, rtol=RELATIVE, atol=ABSOLUTE):
             return
         furthest = (x - y).abs().max().item()
-        self.fail(f"tensors: expected them within {RELATIVE:g} of the second or {ABSOLUTE:g}, got {furthest:g} between")
+        self.fail(
+            f"tensors: expected them within {ABSOLUTE:g} plus {RELATIVE:g} of the second, got {furthest:g} between"
+        )

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 
@@ -378,14 +378,14 @@ class Connection:
         if self._closed or not self.is_own:
             return
         self._closed = True
-        try:
-            for call in self.at_end:
-                call()
-        finally:
+        with ExitStack() as rest:
+            # Whatever one of them raises, the others still see the end, the last ones first.
+            rest.callback(self.transport.close)
+            rest.callback(self._sessions.leave, cause)
             if not (self.rounds or cause):
-                self.ask_for_layers("it ends")
-            self._sessions.leave(cause)
-            self.transport.close()
+                rest.callback(self.ask_for_layers, "it ends")
+            for call in reversed(self.at_end):
+                rest.callback(call)
 
     def ask_for_layers(self, when: str) -> None:
         """Warns, the first time, that no layer has been synchronised, if there are other members.

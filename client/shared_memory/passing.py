@@ -4,6 +4,7 @@ Who can take it is found out by trying: another host cannot connect, another use
 name, so nothing is left behind, however its processes end.
 """
 
+import fcntl
 import os
 import secrets
 import socket
@@ -17,6 +18,9 @@ from client.shared_memory import futex
 
 # How long a process may take to connect, and to hand the memory over.
 SECONDS = 5.0
+
+# Memory that somebody cuts short would kill whoever reads it.
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
 
 _CREDENTIALS = struct.Struct("3i")
 _NAME_BYTES = 16
@@ -44,19 +48,21 @@ class Offer:
     """
 
     def __init__(self, size: int) -> None:
-        self._descriptor = os.memfd_create("statsd_bn", os.MFD_CLOEXEC)
+        self._descriptor = os.memfd_create("statsd_bn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._listener = socket.socket(socket.AF_UNIX)
         try:
             os.ftruncate(self._descriptor, size)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self.memory = mmap(self._descriptor, size)
             self.name = f"statsd_bn-{secrets.token_hex(_NAME_BYTES)}"
-            self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(_address(self.name))
             self._listener.listen(128)
-        except OSError:
+            self._thread = threading.Thread(target=self._serve, name="statsd_bn memory", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._listener.close()
             os.close(self._descriptor)
             raise
-        self._thread = threading.Thread(target=self._serve, name="statsd_bn memory", daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
         """Hands out no more; what was handed out stays."""
@@ -103,6 +109,8 @@ def take(name: str, size: int) -> mmap:
     try:
         if os.fstat(descriptor).st_size != size:
             raise OSError(f"the memory of the others has {os.fstat(descriptor).st_size} bytes, not {size}")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError("the memory of the others is not sealed: whoever has it could cut it short")
         return mmap(descriptor, size)
     finally:
         os.close(descriptor)

@@ -331,3 +331,14 @@ def test_whoever_knows_that_the_job_is_broken_comes_to_the_server():
     frames = frames_of(master)
     in_threads([lambda c=c: run(c) for c in connections])
     assert len([frame for frame in frames if isinstance(decode(frame), Contribution)]) == 2
+
+
+def test_whatever_the_end_of_a_connection_calls_the_others_are_told():
+    master = MemoryMaster()
+    connection = master.connect(0, 1)
+    called = []
+    connection.at_end += [lambda: called.append("first"), lambda: 1 / 0, lambda: called.append("last")]
+    with pytest.raises(ZeroDivisionError):
+        connection.close()
+    assert called == ["first", "last"]
+    assert master.members("world") == []

@@ -1,7 +1,9 @@
 """Memory is handed to processes of this user on this host, and to nobody else."""
 
+import gc
 import os
 import socket
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -75,3 +77,29 @@ def test_another_users_memory_is_not_taken(offer, monkeypatch):
     monkeypatch.setattr(passing, "_user_of", lambda _: 12345)
     with pytest.raises(OSError, match="is that of user 12345"):
         take(offer.name, SIZE)
+
+
+def test_nobody_can_cut_the_memory_short(offer):
+    """Whoever reads behind its end would die of SIGBUS."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(offer._descriptor, 0)
+
+
+def test_memory_that_somebody_could_cut_short_is_not_taken(offer, monkeypatch):
+    bare = os.memfd_create("bare", os.MFD_CLOEXEC)
+    os.ftruncate(bare, SIZE)
+    monkeypatch.setattr(offer, "_descriptor", bare)
+    with pytest.raises(OSError, match="is not sealed"):
+        take(offer.name, SIZE)
+
+
+def test_an_offer_that_fails_leaves_nothing_open(monkeypatch):
+    def refuse(_self):
+        raise RuntimeError("no more threads; on purpose")
+
+    before = open_files()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="no more threads"):
+        Offer(SIZE)
+    gc.collect()
+    assert open_files() == before
