@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 
 from client.border import make_readable
-from client.connection.current import has_been_alone, has_been_connected
+from client.connection.current import current_connection, has_been_alone, has_been_connected
 from client.lanes.key_digest import digest_of
 from client.lanes.named_process_group import NamedProcessGroup
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
@@ -137,7 +137,8 @@ def _rounds_of(group: Any) -> _Rounds:
     if rounds is None:
         rounds = _rounds.setdefault(group, _Rounds())
         # Whoever was connected to others may mean to be alone now, and the others may still be connected.
-        is_after_connection = has_been_connected() and not has_been_alone()
+        has_had_others = has_been_connected() and not has_been_alone()
+        is_after_connection = has_had_others and current_connection() is None
         logger.log(
             logging.WARNING if is_after_connection else logging.INFO,
             "%sthis process synchronises over torch's process group %r of %d ranks (%s), without a server",
