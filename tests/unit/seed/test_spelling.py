@@ -193,7 +193,7 @@ class TestCaseOfAUser(TorchTestCase):
 
     def test_the_test_case_sees_a_difference(self):
         self.assertTensorClose(torch.ones(2), torch.ones(2) + 5e-4)
-        with pytest.raises(AssertionError, match=r"within 0\.001 of the second or 1e-05, got 0\.5 between"):
+        with pytest.raises(AssertionError, match=r"within 1e-05 plus 0\.001 of the second, got 0\.5 between"):
             self.assertTensorClose(torch.ones(2), torch.tensor([1.0, 1.5]))
 
 
