@@ -286,12 +286,7 @@ class Connection:
 
     def gather_in(self, group: Group, name: str, data: bytes) -> list[bytes]:
         """Gives this member's bytes to all members of a group, and returns theirs, in the order of their ranks."""
-
-        def join(part: FloatArray) -> Aggregate:
-            return self._round(name, Rows((0,), part[np.newaxis, np.newaxis]), None, group, GATHER, counts=False)
-
-        members = self.session(group).members
-        return list(all_gather.gather(join, data, self.member.rank, len(members)).values())
+        return list(self._gather(group, name, data, counts=False).values())
 
     @at_border
     def all_gather(self, name: str, data: bytes) -> dict[int, bytes]:
@@ -311,12 +306,14 @@ class Connection:
         Raises:
             StatsdBNError: a round failed, with the reason; most kinds are RoundFailed.
         """
-
-        def join(part: FloatArray) -> Aggregate:
-            return self._round(name, Rows((0,), part[np.newaxis, np.newaxis]), None, self._world, GATHER)
-
         self.end_absence(None)
-        return all_gather.gather(join, data, self.member.rank, len(self.members))
+        return self._gather(self._world, name, data)
+
+    def _gather(self, group: Group, name: str, data: bytes, *, counts: bool = True) -> dict[int, bytes]:
+        def join(part: FloatArray) -> Aggregate:
+            return self._round(name, Rows((0,), part[np.newaxis, np.newaxis]), None, group, GATHER, counts=counts)
+
+        return all_gather.gather(join, data, self.member.rank, len(self.session(group).members))
 
     @property
     def is_broken(self) -> bool:

@@ -27,7 +27,7 @@ from statsd_bn.errors import ConfigurationError, RoundMismatch, StatsdBNError
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import sum_in_order
-from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.text import readable
 
@@ -97,12 +97,23 @@ def _group(pipe: ProcessGroupPipe) -> Any:
     return pipe.process_group.find()
 
 
-def all_gather(process_group: NamedProcessGroup, message: bytes) -> dict[int, bytes]:
-    """Returns every rank's bytes, of any length, by rank in the process group."""
+def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> dict[int, bytes]:
+    """Returns every rank's bytes, of any length, by rank in the process group.
+
+    Args:
+        process_group: whose ranks gather.
+        name: of what is gathered, the same on every rank; chosen like the name of a layer.
+        message: this rank's.
+
+    Raises:
+        RoundMismatch: on all ranks: they have come for different things.
+    """
     group = process_group.find()
-    with _rounds_of(group).lock:
+    rounds = _rounds_of(group)
+    with rounds.lock:
+        key = RoundKey("torch", "process group", 0, 0, name, rounds.next_call(name), GATHER)
         # What others send is never unpickled, as torch's `all_gather_object` would.
-        lengths = _gathered(group, np.array([len(message)], np.int64))[:, 0]
+        lengths = _met(group, key, (1, 1), 1, np.array([len(message)], np.int64))[:, FIRST_ROW]
         words = np.frombuffer(message.ljust(_up_to_words(max(lengths)), b"\0"), np.int64)
         messages = _gathered(group, words)
     return {rank: messages[rank].tobytes()[:length] for rank, length in enumerate(lengths)}
@@ -154,14 +165,20 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     """Returns the sum over all ranks."""
     shape = contribution.values.shape[1:]
     first, *others = _as_words(contribution)
-    head = np.array([np.uint64(digest_of(key)).view(np.int64), 1 + len(others), *shape], np.int64)
-    messages = _gathered(group, np.concatenate((head, first)))
-    if (messages[:, (DIGEST, VECTORS, CHANNELS)] != head[[DIGEST, VECTORS, CHANNELS]]).any():
-        raise _mismatch(group, key, shape)
+    messages = _met(group, key, shape, 1 + len(others), first)
     firsts = messages[:, FIRST_ROW : FIRST_ROW + len(first)]
     rows = _with_others(group, firsts, others, messages[:, ROWS])
     total = sum_in_order(np.ascontiguousarray(row[1:]).view(np.float64).reshape(shape) for row in rows)
     return Aggregate(key, len(rows), sum(int(row[0]) for row in rows), _members(len(messages)), total)
+
+
+def _met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
+    """Returns the messages of all ranks, which have come to the same round with rows of the same shape."""
+    head = np.array([np.uint64(digest_of(key)).view(np.int64), nr_rows, *shape], np.int64)
+    messages = _gathered(group, np.concatenate((head, first)))
+    if (messages[:, (DIGEST, VECTORS, CHANNELS)] != head[[DIGEST, VECTORS, CHANNELS]]).any():
+        raise _mismatch(group, key, shape)
+    return messages
 
 
 def _as_words(contribution: Rows) -> list[Words]:

@@ -60,7 +60,7 @@ def _gathered(company: Company | None, message: bytes) -> dict[int, bytes]:
     if company is None:
         return {0: message}
     if isinstance(company, NamedProcessGroup):
-        return process_group.all_gather(company, message)
+        return process_group.all_gather(company, LANE, message)
     return company.all_gather(LANE, message)
 
 

@@ -65,6 +65,13 @@ def test_ranks_with_other_channels_are_all_told_the_numbers(ranks):
         assert "rank 1  in forward of bn, call 0, step 0, 8 channels, 2 vectors" in text
 
 
+def test_a_rank_that_gathers_while_another_is_in_a_layer_is_told_and_so_is_that(ranks):
+    for text in ranks(2, process_group_programs.gather_beside_a_layer):
+        assert text.startswith("RoundMismatch: the ranks have come to different rounds")
+        assert "rank 0  in forward of bn" in text
+        assert "rank 1  in gather of layer 'mp_sync()'" in text
+
+
 def test_values_and_gradients_go_over_it_too(ranks):
     assert ranks(2, process_group_programs.gather_values) == [([0, 0, 1], 0, 2), ([0, 0, 1], 1, 2)]
     assert ranks(2, process_group_programs.average) == [([1.75, 3.5], 4)] * 2

@@ -86,6 +86,17 @@ def gather_values(rank: Any) -> tuple[list[Any], int, int]:
     return values, *handler._rank_and_size()
 
 
+def gather_beside_a_layer(rank: Any) -> str:
+    """Rank 0 is in a layer, rank 1 gathers values; returns the error."""
+    if rank.rank == 0:
+        return _error_of("bn", 3)
+    try:
+        client.DDPHandler(object()).mp_sync(torch.ones(2))
+    except StatsdBNError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def average(rank: Any) -> tuple[list[float], int]:
     """Gradients of 1 sample on rank 0 and 3 on rank 1."""
     parameter = nn.Parameter(torch.zeros(2))
