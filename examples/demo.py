@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NoReturn
 
 from rich.console import Console
@@ -20,7 +21,7 @@ import report
 import ways
 from children import ChildFailed
 
-STEPS = 900
+STEPS = 600
 
 # Rounding differences grow with every step; after a hundred, a real difference has had time to show.
 COMPARE_AFTER = 100
@@ -28,8 +29,8 @@ COMPARE_AFTER = 100
 INTRODUCTION = (
     "Batch norm needs the statistics of the whole batch, but a process that has 2 of its 8 images knows only theirs. "
     "You will see one small network learn 1,797 handwritten digits four times, from the same start and in the same "
-    "order: with the whole batch in one process, in four processes that share their statistics through a "
-    "`python -m server`, in four that do not, and in four replicas within one process."
+    "order: with the whole batch in one process, in four processes that meet in a `python -m server` and share their "
+    "statistics, in four that do not, and in four replicas within one process."
 )
 
 TRAININGS: dict[str, Callable[[ways.Length, ways.Tell], ways.Trained]] = {
@@ -45,6 +46,7 @@ def main() -> int:
     options = arguments()
     length = ways.Length(options.steps, min(options.steps, COMPARE_AFTER))
     console = Console(stderr=options.json, highlight=False)
+    started = time.monotonic()
     console.print(escape(INTRODUCTION), end="\n\n")
     # Unlike the exception that Ctrl-C raises, SIGTERM's default would leave the children behind.
     signal.signal(signal.SIGTERM, leave)
@@ -60,6 +62,7 @@ def main() -> int:
     report.show(console, rows, length)
     good, sentence = report.verdict(rows, length)
     console.print(f"\n{sentence}", style="green" if good else "red")
+    console.print(f"\n{report.cost(rows)} The demo took {time.monotonic() - started:.0f} s.")
     if options.json:
         print(json.dumps(report.as_json(rows, length), indent=2))
     return 0 if good else 1
@@ -67,10 +70,11 @@ def main() -> int:
 
 def train(way: str, length: ways.Length, console: Console) -> ways.Trained:
     """Trains one way, and shows how it goes."""
+    started = time.monotonic()
     with progress(report.TITLES[way], length.steps, console) as tell:
         trained = TRAININGS[way](length, tell)
         tell(length.steps)
-    return trained
+    return replace(trained, seconds=time.monotonic() - started)
 
 
 @contextmanager

@@ -36,8 +36,9 @@ class Result:
         accuracy: share of the test images that are recognised at the end.
         weights: largest absolute difference from the whole batch's weights at the step of comparison.
         running_statistics: the same of the running means, variances and batch counts.
-        rounds: exchanges of statistics through the server, if there was one.
+        rounds: exchanges of statistics between processes, if there were any.
         median_round_trip: seconds that such an exchange took.
+        seconds: that the training took.
     """
 
     accuracy: float
@@ -45,6 +46,7 @@ class Result:
     running_statistics: float
     rounds: int | None
     median_round_trip: float | None
+    seconds: float
 
     @property
     def largest_difference(self) -> float:
@@ -70,6 +72,7 @@ def results(trained: dict[str, Trained]) -> dict[str, Result]:
             _difference(one.compared, whole, statistics),
             one.rounds,
             one.median_round_trip,
+            one.seconds,
         )
         for way, one in trained.items()
     }
@@ -96,24 +99,30 @@ def show(console: Console, rows: dict[str, Result], length: Length) -> None:
     # Without frame and column lines it fits into 80 columns.
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("Training", vertical="bottom")
-    for heading in ("Test accuracy", "Weights differ", "Running stats differ", "Rounds", "Median round trip"):
+    for heading in ("Test accuracy", "Weights differ", "Running stats differ", "Median round trip", "Time"):
         table.add_column(heading.replace(" ", "\n"), justify="right", vertical="bottom")
     for way, row in rows.items():
         table.add_row(TITLES[way], *_cells(way, row), style="bold" if way == SYNCHRONISED else None)
     console.print(table)
     console.print(
         "\nDifferences are the largest absolute ones. Unsynchronised, the model is rank 0's; its last batch norm had "
-        f"{digits.BATCH // REPLICAS} values per channel to go by. A round is one exchange for one layer through the "
-        f"server, forward or backward, and its time includes waiting for the slowest of {REPLICAS} processes. "
-        "DataParallelWithCallback's replicas meet in memory."
+        f"{digits.BATCH // REPLICAS} values per channel to go by. A round is one exchange for one layer, forward or "
+        f"backward, and its time includes waiting for the slowest of {REPLICAS} processes; processes of one host share "
+        "memory for it from the second round on. Most of a short training's time is the start of its processes."
     )
 
 
 def _cells(way: str, row: Result) -> list[str]:
     differences = ("-", "-") if way == WHOLE_BATCH else (f"{row.weights:.1e}", f"{row.running_statistics:.1e}")
-    rounds = "-" if row.rounds is None else f"{row.rounds:,}"
     trip = "-" if row.median_round_trip is None else f"{row.median_round_trip * 1000:.2f} ms"
-    return [f"{row.accuracy:.1%}", *differences, rounds, trip]
+    return [f"{row.accuracy:.1%}", *differences, trip, f"{row.seconds:.1f} s"]
+
+
+def cost(rows: dict[str, Result]) -> str:
+    """Returns what synchronising cost, in a sentence."""
+    with_it, without = rows[SYNCHRONISED].seconds, rows[UNSYNCHRONISED].seconds
+    ratio = with_it / without
+    return f"{REPLICAS} processes took {with_it:.1f} s synchronised and {without:.1f} s not: {ratio:.2f} times as long."
 
 
 def verdict(rows: dict[str, Result], length: Length) -> tuple[bool, str]:

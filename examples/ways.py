@@ -28,14 +28,16 @@ class Trained:
     Attributes:
         compared: the state after the first steps, when it is compared.
         final: the state at the end.
-        rounds: exchanges of statistics through the server.
+        rounds: exchanges of statistics between processes.
         median_round_trip: seconds that such an exchange took.
+        seconds: that the training took, from the start of its processes to their end.
     """
 
     compared: digits.State
     final: digits.State
     rounds: int | None = None
     median_round_trip: float | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def data_parallel(length: Length, tell: Tell) -> Trained:
 
 
 def synchronised(length: Length, tell: Tell) -> Trained:
-    """A process per replica, whose batch norms meet in a server; it runs for this training only."""
+    """A process per replica, whose batch norms meet in a server, which runs for this training only."""
     with running_server() as (server, endpoint):
         return _train_group(length, tell, server, endpoint)
 

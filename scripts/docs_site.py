@@ -101,8 +101,8 @@ API = {
     ),
     "lightning": Api(
         "Lightning",
-        "The plugin for Lightning's Trainer; [frameworks.md](../frameworks.md#lightning) shows how.",
-        ["client.integrations.lightning.StatsdBNLayerSync"],
+        "The plugin and the callback for Lightning's Trainer; [frameworks.md](../frameworks.md#lightning) shows how.",
+        ["client.integrations.lightning.StatsdBNLayerSync", "client.integrations.lightning.StatsdBNMetrics"],
     ),
     "mmengine": Api(
         "MMEngine",

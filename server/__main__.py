@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from server.arguments import Parser, meant
@@ -23,7 +24,7 @@ from statsd_bn.errors import (
     ProtocolError,
     ServerUnreachable,
 )
-from statsd_bn.keys import load_client
+from statsd_bn.keys import ClientKeys, load_client
 
 # Letters of the first line of an error that a command prints.
 LINE = 120
@@ -40,12 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server there, 5 refused by the server."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if not given or given[0].startswith("-"):
-            return _serve(given)
-        return _command(given[0])(given[1:])
+        code = _serve(given) if not given or given[0].startswith("-") else _command(given[0])(given[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read this has had enough, as `| head` has; at its end the interpreter would try to write the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except tuple(EXIT_CODES) as error:
         print(broken(f"statsd_bn: {in_log(error)}", LINE), file=sys.stderr)  # noqa: T201 - the command's error
         return EXIT_CODES[type(error)]
+    return code
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
@@ -72,12 +77,7 @@ def _status(arguments: list[str]) -> int:
     _add_endpoint(parser, "as STATSD_BN_ENDPOINT or STATSD_BN_BIND says, else this user's own server")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, on one line")
     parser.add_argument("--watch", action="store_true", help="print it again every second, until Ctrl-C")
-    parser.add_argument(
-        "--curve",
-        metavar="FILE",
-        default=os.environ.get("STATSD_BN_CURVE") or None,
-        help="a client's secret key, for a server with --curve (STATSD_BN_CURVE)",
-    )
+    _add_curve(parser)
     found = parser.parse_args(arguments)
     endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
     keys = load_client(found.curve) if found.curve else None
@@ -87,6 +87,63 @@ def _status(arguments: list[str]) -> int:
     else:
         print(written(ask(endpoint, keys=keys)))  # noqa: T201 - the command's result
     return 0
+
+
+def _view(arguments: list[str]) -> int:
+    from server.view import show  # noqa: PLC0415 - what the server itself does not need
+
+    parser = Parser("view", description="Shows what a running server sees, each second, until Ctrl-C. It only reads.")
+    parser.add_argument(
+        "endpoint",
+        metavar="ENDPOINT|FILE",
+        nargs="?",
+        help="where the server listens (default: as for status), or a recording of --record",
+    )
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument("--json", action="store_true", help="write each snapshot as JSON, on one line")
+    parser.add_argument("--record", metavar="FILE", help="keep what is seen in FILE, of SQLite, to view it later")
+    parser.add_argument(
+        "--http",
+        metavar="HOST:PORT",
+        help="show it as a page, with /metrics for Prometheus; not on loopback it asks for a token "
+        "(STATSD_BN_VIEW_TOKEN; default: a new one)",
+    )
+    parser.add_argument(
+        "--name", action="append", metavar="NAME", help="a name that the page may be asked for by; repeatable"
+    )
+    _add_curve(parser)
+    found = parser.parse_args(arguments)
+    if show.is_file(found.endpoint):
+        show.replay(found.endpoint, once=found.once, as_json=found.json)
+        return 0
+    endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
+    keys = load_client(found.curve) if found.curve else None
+    show.show(
+        endpoint,
+        partial(_sound_report, endpoint, keys),
+        once=found.once,
+        as_json=found.json,
+        record=found.record,
+        http=found.http,
+        names=found.name or (),
+        token=os.environ.get("STATSD_BN_VIEW_TOKEN", ""),
+    )
+    return 0
+
+
+def _add_curve(parser: Parser) -> None:
+    parser.add_argument(
+        "--curve",
+        metavar="FILE",
+        default=os.environ.get("STATSD_BN_CURVE") or None,
+        help="a client's secret key, for a server with --curve (STATSD_BN_CURVE)",
+    )
+
+
+def _sound_report(endpoint: str, keys: ClientKeys | None) -> dict[str, Any]:
+    report = ask(endpoint, keys=keys)
+    _described(report)
+    return report
 
 
 def _described(report: dict[str, Any]) -> str:
@@ -150,7 +207,7 @@ def _add_endpoint(parser: Parser, default: str) -> None:
     )
 
 
-COMMANDS = {"status": _status, "check": _check, "keygen": _keygen, "secret": _secret}
+COMMANDS = {"status": _status, "check": _check, "view": _view, "keygen": _keygen, "secret": _secret}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 An error carries what a person needs to act: a message that says what was expected and what came, and the
 same facts as `fields` for a program. Errors that travel have a `code`; `from_wire` turns the code back
-into the class, so that the error a master raises about a member is the error that member sees.
+into the class, so that the error a server raises about a member is the error that member sees.
 
     StatsdBNError
     ├── ConfigurationError      what you gave is wrong: an argument, a flag, a variable
@@ -12,17 +12,18 @@ into the class, so that the error a master raises about a member is the error th
     ├── AuthenticationRefused   the server lets nobody in with this key, or without one
     ├── ProtocolError           a frame that breaks docs/protocol.md
     │   └── VersionMismatch     a frame of another protocol version
-    ├── RegistrationRefused     the master does not take this member
+    ├── RegistrationRefused     the server does not take this member
     │   ├── DuplicateMember     another live process already is this member
     │   ├── WorldSizeMismatch   the members disagree on how many they are, or are more
     │   ├── StaleEpoch          a newer life of the group has begun
     │   └── GroupIncomplete     the group did not fill in time
-    ├── UnknownSession          the master does not know who is speaking
-    ├── MasterStopped           the master was told to stop while members waited
-    ├── LimitExceeded           more than the master agrees to keep
+    ├── UnknownSession          the server does not know who is speaking
+    ├── MasterStopped           the server was told to stop while members waited
+    ├── LimitExceeded           more than the server agrees to keep
     └── RoundFailed             one exchange failed, for everyone in it
         ├── RoundMismatch       the contributions do not fit together
         ├── ContributionConflict  other bytes under an identity that was already used
+        ├── NonFinite           somebody brought NaN or infinity, and was not to
         ├── RoundTimeout        somebody did not arrive before the deadline
         └── ReplicaLost         a member left, died, or raised
 """
@@ -96,7 +97,7 @@ class VersionMismatch(ProtocolError):
 
 
 class RegistrationRefused(StatsdBNError):
-    """The master does not take this member."""
+    """The server does not take this member."""
 
     code = "refused"
 
@@ -129,19 +130,19 @@ class GroupIncomplete(RegistrationRefused):
 
 
 class UnknownSession(StatsdBNError):
-    """The master does not know who is speaking, because it was restarted; members say so. Fields: digest."""
+    """The server does not know who is speaking, because it was restarted; members say so. Fields: digest."""
 
     code = "unknown_session"
 
 
 class MasterStopped(StatsdBNError):
-    """The master was told to stop while members waited for a round, or for a group to open."""
+    """The server was told to stop while members waited for a round, or for a group to open."""
 
     code = "master_stopped"
 
 
 class LimitExceeded(StatsdBNError):
-    """More than the master agrees to keep. Fields: limit, what."""
+    """More than the server agrees to keep. Fields: limit, what."""
 
     code = "limit"
 
@@ -174,10 +175,16 @@ class ContributionConflict(RoundFailed):
     code = "conflict"
 
 
+class NonFinite(RoundFailed):
+    """Some ranks brought NaN or infinity, where `on_nonfinite="raise"` was asked for. Fields: the key's, members."""
+
+    code = "non_finite"
+
+
 class RoundTimeout(RoundFailed):
     """Somebody did not arrive before the deadline. Fields: the key's, missing, waiting, seconds.
 
-    Where the master did not answer at all: the key's, seconds.
+    Where the server did not answer at all: the key's, seconds.
     """
 
     code = "timeout"
@@ -200,7 +207,7 @@ BY_CODE = {error.code: error for error in _tree(StatsdBNError)}
 
 
 def from_wire(code: str, message: str, fields: dict[str, object]) -> StatsdBNError:
-    """Returns the error that `code` names; an unknown code (a newer master's) gives the base class.
+    """Returns the error that `code` names; an unknown code (a newer server's) gives the base class.
 
     It ends on somebody's terminal, so all that is not printable in its texts is escaped, line feeds and tabs excepted.
     """

@@ -1,6 +1,6 @@
 """Every limit of the protocol, with its reason.
 
-Both sides check against these before they use what came; a client checks before it sends, because a master
+Both sides check against these before they use what came; a client checks before it sends, because a server
 drops the connection of whoever sends a frame that is too large, without a word.
 """
 
@@ -53,7 +53,7 @@ HEARTBEAT_MISSES = 3
 # counts need not come to the millisecond.
 SILENCE_SECONDS = HEARTBEAT_MISSES * HEARTBEAT_SECONDS + 0.5
 
-# The msgpack header of a frame. A status report of a busy master is the largest.
+# The msgpack header of a frame. A status report of a busy server is the largest.
 MAX_HEADER_BYTES = 1_048_576
 
 # The header of a frame to the server, most of which nobody has asked for. A Register that names 16,384 members of which
@@ -67,7 +67,13 @@ MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384
 # costs whoever reads it a call, and a few hundred more than a process has stack for.
 MAX_DEPTH = 32
 
-# Groups on one master. One of four members at 256 channels holds about 0.2 MB, so all of them stay under 200 MB.
+# Layers in one Digest, which comes once a second; a model with more is told of in turns.
+MAX_DIGEST_LAYERS = 64
+
+# The names of these layers, each with the end of its line.
+MAX_DIGEST_BYTES = MAX_DIGEST_LAYERS * (MAX_NAME_BYTES + 1)
+
+# Groups on one server. One of four members at 256 channels holds about 0.2 MB, so all of them stay under 200 MB.
 MAX_GROUPS = 1024
 
 # Open rounds of one group. A member with one thread has one; overlapping models have a few.

@@ -3,6 +3,7 @@
 Members are numbered from 0 and mostly all there, so a set of thousands is one run: two numbers on the wire.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,6 +46,23 @@ class Members:
         listed = tuple(numbers)
         return _of(listed) if len(listed) <= MANY else _of_many(listed)
 
+    def plus(self, number: int) -> "Members":
+        """Returns the set with one number more."""
+        at = bisect_right(self.runs, number, key=_first)
+        joins_before = at > 0 and number <= sum(self.runs[at - 1])
+        first, count = self.runs[at - 1] if joins_before else (number, 0)
+        end = max(first + count, number + 1)
+        joins_behind = at < len(self.runs) and self.runs[at][0] == end
+        end += self.runs[at][1] if joins_behind else 0
+        return _sound((*self.runs[: at - joins_before], (first, end - first), *self.runs[at + joins_behind :]))
+
+    def minus(self, number: int) -> "Members":
+        """Returns the set without a number, which is in it."""
+        at = bisect_right(self.runs, number, key=_first) - 1
+        first, count = self.runs[at]
+        rest = ((first, number - first), (number + 1, first + count - number - 1))
+        return _sound((*self.runs[:at], *(run for run in rest if run[1]), *self.runs[at + 1 :]))
+
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(range(first, first + count) for first, count in self.runs)
 
@@ -52,18 +70,31 @@ class Members:
         return sum(count for _, count in self.runs)
 
     def __contains__(self, number: object) -> bool:
-        if isinstance(number, int):
-            # Mostly one run, and asked once a round.
-            for first, count in self.runs:
-                if first <= number < first + count:
-                    return True
-        return False
+        if not isinstance(number, int):
+            return False
+        # Mostly one run, and asked once a round.
+        if len(self.runs) == 1:
+            ((first, count),) = self.runs
+            return first <= number < first + count
+        at = bisect_right(self.runs, number, key=_first) - 1
+        return at >= 0 and number < sum(self.runs[at])
 
     def __str__(self) -> str:
         """As people write them, in bounded length: 0-6, 8."""
         told = (str(first) if count == 1 else f"{first}-{first + count - 1}" for first, count in self.runs)
         text = ", ".join(islice(told, MAX_TOLD_RUNS))
         return text if len(self.runs) <= MAX_TOLD_RUNS else f"{text} and others, {len(self)} in all"
+
+
+def _sound(runs: tuple[tuple[int, int], ...]) -> Members:
+    """Members of runs that need no check: there may be thousands, and one number changes at a time."""
+    members = object.__new__(Members)
+    object.__setattr__(members, "runs", runs)
+    return members
+
+
+def _first(run: tuple[int, int]) -> int:
+    return run[0]
 
 
 # One round after the other covers the same members.

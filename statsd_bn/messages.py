@@ -17,9 +17,14 @@ from statsd_bn.members import NOBODY, Members
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.skew import check_figures
 
 # The group of all members of a job; they are numbered from 0.
 WORLD = "world"
+
+# Kinds of torch's collectives of which it is known when they end: the first three end on all ranks at about the same
+# time, and the last is what DistributedDataParallel begins a forward pass with.
+BARRIER, ALL_REDUCE, ALL_GATHER, BUFFERS = "barrier", "all_reduce", "all_gather", "buffers"
 
 # What a member says that has not met a server yet.
 NO_SERVER = bytes(limits.TOKEN_BYTES)
@@ -115,7 +120,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The master knows the member, and says whether the group is open.
+    """The server knows the member, and says whether the group is open.
 
     Attributes:
         digest: of the session whose registration it answers, see `statsd_bn.tokens`. Not the session itself: the
@@ -179,6 +184,7 @@ class Aggregate:
         values: shape (vectors, channels), float64: the sum of the rows in replica order; of a gather the rows
             themselves, one behind the other.
         seal: what the server knows its own aggregates by; members keep it and give it back.
+        non_finite: who of the members brought NaN or infinity; nobody where all values are finite.
     """
 
     type: ClassVar[int] = 4
@@ -189,6 +195,7 @@ class Aggregate:
     members: Members
     values: FloatArray
     seal: bytes = NO_SEAL
+    non_finite: Members = NOBODY
 
     def __post_init__(self) -> None:
         check_integer("replicas", self.replicas, 1, limits.MAX_REPLICAS * limits.MAX_MEMBERS)
@@ -214,7 +221,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The master's answer when it cannot give what was asked. `key` names the round it is about, if any."""
+    """The server's answer when it cannot give what was asked. `key` names the round it is about, if any."""
 
     type: ClassVar[int] = 6
 
@@ -232,14 +239,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class StatusRequest:
-    """Asks the master what it is doing. Anybody may ask."""
+    """Asks the server what it is doing. Anybody may ask."""
 
     type: ClassVar[int] = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the master is doing: a report as docs/protocol.md describes it."""
+    """What the server is doing: a report as docs/protocol.md describes it."""
 
     type: ClassVar[int] = 8
 
@@ -252,19 +259,38 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A member that has nothing else to say is alive. It has no answer, unless the session is unknown."""
+    """A member that has nothing else to say is alive. It has no answer, unless the session is unknown.
+
+    Attributes:
+        session: who is alive.
+        step: the step it is in.
+        rounds: how many rounds it has had with the other members alone, of which the server has seen nothing.
+        lane: how its rows reach the others, for people; empty while that is not known.
+        why: why not faster, for people; empty if it is the fastest way, or nobody knows.
+        waited: for how many milliseconds it has waited in rounds with the others alone.
+    """
 
     type: ClassVar[int] = 9
 
     session: bytes
+    step: int = 0
+    rounds: int = 0
+    lane: str = ""
+    why: str = ""
+    waited: int = 0
 
     def __post_init__(self) -> None:
         check_token("session", self.session)
+        check_integer("step", self.step, 0, limits.MAX_COUNTER)
+        check_integer("rounds", self.rounds, 0, limits.MAX_COUNTER)
+        check_text("lane", self.lane, limits.MAX_PHASE_BYTES, shortest=0)
+        check_text("why", self.why, limits.MAX_NAME_BYTES, shortest=0)
+        check_integer("waited", self.waited, 0, limits.MAX_COUNTER)
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The master's answer to a contribution that is sent again while its round is open.
+    """The server's answer to a contribution that is sent again while its round is open.
 
     Attributes:
         key: the round.
@@ -288,7 +314,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What a member was given for a round, told to a master that has no memory of it.
+    """What a member was given for a round, told to a server that has no memory of it.
 
     Attributes:
         session: who speaks.
@@ -306,7 +332,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The master asks a member that others wait for where it is; it goes to where the member's heartbeats come from.
+    """The server asks a member that others wait for where it is; it goes to where the member's heartbeats come from.
 
     Attributes:
         digest: of the session that is asked.
@@ -339,6 +365,7 @@ class Whereabouts:
         torch_group: the name of a process group of torch; empty if it tells of none.
         members: the ranks of that process group.
         launched: how many operations this member has begun on that process group.
+        collective: the kind of that collective, such as `BARRIER`; empty if it is another one, or not known.
     """
 
     type: ClassVar[int] = 13
@@ -350,6 +377,7 @@ class Whereabouts:
     torch_group: str
     members: Members
     launched: int
+    collective: str = ""
 
     def __post_init__(self) -> None:
         check_token("session", self.session)
@@ -358,6 +386,7 @@ class Whereabouts:
         check_integer("held", self.held, 0, 1)
         check_text("torch_group", self.torch_group, limits.MAX_NAME_BYTES, shortest=0)
         check_integer("launched", self.launched, 0, limits.MAX_COUNTER)
+        check_text("collective", self.collective, limits.MAX_NAME_BYTES, shortest=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,8 +407,42 @@ class Settled:
         check_token("session", self.session)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Digest:
+    """A member tells of a step's forward rounds that have passed the server by. It has no answer.
+
+    Attributes:
+        session: who speaks.
+        step: in which the rounds were.
+        layers: the layers' names in the order of the rounds, a line each.
+        values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
+    """
+
+    type: ClassVar[int] = 15
+
+    session: bytes
+    step: int
+    layers: str
+    values: FloatArray
+
+    @property
+    def names(self) -> list[str]:
+        """The layers' names."""
+        return self.layers.split("\n")
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_integer("step", self.step, 0, limits.MAX_COUNTER)
+        check_text("layers", self.layers, limits.MAX_DIGEST_BYTES)
+        names = self.names
+        check_integer("number of layers", len(names), 1, limits.MAX_DIGEST_LAYERS)
+        for name in names:
+            check_name("layer", name, limits.MAX_NAME_BYTES)
+        check_figures(self.values, len(names))
+
+
 # The most frequent first: it is looked for in this order.
-Request = Contribution | Register | Leave | StatusRequest | Heartbeat | Result | Whereabouts | Settled
+Request = Contribution | Register | Leave | StatusRequest | Heartbeat | Result | Whereabouts | Settled | Digest
 """What a member says."""
 
 Message = Request | Registered | Aggregate | Failure | Status | Pending | Question

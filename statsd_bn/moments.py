@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from statsd_bn.reduction import FloatArray, sum_in_order
+from statsd_bn.reduction import FloatArray, quietly, sum_in_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,5 +77,9 @@ class Moments:
 
     @cached_property
     def _centred(self) -> FloatArray:
-        with np.errstate(all="ignore"):  # NaN and infinity pass through, as in torch
-            return np.maximum(self.squares - self.sums * self.sums / self.count, 0.0)
+        return _centred(self.count, self.sums, self.squares)
+
+
+@quietly
+def _centred(count: int, sums: FloatArray, squares: FloatArray) -> FloatArray:
+    return np.maximum(squares - sums * sums / count, 0.0)

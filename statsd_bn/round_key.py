@@ -51,7 +51,7 @@ class RoundKey(_KeyFields):
         check_name("layer", layer, limits.MAX_NAME_BYTES)
         check_integer("call", call, 0, limits.MAX_COUNTER)
         check_name("phase", phase, limits.MAX_PHASE_BYTES)
-        return super().__new__(cls, job, group, epoch, step, layer, call, phase)
+        return tuple.__new__(cls, (job, group, epoch, step, layer, call, phase))
 
     def __str__(self) -> str:
         return (
@@ -67,9 +67,28 @@ class RoundKey(_KeyFields):
 
     def of_phase(self, phase: str) -> Self:
         """Returns the key of another exchange of the same call."""
-        return type(self)(*self[:-1], phase)
+        check_name("phase", phase, limits.MAX_PHASE_BYTES)
+        return tuple.__new__(type(self), (*self[:-1], phase))
+
+    def at(self, step: int, call: int) -> Self:
+        """Returns the key of another call of the same layer; step and call are counters of one's own."""
+        job, group, epoch, _, layer, _, phase = self
+        return tuple.__new__(type(self), (job, group, epoch, step, layer, call, phase))
 
     @property
     def fields(self) -> dict[str, Any]:
         """The parts by name, for an error's fields."""
         return self._asdict()
+
+
+def first_non_finite(key: RoundKey, who: str, what: str, *, has_steps: bool = True) -> str:
+    """Returns where values that are not finite have first come from, for a log or a report.
+
+    Args:
+        key: of the round whose aggregate they are in.
+        who: whose rows had them.
+        what: see `statsd_bn.reduction.not_finite_in_words`.
+        has_steps: whether the key counts steps.
+    """
+    step = f", step {key.step}" if has_steps else ""
+    return f"first non-finite: layer {key.layer}, {key.phase}{step}, {who}, {what}"

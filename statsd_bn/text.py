@@ -47,9 +47,9 @@ def readable(text: str) -> str:
     return text if text.isprintable() else _escaped(text, _LAYOUT)
 
 
-def told(text: str) -> str:
-    """Returns a text as a message may carry it: readable, and cut where it is too long."""
-    return readable(text).encode()[: limits.MAX_TEXT_BYTES].decode(errors="ignore")
+def told(text: str, most: int = limits.MAX_TEXT_BYTES) -> str:
+    """Returns a text as a message may carry it: readable, and cut where it has more than `most` bytes."""
+    return readable(text).encode()[:most].decode(errors="ignore")
 
 
 def readable_within(value: Any, depth: int = 0) -> Any:

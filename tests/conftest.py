@@ -148,8 +148,9 @@ def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[...
         policy: str = "strict",
         lane: str = "zeromq",
         wait: float = WAIT_SECONDS,
+        **others: Any,
     ) -> list[Any]:
-        given = {"job": job, "world_size": n, "policy": policy, "lane": lane}
+        given = {"job": job, "world_size": n, "policy": policy, "lane": lane, **others}
         futures = [pool.submit(_member, program, server.endpoint, member, given, arguments) for member in range(n)]
         return [future.result(timeout=wait) for future in futures]
 
@@ -184,12 +185,17 @@ def ranks(pool: ProcessPoolExecutor, tmp_path: Path) -> Callable[..., list[Any]]
 
 @pytest.fixture
 def over(members: Callable[..., list[Any]], ranks: Callable[..., list[Any]], job: str) -> Callable[..., list[Any]]:
-    """Runs `program(process, *arguments)` in n processes over one of `support.lanes.LANES`."""
+    """Runs `program(process, *arguments)` in n processes over one of `support.lanes.LANES`.
 
-    def run(lane: str, n: int, program: Callable[..., Any], *arguments: Any) -> list[Any]:
+    What else is given is given to `connect`, where there is a connection.
+    """
+
+    runs = itertools.count()
+
+    def run(lane: str, n: int, program: Callable[..., Any], *arguments: Any, **given: Any) -> list[Any]:
         if lane == PROCESS_GROUP:
             return ranks(n, program, *arguments)
-        return members(n, program, *arguments, job=f"{job} over {lane}", lane=lane)
+        return members(n, program, *arguments, job=f"{job} over {lane} {next(runs)}", lane=lane, **given)
 
     return run
 

@@ -108,7 +108,7 @@ def _member(
     times: dict[str, list[float]] = {"quiet": [], "flooded": []}
     digest = hashlib.sha256()
     number = 0
-    with client.connect(endpoint, rank=rank, world_size=MEMBERS) as connection:
+    with client.connect(endpoint, rank=rank, world_size=MEMBERS, lane="zeromq") as connection:
         pipe = client.SlavePipe(connection, "bn")
         for block in range(-1, BLOCKS):
             way = "flooded" if block % 2 else "quiet"

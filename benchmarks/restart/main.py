@@ -5,6 +5,7 @@ from the new server's `listening on` to the end of the first round after it, at 
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import statistics
@@ -50,9 +51,10 @@ def server(endpoint: str) -> Iterator[float]:
 
 
 def main() -> None:
-    """Prints median and worst."""
+    """Measures and prints median and worst, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -71,6 +73,9 @@ def main() -> None:
         found = [_seconds(endpoint, [receiver for receiver, _ in pipes]) for _ in range(options.kills)]
         for process in members:
             process.kill()
+    if options.json:
+        print(json.dumps(found))
+        return
     print(f"first round after a restart: median {statistics.median(found):.2f} s, worst {max(found):.2f} s, of {found}")
 
 

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import client
 from client.connection.connection import Connection
+from client.lanes import choose
+from client.lanes.shared_memory import SharedMemoryPipe
+from client.lanes.zeromq import SlavePipe
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 WARM_UP = 3
 
 # Ours, and in which lane their rows travel.
-OURS = {"zeromq": "zeromq", "memory": "shared_memory"}
+OURS = {"zeromq": SlavePipe, "memory": SharedMemoryPipe}
 CLASSES = 10
 
 # Ours again, where rounds are not measured.
@@ -114,10 +116,10 @@ def _member(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", members), rank=rank, world_size=members)
     in_rounds = _timed_rounds()
-    with client.connect(endpoint, rank=rank, world_size=members) as connection:
+    with client.connect(endpoint, rank=rank, world_size=members):
         ways = {
-            **{way: _in_lane(connection, lane, client.convert_model(_network(width))) for way, lane in OURS.items()},
-            BROADCAST: _in_lane(connection, "zeromq", client.convert_model(_network(width)), broadcasts=True),
+            **{way: _in_lane(lane, client.convert_model(_network(width))) for way, lane in OURS.items()},
+            BROADCAST: _in_lane(SlavePipe, client.convert_model(_network(width)), broadcasts=True),
             GROUP: _trainer(client.convert_model(_network(width), process_group=dist.group.WORLD)),
             "unsynchronised": _trainer(_network(width)),
             "gloo": _trainer(_network(width, GlooBatchNorm)),
@@ -167,14 +169,13 @@ def _timed_rounds() -> list[float]:
 
 
 def _in_lane(
-    connection: Connection, lane: str, network: nn.Module, *, broadcasts: bool = False
+    lane: type[SlavePipe], network: nn.Module, *, broadcasts: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns what trains a network whose rows travel in a lane. A process has one, so it changes with the turns."""
     train = _trainer(network, broadcasts=broadcasts)
-    member = replace(connection.member, lane=lane)
 
     def step(images: Tensor, labels: Tensor) -> Tensor:
-        connection.member = member
+        choose.SharedMemoryPipe = lane  # type: ignore[misc] # what it chooses where there is a connection
         return train(images, labels)
 
     return step

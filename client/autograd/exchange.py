@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from client.autograd import non_finite
 from client.autograd.backward_passes import phase_of
 from client.kernels.statistics import Statistics
 from client.lanes.lane import Lane
@@ -91,7 +92,9 @@ class Exchange:
         rows = Rows(
             tuple(moments.count for moments in local), np.array([(moments.sums, moments.squares) for moments in local])
         )
-        self.take(rows, self.lane.run_slave(rows))
+        aggregate = self.lane.run_slave(rows)
+        non_finite.check(self.lane, rows, aggregate)
+        self.take(rows, aggregate)
 
     def take(self, rows: Rows, aggregate: Aggregate) -> None:
         """Keeps what the forward round returned for these rows."""
@@ -118,7 +121,10 @@ class Exchange:
         number = self._passes[phase] = self._passes.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
         key = self.key.of_phase(phase_of(phase, number))
-        return self.lane.run_slave(Rows(self.rows.counts, local), key).values
+        rows = Rows(self.rows.counts, local)
+        aggregate = self.lane.run_slave(rows, key)
+        non_finite.check(self.lane, rows, aggregate)
+        return aggregate.values
 
     def check_count(self, x: Tensor) -> None:
         """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`."""

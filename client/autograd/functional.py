@@ -18,7 +18,7 @@ from client.border import make_readable
 from client.kernels import dispatch, vectors
 from statsd_bn.error_text import broken
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.reduction import FloatArray
+from statsd_bn.reduction import FloatArray, quietly
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
 
 
@@ -132,6 +132,7 @@ class _Exchanging(torch.autograd.Function):
 
 class _BatchNorm(_Exchanging):
     @staticmethod
+    @quietly
     def forward(exchange: Exchange, holders: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
         inputs, weights, biases, masks = _split(tensors, 4)
         if not exchange.is_done:
@@ -191,6 +192,7 @@ class _Backward(_Exchanging):
     """The first backward, as a function that can be differentiated itself."""
 
     @staticmethod
+    @quietly
     def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         grads, inputs, weights, masks = _split(tensors, 4)
         statistics = this.exchange.statistics
@@ -225,18 +227,16 @@ class _SecondBackward(_Exchanging):
     """The gradient of the first backward."""
 
     @staticmethod
+    @quietly
     def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         statistics = this.exchange.statistics
         *saved, by_input, by_weight, by_bias = _split(tensors, 7)
         parts = [SecondOrder(*part) for part in zip(*saved, this.local, by_input, by_weight, by_bias, strict=True)]
         if this.total is None:
             return *(part.without_input(statistics) for part in parts), *[None] * 2 * len(parts)
-        with np.errstate(all="ignore"):  # inf and NaN pass through, as in torch
-            local = [part.sums(statistics) for part in parts]
-            second = this.exchange.backward(SECOND_BACKWARD, np.stack(local))
-            found = [
-                part.gradients(statistics, this.total, second, sums) for part, sums in zip(parts, local, strict=True)
-            ]
+        local = [part.sums(statistics) for part in parts]
+        second = this.exchange.backward(SECOND_BACKWARD, np.stack(local))
+        found = [part.gradients(statistics, this.total, second, sums) for part, sums in zip(parts, local, strict=True)]
         by_grad, by_input, by_weight = zip(*found, strict=True)
         return *by_grad, *by_input, *by_weight
 

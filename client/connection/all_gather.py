@@ -1,6 +1,6 @@
 """Gathering: every member's bytes to every member, in rounds of a limited size.
 
-A gather's rounds carry float64 values whose bits are bytes; the master puts what the members bring one behind the other
+A gather's rounds carry float64 values whose bits are bytes; the server puts what the members bring one behind the other
 and looks into none of it. The first round says how many bytes each member has, and brings the first of them; what is
 left follows in further rounds, whose sizes all members compute alike.
 """

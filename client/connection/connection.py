@@ -10,15 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
 from client.border import at_border, make_readable
 from client.connection import all_gather, driver, groups
 from client.connection.groups import Group
-from client.connection.member import ZEROMQ, Member
+from client.connection.member import SHARED_MEMORY, ZEROMQ, LaneInUse, Member
 from client.connection.registration import cause_of
 from client.connection.round_trip import RoundTrip
 from client.connection.session import Session
@@ -39,10 +40,15 @@ from statsd_bn.rows import Rows
 
 logger = logging.getLogger("statsd_bn.client")
 
+Result = TypeVar("Result")
+
 Way = Callable[[Session, RoundKey, Rows], Aggregate]
 """How a member takes part in a round."""
 
-# Round trips remembered for `median_round_trip`.
+# What `told_non_finite` has where NaN or infinity came, and was no overflow on purpose.
+NON_FINITE = "finding"
+
+# Round trips remembered for `median_round_trip` and `metrics`.
 REMEMBERED_ROUND_TRIPS = 4096
 
 # What `Connection.endpoint` says where there is no server.
@@ -57,30 +63,28 @@ class Connection:
     It belongs to the group of all members from the beginning, and to any other group from when that is first used.
 
     Args:
-        transport: how to reach the master.
+        transport: how to reach the server.
         member: who this process is.
 
     Attributes:
         member: who this process is.
-        transport: how it reaches the master.
-        lane: how rows reach the other members of the job: "zeromq", over the server; "shared_memory", from the first
-            round on if it was asked for and they share a host; "in process" where there is no other.
+        transport: how it reaches the server.
         unsettled: the rounds of which the server has not heard.
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
         watch: told of each exchange, by the layer's name and the round's key; or None.
         at_end: called when it closes.
+        told_non_finite: what was said of aggregates that are not finite, see `client.autograd.non_finite`.
 
     Raises:
         ServerUnreachable: nobody answers at the endpoint.
-        RegistrationRefused: the master does not take this member, or the group did not fill in time.
+        RegistrationRefused: the server does not take this member, or the group did not fill in time.
     """
 
     def __init__(self, transport: Transport, member: Member) -> None:
         self.member = member
         self.rounds = 0
         self.transport = transport
-        self.lane = IN_PROCESS if self.is_in_process else ZEROMQ
         self._sessions = Sessions(transport, member)
         self.unsettled = self._sessions.unsettled
         self._world = groups.world(member.world_size)
@@ -95,6 +99,7 @@ class Connection:
         self._has_asked = False
         self.watch: Callable[[str, RoundKey], None] | None = None
         self.at_end: list[Callable[[], None]] = []
+        self.told_non_finite: set[str] = set()
         self._round_trips: deque[float] = deque(maxlen=REMEMBERED_ROUND_TRIPS)
         try:
             self.is_latecomer = self._sessions.of(self._world).first_step > 0
@@ -127,6 +132,24 @@ class Connection:
     def is_in_process(self) -> bool:
         """Whether this process is alone in its job and needs no server."""
         return self.endpoint == IN_PROCESS
+
+    @property
+    def lane(self) -> str:
+        """How rows reach the other members of the job now.
+
+        "zeromq", over the server; "shared_memory", from the second round on where they share a host; "in process" where
+        there is no other.
+        """
+        if self.is_in_process:
+            return IN_PROCESS
+        return SHARED_MEMORY if any(lane.is_in_memory for lane in self._lanes()) else ZEROMQ
+
+    @property
+    def why_not_faster(self) -> str:
+        """Why `lane` is not "shared_memory", for people; empty if it is, or before the first round has shown it."""
+        if self.lane != ZEROMQ:
+            return ""
+        return next((why for lane in self._lanes() if (why := lane.why_not_faster)), "")
 
     @property
     def closed(self) -> bool:
@@ -173,6 +196,25 @@ class Connection:
         """
         trips = sorted(self._round_trips)
         return trips[len(trips) // 2] if trips else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers about the exchange, by name, for a logger: TensorBoard's, W&B's, MLflow's, `self.log_dict`.
+
+        Returns:
+            `statsd_bn/members`: how many ranks the latest round covers.
+            `statsd_bn/rounds`: as `rounds`.
+            `statsd_bn/round_trip_ms`, `statsd_bn/round_trip_p99_ms`: median and 99th percentile of the latest 4,096
+            rounds, in milliseconds; 0 before any. They include the wait for the slowest rank.
+            `statsd_bn/non_finite`: 1 if NaN or infinity came into the statistics, and was no overflow of a GradScaler.
+        """
+        trips = sorted(self._round_trips) or [0.0]
+        return {
+            "statsd_bn/members": float(len(self.members)),
+            "statsd_bn/rounds": float(self.rounds),
+            "statsd_bn/round_trip_ms": 1e3 * trips[len(trips) // 2],
+            "statsd_bn/round_trip_p99_ms": 1e3 * trips[len(trips) * 99 // 100],
+            "statsd_bn/non_finite": float(NON_FINITE in self.told_non_finite),
+        }
 
     def group(self, group: Group | str | None) -> Group:
         """Returns the group that is meant: the whole job for None, the members of this host for "local".
@@ -276,6 +318,20 @@ class Connection:
 
     def run(self, trip: RoundTrip) -> Aggregate:
         """Runs what takes part in a round over the server to its end."""
+        return self.wait_for_others(partial(self._run, trip))
+
+    def wait_for_others(self, wait: Callable[[], Result]) -> Result:
+        """Calls what waits, and holds up the signal to end this process, see `client.whereabouts.termination`."""
+        termination = self._sessions.termination
+        if not termination:
+            return wait()
+        try:
+            termination.begin(wait)
+            return wait()
+        finally:
+            termination.end(wait)
+
+    def _run(self, trip: RoundTrip) -> Aggregate:
         with self.transport.channel() as channel:
             self._sessions.settle(channel)
             return driver.run(trip, channel)
@@ -342,18 +398,11 @@ class Connection:
             key = key or session.forward_key(layer, phase)
             session.begins(key)
         started = time.perf_counter()
-        termination = self._sessions.termination
-        holds = False
+        switching.begin()
         try:
-            holds = termination is not None and termination.begin()
-            switching.begin()
-            try:
-                aggregate = (way or self.over_server)(session, key, rows)
-            finally:
-                switching.end()
+            aggregate = (way or self.over_server)(session, key, rows)
         finally:
-            if holds and termination:
-                termination.end()
+            switching.end()
         self._round_trips.append(time.perf_counter() - started)
         self.rounds += counts  # those of layers and of users do
         return aggregate
@@ -395,6 +444,11 @@ class Connection:
             logger.warning(
                 "%r has synchronised no layer, and %s: was the model given to client.convert_model()?", self, when
             )
+
+    def _lanes(self) -> list[LaneInUse]:
+        """Those of the groups that all members of the job are in."""
+        size = self.member.world_size
+        return [session.lane for session in self._sessions.all() if session.member.world_size == size]
 
     def _by_rule(self, rule: str) -> Group:
         groups.check(rule)

@@ -1,8 +1,9 @@
 """Heartbeat: the thread that says for silent sessions that this process is alive.
 
-It also answers the server's question where this process is, and hears that the job is broken, because it can do so
-wherever the training script is. It is Python on purpose. ZeroMQ has heartbeats of its own, but its I/O thread answers
-them even where no line of Python runs any more. Which sessions speak, and when, is in `client.connection.pulse`.
+It also answers the server's question where this process is, hears that the job is broken, and tells of rounds that the
+server does not see, because it can do so wherever the training script is. It is Python on purpose. ZeroMQ has
+heartbeats of its own, but its I/O thread answers them even where no line of Python runs any more. Which sessions speak,
+and when, is in `client.connection.pulse`.
 """
 
 import logging
@@ -22,7 +23,7 @@ class Heartbeat:
     """A running thread; `stop` ends it, and it closes the beacon.
 
     Args:
-        beacon: the way to the master.
+        beacon: the way to the server.
         sessions: returns this process's sessions.
         reconnected: called when the connection has come up again after it was lost.
         job: takes the news that the job is broken, and tells where this process is; default: nobody does.
@@ -47,7 +48,7 @@ class Heartbeat:
         self._thread.start()
 
     def look(self) -> None:
-        """Makes sessions that are new known to the master as living here, at once."""
+        """Makes sessions that are new known to the server as living here, at once."""
         self._beacon.wake()
 
     def stop(self) -> None:
@@ -59,13 +60,17 @@ class Heartbeat:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if self._beacon.wait(self._pulse.pause(time.monotonic(), self._sessions())):
+                is_anew = self._beacon.wait(self._pulse.pause(time.monotonic(), self._sessions()))
+                if is_anew:
                     self._pulse.connected_anew()
+                self._listen()
+                self._beat()
+                self._guarded(self._tell_figures)
+                if is_anew:
+                    # After the heartbeat: a server that sees other connections close must know of this one.
                     if self._has_connected:
                         self._reconnected()
                     self._has_connected = True
-                self._listen()
-                self._beat()
                 if self._job:
                     self._guarded(self._job.step, time.monotonic())
         finally:
@@ -80,11 +85,11 @@ class Heartbeat:
 
     @staticmethod
     def _guarded(look: Callable[..., object], *arguments: object) -> None:
-        """Looks at the training script, which nobody knows; whatever goes wrong there must not end the heartbeats."""
+        """Looks at the training script, or at its numbers; whatever goes wrong there must not end the heartbeats."""
         try:
             look(*arguments)
         except Exception:
-            logger.debug("a look at where this process is has failed", exc_info=True)
+            logger.debug("a look at what this process does has failed", exc_info=True)
 
     def _attend(self, job: BrokenJob, frame: bytes) -> None:
         if asked := self._pulse.asked(frame, self._sessions()):
@@ -92,6 +97,10 @@ class Heartbeat:
             self._beacon.send(session.whereabouts(question, job.looks.look(question.torch_group).place))
         elif news := self._pulse.news(frame, self._sessions()):
             job.take(news)
+
+    def _tell_figures(self) -> None:
+        for frame in self._pulse.figures(time.monotonic(), self._sessions()):
+            self._beacon.send(frame)
 
     def _beat(self) -> None:
         for session in self._pulse.due(time.monotonic(), self._sessions()):

@@ -27,7 +27,7 @@ class Beacon:
 
     Args:
         context: what the socket belongs to.
-        endpoint: where the master is.
+        endpoint: where the server is.
         keys: this client's, and the server's public one; None for a server that asks for none.
     """
 

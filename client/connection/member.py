@@ -1,6 +1,10 @@
-"""Member: who this process is among the processes of its job."""
+"""Member: who this process is among the processes of its job, and how its rows travel to the others."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from statsd_bn.skew.samples import Samples
 
 DEFAULT_ROUND_TIMEOUT = 600.0
 
@@ -15,6 +19,18 @@ ELASTIC = "elastic"
 ZEROMQ = "zeromq"
 SHARED_MEMORY = "shared_memory"
 LANES = (ZEROMQ, SHARED_MEMORY)
+
+# What to do about the first aggregate that is not finite.
+WARN, RAISE, IGNORE = ON_NONFINITE = ("warn", "raise", "ignore")
+
+# What a process may ask for: one of them, or the fastest that all members of a group can use.
+AUTO = "auto"
+LANE_CHOICES = (AUTO, *LANES)
+
+# Why a group is not in memory, or no longer.
+BY_ELASTIC = "the job is elastic"
+BY_JOIN = "client.join() lets ranks be away from rounds"
+BY_A_RANK = "a rank has failed in a round, or has threads that came in another order than the others'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +50,8 @@ class Member:
         abort_after: how long a collective of torch may hold the main thread after the job has broken, before the
             process is ended, in seconds; None: for ever.
         tells_stacks: whether it tells where it is when others wait for it.
-        lane: how its rows reach the others, one of `LANES`.
+        lane: how its rows are to reach the others, one of `LANE_CHOICES`.
+        on_nonfinite: what it does about NaN and infinity in an aggregate, one of `ON_NONFINITE`.
     """
 
     job: str
@@ -48,7 +65,8 @@ class Member:
     join_timeout: float | None = None
     abort_after: float | None = DEFAULT_ABORT_AFTER
     tells_stacks: bool = True
-    lane: str = ZEROMQ
+    lane: str = AUTO
+    on_nonfinite: str = WARN
 
     @property
     def is_elastic(self) -> bool:
@@ -63,3 +81,55 @@ class Member:
     def in_group(self, name: str, size: int) -> "Member":
         """Returns who this process is in a group of the job."""
         return replace(self, group=name, world_size=size, min_members=min(self.min_members, size))
+
+
+class Memory(Protocol):
+    """Memory in which the members of a group exchange their rows."""
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether some member uses it no more although it goes on, so that nobody can."""
+
+
+class LaneInUse:
+    """How the rows of one group travel now, as one member knows it, and why not a faster way.
+
+    Attributes:
+        rounds_in_memory: how many rounds the group has had of which this member has told the server nothing.
+        seconds_in_memory: how long this member has waited in rounds whose rows it got in memory.
+        samples: of the rounds in memory; None for a member that tells the server of none, since another one does.
+    """
+
+    def __init__(self) -> None:
+        self.rounds_in_memory = 0
+        self.seconds_in_memory = 0.0
+        self.samples: Samples | None = None
+        self._memory: Memory | None = None
+        self._refusal = ""
+
+    def use(self, memory: Memory) -> None:
+        """The group shares memory, unless something has been in the way meanwhile."""
+        self._memory = memory
+
+    def refuse(self, why: str) -> None:
+        """The group stays at the server from now on."""
+        self._refusal = why
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the next round takes place in memory."""
+        return self._memory is not None and not self._refusal and not self._memory.is_given_up
+
+    @property
+    def name(self) -> str:
+        """One of `LANES`; empty while the members have not agreed on one."""
+        if self.is_in_memory:
+            return SHARED_MEMORY
+        return ZEROMQ if self._memory or self._refusal else ""
+
+    @property
+    def why_not_faster(self) -> str:
+        """Why it is not the fastest lane; empty if it is, or the members have not agreed."""
+        if self._refusal or self._memory is None:
+            return self._refusal
+        return BY_A_RANK if self._memory.is_given_up else ""

@@ -15,12 +15,15 @@ class Pulse:
     """The heartbeats of one process over one connection, which it does not have itself."""
 
     def __init__(self) -> None:
-        # Who has spoken over this connection, and so made it known to the master.
-        self._introduced: set[bytes] = set()
+        # Who has spoken over this connection, and so made it known to the server; and which lane each has told it.
+        self._told: dict[bytes, str] = {}
+        self._telling: dict[bytes, str] = {}
+        self._returned: set[bytes] = set()
 
     def connected_anew(self) -> None:
         """The connection is another one, over which nobody has spoken."""
-        self._introduced.clear()
+        self._told.clear()
+        self._returned.clear()
 
     def pause(self, now: float, sessions: Iterable[Session]) -> float:
         """Returns how many seconds there are until the next heartbeat is due, if nothing is said until then."""
@@ -32,23 +35,48 @@ class Pulse:
         due = [
             session
             for session in _known(sessions)
-            if now - session.spoke >= limits.HEARTBEAT_SECONDS or session.token not in self._introduced
+            if now - session.spoke >= limits.HEARTBEAT_SECONDS or self._told.get(session.token) != session.lane.name
         ]
         for session in due:
             session.spoke = now
+            # Another thread may change it before the heartbeat is written: then the next one says it again.
+            self._telling[session.token] = session.lane.name
         return due
 
     def sent(self, session: Session) -> None:
         """The heartbeat of a session has left."""
-        self._introduced.add(session.token)
+        self._told[session.token] = self._telling[session.token]
 
-    @staticmethod
-    def overhear(frame: bytes, sessions: Iterable[Session]) -> list[bytes]:
+    def figures(self, now: float, sessions: Iterable[Session]) -> list[bytes]:
+        """Returns the frames that tell of rounds in memory, once a second at most.
+
+        What is not sent is dropped: the server is away, or does not know the session, and will see later rounds.
+        """
+        looks = [(session, session.lane.samples.take(now)) for session in sessions if session.lane.samples]
+        frames = [session.figures(samples) for session, samples in looks if samples and session.token in self._told]
+        return [frame for frame in frames if frame]
+
+    def overhear(self, frame: bytes, sessions: Iterable[Session]) -> list[bytes]:
         """Returns the replies to a frame that came over this connection.
 
-        A member that is between two rounds returns to a restarted master from here, so that nobody waits for it.
+        A member that is between two rounds returns to a restarted server from here, so that nobody waits for it.
         """
-        return [reply for session in _known(sessions) for reply in session.overhear(frame)]
+        replies = []
+        for session in _known(sessions):
+            if mine := session.overhear(frame):
+                replies += mine
+                self._returns(session)
+        return replies
+
+    def _returns(self, session: Session) -> None:
+        """The server has not known the session, nor taken its heartbeat: it needs one, to know where to reach it.
+
+        Else it would look for it where it has spoken last, which may be a connection that is closed by now. This is
+        done once, since a server that misses something says the same.
+        """
+        if session.token not in self._returned:
+            self._returned.add(session.token)
+            self._told.pop(session.token, None)
 
     @staticmethod
     def asked(frame: bytes, sessions: Iterable[Session]) -> tuple[Session, Question] | None:

@@ -21,7 +21,7 @@ ASK_AGAIN_SECONDS = 1.0
 # Warn after a wait of this length, then at doubling intervals.
 WARN_SECONDS = 10.0
 
-# A master notices within a second that a killed process has ended, so asking again helps.
+# A server notices within a second that a killed process has ended, so asking again helps.
 TAKEN_SECONDS = 1.0
 TAKEN_PAUSE_SECONDS = 0.1
 
@@ -44,7 +44,7 @@ class Registration:
 
     Args:
         session: the one to register.
-        endpoint: where the master is, for people.
+        endpoint: where the server is, for people.
         timeout: how long the other members may take, in seconds.
     """
 
@@ -66,7 +66,7 @@ class Registration:
 
         Raises:
             ServerUnreachable: nobody answers at the endpoint.
-            RegistrationRefused: the master does not take this member, or the group did not fill in time.
+            RegistrationRefused: the server does not take this member, or the group did not fill in time.
             ReplicaLost: the group is broken.
         """
         try:

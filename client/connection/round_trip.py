@@ -1,6 +1,6 @@
-"""One round trip: rows go to the master, and go again until the answer is there.
+"""One round trip: rows go to the server, and go again until the answer is there.
 
-The master may be killed and restarted meanwhile, and the network may lose what was under way. What was sent can be
+The server may be killed and restarted meanwhile, and the network may lose what was under way. What was sent can be
 sent again without harm: a contribution is known by its key, and the first bytes count.
 """
 
@@ -20,8 +20,8 @@ from statsd_bn.text import plain
 
 logger = logging.getLogger("statsd_bn.client")
 
-# The master ends a late round itself and says who is missing; only if nothing comes this long after that, the
-# member gives up on the master.
+# The server ends a late round itself and says who is missing; only if nothing comes this long after that, the
+# member gives up on the server.
 GRACE_SECONDS = 5.0
 
 # When to ask again: soon, then less and less often. An undisturbed round is over long before.
@@ -35,11 +35,11 @@ WARN_WITH_PLACE_SECONDS = 2.0
 
 
 class RoundTrip:
-    """One exchange with the master, a `Machine` whose result is the aggregate.
+    """One exchange with the server, a `Machine` whose result is the aggregate.
 
     Args:
         session: who speaks.
-        endpoint: where the master is, for people.
+        endpoint: where the server is, for people.
         key: of the round.
         rows: what to contribute.
         frame: the contribution of the rows, encoded.

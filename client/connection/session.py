@@ -7,10 +7,13 @@ forward rounds within the step. A backward round keeps the key of its forward ro
 """
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeAlias, TypeGuard
 
-from client.connection.member import Member
+import numpy as np
+
+from client.connection.member import BY_ELASTIC, LaneInUse, Member
 from client.whereabouts.place import Place, TorchGroup
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
@@ -20,6 +23,7 @@ from statsd_bn.messages import (
     NO_SERVER,
     Aggregate,
     Contribution,
+    Digest,
     Failure,
     Heartbeat,
     Leave,
@@ -35,6 +39,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.skew.samples import Sample, told_by
 from statsd_bn.text import told
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
@@ -61,8 +66,39 @@ def taken(unsettled: Unsettled) -> list[bytes]:
     return [session.settled(key) for session in sessions if (key := unsettled.pop(session, None))]
 
 
+class Steps:
+    """How a member counts its rounds, see above.
+
+    Attributes:
+        step: the one that it is in.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._calls: Counter[str] = Counter()
+        self._backward_seen = False
+
+    def next(self, layer: str) -> tuple[int, int]:
+        """Returns the step and the call of the next forward round, or gather, of a layer."""
+        if self._backward_seen:
+            self.begin_at(self.step + 1)
+        call = self._calls[layer]
+        self._calls[layer] += 1
+        return self.step, call
+
+    def begins(self, phase: str) -> None:
+        """A round of this phase takes place now."""
+        self._backward_seen = self._backward_seen or phase not in BEGINNINGS
+
+    def begin_at(self, step: int) -> None:
+        """Begins a step."""
+        self.step = step
+        self._calls.clear()
+        self._backward_seen = False
+
+
 class Session:
-    """One member's conversation with one master.
+    """One member's conversation with one server.
 
     Args:
         token: random bytes that name this life of the member.
@@ -70,11 +106,12 @@ class Session:
 
     Attributes:
         stand: how it stands to the group's rounds.
-        first_step: the first step it takes part in, as the master said.
+        first_step: the first step it takes part in, as the server said.
         members: who belongs to the group, as it last heard.
         is_uneven: whether members of the group have been away, or may have been, so that not all are in each round.
+        lane: how the group's rows travel.
         spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
-        decode: what reads the master's frames.
+        decode: what reads the server's frames.
     """
 
     decode = staticmethod(decode)
@@ -86,17 +123,20 @@ class Session:
         self.stand = Stand.TAKES_PART
         self.first_step = 0
         self.members = NOBODY
+        self.lane = LaneInUse()
+        # What they are made of is checked once for each layer.
+        self._keys: dict[tuple[str, str], RoundKey] = {}
+        if member.is_elastic:
+            self.lane.refuse(BY_ELASTIC)
         self.spoke = 0.0
         self._server = NO_SERVER
-        self._step = 0
-        self._calls: Counter[str] = Counter()
-        self._backward_seen = False
+        self._steps = Steps()
         self.is_uneven = False
         self._results: deque[Aggregate] = deque(maxlen=limits.KEPT_ROUNDS)
 
     @property
     def is_known(self) -> bool:
-        """Whether a master has taken it in."""
+        """Whether a server has taken it in."""
         return self._server != NO_SERVER
 
     def register(self) -> bytes:
@@ -115,7 +155,7 @@ class Session:
                 who.host_and_pid,
                 self.stand.value,
                 self._server,
-                self._step,
+                self._steps.step,
                 self.first_step,
                 len(self._results),
                 self.members,
@@ -123,12 +163,12 @@ class Session:
         )
 
     def introduction(self) -> list[bytes]:
-        """Returns the frames that tell a master without a memory who this member is and what it was given.
+        """Returns the frames that tell a server without a memory who this member is and what it was given.
 
-        Another member may wait still for an answer that this one has, which was lost with the old master. Nobody can be
+        Another member may wait still for an answer that this one has, which was lost with the old server. Nobody can be
         further behind than these: no round ends without its contribution.
         """
-        # Results last: the master waits for as many as the registration announces, or for more.
+        # Results last: the server waits for as many as the registration announces, or for more.
         return [self.register(), *(encode(Result(self.token, result)) for result in tuple(self._results))]
 
     def leave(self, cause: str) -> bytes:
@@ -136,23 +176,24 @@ class Session:
         return encode(Leave(self.token, told(cause)))
 
     def heartbeat(self) -> bytes:
-        """Returns the frame that says that this process is alive."""
-        return encode(Heartbeat(self.token))
+        """Returns the frame that says that this process is alive, and what the server does not see otherwise."""
+        lane = self.lane
+        why = told(lane.why_not_faster, limits.MAX_NAME_BYTES)
+        waited = int(1e3 * lane.seconds_in_memory)
+        return encode(Heartbeat(self.token, self._steps.step, lane.rounds_in_memory, lane.name, why, waited))
 
     def forward_key(self, layer: str, phase: str = FORWARD) -> RoundKey:
         """Returns the key of the next forward round, or gather, of `layer`."""
-        if self._backward_seen:
-            self._step += 1
-            self._calls.clear()
-            self._backward_seen = False
-        call = self._calls[layer]
-        self._calls[layer] += 1
         who = self.member
-        return RoundKey(who.job, who.group, who.epoch, self._step, layer, call, phase)
+        step, call = self._steps.next(layer)
+        if (before := self._keys.get((layer, phase))) is not None and before.epoch == who.epoch:
+            return before.at(step, call)
+        key = self._keys[layer, phase] = RoundKey(who.job, who.group, who.epoch, step, layer, call, phase)
+        return key
 
     def begins(self, key: RoundKey) -> None:
         """This member takes part in a round now, whichever way its rows go."""
-        self._backward_seen = self._backward_seen or key.phase not in BEGINNINGS
+        self._steps.begins(key.phase)
 
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
         """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
@@ -162,11 +203,18 @@ class Session:
         """Returns the frame that says that the round `key` is over for this member, which got its rows elsewhere."""
         return encode(Settled(self.token, key))
 
+    def figures(self, samples: Sequence[Sample]) -> bytes | None:
+        """Returns the frame that tells of rounds of a step which the server has not seen; None without any figures."""
+        if (told := told_by(samples)) is None:
+            return None
+        step, figures = told
+        return encode(Digest(self.token, step, "\n".join(figures), np.stack(list(figures.values()))))
+
     def registered(self, frame: bytes) -> Registered | None:
         """Returns the answer to `register`; None if `frame` is about something else.
 
         Raises:
-            StatsdBNError: the master refused.
+            StatsdBNError: the server refused.
         """
         message = self._read(frame, None)
         if not self._is_registered(message):
@@ -176,12 +224,12 @@ class Session:
         return None if is_late else message
 
     def answer(self, key: RoundKey, frame: bytes) -> Aggregate | Pending | None:
-        """Returns what the master says of the round `key`; None if `frame` is about something else.
+        """Returns what the server says of the round `key`; None if `frame` is about something else.
 
         Raises:
-            UnknownSession: the master has no memory, and wants an `introduction`.
+            UnknownSession: the server has no memory, and wants an `introduction`.
             ReplicaLost: the round has ended without this member.
-            StatsdBNError: the round failed; the error is the master's.
+            StatsdBNError: the round failed; the error is the server's.
         """
         message = self._read(frame, key)
         if not isinstance(message, _ANSWERS):
@@ -213,7 +261,9 @@ class Session:
         """Returns the frame that answers a question."""
         group = place.group or TorchGroup("", (), 0)
         of_group = group.name, Members.of(group.ranks), group.launched
-        return encode(Whereabouts(self.token, question.number, place.stack, int(place.held), *of_group))
+        return encode(
+            Whereabouts(self.token, question.number, place.stack, int(place.held), *of_group, place.collective)
+        )
 
     def news(self, frame: bytes) -> StatsdBNError | None:
         """Returns why the strict job is broken, if a frame that came while nothing was asked says so."""
@@ -241,9 +291,8 @@ class Session:
         if first_step <= self.first_step:
             return
         self.stand = Stand.TAKES_PART
-        self.first_step = self._step = first_step
-        self._calls.clear()
-        self._backward_seen = False
+        self.first_step = first_step
+        self._steps.begin_at(first_step)
 
     def _take(self, aggregate: Aggregate) -> None:
         who = self.member

@@ -13,7 +13,7 @@ from typing import cast
 from client.connection import driver
 from client.connection.groups import Group
 from client.connection.heartbeat import Heartbeat
-from client.connection.member import Member
+from client.connection.member import BY_JOIN, Member
 from client.connection.registration import Registration, cause_of
 from client.connection.session import Session, Unsettled, taken
 from client.connection.transport import Channel, Transport
@@ -38,7 +38,7 @@ class Sessions:
     """This process's sessions, one for each group that it has used.
 
     Args:
-        transport: how to reach the master.
+        transport: how to reach the server.
         member: who this process is.
 
     Attributes:
@@ -71,7 +71,7 @@ class Sessions:
         Raises:
             ConfigurationError: the group has been used with another size.
             ServerUnreachable: nobody answers at the endpoint.
-            RegistrationRefused: the master does not take this member, or the group did not fill in time. A later use
+            RegistrationRefused: the server does not take this member, or the group did not fill in time. A later use
                 tries again.
             ConnectionClosed: the sessions have ended.
         """
@@ -101,13 +101,13 @@ class Sessions:
         return entry.session
 
     def settle(self, channel: Channel) -> None:
-        """Tells the master of unsettled rounds, before a wait for it."""
+        """Tells the server of unsettled rounds, before a wait for it."""
         if self.unsettled:
             for frame in taken(self.unsettled):
                 channel.send(frame)
 
     def change_stand(self, group: Group, stand: Stand) -> None:
-        """Tells the master how this member stands to a group's rounds from now on; BACK waits for all others.
+        """Tells the server how this member stands to a group's rounds from now on; BACK waits for all others.
 
         Raises:
             GroupIncomplete: the others did not come back in time.
@@ -116,6 +116,7 @@ class Sessions:
         session = self.of(group)
         session.stand = stand
         session.is_uneven = True
+        session.lane.refuse(BY_JOIN)
         self._register(session, session.member.round_timeout)
 
     def all(self) -> list[Session]:
@@ -168,4 +169,6 @@ class Sessions:
             return
         with self._transport.channel() as channel:
             for entry in entries:
+                if entry.session.lane.rounds_in_memory:
+                    channel.send(entry.session.heartbeat())  # the server counts the last ones too
                 channel.send(entry.session.leave(cause))

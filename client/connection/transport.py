@@ -1,4 +1,4 @@
-"""Transport: how frames travel between a member and its master.
+"""Transport: how frames travel between a member and its server.
 
 The interface is small: a transport lends out *channels*, and a channel sends a frame and waits for one. A channel
 belongs to one thread while it is lent, which is all that ZeroMQ asks for, so threads that exchange at the same
@@ -39,13 +39,13 @@ CLOSE_SECONDS = 3.0
 
 
 class Channel(Protocol):
-    """A way to the master for one thread at a time."""
+    """A way to the server for one thread at a time."""
 
     def send(self, frame: bytes) -> None:
         """Sends a frame, and does not wait; it may be lost."""
 
     def receive(self, seconds: float) -> bytes | None:
-        """Returns the next frame, or None if none came in time, or the master has come back meanwhile.
+        """Returns the next frame, or None if none came in time, or the server has come back meanwhile.
 
         The time is kept to a tenth of a second.
 
@@ -85,12 +85,12 @@ class Loan:
 
 
 class Transport:
-    """A pool of channels to one master.
+    """A pool of channels to one server.
 
     A channel that saw an error is closed rather than lent again: a late answer may still come through it.
 
     Args:
-        endpoint: where the master is, for people.
+        endpoint: where the server is, for people.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -103,7 +103,7 @@ class Transport:
         return Loan(self._taken() or self._open(), self._idle)
 
     def beacon(self) -> Beacon | None:
-        """Opens a way for signs of life; None where the master needs none, because it lives in this process."""
+        """Opens a way for signs of life; None where the server needs none, because it lives in this process."""
         return None
 
     def why_silent(self, seconds: float) -> str:
@@ -219,7 +219,7 @@ class _ZmqChannel:
             ) from error
 
     def send(self, frame: bytes) -> None:
-        # The wait for room in a full queue has no end while the master is away. What is dropped is lost as on the
+        # The wait for room in a full queue has no end while the server is away. What is dropped is lost as on the
         # network, and asked again.
         try:
             self._socket.send(frame, _AT_ONCE)
@@ -273,7 +273,7 @@ def _closed() -> ConnectionClosed:
 
 
 class MemoryTransport(Transport):
-    """Channels that call a master in the same process; many members may share one.
+    """Channels that call a server in the same process; many members may share one.
 
     Args:
         receive: takes a peer and a frame, returns the frames to send as (peer, frame) pairs; called under a lock.

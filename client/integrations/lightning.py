@@ -1,18 +1,20 @@
-"""Lightning: the plugin with which a `Trainer` synchronises a model's batch norms, and undoes that after `fit`.
+"""Lightning: the plugin with which a `Trainer` synchronises a model's batch norms; a callback that logs its cost.
 
     Trainer(strategy="ddp", devices=4, sync_batchnorm=True, plugins=[StatsdBNLayerSync()])
 
 A strategy calls `apply` in each process, after the process group is initialised and before DistributedDataParallel
-wraps the model. It calls `revert` when `fit` ends, also by an exception. So here each process knows its rank,
-whatever its launcher, and can connect. On a single device Lightning calls neither.
+wraps the model. It calls `revert` when `fit` ends, also by an exception, and undoes it. So each process knows its
+rank here, whatever its launcher, and can connect. On a single device Lightning calls neither.
 """
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import nn
 
+from client.connection.current import current_connection
 from client.connection.registration import cause_of
 from client.integrations.connecting import connect_unless_connected
 from client.layers.batchnorm import SynchronizedBatchNorm
@@ -58,3 +60,22 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
             self._connection = None
         kept, self._kept = self._kept, []
         return revert(model, kept=kept, stacklevel=3)
+
+
+class StatsdBNMetrics(Callback):
+    """Logs `Connection.metrics()` to the trainer's loggers; a process without a connection logs nothing.
+
+    Args:
+        every_n_steps: after how many of the trainer's steps.
+    """
+
+    def __init__(self, every_n_steps: int = 50) -> None:
+        self._every_n_steps = every_n_steps
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Logs after every so many steps."""
+        connection = current_connection()
+        if connection is not None and trainer.global_step % self._every_n_steps == 0:
+            # Not by `log_dict`, which would log the same numbers again in each step between.
+            for logger in trainer.loggers:
+                logger.log_metrics(connection.metrics(), step=trainer.global_step)

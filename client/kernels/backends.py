@@ -50,9 +50,7 @@ class Backend(Protocol):
 class Compiled:
     """Numba's kernels, where somebody has asked for them."""
 
-    def takes(self, x: Tensor) -> bool:
-        """As `numba_backend.takes`."""
-        return numba_backend.takes(x)
+    takes = staticmethod(numba_backend.takes)
 
     def moments(self, x: Tensor, number: int) -> Moments:
         """Centres the values only where they are far from zero."""
@@ -81,9 +79,7 @@ class Compiled:
 class Cpu:
     """Torch's vectorised operators on a CPU; statistics far from zero it leaves to the elementwise ones."""
 
-    def takes(self, x: Tensor) -> bool:
-        """As `cpu.takes`."""
-        return cpu.takes(x)
+    takes = staticmethod(cpu.takes)
 
     def moments(self, x: Tensor, number: int) -> Moments:
         """Centres the values only where they are far from zero."""
@@ -125,9 +121,7 @@ class Cpu:
 class Cuda:
     """The fused operators of torch's own SyncBatchNorm."""
 
-    def takes(self, x: Tensor) -> bool:
-        """As `cuda.takes`."""
-        return cuda.takes(x)
+    takes = staticmethod(cuda.takes)
 
     def moments(self, x: Tensor, number: int) -> Moments:
         """Leaves values far from zero to the elementwise operators."""
@@ -155,8 +149,8 @@ def _weighted(statistics: Statistics, weight: Tensor | None) -> FloatArray:
 
 _ELEMENTWISE = Elementwise()
 
-# The first that takes a slice computes it.
-_WITHOUT_MASK: tuple[Backend, ...] = (Compiled(), Cpu(), Cuda(), _ELEMENTWISE)
+# The first that takes a slice computes it; what none takes, the elementwise operators do.
+_WITHOUT_MASK: tuple[Backend, ...] = (Compiled(), Cpu(), Cuda())
 
 
 def backend_for(x: Tensor, mask: Tensor | None = None) -> Backend:
@@ -168,4 +162,7 @@ def backend_for(x: Tensor, mask: Tensor | None = None) -> Backend:
     """
     if mask is not None:
         return Elementwise(mask)
-    return next(backend for backend in _WITHOUT_MASK if backend.takes(x))
+    for backend in _WITHOUT_MASK:
+        if backend.takes(x):
+            return backend
+    return _ELEMENTWISE

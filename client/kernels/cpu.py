@@ -141,8 +141,8 @@ def _zero_and_one(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, T
 def scale(x: Tensor, factor: FloatArray, addend: FloatArray) -> Tensor:
     """Returns x * factor + addend, rounded to the type of `x` once; vectors of shape (C,)."""
     output = output_for(x)
-    view = _view(x)
-    _scale(view, _view(output), *_vectors(view, factor, addend))
+    view, into = _views(x, output)
+    _scale(view, into, *_vectors(view, factor, addend))
     return output
 
 
@@ -157,7 +157,7 @@ def combine(grad: Tensor, x: Tensor, by_grad: FloatArray, factor: FloatArray, ad
         addend: shape (C,).
     """
     output = output_for(x)
-    views = _view(grad), _view(x), _view(output)
+    views = _views(grad, x, output)
     vectors = list(_vectors(views[1], by_grad, factor, addend))
     (_combine if vectors[0].dtype == x.dtype else _combine_widened)(*views, *vectors)
     return output
@@ -230,17 +230,26 @@ def _view(x: Tensor) -> Tensor:
     return rows if beside <= 1 else rows.view(-1, math.gcd(number, beside) * channels)
 
 
+def _views(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns the view of each of some tensors that lie alike."""
+    return tensors if _rows(tensors[0]) is None else tuple(_view(tensor) for tensor in tensors)
+
+
 def _vectors(view: Tensor, *vectors: FloatArray) -> Iterator[Tensor]:
     """Yields vectors of shape (C,) in the compute type, repeated as the view has it."""
     dtype = np.float64 if view.dtype == torch.float64 else np.float32
     for vector in vectors:
+        if view.shape[1] == len(vector):
+            yield torch.from_numpy(vector.astype(dtype))
+            continue
         repeated = np.empty((view.shape[1] // len(vector), len(vector)), dtype)
         repeated[:] = vector
         yield torch.from_numpy(repeated.reshape(-1))
 
 
 def _alongside(vector: Tensor, view: Tensor) -> Tensor:
-    return vector if view.dim() == 2 else vector.view(-1, *[1] * (view.dim() - 2))  # noqa: PLR2004
+    dimensions = view.dim()
+    return vector if dimensions == 2 else vector.view(-1, *[1] * (dimensions - 2))  # noqa: PLR2004
 
 
 def _step(size: int, view: Tensor) -> int:

@@ -7,9 +7,9 @@ for float64 input); only vectors of length C come to the host, where they are fl
 from torch import Tensor
 
 from client.kernels.backends import backend_for
-from client.kernels.statistics import Statistics, quietly
+from client.kernels.statistics import Statistics
 from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray
+from statsd_bn.reduction import FloatArray, quietly
 
 
 def count(x: Tensor, mask: Tensor | None) -> int:

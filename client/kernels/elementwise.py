@@ -14,7 +14,7 @@ from client.kernels.layout import laid_out
 from client.kernels.statistics import Statistics
 from client.kernels.vectors import along_channels, compute_type, to_device, to_host, vector
 from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray
+from statsd_bn.reduction import FloatArray, quietly
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,10 +64,15 @@ class Elementwise:
 
 
 def around(number: int, center: FloatArray, first: FloatArray, second: FloatArray) -> Moments:
-    """Returns the moments of values whose Σ(x - center) and Σ(x - center)² these are; shape (C,)."""
-    return Moments.from_centred(number, center + first / number, second - first * first / number)
+    """Returns the moments of values whose Σ(x - center) and Σ(x - center)² these are; shape (C,).
+
+    An infinite center is the mean of what has infinity in it: the difference of the two would be NaN.
+    """
+    mean = np.where(np.isinf(center), center, center + first / number)
+    return Moments.from_centred(number, mean, second - first * first / number)
 
 
+@quietly
 def affine(
     x: Tensor,
     statistics: Statistics,
@@ -81,8 +86,7 @@ def affine(
     It lies in memory as torch's batch norm would put it: channels_last if `x` does, else contiguous.
     """
     center = statistics.center(x)
-    with np.errstate(all="ignore"):  # infinity and NaN pass through
-        rest = constant - by_centred * (statistics.mean - center)
+    rest = constant - by_centred * (statistics.mean - center)
     device_center, factor, addend = to_device(x, center, by_centred, rest)
     if weight is not None:
         factor, addend = factor * weight, addend * weight

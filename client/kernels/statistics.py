@@ -1,9 +1,7 @@
 """Statistics: what the moments of the whole batch say of each channel."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import ParamSpec, TypeVar
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,24 +9,10 @@ from torch import Tensor
 
 from client.kernels.vectors import compute_type
 from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray
+from statsd_bn.reduction import FloatArray, quietly
 
 # In float32 `a*x + b` is off by up to mean/std * 2^-24 of a standard deviation: with this by 10^-6.
 NEAR_ZERO = 16.0
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def quietly(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets infinity and NaN pass through the vectors without a warning, as in torch."""
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with np.errstate(all="ignore"):
-            return function(*args, **kwargs)
-
-    return run
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +52,14 @@ class Statistics:
     @cached_property
     def is_near_zero(self) -> bool:
         """Whether every mean is so few standard deviations from 0 that x need not be centred before it is scaled."""
-        with np.errstate(all="ignore"):  # NaN is not near
-            return bool((np.abs(self.mean) * self.invstd <= NEAR_ZERO).all())
+        return _are_near_zero(self.mean, self.invstd)
 
     def center(self, like: Tensor) -> FloatArray:
         """Returns the mean rounded to the compute type of `like`."""
         rounded = torch.from_numpy(self.mean).to(compute_type(like))
         return rounded.to(torch.float64).numpy()
+
+
+@quietly
+def _are_near_zero(mean: FloatArray, invstd: FloatArray) -> bool:
+    return bool((np.abs(mean) * invstd <= NEAR_ZERO).all())  # NaN is not near

@@ -6,7 +6,6 @@ from client.connection import groups
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.groups import Group
-from client.connection.member import SHARED_MEMORY
 from client.lanes import named_process_group
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
@@ -74,6 +73,4 @@ def lane_over(company: Company | None, layer: str, group: With) -> Lane:
     if isinstance(company, NamedProcessGroup):
         return ProcessGroupPipe(company, layer)
     assert not isinstance(group, NamedProcessGroup)  # noqa: S101 - it would be the company
-    member = company.member
-    in_memory = member.lane == SHARED_MEMORY and not member.is_elastic
-    return (SharedMemoryPipe if in_memory else SlavePipe)(company, layer, group)
+    return (SlavePipe if company.member.is_elastic else SharedMemoryPipe)(company, layer, group)

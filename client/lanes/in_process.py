@@ -4,10 +4,11 @@ It adds the rows of this process's replicas as the server would, to the same bit
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from statsd_bn.members import Members
+from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import sum_in_order
+from statsd_bn.reduction import bearers, is_finite, sum_in_order
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
 
@@ -28,8 +29,20 @@ class LocalPipe:
         """Adds the rows in replica order."""
         total = sum_in_order(contribution.values)
         counts = contribution.counts
-        return Aggregate(key or self.key(0, 0, FORWARD), len(counts), sum(counts), _THIS_PROCESS, total)
+        whose = NOBODY if is_finite(total) else bearers([(0, contribution.values)])
+        key = key or self.key(0, 0, FORWARD)
+        return Aggregate(key, len(counts), sum(counts), _THIS_PROCESS, total, non_finite=whose)
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the members that an aggregate names: there is no other."""
+        return 0
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
-        return RoundKey("in-process", "world", 0, step, self.layer, call, phase)
+        return _key(self.layer, step, call, phase)
+
+
+@lru_cache(maxsize=1024)
+def _key(layer: str, step: int, call: int, phase: str) -> RoundKey:
+    return RoundKey("in-process", "world", 0, step, layer, call, phase)

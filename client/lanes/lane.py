@@ -31,5 +31,9 @@ class Lane(Protocol):
             key: of the round; None for the layer's next forward round.
         """
 
+    @property
+    def rank(self) -> int:
+        """This process's number among the members that an aggregate names."""
+
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""

@@ -7,7 +7,6 @@ wrong is told by the group: its errors and its deadline are torch's.
 
 import logging
 import threading
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,14 +18,17 @@ import torch
 from torch import distributed
 
 from client.border import make_readable
+from client.connection.all_gather import MAX_BYTES
 from client.connection.current import current_connection, has_been_alone, has_been_connected
+from client.connection.session import Steps
 from client.lanes.key_digest import digest_of
 from client.lanes.named_process_group import NamedProcessGroup
+from statsd_bn import limits
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
-from statsd_bn.errors import ConfigurationError, RoundMismatch, StatsdBNError
-from statsd_bn.members import Members
+from statsd_bn.errors import ConfigurationError, ProtocolError, RoundMismatch, StatsdBNError
+from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import sum_in_order
+from statsd_bn.reduction import bearers, is_finite, sum_in_order
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.text import readable
@@ -71,6 +73,7 @@ class ProcessGroupPipe:
 
         Raises:
             RoundMismatch: on all ranks: they have come for different rounds.
+            ProtocolError: on all ranks: one has told numbers that none can have.
             ConfigurationError: the process group is gone.
             RuntimeError: torch's, for whatever goes wrong in the process group.
         """
@@ -78,11 +81,17 @@ class ProcessGroupPipe:
             group = _group(self)
             rounds = _rounds_of(group)
             with rounds.lock:
-                key = key or self.key(0, rounds.next_call(self.layer), FORWARD)
+                key = key or self.key(*rounds.steps.next(self.layer), FORWARD)
+                rounds.steps.begins(key.phase)
                 return _sum(group, contribution, key)
         except StatsdBNError as error:
             make_readable(error)
             raise
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the members that an aggregate names: its rank in the process group."""
+        return distributed.get_rank(_group(self))
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
@@ -107,13 +116,16 @@ def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> d
 
     Raises:
         RoundMismatch: on all ranks: they have come for different things.
+        ProtocolError: on all ranks: one has told a length that none can have.
     """
     group = process_group.find()
     rounds = _rounds_of(group)
     with rounds.lock:
-        key = RoundKey("torch", "process group", 0, 0, name, rounds.next_call(name), GATHER)
+        step, call = rounds.steps.next(name)
+        key = RoundKey("torch", "process group", 0, step, name, call, GATHER)
         # What others send is never unpickled, as torch's `all_gather_object` would.
         lengths = _met(group, key, (1, 1), 1, np.array([len(message)], np.int64))[:, FIRST_ROW]
+        _check(key, "bytes", lengths, 0, MAX_BYTES)
         words = np.frombuffer(message.ljust(_up_to_words(max(lengths)), b"\0"), np.int64)
         messages = _gathered(group, words)
     return {rank: messages[rank].tobytes()[:length] for rank, length in enumerate(lengths)}
@@ -128,16 +140,12 @@ class _Rounds:
 
     Attributes:
         lock: held while a round is under way: collectives have no names, so two rounds must not mix.
+        steps: counts them, as for a server.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._calls: Counter[str] = Counter()
-
-    def next_call(self, layer: str) -> int:
-        """Counts a layer's forward rounds from 0."""
-        self._calls[layer] += 1
-        return self._calls[layer] - 1
+        self.steps = Steps()
 
 
 _rounds: "WeakKeyDictionary[Any, _Rounds]" = WeakKeyDictionary()
@@ -168,8 +176,18 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     messages = _met(group, key, shape, 1 + len(others), first)
     firsts = messages[:, FIRST_ROW : FIRST_ROW + len(first)]
     rows = _with_others(group, firsts, others, messages[:, ROWS])
-    total = sum_in_order(np.ascontiguousarray(row[1:]).view(np.float64).reshape(shape) for row in rows)
-    return Aggregate(key, len(rows), sum(int(row[0]) for row in rows), _members(len(messages)), total)
+    counts = [int(row[0]) for row in rows]
+    if min(counts) < 0:
+        raise ProtocolError(f"{key}: expected counts from 0, got {min(counts)}")
+    values = [np.ascontiguousarray(row[1:]).view(np.float64).reshape(shape) for row in rows]
+    total = sum_in_order(values)
+    whose = NOBODY if is_finite(total) else bearers(zip(_ranks(messages[:, ROWS]), values, strict=True))
+    return Aggregate(key, len(rows), sum(counts), _members(len(messages)), total, non_finite=whose)
+
+
+def _ranks(numbers: Words) -> list[int]:
+    """Returns the rank that each row is of, where each has brought so many."""
+    return [int(rank) for rank in np.repeat(range(len(numbers)), numbers)]
 
 
 def _met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
@@ -178,7 +196,16 @@ def _met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first:
     messages = _gathered(group, np.concatenate((head, first)))
     if (messages[:, (DIGEST, VECTORS, CHANNELS)] != head[[DIGEST, VECTORS, CHANNELS]]).any():
         raise _mismatch(group, key, shape)
+    _check(key, "rows", messages[:, ROWS], 1, limits.MAX_REPLICAS)
     return messages
+
+
+def _check(key: RoundKey, what: str, numbers: Words, least: int, most: int) -> None:
+    """Raises ProtocolError, on all ranks alike, if one of them has told a number that none can have."""
+    if least <= numbers.min() and numbers.max() <= most:
+        return
+    rank = int(((numbers < least) | (numbers > most)).argmax())
+    raise ProtocolError(f"{key}: expected {least} to {most} {what} from rank {rank}, got {numbers[rank]}")
 
 
 def _as_words(contribution: Rows) -> list[Words]:

@@ -1,20 +1,20 @@
-"""RoundInMemory: one member's part in one round of a group that meets in shared memory, without a clock.
+"""RoundInMemory: one member's part in one round of a group that shares memory, without a clock.
 
 It waits in memory. After a moment it sends its rows to the server as well, as if there were no memory, and goes by
 whoever is first. So the server sees every long wait, and says what it is about.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from client.connection.machine import Turn
 from client.connection.round_trip import RoundTrip
 from client.connection.session import Session, Unsettled, taken
 from client.lanes.key_digest import digest_of
-from client.shared_memory.meeting import Meetings
+from client.shared_memory.group_memory import GroupMemory
 from statsd_bn import limits
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import sum_in_order
+from statsd_bn.reduction import is_finite, sum_rows
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 
@@ -43,7 +43,7 @@ class RoundInMemory:
         session: who speaks.
         key: of the round.
         rows: what this member brings.
-        meetings: of the group. It is closed if the round fails, since whoever leaves a meeting early is out of step.
+        memory: of the group. It is closed if the round fails, since whoever leaves a round early is out of step.
         unsettled: of all groups, see `client.connection.sessions.Sessions`.
         begin_trip: returns what takes part in the round over the server, not begun.
         listen_seconds: how often to look at both, memory and server, once the server has heard of it.
@@ -54,7 +54,7 @@ class RoundInMemory:
         session: Session,
         key: RoundKey,
         rows: Rows,
-        meetings: Meetings,
+        memory: GroupMemory,
         unsettled: Unsettled,
         begin_trip: Callable[[], RoundTrip],
         listen_seconds: float = LISTEN_SECONDS,
@@ -62,17 +62,17 @@ class RoundInMemory:
         self._session = session
         self._key = key
         self._rows = rows
-        self._meetings = meetings
+        self._memory = memory
         self._unsettled = unsettled
         self._begin_trip = begin_trip
         self._listen_seconds = listen_seconds
         self._trip: RoundTrip | None = None
-        self._due = 0.0
+        self._began = self._due = 0.0
 
     def begin(self, now: float) -> Turn[Aggregate | AtServer]:
-        """Comes to the meeting."""
-        self._due = now + ESCALATE_SECONDS
-        self._meetings.arrive(digest_of(self._key), self._rows)
+        """Writes its rows."""
+        self._began, self._due = now, now + ESCALATE_SECONDS
+        self._memory.arrive(digest_of(self._key), self._rows)
         return self._look(now) or ((), self._due, None)
 
     def step(self, now: float, frame: bytes | None) -> Turn[Aggregate | AtServer]:
@@ -88,12 +88,15 @@ class RoundInMemory:
         if self._trip is None:
             return self._escalate(now)
         frames, self._due, aggregate = self._trip.step(now, frame)
-        if aggregate and not self._meetings.have_all_come:
-            # The others have come to this round before, at another meeting: from now on they are out of step.
-            self._meetings.close()
+        if aggregate and not self._memory.have_all_come:
+            # The others have come to this round before, at another turn: from now on they are out of step.
+            self._memory.close()
         return frames, self._next(now), aggregate
 
     def _escalate(self, now: float) -> Turn[Aggregate | AtServer]:
+        self._memory.tell()
+        if over := self._look(now):
+            return over
         self._trip = self._begin_trip()
         frames, self._due, aggregate = self._trip.begin(now)
         return (*taken(self._unsettled), *frames), self._next(now), aggregate
@@ -102,34 +105,39 @@ class RoundInMemory:
         return min(self._due, now + self._listen_seconds)
 
     def _look(self, now: float) -> Turn[Aggregate | AtServer] | None:
-        """Returns how the meeting has ended, if it has."""
-        meetings = self._meetings
-        if not meetings.have_all_come:
-            if not meetings.is_closed:
+        """Returns how the round has ended in memory, if it has."""
+        memory = self._memory
+        if not memory.have_all_come:
+            if not memory.is_closed:
                 return None
             # The last one to come may have closed at once.
-            if not meetings.have_all_come:
+            if not memory.have_all_come:
                 return (), now, self._at_server()
-        aggregate = self._sum()
+        aggregate = self._sum(now)
         if aggregate is None:
             return (), now, self._at_server()
-        frames: Sequence[bytes] = ()
-        if self._trip is None:
-            self._unsettled[self._session] = self._key
-        else:
-            frames = (self._session.settled(self._key),)
-        return frames, now, aggregate
+        self._session.lane.rounds_in_memory += self._trip is None
+        self._session.lane.seconds_in_memory += now - self._began
+        if self._memory.is_told:
+            # Everybody says so: what the teller says may be lost, and it would seem to wait there still.
+            return (self._session.settled(self._key),), now, aggregate
+        self._unsettled[self._session] = self._key
+        return (), now, aggregate
 
     def _at_server(self) -> AtServer:
         return AtServer(self._trip or self._begin_trip())
 
-    def _sum(self) -> Aggregate | None:
-        """Returns the sum of what all have brought; None where the server has to say what is wrong with it."""
-        brought = self._meetings.rows()
-        if brought is None or len({rows.values.shape[1:] for rows in brought}) > 1:
+    def _sum(self, now: float) -> Aggregate | None:
+        """Returns the sum of what all have brought; None where the server has to say what is wrong with it.
+
+        It says whose NaN or infinity it is too: then its status and its log have it.
+        """
+        brought = self._memory.brought()
+        if brought is None or (count := sum(brought.counts)) > limits.MAX_COUNT:
             return None
-        count = sum(sum(rows.counts) for rows in brought)
-        if count > limits.MAX_COUNT:
+        total = sum_rows(brought.values)
+        if not is_finite(total):
             return None
-        every = [row for rows in brought for row in rows.values]
-        return Aggregate(self._key, len(every), count, self._session.members, sum_in_order(every))
+        if samples := self._session.lane.samples:
+            samples.look(now, self._key, brought.counts, brought.replicas, brought.values)
+        return Aggregate(self._key, len(brought.values), count, self._session.members, total)

@@ -1,6 +1,7 @@
 """SharedMemoryPipe: the lane between the members of one host, over memory that they share.
 
-Each member writes its rows, waits until all have, and adds them for itself, to the same bits as the server would. The
+The first round of a group goes over the server. After it the members agree on whether they share memory. If they do,
+each member writes its rows, waits until all have, and adds them for itself, to the same bits as the server would. The
 server has no part in it, and a restart of it goes by unnoticed. But what a wait is about is the server's business: who
 is late and where, who has gone, who has come to another layer. So a member that waits for more than a moment sends its
 rows to the server as well, as if there were no memory, and listens to both.
@@ -13,65 +14,118 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
+from client.border import make_readable
 from client.connection.connection import Connection
 from client.connection.groups import Group
+from client.connection.machine import Turn
 from client.connection.session import Session
-from client.lanes import meeting_place
+from client.lanes import agreement
 from client.lanes.round_in_memory import AtServer, RoundInMemory
 from client.lanes.zeromq import SlavePipe
-from client.shared_memory.meeting import Meetings
+from client.shared_memory.group_memory import GroupMemory
+from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 
-# Of each connection, the meetings of its groups, from the group's first round on; None where they have none.
-_found: "WeakKeyDictionary[Connection, dict[str, Future[Meetings | None]]]" = WeakKeyDictionary()
+# A wait that is over so soon does without what a longer one needs; most are.
+SHORT_SECONDS = 0.002
+
+# Of each connection, the memory of its groups, from the group's first round on; None where they do not share any.
+_agreed: "WeakKeyDictionary[Connection, dict[str, Future[GroupMemory | None]]]" = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryPipe(SlavePipe):
-    """The lane over shared memory; over the server where the group's members cannot share any."""
+    """The lane over shared memory; over the server where the group's members do not share any.
+
+    It is the lane of every strict group, since all members have to agree.
+    """
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Exchanges a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
+        try:
+            return self._run(contribution, key)
+        except StatsdBNError as error:
+            make_readable(error)
+            raise
+
+    def _run(self, contribution: Rows, key: RoundKey | None) -> Aggregate:
         connection = self.connection
-        meetings = None if connection.session(self.group).is_uneven else _meetings_of(connection, self.group)
-        return self._exchange(contribution, key, partial(_take_part, connection, meetings) if meetings else None)
+        group = connection.group(self.group)
+        agreed = _agreed.get(connection, {}).get(group.name)
+        if agreed is not None:
+            memory = agreed.result()
+            return self._exchange(contribution, key, partial(_take_part, connection, memory) if memory else None)
+        aggregate = self._exchange(contribution, key, None)
+        if not connection.session(group).is_uneven:
+            _agree(connection, group)
+        return aggregate
 
 
-def _take_part(connection: Connection, meetings: Meetings, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
+def _agree(connection: Connection, group: Group) -> None:
+    """Finds out whether the group shares memory; of threads that come at once the first one does so."""
+    with _lock:
+        of_groups = _agreed.setdefault(connection, {})
+        if group.name in of_groups:
+            return
+        agreed: Future[GroupMemory | None] = of_groups.setdefault(group.name, Future())
+    try:
+        agreed.set_result(agreement.agree(connection, group))
+    except BaseException as error:
+        # The next to use the group tries again.
+        del of_groups[group.name]
+        agreed.set_exception(error)
+        raise
+
+
+def _take_part(connection: Connection, memory: GroupMemory, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
     """Takes part in a round, in memory if all members come for the same one."""
+    if session.is_uneven:
+        return connection.over_server(session, key, rows)
     begin_trip = partial(connection.round_trip, session, key, rows)
-    with meetings.lock:
+    with memory.lock:
         if connection.is_broken:
-            # One that is lost to the server may meet the others still, and it cannot be told.
-            meetings.close()
-        if meetings.is_closed:
+            # One that is lost to the server may reach the others still, and it cannot be told.
+            memory.close()
+        if memory.is_closed:
             found: Aggregate | AtServer = AtServer(begin_trip())
         else:
-            round_ = RoundInMemory(session, key, rows, meetings, connection.unsettled, begin_trip)
-            found = _run(round_, meetings, connection)
+            round_ = RoundInMemory(session, key, rows, memory, connection.unsettled, begin_trip)
+            found = _run(round_, memory, connection)
     # Without the lock: two threads may wait for each other there, on this member and on another.
     return found if isinstance(found, Aggregate) else connection.run(found.trip)
 
 
-def _run(round_: RoundInMemory, meetings: Meetings, connection: Connection) -> Aggregate | AtServer:
+def _run(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -> Aggregate | AtServer:
     try:
-        return _waited(round_, meetings, connection)
+        return _waited(round_, memory, connection)
     except BaseException:
-        # Whoever leaves a meeting early is out of step with the others for good.
-        meetings.close()
+        # Whoever leaves a round early is out of step with the others for good.
+        memory.close()
         raise
 
 
-def _waited(round_: RoundInMemory, meetings: Meetings, connection: Connection) -> Aggregate | AtServer:
+def _waited(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -> Aggregate | AtServer:
+    turn = round_.begin(time.monotonic())
+    if turn[2] is None and memory.wait(SHORT_SECONDS):
+        turn = round_.step(time.monotonic(), None)
+    frames, _, found = turn
+    if found is not None and not frames:
+        return found
+    return connection.wait_for_others(partial(_waited_long, round_, memory, connection, turn))
+
+
+def _waited_long(
+    round_: RoundInMemory, memory: GroupMemory, connection: Connection, turn: Turn[Aggregate | AtServer]
+) -> Aggregate | AtServer:
     now = time.monotonic
-    frames, due, found = round_.begin(now())
+    frames, due, found = turn
     if found is None:
-        meetings.wait(due - now())
+        memory.wait(due - now())
         frames, due, found = round_.step(now(), None)
-    if found is not None:
+    if found is not None and not frames:
         return found
     with connection.transport.channel() as channel:
         while True:
@@ -79,34 +133,5 @@ def _waited(round_: RoundInMemory, meetings: Meetings, connection: Connection) -
                 channel.send(frame)
             if found is not None:
                 return found
-            meetings.wait(due - now())
+            memory.wait(due - now())
             frames, due, found = round_.step(now(), channel.look())
-
-
-def _meetings_of(connection: Connection, group: Group | str | None) -> Meetings | None:
-    """Returns where the members of a group meet in memory; None where they have no memory to share.
-
-    The first call for a group takes rounds of all its members. Of threads that make it at once one does so, and all
-    share what comes of it.
-    """
-    meant = connection.group(group)
-    found = _found.get(connection)
-    future = found.get(meant.name) if found else None
-    if future is None:
-        with _lock:
-            found = _found.setdefault(connection, {})
-            is_first = meant.name not in found
-            future = found.setdefault(meant.name, Future())
-        if is_first:
-            _find(connection, meant, future)
-    return future.result()
-
-
-def _find(connection: Connection, group: Group, future: "Future[Meetings | None]") -> None:
-    try:
-        future.set_result(meeting_place.find(connection, group))
-    except BaseException as error:
-        # The next to use the group tries again.
-        del _found[connection][group.name]
-        future.set_exception(error)
-        raise

@@ -49,6 +49,11 @@ class SlavePipe:
             make_readable(error)
             raise
 
+    @property
+    def rank(self) -> int:
+        """This process's number among the members that an aggregate names."""
+        return self.connection.rank
+
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
         who, group = self.connection.member, self.connection.group(self.group)

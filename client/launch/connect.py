@@ -55,6 +55,7 @@ def connect(
     curve: str | Path | None = None,
     abort_after: float | None = DEFAULT_ABORT_AFTER,
     lane: str | None = None,
+    on_nonfinite: str | None = None,
 ) -> Connection:
     """Connects this process's synchronised layers to a server, and waits until all processes of the job are there.
 
@@ -85,9 +86,13 @@ def connect(
         abort_after: what a strict job does with a process that a collective of torch holds after the job has broken,
             because a rank was lost, raised or is elsewhere: end it with exit code 1 after so many seconds in that
             collective; None: never.
-        lane: how rows reach the other processes, the same for all of them. "zeromq": over the server.
-            "shared_memory": in memory that the processes of a host share; a warning says why where they cannot, and
-            then it is the server too, as it is in an elastic job. Else STATSD_BN_LANE, else "zeromq".
+        lane: how rows reach the other processes. "auto": in memory if all processes of a strict job share a host and
+            can, else over the server; a line at level INFO says why. "zeromq": over the server; one process that asks
+            for it is enough. "shared_memory": as "auto", also where nobody has tried it yet, and what says why not is a
+            warning. Else STATSD_BN_LANE, else "auto".
+        on_nonfinite: what to do when NaN or infinity comes into the statistics, the same for all processes. "warn": log
+            once whose they were. "raise": raise NonFinite on all ranks, before a running statistic has moved.
+            "ignore": nothing. Else STATSD_BN_ON_NONFINITE, else "warn".
 
     Returns:
         The connection. It is a context manager too: its end disconnects, and tells the others if an exception was the
@@ -123,6 +128,7 @@ def connect(
         curve=curve,
         abort_after=abort_after,
         lane=lane,
+        on_nonfinite=on_nonfinite,
     )
     logger.info("connecting with %s", settings)
     connection = _connection(settings)

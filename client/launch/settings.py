@@ -9,7 +9,7 @@ own; only `Settings.member` and `Settings.keys` ask the machine for something.
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from client.connection.member import (
     DEFAULT_ABORT_AFTER,
     DEFAULT_ROUND_TIMEOUT,
     ELASTIC,
-    LANES,
+    LANE_CHOICES,
+    ON_NONFINITE,
     STRICT,
-    ZEROMQ,
     Member,
 )
 from client.launch import launchers, process_group
@@ -49,6 +49,7 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "curve": ("a path", (str, os.PathLike)),
     "abort_after": ("a number of seconds", (int, float)),
     "lane": ("a str", (str,)),
+    "on_nonfinite": ("a str", (str,)),
 }
 _MAY_BE_NONE = _TYPES.keys() - {"round_timeout", "policy"}
 
@@ -75,7 +76,8 @@ class Settings:
             is; then they meet in the group's store.
         abort_after: how long a collective of torch may hold a process of a broken job, in seconds; None: for ever.
         stacks: whether this process tells where it is when others wait for it.
-        lane: how rows reach the other processes.
+        lane: how rows are to reach the other processes.
+        on_nonfinite: what to do about NaN and infinity in an aggregate.
     """
 
     endpoint: Setting[str | None]
@@ -93,6 +95,7 @@ class Settings:
     abort_after: Setting[float | None]
     stacks: Setting[bool]
     lane: Setting[str]
+    on_nonfinite: Setting[str]
     is_process_group: bool = False
 
     @property
@@ -119,6 +122,7 @@ class Settings:
             abort_after=self.abort_after.value,
             tells_stacks=self.stacks.value,
             lane=self.lane.value,
+            on_nonfinite=self.on_nonfinite.value,
         )
 
     def keys(self) -> ClientKeys | None:
@@ -145,6 +149,7 @@ def resolve(
     curve: str | Path | None = None,
     abort_after: float | None = DEFAULT_ABORT_AFTER,
     lane: str | None = None,
+    on_nonfinite: str | None = None,
 ) -> Settings:
     """Finds the value of each setting.
 
@@ -162,6 +167,7 @@ def resolve(
         curve: likewise.
         abort_after: likewise.
         lane: likewise.
+        on_nonfinite: likewise.
 
     Raises:
         ConfigurationError: a value is unusable; the text says what it is and where it came from.
@@ -208,7 +214,14 @@ def resolve(
         is_process_group=meets_in_group,
         abort_after=_abort_after(abort_after),
         stacks=_stacks(environ),
-        lane=_lane(environ, lane),
+        lane=_one_of(LANE_CHOICES, "lane", lane, "STATSD_BN_LANE", environ.get("STATSD_BN_LANE")),
+        on_nonfinite=_one_of(
+            ON_NONFINITE,
+            "on_nonfinite",
+            on_nonfinite,
+            "STATSD_BN_ON_NONFINITE",
+            environ.get("STATSD_BN_ON_NONFINITE"),
+        ),
     )
 
 
@@ -302,15 +315,17 @@ def _stacks(environ: Mapping[str, str]) -> Setting[bool]:
     return Setting("stacks", said == "1", "STATSD_BN_STACKS" if environ.get("STATSD_BN_STACKS") else DEFAULT)
 
 
-def _lane(environ: Mapping[str, str], given: str | None) -> Setting[str]:
-    lane = (
-        found("lane", given or None, ARGUMENT)
-        or found("lane", environ.get("STATSD_BN_LANE") or None, "STATSD_BN_LANE")
-        or Setting("lane", ZEROMQ, DEFAULT)
+def _one_of(choices: Sequence[str], name: str, given: str | None, variable: str, said: str | None) -> Setting[str]:
+    """Returns which of some words is meant, by the argument or the variable; else the first one."""
+    setting = (
+        found(name, given or None, ARGUMENT)
+        or found(name, said or None, variable)
+        or Setting(name, choices[0], DEFAULT)
     )
-    if lane.value not in LANES:
-        raise ConfigurationError(f"lane: expected one of {', '.join(LANES)}, got {lane.value!r:.80} ({lane.source})")
-    return lane
+    if setting.value not in choices:
+        expected = ", ".join(choices)
+        raise ConfigurationError(f"{name}: expected one of {expected}, got {setting.value!r:.80} ({setting.source})")
+    return setting
 
 
 def _store(environ: Mapping[str, str], size: Setting[int]) -> Setting[StoreAddress] | None:

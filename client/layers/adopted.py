@@ -50,22 +50,21 @@ class Intercepted(Adopted):
         """The original's; where it calls `batch_norm` in training, the statistics are those of the whole batch."""
         if not self.training and self._tally is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            with Interception(self, self._normalise_handed, None):
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
+        vars(self).pop(_CAME, None)  # from a call that raised, or was made in eval
         interception = Interception(self, self._normalise_handed, self._counted())
-        if not torch.compiler.is_compiling():
-            vars(self).pop(_CAME, None)  # from a call that raised, or was made in eval
         with interception:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not torch.compiler.is_compiling():
-            if interception.nr_without_tensors > 1:
-                self._tell("ambiguous")
-            if not (vars(self).pop(_CAME, False) or interception.is_reached):
-                output = self._pass_by(output, (*args, *kwargs.values()))
+        if interception.nr_without_tensors > 1:
+            self._tell("ambiguous")
+        if not (vars(self).pop(_CAME, False) or interception.is_reached):
+            output = self._pass_by(output, (*args, *kwargs.values()))
         return output
 
     def _counted(self: Any) -> Tensor | None:
         """Returns the number of batches before this call, where a call must not simply count on."""
-        if torch.compiler.is_compiling():
-            return None
         if self._tally is None and self._deferred is None and not is_inside_backward():
             return None
         tracked: Tensor | None = self.num_batches_tracked

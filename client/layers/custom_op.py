@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from client.autograd import program_order
+from client.autograd import non_finite, program_order
 from client.autograd.backward_passes import BackwardPasses, phase_of
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.exchange import Exchange
@@ -205,8 +205,9 @@ def batch_norm_backward(
         lane = _lane(layer, group, size)
         key = lane.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
         rows = Rows((dispatch.count(x, mask),), local[np.newaxis])
-        total = lane.run_slave(rows, key).values
-        by_input = dispatch.input_gradient(grad, x, found, total, weight, mask)
+        aggregate = lane.run_slave(rows, key)
+        non_finite.check(lane, rows, aggregate)
+        by_input = dispatch.input_gradient(grad, x, found, aggregate.values, weight, mask)
     return by_input, vectors.vector(local[1] * found.invstd, x), vectors.vector(local[0], x)
 
 

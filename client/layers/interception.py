@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
 
+_BATCH_NORM, _OPERATOR = F.batch_norm, torch.batch_norm
+
 # They have no public names, and no types.
 _innermost: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
 _pop: Callable[[], Any] = overrides._pop_mode  # noqa: SLF001
@@ -130,10 +132,10 @@ class Interception(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch in place of each of its functions."""
+        if func is not _BATCH_NORM and func is not _OPERATOR:
+            return func(*args, **kwargs) if kwargs else func(*args)
         given = kwargs or {}
-        if func is not F.batch_norm and func is not torch.batch_norm:
-            return func(*args, **given)
-        handed = (Handed if func is F.batch_norm else _of_operator)(self._layer, *args, **given)
+        handed = (Handed if func is _BATCH_NORM else _of_operator)(self._layer, *args, **given)
         if not handed.is_of(self._layer):
             return func(*args, **given)
         self.is_reached = True

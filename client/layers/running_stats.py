@@ -52,8 +52,8 @@ def move(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1
     weight = _weight_of_newest(layer)
     for running, batch in ((running_mean, mean), (running_var, variance)):
         wide = running.to(compute_type(running))  # in half precision the newest may overflow where the average does not
-        target = batch.to(wide.dtype).to(wide.device)
-        by = weight.to(wide.dtype).to(wide.device) if isinstance(weight, Tensor) else weight
+        target = batch.to(wide)
+        by = weight.to(wide) if isinstance(weight, Tensor) else weight
         if isinstance(moves, Tensor):  # a weight of 0 would make NaN of infinity
             wide = torch.where(moves.bool().to(wide.device), wide.lerp(target, by), wide)
         else:

@@ -13,6 +13,7 @@ import sys
 import threading
 from contextlib import closing, suppress
 from mmap import mmap
+from pathlib import Path
 
 from client.shared_memory import futex
 
@@ -22,6 +23,9 @@ SECONDS = 5.0
 # Memory that somebody cuts short would kill whoever reads it.
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
 
+# How many users a system has, and the one that stands for those whom a user namespace does not have.
+_USERS, _UNKNOWN_USER = 2**32 - 1, 65_534
+
 _CREDENTIALS = struct.Struct("3i")
 _NAME_BYTES = 16
 
@@ -30,6 +34,8 @@ def why_not() -> str:
     """Returns why this process cannot share memory with others; empty if it can."""
     if not hasattr(os, "memfd_create") or not futex.is_available():
         return f"{sys.platform} has no memory that processes can share and wait in"
+    if os.getuid() == _unknown_user():
+        return f"user {os.getuid()} stands here for all users outside of this container; run as another user"
     return ""
 
 
@@ -114,6 +120,17 @@ def take(name: str, size: int) -> mmap:
         return mmap(descriptor, size)
     finally:
         os.close(descriptor)
+
+
+def _unknown_user() -> int:
+    """Returns the number that the system gives all users that this user namespace does not have; -1 if it has all."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+        # Each line is a range: first number here, first number outside, how many.
+        has_all = sum(int(line.split()[2]) for line in lines) >= _USERS
+        return -1 if has_all else int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except OSError:
+        return _UNKNOWN_USER
 
 
 def _address(name: str) -> str:

@@ -1,18 +1,20 @@
 """Region: what lies where in the memory that the members of a group share.
 
-    futex | member 0: arrivals, closed | slot 0 | slot 1 | member 1: arrivals, closed | slot 0 | slot 1 | ...
+    futex | member 0: arrivals, closed, told | slot 0 | slot 1 | member 1: arrivals, closed, told | slot 0 | ...
 
 Every word has one writer, its member, so no process that is killed leaves a lock behind, and nothing has to be atomic
-but one word of eight bytes. Two slots are enough, used in turn: nobody comes to meeting n + 2 before everybody has come
+but one word of eight bytes. Two slots are enough, used in turn: nobody comes to turn n + 2 before everybody has come
 to n + 1, and nobody comes to n + 1 before it has read what was brought to n.
 """
 
+import struct
 from mmap import mmap
 from typing import NamedTuple
 
 import numpy as np
 
 from client.shared_memory.futex import fence
+from statsd_bn import limits
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
 
@@ -25,22 +27,37 @@ SLOT_BYTES = 2**18
 
 _STRIDE_BYTES = LINE_BYTES + 2 * SLOT_BYTES
 
-# The words of a slot before its counts and values.
+# Why a member comes to no further turn: it has given the memory up, or has ended in good order.
+GIVEN_UP, ENDED = 1, 2
+
+# The words of a slot before its counts and values: digest, replicas, vectors, channels.
 _HEAD_WORDS = 4
+_HEAD_BYTES = _HEAD_WORDS * WORD_BYTES
+_HEAD = struct.Struct(f"={_HEAD_WORDS}Q")
 
 _FLOAT = np.dtype(np.float64)
 
+# Of each size of the rows that a member may bring.
+_MOST = (limits.MAX_REPLICAS, limits.MAX_VECTORS, limits.MAX_CHANNELS)
+
 
 class Brought(NamedTuple):
-    """What a member has brought to a meeting.
+    """What all members have brought to a turn, in their order, row by row.
 
     Attributes:
-        digest: of what it believes the meeting is about.
-        rows: its rows; None if they did not fit.
+        counts: of each row; as another process has written them, so they may be anything up to 2^64.
+        values: shape (rows, vectors, channels), a view where it can be one.
+        replicas: how many of the rows each member has brought.
     """
 
-    digest: int
-    rows: Rows | None
+    counts: list[int]
+    values: FloatArray
+    replicas: tuple[int, ...]
+
+
+def _fits(replicas: int, vectors: int, channels: int) -> bool:
+    """Whether rows of this shape, and their counts, have room in a slot."""
+    return WORD_BYTES * (_HEAD_WORDS + replicas * (1 + vectors * channels)) <= SLOT_BYTES
 
 
 def size_of(members: int) -> int:
@@ -62,16 +79,19 @@ class Region:
         self._words = memoryview(memory).cast("Q")
         self._starts = [LINE_BYTES + member * _STRIDE_BYTES for member in range(members)]
         self._arrivals = [start // WORD_BYTES for start in self._starts]
+        self._closed = [place + 1 for place in self._arrivals]
+        self._told = [place + 2 for place in self._arrivals]
+        self._slots = tuple([start + LINE_BYTES + slot * SLOT_BYTES for start in self._starts] for slot in (0, 1))
         self._me = me
 
-    def bring(self, meeting: int, digest: int, rows: Rows) -> None:
+    def bring(self, turn: int, digest: int, rows: Rows) -> None:
         """Writes this member's rows, and says that it has come."""
-        start = self._slot(self._me, meeting)
+        start = self._slots_of(turn)[self._me]
         first = start // WORD_BYTES
         self._words[first] = digest
         replicas, vectors, channels = rows.values.shape
         values = start + WORD_BYTES * (_HEAD_WORDS + replicas)
-        fits = values + rows.values.nbytes <= start + SLOT_BYTES
+        fits = _fits(replicas, vectors, channels)
         self._words[first + 1] = replicas if fits else 0
         if fits:
             self._words[first + 2], self._words[first + 3] = vectors, channels
@@ -79,50 +99,107 @@ class Region:
                 self._words[place] = count
             self._store(values, rows.values)
         fence()  # nobody sees the arrival before the rows
-        self._words[self._arrivals[self._me]] = meeting
+        self._words[self._arrivals[self._me]] = turn
         fence()  # of two that come last at the same time, one at least sees the other
 
-    def have_all_come(self, meeting: int) -> bool:
-        """Whether every member has come to a meeting."""
+    def have_all_come(self, turn: int) -> bool:
+        """Whether every member has come to a turn."""
         words = self._words
         # A loop, since it is done several times a round, and mostly for a few members.
         for place in self._arrivals:
-            if words[place] < meeting:
+            if words[place] < turn:
                 return False
         fence()  # the rows are looked at after the arrivals
         return True
 
-    def brought(self, meeting: int) -> list[Brought]:
-        """Returns what each member has brought to a meeting to which all have come; the values are views."""
-        return [self._brought_by(member, meeting) for member in range(len(self._starts))]
+    def brought(self, turn: int) -> Brought | None:
+        """Returns what the members have brought to a turn to which all have come.
 
-    def close(self) -> None:
-        """Says that this member comes to no further meeting."""
-        self._words[self._arrivals[self._me] + 1] = 1
+        None where they believe that it is about different things, or their rows cannot be added; where some did not fit
+        or have made-up sizes too.
+        """
+        slots = self._slots_of(turn)
+        heads = {self._head(start) for start in slots}
+        if len(heads) == 1:
+            return self._alike(slots)
+        if len({(digest, *shape) for digest, _, *shape in map(_HEAD.unpack, heads)}) > 1:
+            return None
+        return self._of_different_numbers(slots)
+
+    def tell(self, turn: int) -> None:
+        """Says that this member tells the server of a turn."""
+        self._words[self._told[self._me]] = turn
+        fence()  # of one that tells and one that comes last at the same time, one at least sees the other
+
+    def is_told(self, turn: int) -> bool:
+        """Whether some member has told the server of a turn."""
+        words, found = self._words, False
+        for place in self._told:  # a loop, as above
+            if words[place] == turn:
+                found = True
+        return found
+
+    def close(self, reason: int = GIVEN_UP) -> None:
+        """Says that this member comes to no further turn, and why; the first reason stays."""
+        place = self._closed[self._me]
+        if not self._words[place]:
+            self._words[place] = reason
         fence()
 
     @property
     def is_closed(self) -> bool:
-        """Whether some member comes to no further meeting."""
-        found = any(self._words[place + 1] for place in self._arrivals)
+        """Whether some member comes to no further turn."""
+        words, found = self._words, False
+        for place in self._closed:  # a loop, as above
+            if words[place]:
+                found = True
         fence()  # whoever sees that one has closed sees where that one has come before
         return found
 
-    def _brought_by(self, member: int, meeting: int) -> Brought:
-        start = self._slot(member, meeting)
-        first = start // WORD_BYTES
-        digest, replicas, vectors, channels = self._words[first : first + _HEAD_WORDS]
+    @property
+    def is_given_up(self) -> bool:
+        """Whether some member comes to no further turn although it goes on, or has failed."""
+        return any(self._words[place] == GIVEN_UP for place in self._closed)
+
+    def _alike(self, slots: list[int]) -> Brought | None:
+        """As a rule all rows have one shape, and lie at equal distances."""
+        _, replicas, vectors, channels = _HEAD.unpack(self._head(slots[self._me]))
         if not replicas:
-            return Brought(digest, None)
-        counts = tuple(self._words[first + _HEAD_WORDS : first + _HEAD_WORDS + replicas])
-        at = start + WORD_BYTES * (_HEAD_WORDS + replicas)
-        return Brought(digest, Rows(counts, self._values(at, (replicas, vectors, channels))))
+            return None
+        firsts = [(start + _HEAD_BYTES) // WORD_BYTES for start in slots]
+        counts = [self._words[place + row] for place in firsts for row in range(replicas)]
+        shape = len(slots), replicas, vectors, channels
+        strides = _STRIDE_BYTES, WORD_BYTES * vectors * channels, WORD_BYTES * channels, WORD_BYTES
+        values = self._values(slots[0] + _HEAD_BYTES + WORD_BYTES * replicas, shape, strides)
+        return Brought(counts, values.reshape(-1, vectors, channels), (replicas,) * len(slots))
+
+    def _of_different_numbers(self, slots: list[int]) -> Brought | None:
+        """Rows of one shape, but not as many of each member."""
+        parts = [self._brought_at(start) for start in slots]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
+            return None
+        counts = [count for part in found for count in part.counts]
+        replicas = tuple(len(part.counts) for part in found)
+        return Brought(counts, np.concatenate([part.values for part in found]), replicas)
+
+    def _brought_at(self, start: int) -> Brought | None:
+        _, *shape = _HEAD.unpack(self._head(start))
+        # Another process has written them, so they may be anything.
+        if not all(1 <= size <= most for size, most in zip(shape, _MOST, strict=True)) or not _fits(*shape):
+            return None
+        replicas, first = shape[0], (start + _HEAD_BYTES) // WORD_BYTES
+        values = self._values(start + _HEAD_BYTES + WORD_BYTES * replicas, tuple(shape))
+        return Brought(list(self._words[first : first + replicas]), values, (replicas,))
 
     def _store(self, at: int, values: FloatArray) -> None:
         np.ndarray(values.shape, _FLOAT, self._memory, at)[...] = values
 
-    def _values(self, at: int, shape: tuple[int, ...]) -> FloatArray:
-        return np.ndarray(shape, _FLOAT, self._memory, at)
+    def _values(self, at: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> FloatArray:
+        return np.ndarray(shape, _FLOAT, self._memory, at, strides)
 
-    def _slot(self, member: int, meeting: int) -> int:
-        return self._starts[member] + LINE_BYTES + meeting % 2 * SLOT_BYTES
+    def _head(self, start: int) -> bytes:
+        return self._memory[start : start + _HEAD_BYTES]
+
+    def _slots_of(self, turn: int) -> list[int]:
+        return self._slots[turn % 2]

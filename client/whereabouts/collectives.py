@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from client.whereabouts import stack
 from client.whereabouts.place import TorchGroup
+from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS
 
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
@@ -53,6 +54,23 @@ _COLLECTIVES = {
     _DDP: frozenset({"_sync_buffers", "_sync_module_states"}),
     "torch.distributed.utils": frozenset({"_sync_module_states", "_verify_param_shape_across_processes"}),
 }
+
+# What kind those are that every rank is through with at about the same time, and the forward pass's broadcast of
+# buffers, which its first rank is through with before the others.
+_KINDS = {
+    "barrier": BARRIER,
+    "all_reduce": ALL_REDUCE,
+    "all_reduce_coalesced": ALL_REDUCE,
+    "all_gather": ALL_GATHER,
+    "all_gather_coalesced": ALL_GATHER,
+    "all_gather_into_tensor": ALL_GATHER,
+    "all_gather_object": ALL_GATHER,
+    "all_gather_single": ALL_GATHER,
+    "_sync_buffers": BUFFERS,
+}
+
+# What these functions do themselves with objects, before and after the collective: pickling a large one takes long.
+_WORK_OF_OBJECTS = frozenset({"_object_to_tensor", "_tensor_to_object"})
 
 # The names under which these functions keep their process group.
 _GROUP_NAMES = ("group", "process_group", "pg")
@@ -115,6 +133,11 @@ def is_of_training(collective: Collective) -> bool:
     return stack.module_of(collective.frame) in {_DDP, _ENGINE}
 
 
+def kind_of(collective: Collective) -> str:
+    """Returns the kind of a collective; empty if ranks may be through with it at very different times."""
+    return _KINDS.get(collective.frame.f_code.co_name, "")
+
+
 def is_engine(innermost: FrameType) -> bool:
     """Whether a thread waits for autograd's engine, or computes in it."""
     return stack.module_of(innermost) == _ENGINE and innermost.f_code.co_name == "_engine_run_backward"
@@ -164,7 +187,7 @@ def _collective_frame(innermost: FrameType) -> FrameType | None:
     found = None
     for frame in islice(stack.frames(innermost), _DEEPEST):
         module = stack.module_of(frame)
-        if not module.startswith("torch."):
+        if not module.startswith("torch.") or frame.f_code.co_name in _WORK_OF_OBJECTS:
             break
         if frame.f_code.co_name in _COLLECTIVES.get(module, ()):
             found = frame  # the outermost says most
@@ -211,5 +234,13 @@ def _told(group: Any) -> TorchGroup | None:
         world = sys.modules[_C10D]._world  # noqa: SLF001 - torch says it nowhere else
         ranks = tuple(sorted(world.pg_group_ranks[group]))
         if ranks[-1] < _MOST_RANKS:
-            return TorchGroup(str(world.pg_names[group]), ranks, int(group._get_sequence_number_for_group()))  # noqa: SLF001 - as above
+            launched = int(group._get_sequence_number_for_group())  # noqa: SLF001 - as above
+            return TorchGroup(str(world.pg_names[group]), ranks, launched, _has_one_backend(world, group))
     return None
+
+
+def _has_one_backend(world: Any, group: Any) -> bool:
+    """Whether a process group has the same backend for all devices, such as "cpu:gloo,cuda:gloo"."""
+    with suppress(Exception):  # torch has told it so since 2.1
+        return len({each.partition(":")[2] for each in str(world.pg_backend_config[group]).split(",")}) == 1
+    return False

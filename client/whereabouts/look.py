@@ -64,8 +64,10 @@ class Looks:
         if torch_group:
             group = collectives.group_named(torch_group)
         told = stack.told(innermost, collective.frame if collective else None) if self._tells_stacks else ""
-        has_same_ranks = collectives.rank_in_torch() == self._rank
-        place = Place(told, collective is not None, group if has_same_ranks else None)
+        if collectives.rank_in_torch() != self._rank:
+            group = None
+        kind = collectives.kind_of(collective) if collective and group and group.counts_all else ""
+        place = Place(told, collective is not None, group, kind)
         return Look(place, collective, stack.is_in_call(innermost))
 
     def _is_still(self) -> bool:

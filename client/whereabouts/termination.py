@@ -31,6 +31,8 @@ logger = logging.getLogger("statsd_bn.client")
 _BYTES = 256
 _sigaction = ctypes.CDLL(None).sigaction if os.name == "posix" else None
 
+_NOBODY = object()
+
 Handler = Callable[[int, FrameType | None], object] | int
 """What handles a signal: a function, or a number of the system's."""
 
@@ -51,9 +53,16 @@ class Termination:
         # One object, so that it is known again.
         self._handler = self._handle
         self._has_come = False
+        self._holder: object = _NOBODY
 
-    def begin(self) -> bool:
-        """A round begins; returns whether the signal is held from now on, which only the main thread can do."""
+    def begin(self, holder: object = None) -> bool:
+        """A round begins; returns whether the signal is held from now on, which only the main thread can do.
+
+        Call `end` whatever happens, also if this has raised: Ctrl-C may come at any place.
+
+        Args:
+            holder: what `end` will be called with.
+        """
         if threading.get_ident() != threading.main_thread().ident:
             return False
         before = getsignal(signal.SIGTERM)
@@ -63,14 +72,18 @@ class Termination:
         self._before = before
         if _sigaction:
             _sigaction(signal.SIGTERM, None, self._action)
+        self._holder = holder
         set_handler(signal.SIGTERM, self._handler)
         return True
 
-    def end(self) -> None:
-        """The round has ended; the signal is handled as before."""
+    def end(self, holder: object = None) -> None:
+        """A round has ended; the signal is handled as before, if this round has held it."""
+        if self._holder is not holder:
+            return
         # Unless the script's handler has chosen another meanwhile.
         if getsignal(signal.SIGTERM) is self._handler:
             self._restore()
+        self._holder = _NOBODY
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Whoever sends it again does not want to wait.

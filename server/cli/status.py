@@ -182,7 +182,7 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     elif group["missing"] and group.get("members_left_out"):
         state = f"waiting for {group['missing']} members"
     elif group["missing"]:
-        present = Members.of(slave["member"] for slave in group["members"])
+        present = Members.of(told["member"] for told in group["members"])
         state = f"waiting for {missing_members(group['group'], group['world_size'], present, group['missing'])}"
     # A job that broke between two rounds has none that failed; a 0 beside its reason would read as a denial.
     failed = f", {group['rounds_failed']} failed" if group["rounds_failed"] else ""
@@ -191,12 +191,14 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
         f"{len(group['members']) + group.get('members_left_out', 0)} of {group['world_size']} members, {state}; "
         f"{group['rounds_done']} rounds done{failed}"
     )
-    lines = [head]
+    lines = [head, *(f"  {text}" for text in group.get("non_finite", ()))]
+    lines += [f"  {finding['kind']}: {finding['text']}" for finding in group.get("findings", ())]
     lines += [
-        f"  rank {slave['member']} ({slave['place']}), step {slave['step']}, {slave['replicas']} "
-        f"replica{'s' * (slave['replicas'] != 1)}" + (f"; it {slave['where']}" if slave.get("where") else "")
-        for slave in group["members"]
+        f"  rank {told['member']} ({told['place']}), step {told['step']}, {told['replicas']} "
+        f"replica{'s' * (told['replicas'] != 1)}" + (f"; it {told['where']}" if told.get("where") else "")
+        for told in group["members"]
     ]
+    lines += _describe_lanes(group)
     if left_out := group.get("members_left_out"):
         lines.append(f"  and {left_out} members more than a report can hold")
     lines += [
@@ -207,6 +209,19 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     if left_out := group.get("waiting_left_out"):
         lines.append(f"  and {left_out} rounds more than a report can hold")
     return lines
+
+
+def _describe_lanes(group: dict[str, Any]) -> list[str]:
+    """How the members' rows travel, one line; none before they have said so."""
+    users: dict[str, list[int]] = {}
+    for told in group["members"]:
+        if lane := told.get("lane"):
+            users.setdefault(lane, []).append(told["member"])
+    if not users:
+        return []
+    told = [lane if len(users) == 1 else f"{lane} of ranks {Members.of(ranks)}" for lane, ranks in users.items()]
+    why = group.get("why_not_faster")
+    return [f"  lane {', '.join(told)}" + (f": {why}" if why else "")]
 
 
 def _describe_ended(job: dict[str, Any]) -> str:

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.core.collectives import Held
+from server.group.contributor import Contributor
 from server.group.life import GroupState
 from server.group.master import SyncMaster
-from server.group.slave import Slave
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.messages import WORLD
-from statsd_bn.round_key import MEMORY, RoundKey
+from statsd_bn.round_key import RoundKey
 
 # How long members must seem stuck without a change. A member may have further threads, which the server does not see
 # before they contribute: overlapping models reach their rounds some milliseconds apart, and in any order. Together with
@@ -46,7 +46,6 @@ ANYBODY = -1
 
 WHAT = "the ranks wait for one another in different places, so nobody can go on"
 ADVICE = "Run the same layers in the same order on every rank, equally often."
-OF_LANES = "Give all ranks the same lane, by connect(lane=...) or STATSD_BN_LANE. "
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Wait:
     key: RoundKey | None
     since: Mapping[int, float]
     missing: Collection[int]
-    held: Slave | None = None
+    held: Contributor | None = None
 
 
 def find(masters: Sequence[SyncMaster], now: float, held: Sequence[Held] = ()) -> list[Wait]:
@@ -89,14 +88,14 @@ def _changed(masters: Iterable[SyncMaster], waits: Iterable[Wait], quiet: float)
     """Members for which something has changed after the time `quiet`."""
     # Whoever was answered runs, even if another thread of it waits elsewhere.
     answered = (master for master in masters if master.open_rounds.answered > quiet)
-    changed = {member for master in answered for member in master.membership.slaves}
+    changed = {member for master in answered for member in master.membership.contributors}
     return changed | {member for wait in waits for member, since in wait.since.items() if since > quiet}
 
 
 def _with_more_threads(waits: Iterable[Wait]) -> set[int]:
     """Members that have had more rounds of a group under way at once than they have now."""
-    slaves = (wait.master.membership.slaves[member] for wait in waits if wait.key for member in wait.since)
-    now = Counter((slave.session, slave.member, slave.threads) for slave in slaves)
+    contributors = (wait.master.membership.contributors[member] for wait in waits if wait.key for member in wait.since)
+    now = Counter((contributor.session, contributor.member, contributor.threads) for contributor in contributors)
     return {member for (_, member, threads), waiting in now.items() if threads > waiting}
 
 
@@ -133,10 +132,15 @@ def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
 
 
 def _in_collectives(masters: Iterable[SyncMaster], held: Sequence[Held]) -> Iterator[Wait]:
-    of = {slave.session: master for master in masters if held for slave in master.membership.slaves.values()}
+    of = {
+        contributor.session: master
+        for master in masters
+        if held
+        for contributor in master.membership.contributors.values()
+    }
     for one in held:
-        if master := of.get(one.slave.session):
-            yield Wait(master, None, {one.slave.member: one.since}, one.missing, one.slave)
+        if master := of.get(one.contributor.session):
+            yield Wait(master, None, {one.contributor.member: one.since}, one.missing, one.contributor)
 
 
 def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
@@ -146,8 +150,13 @@ def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
             # Where nobody is missing the round waits for any newcomer, because its group has become too small.
             yield Wait(master, round_.key, since, round_.missing or (ANYBODY,))
         if _fills(master):
-            slaves = master.membership.slaves
-            yield Wait(master, None, {member: slaves[member].since for member in slaves}, _candidates(master, masters))
+            contributors = master.membership.contributors
+            yield Wait(
+                master,
+                None,
+                {member: contributors[member].since for member in contributors},
+                _candidates(master, masters),
+            )
 
 
 def _fills(master: SyncMaster) -> bool:
@@ -159,7 +168,7 @@ def _candidates(master: SyncMaster, masters: Iterable[SyncMaster]) -> Collection
     """Members that may yet join a group: any other member of the world, if those are known to suffice."""
     for world in masters:
         if world.membership.group == WORLD and world.membership.has_opened:
-            others = world.membership.slaves.keys() - master.membership.slaves.keys()
+            others = world.membership.contributors.keys() - master.membership.contributors.keys()
             return others if len(others) >= master.membership.missing else (ANYBODY,)
     return (ANYBODY,)
 
@@ -177,7 +186,6 @@ class Table:
         self._nr_places = len(waits)
         self._told = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_TOLD_PLACES]
         self._in_groups = len({wait.master.membership.group for wait in waits}) > 1
-        self._in_lanes = any(wait.key and wait.key.layer == MEMORY for wait in waits)
         self._in_calls = any(wait.key and wait.key.call for wait in waits)
         self._places = [self._place(wait) for wait in self._told]
         self._fields = [self._field(wait) for wait in self._told]
@@ -191,7 +199,7 @@ class Table:
             table=self._places,
             more_places=self._nr_places - len(self._places),
             where=self._where(wait.master),
-            advice=(OF_LANES if self._in_lanes else "") + ADVICE,
+            advice=ADVICE,
         )
         return RoundMismatch(
             text, **(wait.key.fields if wait.key else name), table=self._fields, places=self._nr_places
@@ -210,7 +218,7 @@ class Table:
         seconds = self._now - wait.since[member]
         if wait.held:
             return Row((str(wait.held), f"waits {seconds:.1f} s", name), (f"{wait.held} {wait.held.where(self._now)}",))
-        return Row((str(wait.master.membership.slaves[member]), f"waits {seconds:.1f} s", name))
+        return Row((str(wait.master.membership.contributors[member]), f"waits {seconds:.1f} s", name))
 
     def _name(self, wait: Wait) -> str:
         if wait.held:

@@ -41,6 +41,7 @@ from statsd_bn.members import NOBODY
 from statsd_bn.messages import (
     NO_SERVER,
     Contribution,
+    Digest,
     Heartbeat,
     Leave,
     Register,
@@ -87,12 +88,13 @@ class Dispatcher:
         self._registry = Registry(started, self._budget.quota.silence_seconds)
         self._eviction = Eviction(self._registry, self._budget)
         self._registration = Registration(server, self._registry, self._budget, self._eviction, seals)
-        self._inquiry = Inquiry(self._registry)
-        self._mismatches = Mismatches()
+        self._inquiry = Inquiry(self._registry, self._budget.quota.silence_seconds)
+        self._mismatches = Mismatches(self._budget.quota.silence_seconds)
         self._reports = Reports(self._counts)
         self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
+        self._looked_at = 0
 
     def receive(self, now: float, peer: bytes, frame: bytes, tenant: Tenant = ANYBODY) -> Received:
         """Handle one frame.
@@ -118,15 +120,31 @@ class Dispatcher:
         replies = self._lose(now, registry.liveness.lost(now))
         memberships = [master.membership for master in registry.masters.values()]
         if recovering := [membership for membership in memberships if membership.recovery]:
-            lost = [(slave.session, INCOMPLETE) for membership in recovering for slave in membership.incomplete(now)]
-            lost += [(slave.session, OVERTAKEN) for membership in recovering for slave in membership.overtaken]
+            lost = [
+                (contributor.session, INCOMPLETE)
+                for membership in recovering
+                for contributor in membership.incomplete(now)
+            ]
+            lost += [
+                (contributor.session, OVERTAKEN) for membership in recovering for contributor in membership.overtaken
+            ]
             replies += self._lose(now, lost)
         for master in registry.masters.values():
             replies += master.expire(now)
         for master in registry.masters.values():
-            replies += registry.tell_of_loss(master) + registry.tell_news(master)
+            replies += registry.tell_of_loss(master) + registry.tell_news(now, master)
+        self._look(now)
         replies += self._inquiry.tick(now)
         return replies + self._end_deadlocks(now)
+
+    def _look(self, now: float) -> None:
+        """See how far the data of one group's members differ; the next one has its turn in the next tick."""
+        masters = list(self._registry.masters.values())
+        for turn in range(len(masters)):
+            place = (self._looked_at + 1 + turn) % len(masters)
+            if masters[place].look(now):
+                self._looked_at = place
+                return
 
     @property
     def has_members(self) -> bool:
@@ -181,7 +199,7 @@ class Dispatcher:
         """Tell all members that this server ends for good; a busy member reads it before its next round."""
         stopped = MasterStopped("the server has ended with the process that had started it")
         records = self._registry.sessions.values()
-        return [(record.slave.peer, failure(record.master.membership.lost or stopped)) for record in records]
+        return [(record.contributor.peer, failure(record.master.membership.lost or stopped)) for record in records]
 
     def stop(self) -> list[Reply]:
         """End all waits because the server stops."""
@@ -217,7 +235,7 @@ class Dispatcher:
                 replies = self._registration.register(now, message, peer, tenant)
                 self._registry.liveness.begin(now, message.session, peer)
                 return Received(replies, message.session)
-            case Result() | Settled():
+            case Result() | Settled() | Digest():
                 return self._hear_of(now, message, record, peer)
             case Leave():
                 return Received(self._registry.leave(now, message.session, message.cause))
@@ -261,33 +279,41 @@ class Dispatcher:
             except LimitExceeded as error:
                 return Received([(peer, failure(error, contribution.key))], session)
         made_room = self._make_room(record, contribution) if self._budget.is_crowded else []
-        replies = record.master.contribute(now, record.slave, contribution, peer)
+        replies = record.master.contribute(now, record.contributor, contribution, peer)
         return Received(made_room + replies if made_room else replies, session)
 
     def _make_room(self, record: SessionRecord, contribution: Contribution) -> list[Reply]:
         size = size_of(contribution.rows) + ROUND_BYTES + FUTURE_BYTES * record.master.nr_slaves
         return self._eviction.for_bytes(record.master.owner, size, has_key=bool(record.key))
 
-    def _hear_of(self, now: float, told: Result | Settled, record: SessionRecord | None, peer: bytes) -> Received:
-        """Take what a member tells of a round that is over for it."""
+    def _hear_of(
+        self, now: float, told: Result | Settled | Digest, record: SessionRecord | None, peer: bytes
+    ) -> Received:
+        """Take what a member tells of rounds that are over for it."""
         if record is None:
             # Many come together, and each answer would ask for all again. A contribution will be answered.
             return self._refuse_stranger([])
         self._registry.liveness.hear(now, told.session, peer)
         if isinstance(told, Result):
-            return Received(record.master.recall(now, record.slave, told.aggregate, peer), told.session)
-        record.master.settle(now, told.key)
+            return Received(record.master.recall(now, record.contributor, told.aggregate, peer), told.session)
+        if isinstance(told, Settled):
+            record.master.settle(now, record.contributor, told.key)
+        else:
+            record.master.file(now, told)
         return Received([], told.session)
 
     def _beat(self, now: float, said: Heartbeat | Whereabouts, record: SessionRecord | None, peer: bytes) -> Received:
         session = said.session
         if record is None:
             return self._refuse_stranger([(peer, failure(self._why_not(session)))])
-        self._registry.liveness.beat(now, session, peer)
         if isinstance(said, Whereabouts):
+            # No sign of life, or a rank that freezes once it has answered would be found out so much later.
             self._inquiry.answer(now, said)
+        else:
+            self._registry.liveness.beat(now, session, peer)
+            record.master.hear(now, record.contributor, said)
         # A member that owes results is told that it is unknown: it then registers again, and sends them.
-        return Received([(peer, failure(self._why_not(session)))] if record.slave.owes else [], session)
+        return Received([(peer, failure(self._why_not(session)))] if record.contributor.owes else [], session)
 
     def _why_not(self, session: bytes) -> StatsdBNError:
         """Error that tells a session why it is not registered: it has ended, or was never known."""
@@ -299,12 +325,13 @@ class Dispatcher:
     def _end_deadlocks(self, now: float) -> list[Reply]:
         """Tell the members that wait for one another; such members are always of one job."""
         replies: list[Reply] = []
-        for waits in self._mismatches.find(now, dict(self._registry.masters), self._inquiry.held()):
+        for waits in self._mismatches.find(now, dict(self._registry.masters), self._inquiry.asked()):
             table = deadlock.Table(waits, now)
             logger.warning("%s", in_log(table.error(waits[0])))
             for wait in waits:
                 wait.master.logged_cause = in_brief(table.error(wait))
             replies += [reply for wait in waits for reply in self._end_wait(now, wait, table.error(wait))]
+            self._inquiry.tell(now, waits[0].master.membership.job)
         return replies
 
     def _end_wait(self, now: float, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:

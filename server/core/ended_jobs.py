@@ -38,7 +38,7 @@ class EndedJobs:
         """Remember a group that has ended, if it is all of a job."""
         membership = master.membership
         if membership.group == WORLD:
-            lost, done = _why_broken(master), master.open_rounds.done
+            lost, done = _why_broken(master), master.rounds_done
             self._jobs.append(_Job(membership.job, master.epoch, membership.world_size, done, lost, now))
 
     def told(self, now: float, tenant: Tenant) -> list[dict[str, Any]]:

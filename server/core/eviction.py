@@ -47,7 +47,7 @@ class Eviction:
             budget.check_tenant_groups(owner, sum(master.owner == owner for master in masters.values()), len(masters))
         jobs = {job for job, _ in masters}
         is_job_new = name[0] not in jobs
-        is_at_work = any(master.open_rounds.done for (job, _), master in masters.items() if job == name[0])
+        is_at_work = any(master.rounds_done for (job, _), master in masters.items() if job == name[0])
         most = budget.quota.max_groups
         replies: list[Reply] = []
         if is_job_new and len(jobs) >= budget.quota.max_jobs:
@@ -71,7 +71,7 @@ class Eviction:
 
         Groups that never completed a round end first.
         """
-        weak = self._largest_of(owner, size, lambda master: not master.open_rounds.done)
+        weak = self._largest_of(owner, size, lambda master: not master.rounds_done)
         return weak or self._largest_of(owner, size, lambda _: True)
 
     def _largest_of(self, owner: str, size: int, counts: Callable[[SyncMaster], bool]) -> Name | None:
@@ -97,7 +97,7 @@ class Eviction:
         It is the oldest of those that never completed a round and that the connection with the most such groups began.
         """
         masters, founders = self._registry.masters, self._registry.founders
-        at_work = {name for name, master in masters.items() if master.open_rounds.done}
+        at_work = {name for name, master in masters.items() if master.rounds_done}
         if jobs:
             jobs_at_work = {job for job, _ in at_work}
             at_work = {name for name in masters if name[0] in jobs_at_work}

@@ -1,22 +1,25 @@
 """Inquiry: asks the members that others wait for where they are.
 
 The question goes to where a member's heartbeats come from, because a thread of its own answers there, whatever the
-training script is doing. Nobody is asked while nobody waits. What comes back is kept in a `Sighting` of the member's
-slave, from which warnings, errors and the status report take it, and is dropped when nobody waits for the member any
-more. A member that waits in a collective of torch makes the server ask those that wait here how far they are on that
-process group; `server.core.collectives` says what follows.
+training script is doing. While nobody waits nobody is asked, but for the members of jobs that have become quiet, see
+`server.core.quiet`. What comes back is kept in the member's `Sighting`, from which warnings, errors and the
+status report take it, and is dropped when nobody waits for the member any more. A member that waits in a collective of
+torch makes the server ask those that wait here how far they are on that process group; `server.core.collectives` says
+what follows.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from server.core.collectives import Held, held_members
+from server.core.collectives import APART_SILENCES
+from server.core.quiet import QUIET_ASKED_AT_MOST, QuietJobs
 from server.core.registry import Registry
+from server.group.contributor import Contributor
 from server.group.life import GroupState
 from server.group.master import SyncMaster
 from server.group.rounds import Reply
 from server.group.sighting import ASK_SECONDS, Sighting
-from server.group.slave import Slave
 from statsd_bn import limits
 from statsd_bn.messages import WORLD, Question, Whereabouts
 from statsd_bn.tokens import digest
@@ -37,88 +40,118 @@ class Inquiry:
 
     Args:
         registry: the members, and where they can be asked.
+        silence: how long a member may be silent, in seconds.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, silence: float) -> None:
         self._registry = registry
-        self._asked: dict[bytes, Slave] = {}
+        self._apart = APART_SILENCES * silence
+        self._asked: dict[bytes, Contributor] = {}
+        self._quiet = QuietJobs()
+        self._of_quiet: set[bytes] = set()
         self._number = 0
+        self._looked = math.inf
 
     def tick(self, now: float) -> list[Reply]:
         """Questions to ask now."""
+        # If the server itself was held up, answers have come long after they were given, and others may have moved.
+        held_up = now - self._looked >= limits.HEARTBEAT_SECONDS
+        self._looked = now
         questions = dict(islice(self._whom_to_ask(now), ASKED_AT_ONCE))
-        for session in self._asked.keys() - questions.keys():
+        of_quiet = dict(islice(self._of_quiet_jobs(now, questions), ASKED_AT_ONCE - len(questions)))
+        self._of_quiet = set(of_quiet)
+        questions |= of_quiet
+        for session in list(self._asked) if held_up else self._asked.keys() - questions.keys():
             self._asked.pop(session).sighting = None
-        replies = (self._ask(now, slave, torch_group) for slave, torch_group in questions.values())
+        replies = (self._ask(now, contributor, torch_group) for contributor, torch_group in questions.values())
         return [reply for reply in replies if reply]
+
+    def tell(self, now: float, job: str) -> None:
+        """Note that members of a job are told of a mismatch."""
+        self._quiet.tell(now, job)
 
     def answer(self, now: float, answer: Whereabouts) -> None:
         """Take an answer; one to no question is ignored."""
-        slave = self._asked.get(answer.session)
-        if slave and slave.sighting:
-            slave.sighting.take(now, answer)
+        contributor = self._asked.get(answer.session)
+        if contributor and contributor.sighting:
+            contributor.sighting.take(now, answer)
 
-    def held(self) -> dict[str, list[Held]]:
-        """The members that wait in a collective of torch for others, by job."""
-        jobs: dict[str, list[Slave]] = {}
-        for session, slave in self._asked.items():
+    def asked(self) -> dict[str, list[Contributor]]:
+        """The members that are asked, by job."""
+        jobs: dict[str, list[Contributor]] = {}
+        for session, contributor in self._asked.items():
             if record := self._registry.sessions.get(session):
-                jobs.setdefault(record.master.membership.job, []).append(slave)
-        return {job: held for job, slaves in jobs.items() if (held := held_members(slaves))}
+                jobs.setdefault(record.master.membership.job, []).append(contributor)
+        return jobs
 
-    def _whom_to_ask(self, now: float) -> Iterator[tuple[bytes, tuple[Slave, str]]]:
+    def _whom_to_ask(self, now: float) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
         masters = self._registry.masters
         for (job, _), master in masters.items():
-            slaves = master.membership.slaves
+            contributors = master.membership.contributors
             old = [round_ for round_ in islice(master.open_rounds, LOOKED_AT) if now - round_.opened >= ASK_SECONDS]
             # Where these are is known.
             waiting = {member for round_ in old for member in round_.waiting}
             for round_ in old:
                 late = (member for member in round_.missing if member not in waiting)
-                yield from _asked(_some(slaves, late), _some(slaves, round_.waiting))
+                yield from _asked(_some(contributors, late), _some(contributors, round_.waiting))
             # Nobody can be asked before the world is open: whoever is missing there is not known yet.
             world = masters.get((job, WORLD))
             if world and world is not master and _fills_since(master, now) <= now - ASK_SECONDS:
-                others = (member for member in world.membership.slaves if member not in slaves)
-                yield from _asked(_some(world.membership.slaves, others), _some(slaves, slaves))
+                others = (member for member in world.membership.contributors if member not in contributors)
+                yield from _asked(_some(world.membership.contributors, others), _some(contributors, contributors))
 
-    def _ask(self, now: float, slave: Slave, torch_group: str) -> Reply | None:
-        address = self._registry.liveness.beacon(slave.session)
+    def _of_quiet_jobs(
+        self, now: float, others: Mapping[bytes, object]
+    ) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
+        for world in self._quiet.find(now, self._registry.masters):
+            for contributor in world.membership.contributors.values():
+                if contributor.session not in others:
+                    yield contributor.session, (contributor, "")
+
+    def _ask(self, now: float, contributor: Contributor, torch_group: str) -> Reply | None:
+        address = self._registry.liveness.beacon(contributor.session)
         if not address:
             return None
-        if slave.sighting is None:
-            slave.sighting = Sighting(now)
-        self._asked[slave.session] = slave
-        if now < slave.sighting.due:
+        if contributor.sighting is None:
+            contributor.sighting = Sighting(now)
+        self._asked[contributor.session] = contributor
+        if now < contributor.sighting.due:
             return None
         self._number = (self._number + 1) % limits.MAX_COUNTER
-        slave.sighting.ask(now, self._number)
-        return address, encode(Question(digest(slave.session), self._number, torch_group))
+        contributor.sighting.ask(now, self._number)
+        if contributor.session in self._of_quiet:
+            # Soon enough to see what has changed, and as soon as it is known to have been held for long.
+            latest, known = contributor.sighting.latest, contributor.sighting.since + self._apart
+            soon = known if latest and latest.held and known > now else now + QUIET_ASKED_AT_MOST
+            contributor.sighting.due = min(contributor.sighting.due, soon)
+        return address, encode(Question(digest(contributor.session), self._number, torch_group))
 
 
 def _fills_since(master: SyncMaster, now: float) -> float:
     """Since when members wait for a group to open; now if none do."""
     if master.membership.state is not GroupState.FILLING:
         return now
-    return min((slave.since for slave in master.membership.slaves.values()), default=now)
+    return min((contributor.since for contributor in master.membership.contributors.values()), default=now)
 
 
-def _some(slaves: Mapping[int, Slave], members: Iterable[int]) -> list[Slave]:
+def _some(contributors: Mapping[int, Contributor], members: Iterable[int]) -> list[Contributor]:
     """The first of some members, as far as they are registered."""
-    return list(islice((slaves[member] for member in members if member in slaves), ASKED_OF_A_ROUND))
+    return list(islice((contributors[member] for member in members if member in contributors), ASKED_OF_A_ROUND))
 
 
-def _asked(late: list[Slave], waiting: list[Slave]) -> Iterator[tuple[bytes, tuple[Slave, str]]]:
+def _asked(late: list[Contributor], waiting: list[Contributor]) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
     """Whom to ask because some are late, by session, each with the process group to tell of.
 
     Of those that wait it is asked how far they are on the process groups of the late ones' collectives, in turns.
     """
-    for slave in late:
-        yield slave.session, (slave, "")
-    answers = [slave.sighting.latest for slave in late if slave.sighting and slave.sighting.latest]
+    for contributor in late:
+        yield contributor.session, (contributor, "")
+    answers = [
+        contributor.sighting.latest for contributor in late if contributor.sighting and contributor.sighting.latest
+    ]
     needed = {answer.torch_group: answer.members for answer in answers if answer.held and answer.torch_group}
-    for slave in waiting:
-        names = [name for name, members in needed.items() if slave.member in members]
+    for contributor in waiting:
+        names = [name for name, members in needed.items() if contributor.member in members]
         if names:
-            turn = slave.sighting.times if slave.sighting else 0
-            yield slave.session, (slave, names[turn % len(names)])
+            turn = contributor.sighting.times if contributor.sighting else 0
+            yield contributor.session, (contributor, names[turn % len(names)])

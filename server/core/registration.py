@@ -67,11 +67,11 @@ class Registration:
             return self._begin(now, name, register, peer, tenant)
         was_open = master.membership.is_open
         try:
-            slave, told = master.register_slave(now, register, peer)
+            contributor, told = master.register_slave(now, register, peer)
         except ReplicaLost as loss:
             self._registry.ended.end_session(register.session, register.epoch, loss)
             raise
-        self._add(now, SessionRecord(master, slave, tenant.key), register, was_open=was_open)
+        self._add(now, SessionRecord(master, contributor, tenant.key), register, was_open=was_open)
         return told
 
     def _begin(self, now: float, name: Name, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
@@ -80,7 +80,7 @@ class Registration:
         made_room = self._eviction.for_group(name, tenant) if name not in masters else []
         master = SyncMaster(self._server, register, self._budget, self._seals, tenant.owner(register.job))
         try:
-            slave, told = master.register_slave(now, register, peer)
+            contributor, told = master.register_slave(now, register, peer)
         except StatsdBNError:
             master.retire()
             raise
@@ -88,24 +88,24 @@ class Registration:
         replies = [reply for replaced in self._replaced(name) for reply in self._registry.close(replaced, reason)]
         self._registry.begin(name, master, peer)
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
-        self._add(now, SessionRecord(master, slave, tenant.key), register, was_open=False)
+        self._add(now, SessionRecord(master, contributor, tenant.key), register, was_open=False)
         return made_room + replies + told
 
     def _add(self, now: float, record: SessionRecord, register: Register, *, was_open: bool) -> None:
-        name, master, slave = (register.job, register.group), record.master, record.slave
+        name, master, contributor = (register.job, register.group), record.master, record.contributor
         former = self._registry.sessions.get(register.session)
-        if former is None or former.slave is not slave:
-            slave.since = now
+        if former is None or former.contributor is not contributor:
+            contributor.since = now
         self._registry.add(register.session, record)
         if register.server not in {NO_SERVER, self._server}:
-            logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, slave)
+            logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, contributor)
         if master.membership.is_open and not was_open:
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
 
     def _is_late(self, register: Register) -> bool:
         """Whether a later message of the session has overtaken it; the member asks again if it needs the answer."""
         record = self._registry.sessions.get(register.session)
-        return record is not None and register.epoch == record.master.epoch and register.step < record.slave.step
+        return record is not None and register.epoch == record.master.epoch and register.step < record.contributor.step
 
     def _check_end(self, register: Register) -> None:
         """Refuse a member that comes from before a restart of the server, to a run that ended after it."""
@@ -124,7 +124,7 @@ class Registration:
         membership = record.master.membership
         now, before = (
             (register.job, register.group, register.member),
-            (membership.job, membership.group, record.slave.member),
+            (membership.job, membership.group, record.contributor.member),
         )
         if now != before:
             name = digest(register.session).hex()

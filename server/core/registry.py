@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from server.core.ended import Ended, Name
 from server.core.ended_jobs import EndedJobs
 from server.core.liveness import Liveness
+from server.group.contributor import Contributor
 from server.group.master import SyncMaster
 from server.group.rounds import Reply, failure
-from server.group.slave import Slave
 from server.limits.access import ANYBODY
 from statsd_bn.errors import RegistrationRefused, RoundMismatch, StatsdBNError
 from statsd_bn.messages import WORLD
@@ -21,13 +21,16 @@ from statsd_bn.tokens import digest
 
 logger = logging.getLogger("statsd_bn.server")
 
+# How soon others end after a job broke because a launcher ends them; a process that ends itself waits longer.
+OTHERS_END_SECONDS = 5.0
+
 
 @dataclass(slots=True)
 class SessionRecord:
-    """What the server knows of a registered session: its group's master, its slave there, and the key it came with."""
+    """What the server knows of a registered session: its group and itself there, and the key it came with."""
 
     master: SyncMaster
-    slave: Slave
+    contributor: Contributor
     key: str = ANYBODY.key
 
 
@@ -83,10 +86,13 @@ class Registry:
             return []
         membership = record.master.membership
         # What breaks a job is worth a line in any log: a launcher may end the others before they can say it. It ends
-        # them so soon that they may be found first, so each one that is lost gets the line.
-        breaks_job = membership.has_opened and not membership.is_elastic
+        # them so soon that they may be found first, so each one that is lost then gets the line. Later ones end by
+        # themselves, because it is broken, and have said so.
+        told_at = record.master.news_told_at
+        follows = told_at is not None and now - told_at >= OTHERS_END_SECONDS
+        breaks_job = membership.has_opened and not (membership.is_elastic or follows)
         _log_end(record, f"is lost: {cause}", logging.WARNING if breaks_job else logging.INFO)
-        loss, replies = record.master.lose_slave(now, record.slave, cause)
+        loss, replies = record.master.lose_contributor(now, record.contributor, cause)
         if loss:
             self.ended.end_session(session, record.master.epoch, loss)
         return self._end_if_empty(now, record.master, replies)
@@ -94,17 +100,17 @@ class Registry:
     def dissolve(self, now: float, master: SyncMaster, error: RoundMismatch) -> list[Reply]:
         """Tell all who wait for a group to open that it will not, and end their sessions so that each is told once."""
         membership = master.membership
-        slaves = list(membership.slaves.values())
-        replies = [(slave.peer, failure(error)) for slave in slaves]
+        contributors = list(membership.contributors.values())
+        replies = [(contributor.peer, failure(error)) for contributor in contributors]
         # One whose connection broke meanwhile asks again. What it is told then is short, because it is kept for long.
         again = RoundMismatch(
             f"job {membership.job!r}, group {membership.group!r}: it has ended, because its members waited for one "
             "another in different places"
         )
-        for slave in slaves:
-            self._remove(slave.session)
-            replies += self._take_out(now, slave.session, SessionRecord(master, slave), "")
-            self.ended.end_session(slave.session, master.epoch, again)
+        for contributor in contributors:
+            self._remove(contributor.session)
+            replies += self._take_out(now, contributor.session, SessionRecord(master, contributor), "")
+            self.ended.end_session(contributor.session, master.epoch, again)
         return replies
 
     def close(self, name: Name, reason: str) -> list[Reply]:
@@ -113,7 +119,7 @@ class Registry:
 
     def evict(self, name: Name, error: StatsdBNError) -> list[Reply]:
         """End a group because of an error, and tell all its members."""
-        peers = [slave.peer for slave in self.masters[name].membership.slaves.values()]
+        peers = [contributor.peer for contributor in self.masters[name].membership.contributors.values()]
         replies = self._end(name, error)
         told = {peer for peer, _ in replies}
         return replies + [(peer, failure(error)) for peer in dict.fromkeys(peers) if peer not in told]
@@ -129,30 +135,30 @@ class Registry:
         world.loss_is_told = True
         groups = [master for name, master in self.masters.items() if name[0] == job and master.epoch == world.epoch]
         return [
-            (slave.peer, failure(lost))
+            (contributor.peer, failure(lost))
             for master in groups
             if master is not world and not master.membership.has_opened
-            for slave in master.membership.slaves.values()
+            for contributor in master.membership.contributors.values()
         ]
 
-    def tell_news(self, master: SyncMaster) -> list[Reply]:
+    def tell_news(self, now: float, master: SyncMaster) -> list[Reply]:
         """Tell the members of a strict group that it is broken, where their heartbeats come from; once for each group.
 
         A member hears it there at once, whatever its training script is doing. One that waits in a collective of torch
         would not come to a round again.
         """
         membership = master.membership
-        if membership.lost is None or membership.is_elastic or master.news_is_told:
+        if membership.lost is None or membership.is_elastic or master.news_told_at is not None:
             return []
-        master.news_is_told = True
-        addresses = (self.liveness.beacon(slave.session) for slave in membership.slaves.values())
+        master.news_told_at = now
+        addresses = (self.liveness.beacon(contributor.session) for contributor in membership.contributors.values())
         frame = failure(membership.lost)
         return [(address, frame) for address in dict.fromkeys(addresses) if address]
 
     def _end(self, name: Name, error: StatsdBNError) -> list[Reply]:
         master = self.masters.pop(name)
         del self.founders[name]
-        for session in [slave.session for slave in master.membership.slaves.values()]:
+        for session in [contributor.session for contributor in master.membership.contributors.values()]:
             record = self.sessions.get(session)
             if record and record.master is master:
                 self._remove(session)
@@ -167,7 +173,7 @@ class Registry:
 
     def _take_out(self, now: float, session: bytes, record: SessionRecord, cause: str) -> list[Reply]:
         """Take a member that leaves out of its group, and remember its session as ended."""
-        _, replies = record.master.remove_slave(now, record.slave, cause)
+        _, replies = record.master.remove_contributor(now, record.contributor, cause)
         name = digest(session).hex()
         left = RegistrationRefused(f"the session with digest {name}: expected a new one, this one has left")
         self.ended.end_session(session, record.master.epoch, left)
@@ -183,7 +189,7 @@ class Registry:
             if membership.has_opened:
                 self.ended.end_group(name, master.epoch)
                 self.ended_jobs.add(now, master)
-        return replies + self.tell_of_loss(master) + self.tell_news(master)
+        return replies + self.tell_of_loss(master) + self.tell_news(now, master)
 
 
 def failed_member(world: SyncMaster) -> StatsdBNError | None:
@@ -205,4 +211,4 @@ def _how_it_leaves(master: SyncMaster, cause: str) -> str:
 
 def _log_end(record: SessionRecord, how: str, level: int = logging.INFO) -> None:
     membership = record.master.membership
-    logger.log(level, "job %r, group %r: %s %s", membership.job, membership.group, record.slave, how)
+    logger.log(level, "job %r, group %r: %s %s", membership.job, membership.group, record.contributor, how)

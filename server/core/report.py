@@ -18,7 +18,10 @@ from statsd_bn.wire import encode
 
 # What entries take at most in msgpack, beside their texts: the server's own counts, a job that has ended, a group, a
 # member, a round, and a number in a list.
-HEAD_BYTES, JOB_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES, NUMBER_BYTES = 1024, 128, 320, 96, 96, 3
+HEAD_BYTES, JOB_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES, NUMBER_BYTES = 1024, 128, 340, 192, 96, 3
+
+# The same of what a group has only once it has had rounds, and of a finding.
+PACE_BYTES, FINDING_BYTES = 512, 64
 
 # Rounds shown for each group, the oldest; and for each round, how many of the members that it waits for.
 TOLD_ROUNDS, TOLD_MISSING = 16, 64
@@ -43,7 +46,7 @@ def groups(masters: Collection[SyncMaster], now: float, ended: list[dict[str, An
     told: list[tuple[SyncMaster, dict[str, Any]]] = []
     for master in masters:
         head = _head(master)
-        room -= GROUP_BYTES + sum(_size(head[name]) for name in ("job", "group", "lost"))
+        room -= GROUP_BYTES + _more(head) + sum(_size(text) for text in _names(head))
         if room < 0:
             break
         told.append((master, head))
@@ -65,6 +68,7 @@ def group(master: SyncMaster, now: float) -> dict[str, Any]:
 
 def _head(master: SyncMaster) -> dict[str, Any]:
     membership = master.membership
+    why = master.why_not_faster
     return {
         "job": membership.job,
         "group": membership.group,
@@ -74,11 +78,34 @@ def _head(master: SyncMaster) -> dict[str, Any]:
         "members": [],
         "missing": membership.missing,
         "lost": in_log(membership.lost or "")[: limits.MAX_NAME_BYTES],
-        "rounds_done": master.open_rounds.done,
+        "rounds_done": master.rounds_done,
         "rounds_failed": master.open_rounds.failed,
+        "non_finite": master.open_rounds.non_finite.texts,
         "kept_bytes": master.kept,
         "waiting": [],
+        **({"why_not_faster": why} if why else {}),
+        **_pace(master),
     }
+
+
+def _pace(master: SyncMaster) -> dict[str, Any]:
+    """What a group has to tell of its rounds."""
+    lengths, minute, findings = master.open_rounds.lengths, master.pace.minute, master.findings.told
+    return {
+        **({"round_seconds": lengths.told} if lengths.total else {}),
+        **({"slowest": minute.slowest, "held": minute.held} if minute.slowest is not None else {}),
+        **({"findings": findings} if findings else {}),
+    }
+
+
+def _names(head: dict[str, Any]) -> tuple[str, ...]:
+    findings = (finding[text] for finding in head.get("findings", ()) for text in ("text", "layer"))
+    return head["job"], head["group"], head["lost"], head.get("why_not_faster", ""), *head["non_finite"], *findings
+
+
+def _more(head: dict[str, Any]) -> int:
+    """Number of bytes for what not every group has."""
+    return PACE_BYTES * ("round_seconds" in head) + FINDING_BYTES * len(head.get("findings", ()))
 
 
 def _entries(master: SyncMaster) -> int:
@@ -97,15 +124,15 @@ def _fill(head: dict[str, Any], master: SyncMaster, now: float, room: int) -> in
         head["waiting"].append(told)
     if left_out := len(master.open_rounds) - len(head["waiting"]):
         head["waiting_left_out"] = left_out
-    slaves = master.membership.slaves
-    for member in sorted(slaves):
-        told = slaves[member].report(now)
-        size = MEMBER_BYTES + _size(told["place"]) + _size(told.get("where", ""))
+    contributors = master.membership.contributors
+    for member in sorted(contributors):
+        told = {**contributors[member].report(now), **master.pace.told(member)}
+        size = MEMBER_BYTES + _size(told["place"]) + _size(told.get("lane", "")) + _size(told.get("where", ""))
         if used + size > room:
             break
         used += size
         head["members"].append(told)
-    if left_out := len(slaves) - len(head["members"]):
+    if left_out := len(contributors) - len(head["members"]):
         head["members_left_out"] = left_out
     return used
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from server.group import life
+from server.group.contributor import Contributor
 from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
-from server.group.slave import Slave
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import Members
@@ -28,8 +28,8 @@ class Group(Protocol):
         """Name of the group, for people."""
 
     @property
-    def slaves(self) -> Mapping[int, Slave]:
-        """Slaves by member number."""
+    def contributors(self) -> Mapping[int, Contributor]:
+        """Members by member number."""
 
     @property
     def present(self) -> Members:
@@ -48,8 +48,8 @@ class Group(Protocol):
         """The error of the member that has left while it was away."""
 
 
-def check(group: Group, register: Register) -> Slave | None:
-    """Slave that registers again; None for a newcomer that may join.
+def check(group: Group, register: Register) -> Contributor | None:
+    """Member that registers again; None for a newcomer that may join.
 
     Raises:
         ReplicaLost: the group is broken, or the member was taken for lost.
@@ -57,17 +57,17 @@ def check(group: Group, register: Register) -> Slave | None:
         RegistrationRefused: the member's policy is another; some members are far into a run that others have not begun.
         DuplicateMember: another process is this member already.
     """
-    slave = group.slaves.get(register.member)
-    state = slave.state if slave else MemberState.NEW
+    contributor = group.contributors.get(register.member)
+    state = contributor.state if contributor else MemberState.NEW
     move = life.move(group.policy, group.state, life.arrival(register), state)
     if move.told is Told.REFUSED_BROKEN:
         raise group.why_broken
     _check_terms(group, register)
-    if slave and slave.session != register.session:
-        raise _duplicate(group, register, slave)
-    if slave is None:
+    if contributor and contributor.session != register.session:
+        raise _duplicate(group, register, contributor)
+    if contributor is None:
         _check_newcomer(group, register, move)
-    return slave
+    return contributor
 
 
 def _check_terms(group: Group, register: Register) -> None:
@@ -112,20 +112,22 @@ def _check_joiner(group: Group, register: Register) -> None:
 
 def _check_past(group: Group, register: Register) -> None:
     """Refuse to mix members that come back after a restart of the server with members that have not begun."""
-    slaves = group.slaves.values()
-    if register.has_begun:
-        unlike = next((slave for slave in slaves if not (slave.has_begun or slave.has_past)), None)
-    elif register.has_past:
+    if _fits_all(register):
         return
-    else:
-        unlike = next((slave for slave in slaves if slave.has_begun), None)
-    if unlike:
-        older, newer = (unlike, register) if unlike.has_begun else (register, unlike)
+    # All that are here fit one another, so the first that does not fit everybody is like all others of its kind.
+    other = next((contributor for contributor in group.contributors.values() if not _fits_all(contributor)), None)
+    if other and other.has_begun != register.has_begun:
+        older, newer = (other, register) if other.has_begun else (register, other)
         raise RegistrationRefused(
             f"{group.name}: rank {older.member} ({older.place}) is at step "
             f"{older.step}, and rank {newer.member} ({newer.place}) has taken part in no round; all ranks "
             "of a strict group begin together. Begin a new run, with a later epoch or another job name"
         )
+
+
+def _fits_all(member: Contributor | Register) -> bool:
+    """Whether it was in the group when that was open, and has taken part in no round: so may anybody be."""
+    return member.has_past and not member.has_begun
 
 
 def _check_room(group: Group, register: Register, move: Move) -> None:
@@ -137,7 +139,7 @@ def _check_room(group: Group, register: Register, move: Move) -> None:
             f"expected a number in [0, {group.world_size}), as ranks {list(group.present)} have it, got {number}",
             number + 1,
         )
-    if len(group.slaves) == group.world_size or move.told is Told.REFUSED_FULL:
+    if len(group.contributors) == group.world_size or move.told is Told.REFUSED_FULL:
         raise _mismatch(
             group,
             register,
@@ -146,17 +148,18 @@ def _check_room(group: Group, register: Register, move: Move) -> None:
         )
 
 
-def _duplicate(group: Group, register: Register, slave: Slave) -> DuplicateMember:
+def _duplicate(group: Group, register: Register, contributor: Contributor) -> DuplicateMember:
     return DuplicateMember(
         error_text(
-            f"there is a rank {register.member} already: {slave.place} is registered, {register.place} was refused",
+            f"there is a rank {register.member} already: {contributor.place} is registered, "
+            f"{register.place} was refused",
             where=group.name,
             advice="Give every process its own RANK, or every run its own job name.",
         ),
         job=group.job,
         group=group.group,
         member=register.member,
-        place=slave.place,
+        place=contributor.place,
     )
 
 

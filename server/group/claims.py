@@ -15,9 +15,9 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from server.group.contributor import Contributor
 from server.group.results import Room
 from server.group.rounds import Round
-from server.group.slave import Slave
 from server.limits.account import CONTRIBUTION_BYTES
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
@@ -33,7 +33,7 @@ class Claim:
     """An aggregate, the first member that says it was given it, and the numbers of all that do."""
 
     aggregate: Aggregate
-    first: Slave
+    first: Contributor
     authors: set[int] = field(default_factory=set)
 
     @property
@@ -61,8 +61,8 @@ class Claims:
         self.of: dict[RoundKey, list[Claim]] = {}
         self._rounds_left = limits.KEPT_ROUNDS
 
-    def add(self, slave: Slave, aggregate: Aggregate) -> None:
-        """Record an aggregate that a slave says it was given.
+    def add(self, contributor: Contributor, aggregate: Aggregate) -> None:
+        """Record an aggregate that a member says it was given.
 
         Raises:
             LimitExceeded: the job would keep too many bytes.
@@ -70,10 +70,10 @@ class Claims:
         claims = self.of.get(aggregate.key, [])
         claim = next((one for one in claims if is_same(one.aggregate, aggregate)), None)
         if claim is None:
-            claim = Claim(aggregate, slave)
+            claim = Claim(aggregate, contributor)
             self._room.take(claim.size)
             self.of.setdefault(aggregate.key, []).append(claim)
-        claim.authors.add(slave.member)
+        claim.authors.add(contributor.member)
 
     def are_due(self, round_: Round) -> bool:
         """Whether all members that a round still waits for claim to have its answer."""
@@ -155,7 +155,8 @@ class Claims:
 def is_same(one: Aggregate, other: Aggregate) -> bool:
     """Whether two aggregates are equal to the last bit; their seals may differ."""
     return (
-        (one.key, one.replicas, one.count, one.members) == (other.key, other.replicas, other.count, other.members)
+        (one.key, one.replicas, one.count) == (other.key, other.replicas, other.count)
+        and (one.members, one.non_finite) == (other.members, other.non_finite)
         and one.values.shape == other.values.shape
         and one.values.tobytes() == other.values.tobytes()
     )

@@ -1,41 +1,79 @@
-"""Late: who has not come to a round, and who waits there, as a table for people."""
+"""Late: who has not come to a round, who waits there, and who is late or different again and again, for people."""
 
 from collections.abc import Mapping, Sequence
 
+from server.group.contributor import Contributor
 from server.group.rounds import Round
-from server.group.slave import Slave
+from server.insight.copies import Same
+from server.insight.skew import Different
 from statsd_bn.error_text import MOST_ROWS, Place, Row
 
+# Rounds at the server that say something; of members that share memory it sees few.
+ENOUGH = 100
 
-def table(now: float, round_: Round, slaves: Mapping[int, Slave], missing: Sequence[int]) -> list[Place]:
+
+def table(now: float, round_: Round, contributors: Mapping[int, Contributor], missing: Sequence[int]) -> list[Place]:
     """Ranks that a round waits for, and those that wait in it.
 
     Args:
-        now: the time, on the clock of the master.
+        now: the time, on the clock of the server.
         round_: the round.
-        slaves: of the group, by number.
+        contributors: of the group, by number.
         missing: whom the round waits for.
     """
     where = round_.key.in_words(with_call=round_.key.call > 0)
     waiting = round_.waiting
-    late = [_late(now, one, slaves, where) for one in missing[:MOST_ROWS]]
-    there = [_waiting(now, one, round_, slaves, where) for one in waiting[:MOST_ROWS]]
+    late = [_late(now, one, contributors, where) for one in missing[:MOST_ROWS]]
+    there = [_waiting(now, one, round_, contributors, where) for one in waiting[:MOST_ROWS]]
     return [
         *([Place(late, len(missing), "that have not come")] if late else []),
         *([Place(there, len(waiting), f"in {where}")] if there else []),
     ]
 
 
-def _late(now: float, member: int, slaves: Mapping[int, Slave], where: str) -> Row:
-    name = _name(member, slaves)
-    seen = slaves[member].where(now) if member in slaves else ""
+def held_up(slow: Contributor, part: float) -> str:
+    """What a member costs the others that come before it.
+
+    Args:
+        slow: the member.
+        part: of the last minute, in which the others waited for it.
+    """
+    text = f"{slow} held the others up for {part:.0%} of the last minute"
+    if slow.behind.total < ENOUGH:
+        return text
+    median, most = (1e3 * slow.behind.quantile(of_all) for of_all in (0.5, 0.99))
+    when = f"by up to {median:.3g} ms in the median and {most:.3g} ms in 99 of 100 rounds"
+    return f"{text}; where it came last, it was {when}"
+
+
+def different(who: Contributor, found: Different) -> str:
+    """What a member's data do that the others' do not, and where."""
+    others = (
+        f"{found.eta2:.2g} of the variance lies between ranks, {found.part:.2g} by this one and {found.usual:.2g} by "
+        f"another as a rule; its own variance is {found.variance:.2g} times theirs"
+    )
+    more = f", the earliest of {found.layers} layers" if found.layers > 1 else ""
+    return f"{who} differs from the other ranks since step {found.since}: {found.layer} ({others}){more}"
+
+
+def same(who: Contributor, other: Contributor, found: Same) -> str:
+    """Whose data a member has."""
+    return (
+        f"{who} has brought the same statistics as {other} in every layer since step {found.since}: "
+        "both may read the same part of the data"
+    )
+
+
+def _late(now: float, member: int, contributors: Mapping[int, Contributor], where: str) -> Row:
+    name = _name(member, contributors)
+    seen = contributors[member].where(now) if member in contributors else ""
     return Row((name, "has not come", f"to {where}"), (f"{name} {seen}",) if seen else ())
 
 
-def _waiting(now: float, member: int, round_: Round, slaves: Mapping[int, Slave], where: str) -> Row:
-    return Row((_name(member, slaves), f"waits {now - round_.futures[member].since:.1f} s", f"in {where}"))
+def _waiting(now: float, member: int, round_: Round, contributors: Mapping[int, Contributor], where: str) -> Row:
+    return Row((_name(member, contributors), f"waits {now - round_.futures[member].since:.1f} s", f"in {where}"))
 
 
-def _name(member: int, slaves: Mapping[int, Slave]) -> str:
+def _name(member: int, contributors: Mapping[int, Contributor]) -> str:
     """Whoever has contributed may have left since."""
-    return str(slaves[member]) if member in slaves else f"rank {member}"
+    return str(contributors[member]) if member in contributors else f"rank {member}"

@@ -1,13 +1,19 @@
-"""SyncMaster: collects the slaves' contributions of one group and reduces them.
+"""SyncMaster: collects the members' contributions of one group and reduces them.
 
 It is pure: messages, peers and times go in, replies come out. It opens no socket, starts no thread and reads no
 clock, so a test can put it through years of faults in seconds.
 """
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
 
 from server.group.claims import Claims
+from server.group.contributor import Contributor
+from server.group.late import different, held_up, same
 from server.group.life import GroupState, MemberState, Told
 from server.group.membership import Membership
 from server.group.open_rounds import OpenRounds, pending
@@ -16,7 +22,10 @@ from server.group.reduction import reduce_round
 from server.group.results import Archive, Room
 from server.group.rounds import Reply, Round, failure, unknown
 from server.group.seals import Seals
-from server.group.slave import Slave
+from server.insight.copies import Copies
+from server.insight.findings import Findings
+from server.insight.pace import Pace
+from server.insight.skew import Skew
 from server.limits.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
 from server.limits.quota import Budget
 from statsd_bn.error_text import error_text
@@ -24,10 +33,12 @@ from statsd_bn.errors import (
     ContributionConflict,
     LimitExceeded,
     MasterStopped,
+    ProtocolError,
     ReplicaLost,
     StatsdBNError,
 )
-from statsd_bn.messages import Aggregate, Contribution, Register, Registered
+from statsd_bn.messages import Aggregate, Contribution, Digest, Heartbeat, Register, Registered
+from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
@@ -37,10 +48,10 @@ logger = logging.getLogger("statsd_bn.server")
 
 
 class SyncMaster:
-    """One life (epoch) of one group: its slaves, its open rounds, its latest results.
+    """One life (epoch) of one group: its members, its open rounds, its latest results.
 
     Args:
-        server: the id of this master's life.
+        server: the id of this server's life.
         register: the registration that begins the group; it sets job, group, epoch and policy.
         budget: what the server agrees to keep.
         seals: how it knows its own aggregates again; default: it does not.
@@ -53,10 +64,12 @@ class SyncMaster:
         epoch: which life it is.
         membership: who belongs to the group.
         open_rounds: the rounds that have not ended.
+        pace: how the group gets on.
+        findings: what was noticed.
         owner: as given.
         logged_cause: why a member has left, as the log has told it last.
         loss_is_told: whether all who wait in other groups for a member of this one were told why it is broken.
-        news_is_told: whether its own members were told that, where their heartbeats come from.
+        news_told_at: when its own members were told that, where their heartbeats come from; None: they were not.
     """
 
     # The seed's name, for whoever reduces a round by hand; `OpenRounds` calls the function.
@@ -72,7 +85,15 @@ class SyncMaster:
     ) -> None:
         self.epoch = register.epoch
         self.logged_cause = ""
-        self.loss_is_told = self.news_is_told = False
+        self.loss_is_told = False
+        self.news_told_at: float | None = None
+        self.why_not_faster = ""
+        self.pace = Pace()
+        self._skew = Skew(register.world_size)
+        self._copies = Copies()
+        self.findings = Findings(f"job {register.job!r}, group {register.group!r}")
+        self._rounds_without = 0
+        self._moved = -math.inf
         self._server = server
         self._budget = budget or Budget()
         self._seals = seals or Seals(server)
@@ -90,98 +111,179 @@ class SyncMaster:
         self._deferral = Deferral(self._room)
 
     @property
-    def nr_slaves(self) -> int:
-        """How many slaves are registered."""
-        return len(self.membership.slaves)
+    def rounds_done(self) -> int:
+        """How many rounds have succeeded, with those that the members say they have had among themselves."""
+        return self.open_rounds.done + self._rounds_without
 
-    def register_slave(self, now: float, register: Register, peer: bytes) -> tuple[Slave, list[Reply]]:
-        """Register a slave and tell it whom the group still waits for; if nobody is missing, tell everybody to go on.
+    @property
+    def active(self) -> float:
+        """When a round has ended last, or a member has said that it has got on without the server."""
+        return max(self.open_rounds.answered, self._moved)
+
+    @property
+    def nr_slaves(self) -> int:
+        """How many members are registered."""
+        return len(self.membership.contributors)
+
+    def register_slave(self, now: float, register: Register, peer: bytes) -> tuple[Contributor, list[Reply]]:
+        """Register a member and tell it whom the group still waits for; if nobody is missing, tell everybody to go on.
 
         Raises:
             RegistrationRefused: with the reason.
-            ReplicaLost: the group is broken, or the slave was taken for lost.
+            ReplicaLost: the group is broken, or the member was taken for lost.
             LimitExceeded: there is no room for another member.
         """
         # One that is there already may ask again, however full the account is.
         if more := self._more_for(register):
             self._room.check(more)
-        slave = self.membership.admit(now, register, peer)
+        contributor = self.membership.admit(now, register, peer)
         self._weigh()
-        takes_part = slave.state is MemberState.TAKES_PART
-        replies = [] if takes_part else self.open_rounds.withdraw(slave)
-        replies += self._settle(now) or [(peer, self._registered(slave))]
-        return slave, replies + self.open_rounds.complete() + self._tell_news()
+        takes_part = contributor.state is MemberState.TAKES_PART
+        replies = [] if takes_part else self.open_rounds.withdraw(contributor)
+        replies += self._settle(now) or [(peer, self._registered(contributor))]
+        return contributor, replies + self.open_rounds.complete() + self._tell_news()
 
-    def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
-        """Take a slave's rows for one round.
+    def contribute(self, now: float, contributor: Contributor, contribution: Contribution, peer: bytes) -> list[Reply]:
+        """Take a member's rows for one round.
 
         Returns:
             Nothing while others are missing; the aggregate for everyone once it is complete; the kept answer if
-            the round is over; an error for whom it concerns. Of two different contributions of one slave
+            the round is over; an error for whom it concerns. Of two different contributions of one member
             the first counts, and whoever still waits for an answer is told.
         """
         if kept := self._archive.get(contribution.key):
-            return self._answer_again(kept, slave, contribution.rows, peer)
+            return self._answer_again(kept, contributor, contribution.rows, peer)
         if self.membership.state is GroupState.RECOVERING:
-            return self._defer(slave, contribution, peer)
-        replies = self.open_rounds.contribute(now, slave, contribution, peer)
+            return self._defer(contributor, contribution, peer)
+        replies = self.open_rounds.contribute(now, contributor, contribution, peer)
         return replies + self._tell_news() if self.membership.news else replies
 
-    def settle(self, now: float, key: RoundKey) -> None:
-        """Forget a round that the members have had among themselves; those of an elastic group have none such."""
+    def hear(self, now: float, contributor: Contributor, said: Heartbeat) -> None:
+        """Take what a member says of itself."""
+        if said.rounds > self._rounds_without or said.step != contributor.told_step:
+            self._moved = now
+        contributor.told_step, contributor.lane = said.step, said.lane
+        self.why_not_faster = said.why
+        # A round that one of them has told the server of is not counted by all.
+        self._rounds_without = max(self._rounds_without, said.rounds)
+        contributor.waited = said.waited / 1e3
+
+    def file(self, now: float, told: Digest) -> None:
+        """Take the figures of rounds that the members have had among themselves.
+
+        Raises:
+            ProtocolError: they are not those of this group's members.
+        """
+        members = self.membership.world_size
+        if self.membership.is_elastic or told.values.shape[1] != members:
+            raise ProtocolError(
+                f"digest: expected the figures of the {members} members of a strict group, "
+                f"got those of {told.values.shape[1]}"
+            )
+        self._look(now, told.step, told.names, told.values)
+
+    def look(self, now: float) -> bool:
+        """See how far the data of the members differ, in a step whose rows have come here; returns whether any had."""
+        if (told := self.open_rounds.take_look(now)) is None:
+            return False
+        step, figures = told
+        self._look(now, step, list(figures), np.stack(list(figures.values())))
+        return True
+
+    def _look(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> None:
+        members = [one for _, one in sorted(self.membership.contributors.items())]
+        with suppress(LimitExceeded):  # then they are not kept
+            self._room.check(self._skew.more_for(layers))
+            news = self._skew.look(now, step, layers, values), self._copies.look(step, values)
+            if len(members) < self.membership.world_size:
+                return
+            for found in news[0]:
+                who = members[found.member]
+                self.findings.add("skew", who.member, step, different(who, found), found.layer)
+            for copy in news[1]:
+                who = members[copy.member]
+                self.findings.add("skew", who.member, step, same(who, members[copy.other], copy), layers[0])
+
+    def settle(self, now: float, contributor: Contributor, key: RoundKey) -> None:
+        """Forget a round that the members have had among themselves; those of an elastic group have none such.
+
+        Raises:
+            ProtocolError: the round is not of the group that the member has registered in.
+        """
+        self.open_rounds.check_key(contributor, key)
         if self.membership.is_elastic:
             return
         self.open_rounds.settle(now, key)
         self._deferral.forget_round(key)
 
-    def recall(self, now: float, slave: Slave, aggregate: Aggregate, peer: bytes) -> list[Reply]:
-        """Take an aggregate that an earlier life of the server gave the slave, as the slave says.
+    def recall(self, now: float, contributor: Contributor, aggregate: Aggregate, peer: bytes) -> list[Reply]:
+        """Take an aggregate that an earlier life of the server gave the member, as the member says.
 
-        See `server.group.claims` for what that is worth. The slave has told it, so that nobody waits for it any more.
+        See `server.group.claims` for what that is worth. The member has told it, so that nobody waits for it any more.
         """
         key = aggregate.key
         try:
-            self.open_rounds.check_key(slave, key)
+            self.open_rounds.check_key(contributor, key)
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
         membership = self.membership
-        if not (membership.recovery and (slave.owes or key in slave.recalled)):
-            return []  # nobody waits for it, or it is more than the slave has announced
-        told_bytes = 0 if key in slave.recalled else RUN_BYTES * len(aggregate.members.runs)
+        if not (membership.recovery and (contributor.owes or key in contributor.recalled)):
+            return []  # nobody waits for it, or it is more than the member has announced
+        told_bytes = 0 if key in contributor.recalled else RUN_BYTES * len(aggregate.members.runs)
         self._room.check(told_bytes)
         self._told_bytes += told_bytes
         self._weigh()
-        slave.recalled.add(key)
+        contributor.recalled.add(key)
         if self._seals.outlives and not self._seals.is_genuine(aggregate):
             self._budget.tally.forged_results += 1
-            logger.warning("%s: %s told of an aggregate that this server has not made; it is ignored", key, slave)
+            logger.warning("%s: %s told of an aggregate that this server has not made; it is ignored", key, contributor)
         else:
-            membership.recall(slave, key, aggregate.members)
-            self._claims.add(slave, aggregate)
+            membership.recall(contributor, key, aggregate.members)
+            self._claims.add(contributor, aggregate)
         # With a thousand members there are thousands of results, and only the last of each can make a difference.
-        return [] if slave.owes else self._settle(now)
+        return [] if contributor.owes else self._settle(now)
 
-    def remove_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
-        """Remove a slave that says goodbye.
+    def remove_contributor(
+        self, now: float, contributor: Contributor, cause: str
+    ) -> tuple[ReplicaLost | None, list[Reply]]:
+        """Remove a member that says goodbye.
 
         Returns:
             The error that it gets if it comes back, and the answers to the others: the rounds of a strict group fail
             with the cause, those of an elastic group go on.
         """
-        return self._without(now, slave, self.membership.remove(slave, cause))
+        return self._without(now, contributor, self.membership.remove(contributor, cause))
 
-    def lose_slave(self, now: float, slave: Slave, cause: str) -> tuple[ReplicaLost | None, list[Reply]]:
-        """Remove a slave that is lost; else as `remove_slave`."""
-        return self._without(now, slave, self.membership.lose(slave, cause))
+    def lose_contributor(
+        self, now: float, contributor: Contributor, cause: str
+    ) -> tuple[ReplicaLost | None, list[Reply]]:
+        """Remove a member that is lost; else as `remove_contributor`."""
+        return self._without(now, contributor, self.membership.lose(contributor, cause))
 
     def expire(self, now: float) -> list[Reply]:
         """End what is over its time: rounds, and the wait for members after a restart of the server."""
         self.membership.give_up_waiting(now)
         self._weigh()
+        self._look_at_pace(now)
         return self._tell_news() + self._settle(now) + self.open_rounds.expire(now)
 
+    def _look_at_pace(self, now: float) -> None:
+        """Once in a while, say who holds the others up."""
+        pace, rounds = self.pace, self.rounds_done
+        if pace.due is None:
+            pace.begin(now, rounds)
+        if pace.due is None or now < pace.due:
+            return
+        contributors = self.membership.contributors
+        # In each round the first one waits from its beginning to its end, and the others so much less as they are late.
+        longest = self.open_rounds.lengths.sum
+        waited = {one.member: longest - one.late + one.waited for one in contributors.values()}
+        if pace.end_window(now, rounds, waited):
+            slowest = contributors[pace.minute.slowest or 0]
+            self.findings.add("straggler", slowest.member, slowest.step, held_up(slowest, pace.minute.held))
+
     def stop(self) -> list[Reply]:
-        """End all open rounds, and the wait for the group to open, because the master stops."""
+        """End all open rounds, and the wait for the group to open, because the server stops."""
         replies = self.break_all(
             lambda key: MasterStopped(error_text("the server was stopped during a round", where=str(key)))
         )
@@ -190,7 +292,7 @@ class SyncMaster:
         stopped = failure(
             MasterStopped(error_text("the server was stopped before the group was open", where=self.membership.name))
         )
-        return replies + [(slave.peer, stopped) for slave in self.membership.slaves.values()]
+        return replies + [(contributor.peer, stopped) for contributor in self.membership.contributors.values()]
 
     def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
         """End all open rounds and refuse all parked contributions, each with its own error."""
@@ -204,14 +306,14 @@ class SyncMaster:
 
     def _more_for(self, register: Register) -> int:
         """Number of bytes that a registration adds at most."""
-        member = 0 if register.member in self.membership.slaves else MEMBER_BYTES
+        member = 0 if register.member in self.membership.contributors else MEMBER_BYTES
         return member + (
             NAMED_BYTES * len(register.known) if register.has_past and not self.membership.has_opened else 0
         )
 
     def _weigh(self) -> None:
         """Account for the room that the members take, and for what they tell after a restart until all are back."""
-        size = MEMBER_BYTES * self.nr_slaves
+        size = MEMBER_BYTES * self.nr_slaves + self._skew.kept
         if (recovery := self.membership.recovery) is not None:
             size += NAMED_BYTES * recovery.nr_named + self._told_bytes
         self._room.keep(size - self._weighed)
@@ -227,13 +329,15 @@ class SyncMaster:
         if not self.membership.settle(now):
             return []
         self.open_rounds.answered = now
-        replies = [(slave.peer, self._registered(slave)) for slave in self.membership.slaves.values()]
+        replies = [
+            (contributor.peer, self._registered(contributor)) for contributor in self.membership.contributors.values()
+        ]
         if contradiction := self._claims.proven_contradiction():
             self.membership.find_contradiction(contradiction)
             return replies + self._tell_news()
         # All rows that have come go before any claim: where they suffice, nobody has to be believed.
-        for slave, contribution, peer in self._deferral.take():
-            replies += self.contribute(now, slave, contribution, peer)
+        for contributor, contribution, peer in self._deferral.take():
+            replies += self.contribute(now, contributor, contribution, peer)
         return replies + (self._weigh_claims() if self._claims.of else [])
 
     def _weigh_claims(self) -> list[Reply]:
@@ -244,12 +348,15 @@ class SyncMaster:
             self.membership.find_contradiction(contradiction)
         return replies + self._tell_news()
 
-    def _without(self, now: float, slave: Slave, loss: ReplicaLost | None) -> tuple[ReplicaLost | None, list[Reply]]:
-        self._deferral.forget(slave)
+    def _without(
+        self, now: float, contributor: Contributor, loss: ReplicaLost | None
+    ) -> tuple[ReplicaLost | None, list[Reply]]:
+        self._deferral.forget(contributor)
+        self.pace.forget(contributor.member)
         self._weigh()
         replies = self._tell_news()
         if self.membership.state is not GroupState.BROKEN:
-            replies += self.open_rounds.withdraw(slave) + self._settle(now) + self._tell_news()
+            replies += self.open_rounds.withdraw(contributor) + self._settle(now) + self._tell_news()
         return loss, replies
 
     def _tell_news(self) -> list[Reply]:
@@ -260,33 +367,39 @@ class SyncMaster:
     def _tell(self, told: Told) -> list[Reply]:
         if told is Told.DEPARTED:
             departed = self.membership.why_incomplete
-            slaves = self.membership.slaves.values()
-            return [(slave.peer, failure(departed)) for slave in slaves if slave.state is MemberState.BACK]
+            contributors = self.membership.contributors.values()
+            return [
+                (contributor.peer, failure(departed))
+                for contributor in contributors
+                if contributor.state is MemberState.BACK
+            ]
         lost, waiting = self.membership.why_broken, self._waiting()
-        return self.break_all(lambda _: lost) + [(slave.peer, failure(lost)) for slave in waiting]
+        return self.break_all(lambda _: lost) + [(contributor.peer, failure(lost)) for contributor in waiting]
 
-    def _waiting(self) -> list[Slave]:
-        """Slaves that wait for the group to open, or for all to be back, and have no round that could tell them."""
+    def _waiting(self) -> list[Contributor]:
+        """Members that wait for the group to open, or for all to be back, and have no round that could tell them."""
         has_opened, with_a_round = self.membership.has_opened, self._deferral.members
         return [
-            slave
-            for slave in self.membership.slaves.values()
-            if slave.state is MemberState.BACK or not (has_opened or slave.member in with_a_round)
+            contributor
+            for contributor in self.membership.contributors.values()
+            if contributor.state is MemberState.BACK or not (has_opened or contributor.member in with_a_round)
         ]
 
-    def _registered(self, slave: Slave) -> bytes:
-        missing, present = self.membership.missing_for(slave)
-        return encode(Registered(digest(slave.session), self._server, self.epoch, slave.first_step, missing, present))
+    def _registered(self, contributor: Contributor) -> bytes:
+        missing, present = self.membership.missing_for(contributor)
+        return encode(
+            Registered(digest(contributor.session), self._server, self.epoch, contributor.first_step, missing, present)
+        )
 
-    def _defer(self, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
+    def _defer(self, contributor: Contributor, contribution: Contribution, peer: bytes) -> list[Reply]:
         """Keep a contribution until the members are back after a restart of the server."""
         key = contribution.key
-        if slave.owes:
-            return [(peer, failure(unknown(slave.session), key))]
-        if self._deferral.would_exceed(self._budget.quota.max_open_rounds, slave, key):
+        if contributor.owes:
+            return [(peer, failure(unknown(contributor.session), key))]
+        if self._deferral.would_exceed(self._budget.quota.max_open_rounds, contributor, key):
             return [(peer, failure(self.open_rounds.too_many(key), key))]
         try:
-            self._deferral.add(slave, contribution, peer)
+            self._deferral.add(contributor, contribution, peer)
         except (LimitExceeded, ContributionConflict) as error:
             return [(peer, failure(error, key))]
         absent = self.membership.absent
@@ -294,8 +407,8 @@ class SyncMaster:
         text = f"waiting for {whom} to come back to a restarted server"
         return [(peer, pending(key, 0, text))] if contribution.attempt else []
 
-    def _answer_again(self, round_: Round, slave: Slave, rows: Rows, peer: bytes) -> list[Reply]:
-        future = round_.futures.get(slave.member)
+    def _answer_again(self, round_: Round, contributor: Contributor, rows: Rows, peer: bytes) -> list[Reply]:
+        future = round_.futures.get(contributor.member)
         if future and future.done and not future.put(rows, peer):
-            return [(peer, failure(round_.conflict(slave.member), round_.key))]
+            return [(peer, failure(round_.conflict(contributor.member), round_.key))]
         return [(peer, round_.answer)]

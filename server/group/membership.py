@@ -8,20 +8,20 @@ A member may be away for a while, because its data has ended, and takes part aga
 """
 
 from server.group import admission, life
+from server.group.contributor import Contributor
 from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
 from server.group.recovery import Recovery
-from server.group.slave import Slave
 from server.group.standing import Standing
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError
-from statsd_bn.members import Members
+from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Register, Stand
 from statsd_bn.round_key import RoundKey
 
 
 class Membership(Standing):
-    """The slaves of one life of a group.
+    """The members of one life of a group.
 
     Args:
         register: the registration that begins it.
@@ -29,7 +29,8 @@ class Membership(Standing):
         are_genuine: whether the results that it is told of are known to be the server's own.
 
     Attributes:
-        slaves: by member number.
+        contributors: by member number.
+        present: the numbers of the members; kept beside them, since each newcomer to a large group is told them.
         latest_step: the highest step that any member has begun.
         recovery: who is still to come back to a recovering group; None in any other state.
     """
@@ -44,25 +45,21 @@ class Membership(Standing):
         self.group = register.group
         self.world_size = register.world_size
         self.min_members = register.min_members
-        self.slaves: dict[int, Slave] = {}
+        self.contributors: dict[int, Contributor] = {}
+        self.present = NOBODY
         self.latest_step = 0
         self.recovery: Recovery | None = None
 
     @property
     def suffices(self) -> bool:
         """Whether enough members are there for a round to be completed."""
-        return len(self.slaves) >= self.min_members
-
-    @property
-    def present(self) -> Members:
-        """The members that are registered."""
-        return Members.of(self.slaves)
+        return len(self.contributors) >= self.min_members
 
     @property
     def missing(self) -> int:
         """How many members the group still waits for before it opens."""
         if self.state is GroupState.FILLING:
-            return self.world_size - len(self.slaves)
+            return self.world_size - len(self.contributors)
         # Nobody may begin before a recovery is over, though all who are known to be missing may be there before.
         return max(1, len(self.absent)) if self.state is GroupState.RECOVERING else 0
 
@@ -73,35 +70,35 @@ class Membership(Standing):
 
     @property
     def _returned(self) -> list[int]:
-        return [slave.member for slave in self.slaves.values() if not slave.owes]
+        return [contributor.member for contributor in self.contributors.values() if not contributor.owes]
 
-    def missing_for(self, slave: Slave) -> tuple[int, Members]:
-        """Number of members that a slave still waits for, and the members that are there."""
-        if not self.is_open or slave.state is not MemberState.BACK:
+    def missing_for(self, contributor: Contributor) -> tuple[int, Members]:
+        """Number of members that a member still waits for, and the members that are there."""
+        if not self.is_open or contributor.state is not MemberState.BACK:
             return self.missing, self.present
-        back = Members.of(other.member for other in self.slaves.values() if other.state is MemberState.BACK)
+        back = Members.of(other.member for other in self.contributors.values() if other.state is MemberState.BACK)
         # One that is back waits until it is called back, though all may be back the moment before.
         return max(1, self._size - len(back)), back
 
     def participants(self, step: int) -> list[int]:
         """Members that take part in a round of a step, if the round begins now."""
         return [
-            slave.member
-            for slave in self.slaves.values()
-            if slave.state is MemberState.TAKES_PART and slave.first_step <= step
+            contributor.member
+            for contributor in self.contributors.values()
+            if contributor.state is MemberState.TAKES_PART and contributor.first_step <= step
         ]
 
     def reach(self, step: int) -> None:
         """Record that a member has begun a step."""
         self.latest_step = max(self.latest_step, step)
 
-    def recall(self, slave: Slave, key: RoundKey, covered: Members) -> None:
-        """Record which members a result covers; an earlier life of the server gave it to a slave."""
+    def recall(self, contributor: Contributor, key: RoundKey, covered: Members) -> None:
+        """Record which members a result covers; an earlier life of the server gave it to a member."""
         self.reach(key.step)
         if self.recovery:
-            self.recovery.tell(slave.member, key, covered)
+            self.recovery.tell(contributor.member, key, covered)
 
-    def admit(self, now: float, register: Register, peer: bytes) -> Slave:
+    def admit(self, now: float, register: Register, peer: bytes) -> Contributor:
         """Register a member, or find it if it is registered.
 
         Raises:
@@ -111,22 +108,22 @@ class Membership(Standing):
                 begun.
             DuplicateMember: another process is this member already.
         """
-        slave = admission.check(self, register)
+        contributor = admission.check(self, register)
         # Not before: one that is refused begins nothing.
-        self._move(life.arrival(register), slave.state if slave else MemberState.NEW)
+        self._move(life.arrival(register), contributor.state if contributor else MemberState.NEW)
         if self.state is GroupState.RECOVERING and self.recovery is None:
             self.recovery = Recovery(now, self._silence, are_genuine=self._are_genuine)
-        if slave is None:
-            slave = self._take_in(register, peer)
-        elif self.recovery and register.has_past and not slave.has_past:
+        if contributor is None:
+            contributor = self._take_in(register, peer)
+        elif self.recovery and register.has_past and not contributor.has_past:
             # It came before it had heard that the group had been open, and has been asked what it knows.
-            slave.learn_past(register)
-        slave.peer = peer
-        self._change_state(slave, register)
+            contributor.learn_past(register)
+        contributor.peer = peer
+        self._change_state(contributor, register)
         if self.recovery:
             self.recovery.name(register.known)
             self.recovery.name(Members.of([register.member]))
-        return slave
+        return contributor
 
     def settle(self, now: float) -> bool:
         """Open the group, or begin another pass, if nobody is missing; returns whether it did."""
@@ -134,19 +131,23 @@ class Membership(Standing):
             return False
         return self._call_back() if self.is_open else self._open(now)
 
-    def incomplete(self, now: float) -> list[Slave]:
+    def incomplete(self, now: float) -> list[Contributor]:
         """Members that have announced results that did not come in time; none while there is time."""
         if self.recovery is None or not self.recovery.is_late(now):
             return []
-        return [slave for slave in self.slaves.values() if slave.owes]
+        return [contributor for contributor in self.contributors.values() if contributor.owes]
 
     @property
-    def overtaken(self) -> list[Slave]:
+    def overtaken(self) -> list[Contributor]:
         """Members that come back to an elastic group that had lost them: the others have a result without them."""
         if self.recovery is None or not self.is_elastic:
             return []
-        back = [slave for slave in self.slaves.values() if slave.has_past and slave.state is MemberState.TAKES_PART]
-        return [slave for slave in back if self.recovery.is_left_out(slave, back)]
+        back = [
+            contributor
+            for contributor in self.contributors.values()
+            if contributor.has_past and contributor.state is MemberState.TAKES_PART
+        ]
+        return [contributor for contributor in back if self.recovery.is_left_out(contributor, back)]
 
     def give_up_waiting(self, now: float) -> bool:
         """Give up on members that have not come back after a restart of the server; returns whether there are any."""
@@ -161,16 +162,16 @@ class Membership(Standing):
         """Break the group because its members were given different results."""
         self._break_if_told(self._move(Event.RESULTS_DIFFER), error)
 
-    def remove(self, slave: Slave, cause: str) -> ReplicaLost | None:
+    def remove(self, contributor: Contributor, cause: str) -> ReplicaLost | None:
         """Remove a member that said goodbye; returns the error that it gets if it comes back."""
         if cause:
-            return self._take_out(slave, Event.FAILS, f"failed with {cause}", cause)
+            return self._take_out(contributor, Event.FAILS, f"failed with {cause}", cause)
         orderly = "left while others went on; for data of different lengths see client.join"
-        return self._take_out(slave, Event.LEAVES, orderly, cause)
+        return self._take_out(contributor, Event.LEAVES, orderly, cause)
 
-    def lose(self, slave: Slave, cause: str) -> ReplicaLost | None:
+    def lose(self, contributor: Contributor, cause: str) -> ReplicaLost | None:
         """Remove a member that is lost; returns the error that it gets if it comes back."""
-        return self._take_out(slave, Event.IS_LOST, f"was lost: {cause}", cause)
+        return self._take_out(contributor, Event.IS_LOST, f"was lost: {cause}", cause)
 
     def _move(self, event: Event, member: MemberState | None = None) -> Move:
         move = super()._move(event, member)
@@ -178,10 +179,10 @@ class Membership(Standing):
             self.recovery = None
         return move
 
-    def _take_in(self, register: Register, peer: bytes) -> Slave:
+    def _take_in(self, register: Register, peer: bytes) -> Contributor:
         self.reach(register.step)
         joins = self.is_open
-        slave = Slave(
+        contributor = Contributor(
             register.session,
             register.member,
             register.deadline,
@@ -194,25 +195,26 @@ class Membership(Standing):
             register.has_past,
             register.results if self.recovery else 0,
         )
-        self.slaves[register.member] = slave
-        return slave
+        self.contributors[register.member] = contributor
+        self.present = self.present.plus(register.member)
+        return contributor
 
-    def _change_state(self, slave: Slave, register: Register) -> None:
+    def _change_state(self, contributor: Contributor, register: Register) -> None:
         event = life.change(register, one_left=self.departed is not None)
         # One that was sent before the latest pass began says nothing any more.
-        if event is None or register.step < slave.first_step:
+        if event is None or register.step < contributor.first_step:
             return
-        move = self._move(event, slave.state)
+        move = self._move(event, contributor.state)
         if move.told is Told.REFUSED_DEPARTED:
             raise self.why_incomplete
         self.reach(register.step)
-        slave.state = move.member or slave.state
+        contributor.state = move.member or contributor.state
 
     def _open(self, now: float) -> bool:
         if self.recovery:
             is_over = self.recovery.is_over(now, self._returned, is_elastic=self.is_elastic) and not self.overtaken
         else:
-            is_over = len(self.slaves) == self.world_size
+            is_over = len(self.contributors) == self.world_size
         if not is_over:
             return False
         if self.recovery:
@@ -222,19 +224,23 @@ class Membership(Standing):
     def _let_in_after_recovery(self) -> None:
         """Let new members begin after the others; let members that missed the call for a pass begin that pass."""
         begun = self._latest_call
-        for slave in self.slaves.values():
-            if self.is_elastic and not slave.has_past and self._has_begun:
-                slave.first_step = self._next_step
-            elif slave.state is MemberState.BACK and slave.first_step < begun:
-                slave.first_step, slave.state = begun, MemberState.TAKES_PART
+        for contributor in self.contributors.values():
+            if self.is_elastic and not contributor.has_past and self._has_begun:
+                contributor.first_step = self._next_step
+            elif contributor.state is MemberState.BACK and contributor.first_step < begun:
+                contributor.first_step, contributor.state = begun, MemberState.TAKES_PART
 
     @property
     def _latest_call(self) -> int:
         """First step of the latest pass that any member knows of."""
         if not self.is_elastic:
-            return max((slave.first_step for slave in self.slaves.values()), default=0)
+            return max((contributor.first_step for contributor in self.contributors.values()), default=0)
         # Those who wait may be newcomers, and so may those who take part: whoever was called begins before these.
-        takes_part = (slave.first_step for slave in self.slaves.values() if slave.state is MemberState.TAKES_PART)
+        takes_part = (
+            contributor.first_step
+            for contributor in self.contributors.values()
+            if contributor.state is MemberState.TAKES_PART
+        )
         return min(takes_part, default=0)
 
     @property
@@ -243,25 +249,30 @@ class Membership(Standing):
         return self.latest_step > 0 or (self.recovery is not None and self.recovery.has_results)
 
     def _call_back(self) -> bool:
-        slaves = self.slaves.values()
+        contributors = self.contributors.values()
         # Whoever takes part is mostly the first to be asked: this is looked at for each message that changes anything.
-        if not slaves or len(slaves) < self._size or not all(slave.state is MemberState.BACK for slave in slaves):
+        if (
+            not contributors
+            or len(contributors) < self._size
+            or not all(contributor.state is MemberState.BACK for contributor in contributors)
+        ):
             return False
         move = self._move(Event.ALL_ARE_BACK)
-        for slave in slaves:
-            slave.first_step, slave.state = self._next_step, move.member or slave.state
+        for contributor in contributors:
+            contributor.first_step, contributor.state = self._next_step, move.member or contributor.state
         return move.told is Told.GO_ON
 
-    def _take_out(self, slave: Slave, event: Event, reason: str, cause: str) -> ReplicaLost | None:
-        del self.slaves[slave.member]
+    def _take_out(self, contributor: Contributor, event: Event, reason: str, cause: str) -> ReplicaLost | None:
+        del self.contributors[contributor.member]
+        self.present = self.present.minus(contributor.member)
         was_missed = self.state is not GroupState.FILLING
-        move = self._move(event, slave.state)
-        slave.state = move.member or slave.state
+        move = self._move(event, contributor.state)
+        contributor.state = move.member or contributor.state
         if not was_missed:
             return None
         if self.recovery and self.is_elastic:
-            self.recovery.forget(slave.member)
-        loss = self._loss(slave.member, slave.step, f"{slave} {reason}", cause)
+            self.recovery.forget(contributor.member)
+        loss = self._loss(contributor.member, contributor.step, f"{contributor} {reason}", cause)
         self._break_if_told(move, loss)
         # Whoever was back when the first one left has been told then, and nobody can be back since.
         if move.told is Told.DEPARTED and self.departed is None:
@@ -288,7 +299,7 @@ class Membership(Standing):
     @property
     def _size(self) -> int:
         """How many members make the group complete."""
-        return len(self.slaves) if self.is_elastic else self.world_size
+        return len(self.contributors) if self.is_elastic else self.world_size
 
     @property
     def name(self) -> str:

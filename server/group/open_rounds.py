@@ -2,17 +2,22 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 
 from server.group import late
 from server.group.claims import Claims
+from server.group.contributor import Contributor
+from server.group.first_non_finite import FirstNonFinite
 from server.group.life import GroupState
 from server.group.membership import Membership
 from server.group.reduction import reduce_round
 from server.group.results import Archive
 from server.group.rounds import FutureResult, Reply, Round, failed, failure, unknown
 from server.group.seals import Seals
-from server.group.slave import Slave
+from server.insight import looks
+from server.insight.histogram import Histogram
+from server.insight.looks import Looks
 from server.limits.account import FUTURE_BYTES, ROUND_BYTES
 from server.limits.quota import Budget, size_of
 from statsd_bn import limits
@@ -25,7 +30,8 @@ from statsd_bn.errors import (
     StatsdBNError,
 )
 from statsd_bn.members import Members
-from statsd_bn.messages import Contribution, Pending
+from statsd_bn.messages import Aggregate, Contribution, Pending
+from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import told
 from statsd_bn.wire import encode
@@ -48,6 +54,8 @@ class OpenRounds:
     Attributes:
         done: how many have ended with an aggregate.
         failed: how many have ended with an error.
+        non_finite: whose NaN or infinity came first.
+        lengths: how long rounds were open, those that ended as their last contribution came.
         was_refused: whether a member came to a round after the group was broken.
         answered: when members were last told that one has ended, or that the group is open.
     """
@@ -63,8 +71,11 @@ class OpenRounds:
     ) -> None:
         self.done = 0
         self.failed = 0
+        self.non_finite = FirstNonFinite()
+        self.lengths = Histogram()
         self.was_refused = False
         self.answered = -math.inf
+        self._looks = Looks()
         # What all keys of this life begin with.
         self._run = (membership.job, membership.group, epoch)
         self._membership = membership
@@ -82,30 +93,32 @@ class OpenRounds:
     def __iter__(self) -> Iterator[Round]:
         return iter(self._open.values())
 
-    def contribute(self, now: float, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
-        """Take a slave's rows for one round; the first rows begin the round."""
+    def contribute(self, now: float, contributor: Contributor, contribution: Contribution, peer: bytes) -> list[Reply]:
+        """Take a member's rows for one round; the first rows begin the round."""
         key, rows = contribution.key, contribution.rows
         try:
             if round_ := self._open.get(key):
-                future = self._future(round_, slave)
+                future = self._future(round_, contributor)
                 is_first = not future.done
                 if is_first:
                     self._reserve(round_, size_of(rows))
             else:
-                round_ = self._begin(now, slave, contribution)
-                future, is_first = round_.futures[slave.member], True
+                round_ = self._begin(now, contributor, contribution)
+                future, is_first = round_.futures[contributor.member], True
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
-        slave.step, slave.replicas = key.step, len(rows.counts)
+        contributor.step, contributor.replicas = key.step, len(rows.counts)
         if is_first:
             future.since = now
-            self._count_threads(slave, contribution)
-        return self._put(now, round_, slave, contribution, peer)
+            round_.behind, round_.latest = now - round_.latest, now
+            contributor.late += now - round_.opened
+            self._count_threads(contributor, contribution)
+        return self._put(now, round_, contributor, contribution, peer)
 
-    def withdraw(self, slave: Slave) -> list[Reply]:
-        """Wait no longer for a slave, and end the rounds that waited for it alone."""
+    def withdraw(self, contributor: Contributor) -> list[Reply]:
+        """Wait no longer for a member, and end the rounds that waited for it alone."""
         for round_ in self:
-            round_.withdraw(slave.member)
+            round_.withdraw(contributor.member)
         return self.complete()
 
     def complete(self) -> list[Reply]:
@@ -141,63 +154,70 @@ class OpenRounds:
         """End all rounds, each with its own error."""
         return [reply for round_ in list(self) for reply in self._break(round_, reason(round_.key))]
 
-    def check_key(self, slave: Slave, key: RoundKey) -> None:
-        """Raise ProtocolError if a slave names a round of another group, or of another life of this one."""
+    def check_key(self, contributor: Contributor, key: RoundKey) -> None:
+        """Raise ProtocolError if a member names a round of another group, or of another life of this one."""
         if key[:3] != self._run:
             job, group, epoch = self._run
             raise ProtocolError(
-                f"round key: expected job {job!r}, group {group!r}, epoch {epoch}, as {slave} registered, got {key}"
+                f"round key: expected job {job!r}, group {group!r}, epoch {epoch}, as {contributor} registered, "
+                f"got {key}"
             )
 
     def too_many(self, key: RoundKey) -> LimitExceeded:
-        """Error of a slave that opens one round too many."""
+        """Error of a member that opens one round too many."""
         most = self._budget.quota.max_open_rounds
         return self._budget.exceeded(
             f"group {key.group!r} of job {key.job!r} has {most} open rounds already", most, "open rounds"
         )
 
-    def _begin(self, now: float, slave: Slave, contribution: Contribution) -> Round:
+    def _begin(self, now: float, contributor: Contributor, contribution: Contribution) -> Round:
         membership, key = self._membership, contribution.key
         if membership.state is GroupState.BROKEN:
             self.was_refused = True
             raise membership.why_broken
-        self.check_key(slave, key)
+        self.check_key(contributor, key)
         if membership.state is not GroupState.OPEN:
             # It believes that the group is open, as it was in an earlier life of the server: it is to say so.
-            raise unknown(slave.session)
+            raise unknown(contributor.session)
         if self._archive.remembers(key):
             raise failed(key, "it ended long ago, and its answer is no longer kept")
         if len(self._open) >= self._budget.quota.max_open_rounds:
             raise self.too_many(key)
         members = membership.participants(key.step)
-        if slave.member not in members:
-            raise failed(key, f"{slave} is not one of the ranks that take part, {Members.of(members)}")
-        round_ = Round(key, members, now, slave.deadline)
+        if contributor.member not in members:
+            raise failed(key, f"{contributor} is not one of the ranks that take part, {Members.of(members)}")
+        round_ = Round(key, members, now, contributor.deadline)
         self._reserve(round_, ROUND_BYTES + FUTURE_BYTES * len(members) + size_of(contribution.rows))
         membership.reach(key.step)
-        self._next_deadline = min(self._next_deadline, now + slave.deadline)
+        self._next_deadline = min(self._next_deadline, now + contributor.deadline)
         self._open[key] = round_
         return round_
 
-    def _future(self, round_: Round, slave: Slave) -> FutureResult:
-        if slave.member not in round_.futures:
-            raise failed(round_.key, f"{slave} is not one of the ranks that take part, {Members.of(round_.futures)}")
-        return round_.futures[slave.member]
+    def _future(self, round_: Round, contributor: Contributor) -> FutureResult:
+        if contributor.member not in round_.futures:
+            raise failed(
+                round_.key, f"{contributor} is not one of the ranks that take part, {Members.of(round_.futures)}"
+            )
+        return round_.futures[contributor.member]
 
     def _reserve(self, round_: Round, size: int) -> None:
         self._archive.room.take(size)
         round_.held += size
 
-    def _count_threads(self, slave: Slave, contribution: Contribution) -> None:
+    def _count_threads(self, contributor: Contributor, contribution: Contribution) -> None:
         # What is sent again may come in a bunch, from one thread.
-        if len(self._open) > slave.threads and not contribution.attempt:
-            futures = (round_.futures.get(slave.member) for round_ in self)
-            slave.threads = max(slave.threads, 1 + sum(future is not None and future.done for future in futures))
+        if len(self._open) > contributor.threads and not contribution.attempt:
+            futures = (round_.futures.get(contributor.member) for round_ in self)
+            contributor.threads = max(
+                contributor.threads, 1 + sum(future is not None and future.done for future in futures)
+            )
 
-    def _put(self, now: float, round_: Round, slave: Slave, contribution: Contribution, peer: bytes) -> list[Reply]:
-        earlier = round_.futures[slave.member].peer
+    def _put(
+        self, now: float, round_: Round, contributor: Contributor, contribution: Contribution, peer: bytes
+    ) -> list[Reply]:
+        earlier = round_.futures[contributor.member].peer
         try:
-            round_.put(slave.member, contribution.rows, peer)
+            round_.put(contributor.member, contribution.rows, peer)
         except ContributionConflict as conflict:
             return [(told, failure(conflict, round_.key)) for told in dict.fromkeys((earlier, peer)) if told]
         except RoundFailed as error:
@@ -205,8 +225,30 @@ class OpenRounds:
             return self._break(round_, error, also=[peer])
         if self._is_ready(round_):
             self.answered = now
+            self.lengths.add(now - round_.opened)
+            contributor.behind.add(round_.behind)
+            if self._looks.are_due(now, round_.key):
+                self._look(now, round_)
             return self._finish(round_)
         return [(peer, self._pending(now, round_))] if contribution.attempt else []
+
+    def _look(self, now: float, round_: Round) -> None:
+        """Keep some rows for the figures of skew, if all members of a strict group have brought some."""
+        membership, room = self._membership, self._archive.room
+        if membership.is_elastic or not round_.is_complete or len(round_.futures) < membership.world_size:
+            return
+        before = self._looks.kept
+        with suppress(LimitExceeded):  # then they are not kept
+            room.check(looks.MOST_BYTES)
+            self._looks.add(now, round_.key, [future.get() for future in round_.futures.values()])
+            room.keep(self._looks.kept - before)
+
+    def take_look(self, now: float) -> tuple[int, dict[str, FloatArray]] | None:
+        """The step that was looked at, and the figures of its layers by name; None where nothing is due."""
+        before = self._looks.kept
+        found = self._looks.take(now)
+        self._archive.room.keep(self._looks.kept - before)
+        return found
 
     def _is_ready(self, round_: Round) -> bool:
         if round_.is_complete and self._membership.suffices:
@@ -220,16 +262,19 @@ class OpenRounds:
             self._membership.find_contradiction(conflict)
             return self._break(round_, conflict)
         self.done += 1
+        aggregate = claimed or self._sum(round_)
+        if aggregate.non_finite.runs:
+            self.non_finite.take(aggregate, self._membership.contributors)
         # What a member was given is given to the others as it is, seal and all.
-        round_.end(encode(claimed) if claimed else self._sum(round_))
+        round_.end(encode(claimed) if claimed else self._seals.sealed(aggregate))
         return self._close(round_)
 
-    def _sum(self, round_: Round) -> bytes:
-        """Frame of the sum of the rows."""
+    def _sum(self, round_: Round) -> Aggregate:
+        """Sum of the rows."""
         total = reduce_round(round_)
         if self._claims.of:
             self._claims.check(total)
-        return self._seals.sealed(total)
+        return total
 
     def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
         self.failed += 1
@@ -246,7 +291,9 @@ class OpenRounds:
     def _timeout(self, now: float, round_: Round) -> RoundTimeout:
         # Where too few are left, whoever has not come waits for newcomers as well.
         missing = round_.missing if self._membership.suffices else []
-        return round_.timeout(self._late(round_), missing, late.table(now, round_, self._membership.slaves, missing))
+        return round_.timeout(
+            self._late(round_), missing, late.table(now, round_, self._membership.contributors, missing)
+        )
 
     def _late(self, round_: Round) -> str:
         """Whom a round waits for, in few words; a table has the rest."""
@@ -263,18 +310,18 @@ class OpenRounds:
         """Whom a round waits for, in words."""
         membership = self._membership
         if not membership.suffices:
-            return f"enough ranks ({len(membership.slaves)} of min_members {membership.min_members} are there)"
-        late = ", ".join(str(membership.slaves[member]) for member in round_.missing[:TOLD_OF])
+            return f"enough ranks ({len(membership.contributors)} of min_members {membership.min_members} are there)"
+        late = ", ".join(str(membership.contributors[member]) for member in round_.missing[:TOLD_OF])
         return f"{late} and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else late
 
     def _where(self, round_: Round, now: float) -> str:
         """Where the late members are, as far as they have answered; one sentence for each."""
         if not self._membership.suffices:
             return ""
-        late = (self._membership.slaves[member] for member in round_.missing)
+        late = (self._membership.contributors[member] for member in round_.missing)
         # Most have answered nothing: a few are asked.
-        seen = islice(((slave, where) for slave in late if (where := slave.where(now))), TOLD_OF)
-        return "; ".join(f"{slave} {where}" for slave, where in seen)
+        seen = islice(((contributor, where) for contributor in late if (where := contributor.where(now))), TOLD_OF)
+        return "; ".join(f"{contributor} {where}" for contributor, where in seen)
 
 
 def pending(key: RoundKey, seconds: int, text: str, where: str = "") -> bytes:

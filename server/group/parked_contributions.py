@@ -2,14 +2,14 @@
 
 from collections import Counter
 
+from server.group.contributor import Contributor
 from server.group.results import Room
 from server.group.rounds import conflict, same
-from server.group.slave import Slave
 from server.limits.quota import size_of
 from statsd_bn.messages import Contribution
 from statsd_bn.round_key import RoundKey
 
-Deferred = tuple[Slave, Contribution, bytes]
+Deferred = tuple[Contributor, Contribution, bytes]
 """A contribution, whose it is, and the peer that sent it."""
 
 
@@ -30,27 +30,27 @@ class Deferral:
         """Members whose contributions wait."""
         return set(self._counts)
 
-    def would_exceed(self, most: int, slave: Slave, key: RoundKey) -> bool:
-        """Whether accepting this would exceed the slave's limit, `most` contributions."""
-        return self._counts[slave.member] >= most and (slave.member, key) not in self._waiting
+    def would_exceed(self, most: int, contributor: Contributor, key: RoundKey) -> bool:
+        """Whether accepting this would exceed the member's limit, `most` contributions."""
+        return self._counts[contributor.member] >= most and (contributor.member, key) not in self._waiting
 
-    def add(self, slave: Slave, contribution: Contribution, peer: bytes) -> None:
+    def add(self, contributor: Contributor, contribution: Contribution, peer: bytes) -> None:
         """Keep a contribution; if it was sent again, remember the new peer.
 
         Raises:
             LimitExceeded: the job would keep too many bytes.
-            ContributionConflict: the slave has sent other rows before; these count.
+            ContributionConflict: the member has sent other rows before; these count.
         """
         key = contribution.key
-        if earlier := self._waiting.get((slave.member, key)):
+        if earlier := self._waiting.get((contributor.member, key)):
             if not same(earlier[1].rows, contribution.rows):
-                raise conflict(key, slave.member)
+                raise conflict(key, contributor.member)
         else:
             size = size_of(contribution.rows)
             self._room.check(size)
             self._room.keep(size)
-            self._counts[slave.member] += 1
-        self._waiting[slave.member, key] = slave, contribution, peer
+            self._counts[contributor.member] += 1
+        self._waiting[contributor.member, key] = contributor, contribution, peer
 
     def take(self) -> list[Deferred]:
         """Take all contributions out, in order."""
@@ -60,9 +60,9 @@ class Deferral:
         self._room.keep(-sum(size_of(contribution.rows) for _, contribution, _ in taken))
         return taken
 
-    def forget(self, gone: Slave) -> None:
-        """Drop the contributions of a slave."""
-        self._drop([case for case, (slave, _, _) in self._waiting.items() if slave is gone])
+    def forget(self, gone: Contributor) -> None:
+        """Drop the contributions of a member."""
+        self._drop([case for case, (contributor, _, _) in self._waiting.items() if contributor is gone])
 
     def forget_round(self, key: RoundKey) -> None:
         """Drop the contributions to a round."""

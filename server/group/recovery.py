@@ -6,7 +6,7 @@ group waits until all who were named are there, as long as it would wait for any
 
 from collections.abc import Collection, Iterable
 
-from server.group.slave import Slave
+from server.group.contributor import Contributor
 from statsd_bn.members import Members
 from statsd_bn.round_key import RoundKey
 
@@ -54,8 +54,8 @@ class Recovery:
         """Whether any member was given a result."""
         return bool(self._told)
 
-    def is_left_out(self, slave: Slave, back: Iterable[Slave]) -> bool:
-        """Whether the others had gone on without a slave, in a step in which it takes part.
+    def is_left_out(self, contributor: Contributor, back: Iterable[Contributor]) -> bool:
+        """Whether the others had gone on without a member, in a step in which it takes part.
 
         One result is enough that is known to be the server's own. Otherwise all others who could know must have told of
         one, that is all who are back and took part in that step: one member alone may make it up.
@@ -63,12 +63,12 @@ class Recovery:
         without = [
             (key.step, authors)
             for (key, covered), authors in self._told.items()
-            if slave.first_step <= key.step and slave.member not in covered
+            if contributor.first_step <= key.step and contributor.member not in covered
         ]
         if self._are_genuine or not without:
             return bool(without)
         first = min(step for step, _ in without)
-        could_know = {other.member for other in back if other is not slave and other.first_step <= first}
+        could_know = {other.member for other in back if other is not contributor and other.first_step <= first}
         return could_know <= set().union(*(authors for _, authors in without))
 
     def missing(self, present: Collection[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """The life of one round.
 
-A round is opened by the first contribution that names its key, with one `FutureResult` for every slave of the
+A round is opened by the first contribution that names its key, with one `FutureResult` for every member of the
 group. It ends once, in one of two ways, and the frame that ended it answers everybody, late or repeated:
 
 - no contribution is missing any more: REDUCED, and the answer is the aggregate;
@@ -66,11 +66,11 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 
 
 class FutureResult:
-    """The master's placeholder for one slave's contribution to one round. The first write wins.
+    """The server's placeholder for one member's contribution to one round. The first write wins.
 
     Attributes:
         peer: whom to answer.
-        since: when the slave first waited for the answer; a repetition does not change it.
+        since: when the member first waited for the answer; a repetition does not change it.
     """
 
     __slots__ = ("_rows", "peer", "since")
@@ -104,7 +104,7 @@ class FutureResult:
             LookupError: it has not come yet.
         """
         if self._rows is None:
-            raise LookupError("this slave has not contributed yet")
+            raise LookupError("this contributor has not contributed yet")
         return self._rows
 
 
@@ -127,25 +127,41 @@ def same(one: Rows, other: Rows) -> bool:
 
 
 class Round:
-    """One exchange: a future per slave, in replica order.
+    """One exchange: a future per member, in replica order.
 
     Args:
         key: what identifies it.
-        members: the slaves that take part.
+        members: the members that take part.
         opened: when its first contribution came, in seconds.
         seconds: how long it may stay open.
 
     Attributes:
         held: how many bytes it keeps, see `server.limits.quota`.
+        latest: when the latest contribution came.
+        behind: how much later that was than the one before, in seconds.
     """
 
-    __slots__ = ("_pending", "answer", "count", "futures", "held", "key", "opened", "seconds", "shape", "state")
+    __slots__ = (
+        "_pending",
+        "answer",
+        "behind",
+        "count",
+        "futures",
+        "held",
+        "key",
+        "latest",
+        "opened",
+        "seconds",
+        "shape",
+        "state",
+    )
 
     def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
         self.key = key
         self.state = State.WAITING
         self.futures = {member: FutureResult() for member in sorted(members)}
-        self.opened = opened
+        self.opened = self.latest = opened
+        self.behind = 0.0
         self.seconds = seconds
         self.shape: tuple[int, ...] = ()
         self.count = 0

@@ -4,8 +4,9 @@ A member is asked more than once, so a sighting also says how long it has been i
 the text of a member is for people, and its numbers only decide about members that wait anyhow.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from statsd_bn.members import NOBODY
 from statsd_bn.messages import Whereabouts
 from statsd_bn.text import plain
 
@@ -22,6 +23,10 @@ STEADY_SECONDS = 1.0
 
 # Process groups that are remembered for one member: it is asked for one or two.
 MOST_GROUPS = 8
+
+# Runs of ranks in a process group that is remembered: every eighth of 1,024 ranks are so many, and take 15 KB. What a
+# member tells of another process group is dropped, since it is in nobody's account.
+MOST_RUNS = 128
 
 
 @dataclass(slots=True)
@@ -46,7 +51,7 @@ class Sighting:
         latest: its latest answer.
         since: when it gave the first answer that says the same as the latest.
         seen: when it gave the latest.
-        launched: by process group of torch, its name and its ranks.
+        launched: by process group of torch, as `group_of` has it.
     """
 
     due: float
@@ -57,7 +62,7 @@ class Sighting:
     latest: Whereabouts | None = None
     since: float = 0.0
     seen: float = 0.0
-    launched: dict[tuple[str, object], Launched] = field(default_factory=dict)
+    launched: dict[int, Launched] = field(default_factory=dict)
 
     def ask(self, now: float, number: int) -> None:
         """Note that a question leaves now."""
@@ -70,11 +75,14 @@ class Sighting:
         if self.asked is None or answer.number != self.number:
             return
         self.asked = None
+        if len(answer.members.runs) > MOST_RUNS:
+            answer = replace(answer, torch_group="", members=NOBODY, launched=0)
         if self.latest is None or _place(answer) != _place(self.latest):
             self.since = now
+            self.launched.clear()  # it has moved, so these numbers are old
         self.latest, self.seen = answer, now
         if answer.torch_group:
-            self._count(now, (answer.torch_group, answer.members), answer.launched)
+            self._count(now, group_of(answer), answer.launched)
 
     @property
     def is_held(self) -> bool:
@@ -82,7 +90,7 @@ class Sighting:
         latest = self.latest
         return bool(latest and latest.held and latest.torch_group) and self.seen - self.since >= STEADY_SECONDS
 
-    def has_launched(self, group: tuple[str, object], at_least: int) -> bool | None:
+    def has_launched(self, group: int, at_least: int) -> bool | None:
         """Whether the member has begun so many operations on a process group; None if nobody knows, or it changes."""
         known = self.launched.get(group)
         if known is None:
@@ -90,6 +98,11 @@ class Sighting:
         if known.number >= at_least:
             return True
         return False if known.seen - known.since >= STEADY_SECONDS else None
+
+    def steady_in(self, group: int) -> tuple[float, float]:
+        """From when to when neither its place nor its number of operations on a process group is known to change."""
+        known = self.launched.get(group)
+        return (max(self.since, known.since), known.seen) if known else (self.seen, self.seen)
 
     def told(self, now: float) -> str:
         """Where it is, for people, to follow its name; empty while nothing is known."""
@@ -100,7 +113,7 @@ class Sighting:
         place = plain(self.latest.stack) or ("a collective of torch" if self.latest.held else "")
         return f"is in {place}, for {now - self.since:.0f} s" if place else ""
 
-    def _count(self, now: float, group: tuple[str, object], number: int) -> None:
+    def _count(self, now: float, group: int, number: int) -> None:
         known = self.launched.get(group)
         if known and known.number == number:
             known.seen = now
@@ -108,6 +121,11 @@ class Sighting:
         if len(self.launched) >= MOST_GROUPS:
             self.launched.clear()
         self.launched[group] = Launched(number, now, now)
+
+
+def group_of(answer: Whereabouts) -> int:
+    """What the process group that a member tells of is known by: one number for its name and its ranks."""
+    return hash((answer.torch_group, answer.members))
 
 
 def _place(answer: Whereabouts) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ ROUND_BYTES = 2048
 # What a round keeps for each member it waits for: 94 bytes.
 FUTURE_BYTES = 128
 
-# A member: its slave, its record and its pulse, 1.3 kB.
+# A member: its member, its record and its pulse, 1.3 kB.
 MEMBER_BYTES = 2048
 
 # A group without members: 2.4 kB.

@@ -7,12 +7,13 @@ from typing import Any, get_args
 import numpy as np
 
 from statsd_bn import limits
-from statsd_bn.checks import check_depth, shown
+from statsd_bn.checks import check_depth, check_text, shown
 from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import (
     BY_TYPE,
     Aggregate,
     Contribution,
+    Digest,
     Failure,
     Message,
     Pending,
@@ -26,6 +27,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
+from statsd_bn.skew import FIGURES
 from statsd_bn.wire.frame import FLOAT, header_of, padded
 from statsd_bn.wire.headers import MOST_NAMES, SHORT_BYTES, array, unpack, unpack_without_arrays
 from statsd_bn.wire.kept import unpacked_key, unpacked_members
@@ -98,14 +100,22 @@ def _contribution(fields: list[Any], frame: bytes, end: int) -> Contribution:
 
 
 def _aggregate(fields: list[Any], frame: bytes, end: int) -> Aggregate:
-    key, replicas, count, members, vectors, channels = fields
+    key, replicas, count, members, non_finite, vectors, channels = fields
     values, seal = _values(frame, end, (vectors, channels), limits.SEAL_BYTES), frame[-limits.SEAL_BYTES :]
-    return Aggregate(unpacked_key(key), replicas, count, unpacked_members(members), values, seal)
+    among, bearers = unpacked_members(members), unpacked_members(non_finite)
+    return Aggregate(unpacked_key(key), replicas, count, among, values, seal, bearers)
 
 
 def _result(fields: list[Any], frame: bytes, end: int) -> Result:
     session, *aggregate = fields
     return Result(session, _aggregate(aggregate, frame, end))
+
+
+def _digest(fields: list[Any], frame: bytes, end: int) -> Digest:
+    session, step, layers, members = fields
+    check_text("layers", layers, limits.MAX_DIGEST_BYTES)
+    values = _values(frame, end, (layers.count("\n") + 1, members, FIGURES))
+    return Digest(session, step, layers, values)
 
 
 def _pending(fields: list[Any]) -> Pending:
@@ -141,14 +151,15 @@ def _registered(fields: list[Any]) -> Registered:
 
 
 def _whereabouts(fields: list[Any]) -> Whereabouts:
-    *plain, members, launched = fields
-    return Whereabouts(*[*plain, unpacked_members(members), launched])
+    *plain, members, launched, collective = fields
+    return Whereabouts(*[*plain, unpacked_members(members), launched, collective])
 
 
 _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = {
     Contribution: _contribution,
     Aggregate: _aggregate,
     Result: _result,
+    Digest: _digest,
 }
 _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
     Pending: _pending,

@@ -11,6 +11,7 @@ from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
+    Digest,
     Failure,
     Message,
     Pending,
@@ -75,7 +76,8 @@ def _flat_contribution(message: Contribution) -> _Flat:
 def _flat_aggregate(message: Aggregate) -> _Flat:
     total = message.values
     key, members = packed_key(message.key), packed_members(message.members)
-    return total, [key, message.replicas, message.count, members, *total.shape]
+    non_finite = packed_members(message.non_finite)
+    return total, [key, message.replicas, message.count, members, non_finite, *total.shape]
 
 
 def _flat_result(message: Result) -> _Flat:
@@ -91,6 +93,10 @@ def _flat_settled(message: Settled) -> _Flat:
     return None, [message.session, packed_key(message.key)]
 
 
+def _flat_digest(message: Digest) -> _Flat:
+    return message.values, [message.session, message.step, message.layers, message.values.shape[1]]
+
+
 def _flat_failure(message: Failure) -> _Flat:
     key = packed_key(message.key) if message.key else None
     return None, [message.code, message.message, message.fields, key]
@@ -102,8 +108,8 @@ def _flat_registration(message: Register | Registered) -> _Flat:
 
 
 def _flat_whereabouts(message: Whereabouts) -> _Flat:
-    *plain, members, launched = values_of(message)
-    return None, [*plain, packed_members(members), launched]
+    *plain, members, launched, collective = values_of(message)
+    return None, [*plain, packed_members(members), launched, collective]
 
 
 def _flat_fields(message: Message) -> _Flat:
@@ -116,6 +122,7 @@ _FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
     Result: _flat_result,
     Pending: _flat_pending,
     Settled: _flat_settled,
+    Digest: _flat_digest,
     Failure: _flat_failure,
     Register: _flat_registration,
     Registered: _flat_registration,

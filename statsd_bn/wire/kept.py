@@ -46,6 +46,8 @@ def unpacked_key(value: Any) -> RoundKey:
 
 def packed_members(members: Members) -> bytes:
     """Members as runs of two numbers each."""
+    if not members.runs:
+        return b""
     return _packed_runs(members) if len(members.runs) <= _KEPT_RUNS else _packed_runs.__wrapped__(members)
 
 

@@ -11,10 +11,24 @@ import threading
 import pytest
 import zmq
 
+from attacks.crowds import ROW
 from attacks.peers import Peers, job_of
 from attacks.servers import ROOT, environment
 from attacks.variants import keys_if_long, long
-from statsd_bn.messages import Failure, Leave, Message, Register, Registered
+from statsd_bn.members import Members
+from statsd_bn.messages import (
+    Contribution,
+    Failure,
+    Heartbeat,
+    Leave,
+    Message,
+    Pending,
+    Question,
+    Register,
+    Registered,
+    Whereabouts,
+)
+from statsd_bn.round_key import RoundKey
 from statsd_bn.wire import encode
 
 ESCAPES = "\x1b[2J\r\nINFO all is well\x9b31m\u202e"
@@ -59,6 +73,30 @@ def test_what_a_stranger_says_of_itself_is_told_to_nobody_as_it_is(server, where
         while (message := honest.hear(0.5)) is not None:
             told.append(message)
     assert not raw("".join(map(said_of, told)))
+    assert not raw(server.said())
+
+
+@keys_if_long
+@pytest.mark.parametrize("stack", [f"f.py:1 f{PLACEHOLDER}", "f.py:1 f\n\trank 0 has failed"], ids=["forged", "lines"])
+def test_where_a_late_member_says_it_is_is_told_on_one_line(server, stack):
+    job = job_of("alice")
+    with Peers(server, "alice") as peers:
+        honest, hostile = peers.open(), peers.open()
+        for number, peer in enumerate((honest, hostile)):
+            peer.ask(Register(b"member-%d" % number, job, "world", 0, number, 2, 0, 9.0, "here"))
+        hostile.say(Heartbeat(b"member-1"))
+        key = RoundKey(job, "world", 0, 0, "bn", 0, "forward")
+        honest.say(Contribution(b"member-0", key, 0, ROW))
+        question = hostile.hear_kind(Question)
+        members = Members.of(range(2))
+        hostile.say(forged(Whereabouts(b"member-1", question.number, stack, 1, "0", members, 1)))
+        hostile.hear(0.5)
+        honest.say(Contribution(b"member-0", key, 1, ROW))
+        pending = honest.hear_kind(Pending)
+        report = str(server.report())
+    is_sound = PLACEHOLDER not in stack
+    assert ("rank 0 has failed" in pending.whereabouts) is is_sound
+    assert not {"\n", "\t", *CONTROLS} & set(pending.whereabouts + report)
     assert not raw(server.said())
 
 

@@ -5,13 +5,20 @@ whole, and kept until it is read.
 """
 
 import time
+from dataclasses import replace
 
-from attacks.crowds import ask_all, crowd, registrations
+import pytest
+
+from attacks.crowds import ROW, ask_all, crowd, registrations, session
 from attacks.honest import SLOWDOWN_OF_A_FULL_CORE, START_SECONDS
 from attacks.peers import Peer, Peers, job_of
 from attacks.servers import Attacked
-from attacks.variants import keys_if_long
-from statsd_bn.messages import StatusRequest
+from attacks.variants import first_is_quick, keys_if_long
+from statsd_bn import limits
+from statsd_bn.members import Members
+from statsd_bn.messages import Contribution, Heartbeat, Question, StatusRequest, Whereabouts
+from statsd_bn.round_key import RoundKey
+from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
 pytestmark = keys_if_long
@@ -47,6 +54,48 @@ def test_requests_for_the_status_do_not_slow_rounds(start, honest_job_beside):
                 with Peers(server) as others:
                     ask_for_the_status([others.open() for _ in range(8)], request)
                 server.report()  # what had come before has been answered then
+
+
+RANKS = {
+    "many ranks": Members.of(range(limits.MAX_MEMBERS)),
+    "many runs": Members.of(range(0, limits.MAX_MEMBERS, 2)),
+}
+
+
+@pytest.mark.parametrize("ranks", first_is_quick(RANKS))
+def test_what_late_members_say_of_collectives_does_not_slow_rounds(start, honest_job_beside, ranks):
+    """At 5916747: the tick takes a second, four times a second; of many runs the server keeps hundreds of MiB."""
+    server = start(*PATIENT)
+    with honest_job_beside(server) as beside:
+        quiet = time.monotonic()
+        with Peers(server) as peers:
+            say_that_all_wait(peers, groups=48, size=17, ranks=ranks)
+            began = time.monotonic()
+            time.sleep(2 * ATTACK_SECONDS)
+            beside.phases.append((quiet, began, time.monotonic()))
+
+
+def say_that_all_wait(peers: Peers, groups: int, size: int, ranks: Members) -> None:
+    """Opens jobs in which one member waits for all others, which say that they wait in collectives of torch."""
+    late: dict[bytes, tuple[Peer, int, int]] = {}
+    for group in range(groups):
+        job, peer = job_of("bob"), peers.open()
+        ask_all(peer, [replace(one, job=job, group="world") for one in registrations(job, group, size)])
+        peer.say(Contribution(session(group, 0), RoundKey(job, "world", 0, 0, "bn", 0, "forward"), 0, ROW))
+        for member in range(1, size):
+            late[digest(session(group, member))] = peer, group, member
+            peer.say(Heartbeat(session(group, member)))
+    # A second apart at least, so that they are taken to stay there.
+    answers = dict.fromkeys(late, 0)
+    expiry = time.monotonic() + START_SECONDS
+    while min(answers.values()) < 3:
+        assert time.monotonic() < expiry, "the server does not ask all"
+        for peer in peers.all:
+            while isinstance(question := peer.hear(0.001), Question):
+                _, group, member = late[question.digest]
+                launched = int(member > 1)  # so the others seem to wait for the first one
+                peer.say(Whereabouts(session(group, member), question.number, "f.py:1 f", 1, "0", ranks, launched))
+                answers[question.digest] += 1
 
 
 def ask_for_the_status(askers: list[Peer], request: bytes) -> None:

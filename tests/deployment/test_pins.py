@@ -116,7 +116,7 @@ def base_images(folder: Path) -> set[str]:
 
 def test_the_base_image_is_the_same_everywhere():
     (image,) = base_images(ROOT)
-    assert re.fullmatch(r"python:3\.11-slim-bookworm(@sha256:[0-9a-f]{64})?", image)
+    assert re.fullmatch(r"python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", image)
 
 
 @pytest.fixture
@@ -138,19 +138,19 @@ def pin(tmp_path):
     stand_in(programs / "python", "")
     stand_in(programs / "uv", 'echo "$@" >>uv-calls\ncat >/dev/null\n')
 
-    def run(digest: str) -> subprocess.CompletedProcess[str]:
+    def run(digest: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         told = (
             f'[ "$1" = pull ] || echo docker.example/python@{digest}\n' if digest else "echo no registry >&2; exit 1\n"
         )
         stand_in(programs / "docker", told)
         path = os.pathsep.join([str(programs), os.environ["PATH"]])
         return subprocess.run(
-            [tmp_path / "scripts" / "pin"],
+            [tmp_path / "scripts" / "pin", *arguments],
             env={**os.environ, "PATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            check=True,
+            check=check,
         )
 
     return run
@@ -174,4 +174,18 @@ def test_the_base_image_is_pinned_to_what_an_engine_pulls_and_pinned_anew(pin, t
 
 def test_without_an_image_registry_the_tag_stays_and_what_is_left_is_said(pin, tmp_path):
     assert "The base image is not pinned" in pin("").stderr
+    assert base_images(tmp_path) == {"python:3.11-slim-bookworm"}
+
+
+def test_a_digest_that_is_given_is_written_and_nothing_else_is_done(pin, tmp_path):
+    for letter in "ab":
+        digest = "sha256:" + letter * 64
+        pin("", "--digest", digest)
+        assert base_images(tmp_path) == {f"python:3.11-slim-bookworm@{digest}"}
+    assert not (tmp_path / "uv-calls").exists()
+
+
+@pytest.mark.parametrize("digest", ["", "sha256:", "a" * 64, "sha256:" + "A" * 64, "sha256:" + "a" * 65])
+def test_what_is_no_digest_is_not_written(pin, tmp_path, digest):
+    assert pin("", "--digest", digest, check=False).returncode != 0
     assert base_images(tmp_path) == {"python:3.11-slim-bookworm"}

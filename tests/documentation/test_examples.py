@@ -41,6 +41,8 @@ def test_the_demo_shows_that_synchronised_training_is_training_on_the_whole_batc
     assert ways["unsynchronised"]["running_statistics"] > 0.01
     assert ways["synchronised"]["rounds"] == STEPS * LAYERS * PHASES
     assert 0 < ways["synchronised"]["median_round_trip"] < 1
+    times = [ways[way]["seconds"] for way in ("synchronised", "unsynchronised")]
+    assert "4 processes took {:.1f} s synchronised and {:.1f} s not".format(*times) in " ".join(table.split())
 
 
 @pytest.mark.parametrize("way", ["synchronised", "data parallel"])
@@ -51,9 +53,9 @@ def test_the_demo_says_so_if_it_is_not(monkeypatch, way, kind, difference):
     import report  # noqa: PLC0415 - the examples are no package, and on the path only here
     import ways  # noqa: PLC0415 - as above
 
-    same = report.Result(0.98, 1e-7, 1e-7, rounds=None, median_round_trip=None)
+    same = report.Result(0.98, 1e-7, 1e-7, rounds=None, median_round_trip=None, seconds=1.0)
     rows = dict.fromkeys(report.WAYS, same)
-    length = ways.Length(900, 100)
+    length = ways.Length(600, 100)
     assert report.verdict(rows, length)[0]
     good, sentence = report.verdict(rows | {way: dataclasses.replace(same, **{kind: difference})}, length)
     assert not good

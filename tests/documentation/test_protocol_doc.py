@@ -15,7 +15,7 @@ import pytest
 from client.connection import heartbeat_socket, registration, round_trip, transport
 from client.launch import connect
 from documentation import life_table
-from server.core import deadlock, ended, liveness
+from server.core import collectives, deadlock, ended, liveness, quiet
 from server.core.dispatcher import Dispatcher
 from server.group import life, results, sighting
 from server.group.rounds import TRANSITIONS
@@ -29,6 +29,7 @@ from statsd_bn.messages import (
     BY_TYPE,
     Aggregate,
     Contribution,
+    Digest,
     Failure,
     Heartbeat,
     Leave,
@@ -52,7 +53,7 @@ from support.strategies import contribution, key, register, rows, session_of
 DOCUMENT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 
 # Errors that one side raises by itself; they never travel.
-LOCAL = {"error", "configuration", "bind", "connection_closed", "unreachable", "group_incomplete"}
+LOCAL = {"error", "configuration", "bind", "connection_closed", "unreachable", "group_incomplete", "non_finite"}
 
 AGGREGATE = Aggregate(key(), 1, 1, Members.of([0]), np.ones((2, 3)))
 
@@ -74,6 +75,7 @@ SAMPLES: dict[type[Message], Message] = {
         Question(b"digest00", 0),
         Whereabouts(b"session0", 0, "train.py:1 main", 1, "0", Members.of([0, 1]), 0),
         Settled(b"session0", key()),
+        Digest(b"session0", 0, "bn1", np.zeros((1, 2, 4))),
     )
 }
 
@@ -137,6 +139,10 @@ def header_of(frame: bytes) -> list[Any]:
 def frame_of(header: list[Any]) -> bytes:
     packed = msgpack.packb(header)
     frame = b"SBN" + bytes([PROTOCOL_VERSION]) + len(packed).to_bytes(4, "little") + packed
+    if header[0] == Digest.type:
+        *_, layers, members = header
+        number = layers.count("\n") + 1 if isinstance(layers, str) else 1
+        return frame + bytes(-len(packed) % 8) + bytes(8 * 4 * max(0, number * members))
     if header[0] not in {Contribution.type, Aggregate.type, Result.type}:
         return frame
     *_, counts, vectors, channels = header
@@ -198,8 +204,9 @@ def test_the_round_key_has_its_fields_in_order():
 def test_every_message_has_its_fields_in_order(message):
     expected = {
         Contribution: ["session", "key", "attempt", "counts", "vectors", "channels"],
-        Aggregate: ["key", "replicas", "count", "members", "vectors", "channels"],
-        Result: ["session", "key", "replicas", "count", "members", "vectors", "channels"],
+        Aggregate: ["key", "replicas", "count", "members", "non_finite", "vectors", "channels"],
+        Result: ["session", "key", "replicas", "count", "members", "non_finite", "vectors", "channels"],
+        Digest: ["session", "step", "layers", "members"],
     }.get(message, [field.name for field in dataclasses.fields(message)])
     assert [field.name for field in documented(title_of(message))] == expected
 
@@ -212,11 +219,11 @@ def test_a_real_frame_has_the_fields_that_are_documented(message):
 
 
 @EVERY_MESSAGE
-def test_the_master_takes_what_is_directed_to_it_and_nothing_else(message):
+def test_the_server_takes_what_is_directed_to_it_and_nothing_else(message):
     direction = re.search(r"^Direction: (.*?) to (.*?)\.", section(title_of(message)), re.MULTILINE)
     (*_, answer) = play(SAMPLES[message]) or [None]
     refused = isinstance(answer, Failure) and "expected a request" in answer.message
-    assert refused == (direction[2] != "master")
+    assert refused == (direction[2] != "server")
 
 
 # What a field may hold.
@@ -224,6 +231,7 @@ def test_the_master_takes_what_is_directed_to_it_and_nothing_else(message):
 TYPES = {
     "name": str,
     "text": str,
+    "names": str,
     "token": bytes,
     "integer": int,
     "float": float,
@@ -235,6 +243,7 @@ TYPES = {
 FOREIGN = {
     "name": b"x",
     "text": b"x",
+    "names": b"x",
     "token": "session0",
     "integer": True,
     "float": 5,
@@ -273,6 +282,12 @@ def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
         yield from ((False, f"a{letter}b") for letter in "\x1b\r\0\x7f\x9b\u202e\u2028\u200d\u00a0")
         if low:
             yield False, "x" * (low - 1)
+    elif field.type == "names":
+        pattern = r"(.+) to (.+) of them, each (.+) to (.+) bytes"
+        low, high, shortest, longest = map(number, re.fullmatch(pattern, field.limits).groups())
+        assert (low, shortest) == (1, 1)
+        yield from ((True, "x" * longest), (False, "x" * (longest + 1)), (False, ""), (False, "x\n"))
+        yield from ((True, "\n".join(["x" * longest] * high)), (False, "\n".join("x" * (high + 1))))
     elif field.type == "integer":
         low, high = map(number, re.fullmatch(r"(.+) to (.+)", field.limits).groups())
         yield from ((True, low), (True, high), (False, low - 1), (False, high + 1))
@@ -482,28 +497,33 @@ def test_deadlines_and_queues_have_the_codes_values():
 
 def test_the_times_of_questions_are_the_codes():
     found = {name: float(value) for name, value in table("Where a member is")}
-    assert found == {name: getattr(sighting, name) for name in found}
+    of_code = vars(sighting) | vars(quiet) | vars(collectives)
+    assert found == {name: of_code[name] for name in found}
 
 
 def test_the_status_report_has_the_documented_entries(monkeypatch):
-    said = (*OPEN, contribution(0), StatusRequest())
+    lanes = [Heartbeat(session_of(number), 0, 0, "zeromq", "rank 0: on purpose") for number in range(2)]
+    first = (contribution(0), contribution(1))
+    said = (*OPEN, *first, contribution(0, key=key(step=1)), *lanes, StatusRequest())
     (whole,) = play(*said)
     (group,) = whole.report["groups"]
     monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 300)
     (cut,) = play(*said)
     monkeypatch.undo()
     (after,) = play(*OPEN, Leave(session_of(0), ""), Leave(session_of(1), ""), StatusRequest())
-    kinds = {"text": str, "integer": int, "float": float, "array": list}
+    kinds = {"text": str, "integer": int, "float": float, "array": list, "map": dict}
     for title, real in (
         ("Report", cut.report),
         ("Group", group),
         ("Group member", group["members"][0]),
+        ("Histogram", group["round_seconds"]),
         ("Open round", group["waiting"][0]),
         ("Ended job", after.report["ended"][0]),
     ):
         documented = {name: kinds[kind] for name, kind, _ in table(title)}
-        # Where a member is stands there only if it was asked.
-        where_cut = {name for name in documented if name.endswith("_left_out")} | {"where"} & set(documented)
+        # Where a member is stands there only if it was asked, and how fast it is only after a minute.
+        later = {"where", "findings", "slowest", "held", "last", "late", "waiting", "score"} - set(real)
+        where_cut = {name for name in documented if name.endswith("_left_out")} | later & set(documented)
         assert {name: type(value) for name, value in real.items()} == {
             name: kind for name, kind in documented.items() if name not in where_cut
         }

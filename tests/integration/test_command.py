@@ -78,6 +78,25 @@ def test_status_takes_its_endpoint_from_the_variable_and_speaks_json(endpoint, f
     assert json.loads(said.stdout)["groups"] == []
 
 
+@pytest.mark.parametrize("arguments", [["status"], ["status", "--json"]])
+def test_a_reader_that_has_had_enough_is_no_error(endpoint, folder, arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            command(*arguments, endpoint),
+            cwd=folder,
+            env=environment(),
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_status_is_watched_until_ctrl_c(endpoint, folder):
     watching = subprocess.Popen(
         command("status", "--watch", endpoint),

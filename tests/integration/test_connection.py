@@ -228,7 +228,7 @@ def test_a_server_of_another_version_is_named(tmp_path):
         router.send_multipart([peer, frame[:3] + b"\x63" + frame[4:]])
         thread.join(timeout=20)
     assert isinstance(results[0], VersionMismatch)
-    assert results[0].fields == {"expected": 4, "got": 99}
+    assert results[0].fields == {"expected": 6, "got": 99}
 
 
 def test_an_exception_in_one_member_reaches_the_others_with_its_cause(members):
@@ -356,13 +356,18 @@ def _told_by_forked_child(program, end):
 def test_it_counts_rounds_and_times_them():
     def exchange(connection):
         assert connection.median_round_trip == 0.0
+        assert connection.metrics()["statsd_bn/round_trip_p99_ms"] == 0.0
         for _ in range(5):
             connection.exchange("bn", ROW)
-        return connection.rounds, connection.median_round_trip
+        return connection.rounds, connection.median_round_trip, connection.metrics()
 
-    for rounds, median in run_members(2, exchange):
+    for rounds, median, metrics in run_members(2, exchange):
         assert rounds == 5
         assert 0.0 < median < 20.0
+        assert metrics["statsd_bn/rounds"] == 5
+        assert metrics["statsd_bn/members"] == 2
+        assert metrics["statsd_bn/round_trip_ms"] == 1e3 * median <= metrics["statsd_bn/round_trip_p99_ms"]
+        assert metrics["statsd_bn/non_finite"] == 0
 
 
 def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_refused(server, job):

@@ -1,6 +1,8 @@
 """A real Lightning `Trainer` in two processes trains as one process does on the whole batch; the plugin by itself."""
 
+import csv
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -9,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import client
 from client.connection.sessions import Sessions
@@ -42,6 +45,13 @@ def test_weights_and_running_statistics_are_those_of_the_whole_batch(found):
         for of_rank in found:
             assert of_rank[fits].keys() == expected.keys()
             torch.testing.assert_close(of_rank[fits], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_broadcast_is_turned_off_and_a_late_rank_is_asked_where_it_is(found):
+    """In the second fit, whose weights are those of the whole batch all the same."""
+    assert [of_rank["broadcasts"] for of_rank in found] == [False] * training.MEMBERS
+    told = " ".join(found[1]["told"])
+    assert re.search(r"rank 0 \(.*?\) is in .*lightning_program.py:\d+ on_train_batch_start", told), told
 
 
 def test_the_training_changes_every_weight_that_learns():
@@ -187,3 +197,39 @@ def fail() -> None:
 def test_importing_the_client_imports_no_framework():
     program = "import sys, client; assert not {'lightning', 'pytorch_lightning', 'accelerate'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's use of torch
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+def test_the_callback_logs_what_the_exchange_costs(tmp_path):
+    from lightning.pytorch import LightningModule, Trainer  # noqa: PLC0415 - loads slowly
+    from lightning.pytorch.loggers import CSVLogger  # noqa: PLC0415
+
+    from client.integrations.lightning import StatsdBNMetrics  # noqa: PLC0415
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = training.network()
+
+        def training_step(self, batch, _):
+            return training.loss(self.network, *batch)
+
+        def configure_optimizers(self):
+            return training.optimizer(self.network)
+
+    batches = DataLoader(TensorDataset(*training.samples()), batch_size=5)
+    with client.connect():
+        Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            log_every_n_steps=1,
+            logger=CSVLogger(tmp_path, "", ""),
+            callbacks=[StatsdBNMetrics(every_n_steps=2)],
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+        ).fit(Module(), batches)
+    logged = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in logged] == [2, 4, 6]
+    assert {row["statsd_bn/members"] for row in logged} == {"1.0"}

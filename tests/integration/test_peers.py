@@ -168,7 +168,7 @@ def test_nobody_is_given_anothers_answers_by_its_routing_id(serve):
         member.send(encode(register(0, 2)))
         assert isinstance(answer(member), Registered)
         (session,) = service._dispatcher._registry.sessions.values()
-        with RawPeer(service.endpoints[0], (b"Identity", session.slave.peer), is_late=True) as thief:
+        with RawPeer(service.endpoints[0], (b"Identity", session.contributor.peer), is_late=True) as thief:
             thief.socket.settimeout(0.5)
             thief.send(encode(register(1, 2)))
             with pytest.raises(TimeoutError):

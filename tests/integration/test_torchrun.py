@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from client.shared_memory import passing
 from support.launched import PROC, Launched
-from support.paths import ROOT
+from support.paths import ROOT, TESTS
 
 EXAMPLES = ROOT / "examples"
+SKEWED = TESTS / "programs" / "skewed_program.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 STEPS = 40
@@ -73,6 +75,23 @@ def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, 
         assert "was ended by SIGKILL; it is started again" in run.errors
         assert run.leaves_nothing()
     assert is_whole_batch(tmp_path / "saved.pt", whole_batch)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+def test_a_rank_with_brighter_images_is_named_over_the_default_lane_also_by_a_new_server(tmp_path):
+    with Launched((*TORCHRUN, "--nproc-per-node", "3", SKEWED, "3.0"), {}, tmp_path / "errors") as run:
+        run.line("step 50")
+        (server,) = (number for number in run.processes(RANK="0") if _is_server(number))
+        os.kill(server, signal.SIGKILL)
+        assert run.line("lane") == "lane shared_memory"
+        assert run.line("found") == "found skew of rank 2 in layer 1"
+        assert run.end() == 0, run.errors
+        (told,) = [line for line in run.errors.splitlines() if "skew:" in line]
+        assert "rank 2 (" in told
+        assert " differs from the other ranks since step " in told
+        assert told.endswith(", the earliest of 2 layers")
 
 
 def _is_server(number: int) -> bool:

@@ -37,26 +37,26 @@ every_way = pytest.mark.parametrize(
 
 
 class Faulty(Launched):
-    """Two ranks under torchrun; something happens to one of them. What each writes is kept apart."""
+    """Ranks under torchrun; something happens to one of them. What each writes is kept apart."""
 
-    def __init__(self, folder: Path, what: str, victim: int, foreign: int, **environ: str) -> None:
+    def __init__(self, folder: Path, what: str, victim: int, foreign: int, size: int = 2, **environ: str) -> None:
         logs = ("--log-dir", folder / "logs", "--redirects", "2", "--tee", "1")
-        command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *logs)
+        command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *logs)
         super().__init__((*command, PROGRAM, what, str(victim), str(foreign)), environ, folder / "errors")
-        self._folder = folder / "logs"
+        self._folder, self._size = folder / "logs", size
 
     def stderr(self, rank: int) -> str:
         (file,) = self._folder.glob(f"*/attempt_0/{rank}/stderr.log")
         return file.read_text()
 
-    def survivor_ends(self, rank: int) -> str:
+    def survivor_ends(self, rank: int, seconds: float = END_SECONDS) -> str:
         """What the surviving rank has written, once it has ended; it has to within the time."""
         pids = {}
-        while len(pids) < 2:
+        while len(pids) < self._size:
             _, number, pid = self.line_with("rank").split()
             pids[int(number)] = int(pid)
         self.line_with("fault")
-        expiry = time.monotonic() + END_SECONDS
+        expiry = time.monotonic() + seconds
         while _runs(pids[rank]):
             assert time.monotonic() < expiry, self.stderr(rank)
             time.sleep(0.02)
@@ -81,7 +81,11 @@ def server_that_waits(tmp_path):
         process.terminate()
 
 
-WAYS = ("defaults", "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "no_sync", "fully_shard")
+# Of `asked_program.py`.
+WAYS = (
+    *("defaults", "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "no_sync", "nested"),
+    *("fully_shard", "FSDP"),
+)
 
 
 def _runs(number: int) -> bool:
@@ -123,6 +127,37 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, foreign, vic
         said = run.survivor_ends(1 - victim)
         assert f"rank {victim} (" in said
         assert "left while others went on" in said
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_one_batch_fewer_is_said_where_the_others_are_in_a_broadcast_and_the_rank_waits_in_a_barrier(tmp_path, victim):
+    """The barrier stands behind the connection, as in the documentation: a rank that waits there has left."""
+    with Faulty(tmp_path, "fewer, then a barrier", victim, 1) as run:
+        said = run.survivor_ends(1 - victim)
+        assert f"rank {victim} (" in said
+        assert "left while others went on" in said
+
+
+@pytest.mark.parametrize(("at_the_end", "victim"), [("barrier", 0), ("barrier", 1), ("reduction", 1)])
+def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
+    """The rank waits in the connection, in a collective of the script, and the other one in the forward's broadcast."""
+    with Faulty(tmp_path, f"fewer, then a {at_the_end} inside", victim, 1) as run:
+        # After 18 s on a quiet machine: 8 s until it is known, and 10 s until a rank that torch holds ends itself.
+        said = run.survivor_ends(1 - victim, 2 * END_SECONDS)
+        assert "the ranks wait for one another in different places" in said
+        function = {"barrier": "barrier", "reduction": "all_reduce"}[at_the_end]
+        for rank, place in ((victim, function), (1 - victim, "_sync_buffers")):
+            assert re.search(rf"rank {rank} \(.*\) is in torch/\S* {place}, called from fault_programs.py:\d+", said), (
+                said
+            )
+
+
+def test_one_batch_fewer_is_said_where_one_rank_waits_in_a_round_and_the_others_in_different_collectives(tmp_path):
+    with Faulty(tmp_path, "fewer, then a barrier inside", 1, 1, size=3) as run:
+        said = run.survivor_ends(2)
+        assert "RoundMismatch" in said
+        assert re.search(r"rank 0 \(.*\) is in torch/\S* _sync_buffers", said), said
+        assert re.search(r"rank 1 \(.*\) is in torch/\S* barrier", said), said
 
 
 @every_way

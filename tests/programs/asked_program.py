@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import client
@@ -25,8 +25,17 @@ def ddp(**options: bool) -> Wrap:
     return lambda model: nn.parallel.DistributedDataParallel(model, **options)
 
 
+def in_a_wrapper(model: nn.Module) -> nn.Module:
+    return ddp()(nn.Sequential(ddp()(model), nn.Linear(1, 1)))
+
+
 def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
+
+
+def flat(model: nn.Module) -> nn.Module:
+    """By FSDP's first version."""
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
 WAYS: dict[str, Wrap] = {
@@ -35,7 +44,9 @@ WAYS: dict[str, Wrap] = {
     "find_unused_parameters": ddp(find_unused_parameters=True),
     "gradient_as_bucket_view": ddp(gradient_as_bucket_view=True),
     "no_sync": ddp(),
+    "nested": in_a_wrapper,
     "fully_shard": sharded,
+    "FSDP": flat,
 }
 
 

@@ -63,6 +63,13 @@ def load_a_batch() -> None:
     time.sleep(6.0)
 
 
+# What a script may do in the connection, after its last batch.
+AT_THE_END = {
+    "fewer, then a barrier inside": distributed.barrier,
+    "fewer, then a reduction inside": lambda: distributed.all_reduce(torch.ones(1)),
+}
+
+
 def befall(what: str, model: nn.Module, x: torch.Tensor) -> bool:
     """Does what is wrong; returns whether training goes on."""
     say("fault", what)
@@ -78,7 +85,7 @@ def befall(what: str, model: nn.Module, x: torch.Tensor) -> bool:
         hold_the_interpreter(10)
     elif what == "late":
         load_a_batch()
-    return what != "fewer"
+    return not what.startswith("fewer")
 
 
 def main(what: str, victim: str, foreign: str) -> None:
@@ -100,6 +107,10 @@ def main(what: str, victim: str, foreign: str) -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+        if what in AT_THE_END:
+            AT_THE_END[what]()
+    if what == "fewer, then a barrier":
+        distributed.barrier()
     say("done", connection.rank)
 
 

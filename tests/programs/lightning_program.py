@@ -3,8 +3,10 @@
 What it has seen and computed is then in DIR/RANK.pt.
 """
 
+import logging
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ import client
 from client.integrations.lightning import StatsdBNLayerSync
 from programs import lightning_training as training
 from statsd_bn import StatsdBNError
+
+# How late one batch is on rank 0, so that it is asked where it is: the server asks after a second.
+LATE_SECONDS, LATE_BATCH = 4.0, 2
 
 
 class Module(LightningModule):
@@ -54,8 +59,30 @@ class Failing(Module):
         return super().training_step(batch)
 
 
+class Late(Callback):
+    """Lets rank 0 come late to one batch of each epoch; keeps what this rank is told of it."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self._handler = logging.Handler()
+        self._handler.emit = lambda record: self.told.append(record.getMessage())
+
+    def on_train_start(self, *_: object) -> None:
+        logging.getLogger("statsd_bn.client").addHandler(self._handler)
+
+    def on_train_end(self, *_: object) -> None:
+        logging.getLogger("statsd_bn.client").removeHandler(self._handler)
+
+    def on_train_batch_start(self, trainer: Trainer, _: Module, __: object, number: int) -> None:
+        if number == LATE_BATCH and trainer.global_rank == 0:
+            time.sleep(LATE_SECONDS)
+
+
 class Watch(Callback):
-    """Keeps which layers a model has while it trains, and with whom this process is connected."""
+    """Keeps which layers a model has while it trains, with whom this process is connected, and if DDP broadcasts."""
+
+    def on_train_end(self, trainer: Trainer, _: Module) -> None:
+        self.broadcasts = trainer.strategy.model.broadcast_buffers
 
     def on_train_start(self, _: Trainer, pl_module: Module) -> None:
         self.layers = training.names(pl_module.network)
@@ -72,12 +99,14 @@ def main(folder: Path) -> None:
         trainer().fit(module)
     found["warnings"] = [str(warning.message) for warning in warned if "convert_model" in str(warning.message)]
     found["after one fit"] = training.state(module.network)
-    trainer(watch).fit(module)
+    late = Late()
+    trainer(watch, late).fit(module)
     trainer(watch).test(module, verbose=False)
     found["after two fits"] = training.state(module.network)
     found |= {"during": watch.layers, "tested": watch.tested_layers, "after": training.names(module.network)}
     found |= {"connection during": watch.connection, "connection after": repr(client.current_connection())}
     rank = distributed.get_rank()
+    found |= {"broadcasts": watch.broadcasts, "told": late.told}
     found["own connection"] = with_a_connection_of_its_own(module, rank)
     found["failure"] = failure()
     torch.save(found, folder / f"{rank}.pt")

@@ -1,8 +1,10 @@
 """What ranks do in `test_process_group.py`: torch's process group instead of a connection."""
 
 import copy
+import itertools
 import pickle
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import client
+from client.lanes import process_group
 from programs import ddp_programs
 from programs.ddp_programs import keep
 from programs.member_programs import Buffers
@@ -67,6 +70,26 @@ def come_to_different_layers(rank: Any, layers: list[str]) -> str:
 def come_with_channels(rank: Any, channels: list[int]) -> str:
     """Each rank calls the same layer with other channels; returns the error."""
     return _error_of("bn", channels[rank.rank])
+
+
+def lie(rank: Any, what: str, place: int, number: int) -> str:
+    """The second rank writes a number of its own into its first message; returns each one's error."""
+    messages, gathered = itertools.count(), process_group._gathered
+
+    def changed(group: Any, words: Any) -> Any:
+        if rank.rank == 1 and next(messages) == 0:
+            words = words.copy()
+            words[place] = number
+        return gathered(group, words)
+
+    with mock.patch.object(process_group, "_gathered", changed):
+        if what == "layer":
+            return _error_of("bn", 3)
+        try:
+            client.DDPHandler(object()).mp_sync([1.0])
+        except StatsdBNError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def _error_of(name: str, channels: int) -> str:

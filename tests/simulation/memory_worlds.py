@@ -1,4 +1,4 @@
-"""Worlds of shared memory alone: the real region and meetings, where each store and each look is a step of its own.
+"""Worlds of shared memory alone: the real `Region` and `GroupMemory`, where each store and look is a step of its own.
 
 Members are threads of which one runs at a time; chance says which. A store is not seen by others at once: it waits in a
 buffer, and they leave that in order, as on x86-64, or in any order, as on aarch64. There a look may also find what was
@@ -17,8 +17,8 @@ from unittest import mock
 
 import numpy as np
 
-from client.shared_memory import meeting, region
-from client.shared_memory.meeting import Meetings
+from client.shared_memory import group_memory, region
+from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.region import Region
 from statsd_bn.rows import Rows
 
@@ -125,9 +125,13 @@ class SimulatedRegion(Region):
         for number, value in enumerate(values.view(np.int64).ravel().tolist()):
             self._words[at // 8 + number] = value
 
-    def _values(self, at: int, shape: tuple[int, ...]) -> Any:
-        words = [self._words[at // 8 + number] for number in range(int(np.prod(shape)))]
-        return np.array(words, np.int64).view(np.float64).reshape(shape)
+    def _values(self, at: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Any:
+        steps = strides or [8 * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
+        places = [at + int(np.dot(place, steps)) for place in np.ndindex(shape)]
+        return np.array([self._words[place // 8] for place in places], np.int64).view(np.float64).reshape(shape)
+
+    def _head(self, start: int) -> bytes:
+        return np.array(self._words[start // 8 : start // 8 + 4], np.uint64).tobytes()
 
 
 class SimulatedFutex:
@@ -183,7 +187,7 @@ class MemoryWorld:
         """
         with (
             mock.patch.object(region, "fence", self._fence),
-            mock.patch.object(meeting, "fence", self._fence),
+            mock.patch.object(group_memory, "fence", self._fence),
         ):
             threads = [threading.Thread(target=self._live, args=[me], daemon=True) for me in range(self.members)]
             for thread in threads:
@@ -234,17 +238,17 @@ class MemoryWorld:
     def _live(self, me: int) -> None:
         view = View(self.memory, self.step)
         self._here.me, self._here.view = me, view
-        meetings = _meetings(self, view, me)
+        memory = _group_memory(self, view, me)
         try:
             with self._turn:
                 self._turn.wait_for(lambda: self._running == me)
             for number in range(self.rounds):
                 # In an odd round one member has come for another one.
-                meetings.arrive(1000 + number + (number in self._odd and me == 0), self.rows_of(me, number))
-                while not meetings.wait(float("inf")):
+                memory.arrive(1000 + number + (number in self._odd and me == 0), self.rows_of(me, number))
+                while not memory.wait(float("inf")):
                     pass
-                rows = meetings.rows()
-                self.got[me].append(rows and [(one.counts, one.values.ravel().tolist()) for one in rows])
+                brought = memory.brought()
+                self.got[me].append(brought and (brought.counts, brought.values.tolist()))
                 view.fence()  # whoever goes on takes locks, of the connection and of logging
         except Ended:
             pass
@@ -279,17 +283,17 @@ class MemoryWorld:
         for me, got in enumerate(self.got):
             for number, rows in enumerate(got):
                 expected = [self.rows_of(member, number) for member in range(self.members)]
-                told = [(one.counts, one.values.ravel().tolist()) for one in expected]
+                told = [one.counts[0] for one in expected], [one.values[0].tolist() for one in expected]
                 if rows != (None if number in self._odd else told):
                     raise MemoryFinding(f"seed {self.seed}: member {me} has {rows} in round {number}, not {told}")
 
 
-def _meetings(world: MemoryWorld, view: View, me: int) -> Meetings:
-    made = Meetings.__new__(Meetings)
+def _group_memory(world: MemoryWorld, view: View, me: int) -> GroupMemory:
+    made = GroupMemory.__new__(GroupMemory)
     made.lock = threading.Lock()
     made._region = SimulatedRegion(view, world.members, me)
     made._futex = SimulatedFutex(world, view)  # type: ignore[assignment]
-    made._number = made._digest = 0
+    made._number = 0
     made._spin_seconds = 0.0
     return made
 

@@ -20,7 +20,7 @@ from client.connection.session import Session
 from client.lanes import round_in_memory
 from client.lanes.round_in_memory import RoundInMemory
 from client.shared_memory.region import Region
-from server.core import collectives, deadlock, inquiry
+from server.core import collectives, deadlock, inquiry, mismatches
 from server.core.dispatcher import Dispatcher
 from server.core.liveness import Liveness
 from server.core.received import Received
@@ -122,13 +122,13 @@ def death_not_announced() -> Any:
         loss, _ = right(*args)
         return loss, []
 
-    return instead(SyncMaster, "lose_slave", lose)
+    return instead(SyncMaster, "lose_contributor", lose)
 
 
 @bug
 def cause_not_carried() -> Any:
     """What a member died of is not told."""
-    return instead(Membership, "remove", lambda right, self, slave, _cause: right(self, slave, ""))
+    return instead(Membership, "remove", lambda right, self, contributor, _cause: right(self, contributor, ""))
 
 
 @bug
@@ -145,13 +145,13 @@ def retry_with_other_rows() -> Any:
 def second_write_wins() -> Any:
     """What a member brings late, after its round has ended, is added to the kept answer."""
 
-    def answer_again(right: Any, self: SyncMaster, round_: Round, slave: Any, rows: Rows, peer: bytes) -> Any:
+    def answer_again(right: Any, self: SyncMaster, round_: Round, contributor: Any, rows: Rows, peer: bytes) -> Any:
         message = decode(round_.answer)
         if isinstance(message, Aggregate) and message.values.shape == rows.values.shape[1:]:
             with np.errstate(all="ignore"):
                 late = replace(message, values=message.values + rows.values.sum(axis=0))
             round_.answer = encode(late)
-        return right(self, round_, slave, rows, peer)
+        return right(self, round_, contributor, rows, peer)
 
     return instead(SyncMaster, "_answer_again", answer_again)
 
@@ -166,12 +166,12 @@ def deadlock_unseen() -> Any:
 def late_is_held() -> Any:
     """A member that is asked where it is counts as one that waits in a collective for all others."""
 
-    def held_members(slaves: Any) -> list[collectives.Held]:
-        members = list(slaves)
-        everybody = frozenset(slave.member for slave in members)
-        return [collectives.Held(slave, 0.0, everybody - {slave.member}) for slave in members]
+    def held_members(contributors: Any, _silence: float) -> list[collectives.Held]:
+        members = list(contributors)
+        everybody = frozenset(contributor.member for contributor in members)
+        return [collectives.Held(contributor, 0.0, everybody - {contributor.member}) for contributor in members]
 
-    return mock.patch.object(inquiry, "held_members", held_members)
+    return mock.patch.object(mismatches, "held_members", held_members)
 
 
 @bug
@@ -179,8 +179,8 @@ def answers_mixed_up() -> Any:
     """An answer is taken for that of the member that was asked first."""
 
     def answer(_right: Any, self: inquiry.Inquiry, now: float, answer: Whereabouts) -> None:
-        for slave in list(self._asked.values())[:1]:
-            slave.sighting.take(now, replace(answer, number=slave.sighting.number))
+        for contributor in list(self._asked.values())[:1]:
+            contributor.sighting.take(now, replace(answer, number=contributor.sighting.number))
 
     return instead(inquiry.Inquiry, "answer", answer)
 
@@ -255,10 +255,10 @@ def membership_frozen_late() -> Any:
     """A newcomer's first step is the one that the others are in."""
 
     def take_in(right: Any, self: Membership, *args: Any) -> Any:
-        slave = right(self, *args)
+        contributor = right(self, *args)
         if self.is_open:
-            slave.first_step = self.latest_step
-        return slave
+            contributor.first_step = self.latest_step
+        return contributor
 
     return instead(Membership, "_take_in", take_in)
 
@@ -282,7 +282,7 @@ def away_still_awaited() -> Any:
     """A member that is away is expected in new rounds."""
 
     def participants(_right: Any, self: Membership, step: int) -> list[int]:
-        return [slave.member for slave in self.slaves.values() if slave.first_step <= step]
+        return [contributor.member for contributor in self.contributors.values() if contributor.first_step <= step]
 
     return instead(Membership, "participants", participants)
 
@@ -323,11 +323,11 @@ def back_too_early() -> Any:
     """A pass begins while one is still in the last one."""
 
     def call_back(right: Any, self: Membership) -> bool:
-        back = [slave for slave in self.slaves.values() if slave.state is MemberState.BACK]
-        if len(back) < max(2, len(self.slaves) - 1):
+        back = [contributor for contributor in self.contributors.values() if contributor.state is MemberState.BACK]
+        if len(back) < max(2, len(self.contributors) - 1):
             return right(self)
-        for slave in back:
-            slave.first_step, slave.state = self._next_step, MemberState.TAKES_PART
+        for contributor in back:
+            contributor.first_step, contributor.state = self._next_step, MemberState.TAKES_PART
         return True
 
     return instead(Membership, "_call_back", call_back)
@@ -382,7 +382,7 @@ def steps_count_by_forward() -> Any:
     def contribution(right: Any, self: Session, key: Any, *args: Any) -> bytes:
         frame = right(self, key, *args)
         if key.phase != client.connection.session.FORWARD:
-            self._step, self._backward_seen = self._step + 1, False
+            self._steps.step, self._steps._backward_seen = self._steps.step + 1, False
         return frame
 
     return instead(Session, "contribution", contribution)
@@ -465,7 +465,7 @@ def memory_keys_not_compared() -> Any:
 @bug
 def memory_of_one_slot() -> Any:
     """Who is quick writes over what another has not read."""
-    return instead(Region, "_slot", lambda right, self, member, _meeting: right(self, member, 0))
+    return instead(Region, "_slots_of", lambda right, self, _turn: right(self, 0))
 
 
 @bug

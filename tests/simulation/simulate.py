@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/simulate", description=__doc__)
-    parser.add_argument("--seeds", default="0:3000", metavar="A:B", help="which worlds, B not included")
+    parser.add_argument("--seeds", type=_range, default=(0, 3000), metavar="A:B", help="which worlds, B not included")
     parser.add_argument("--seed", type=int, metavar="N", help="one world")
     parser.add_argument("--trace", action="store_true", help="with --seed: all that happened in it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
@@ -98,8 +98,15 @@ def _run_one(seed: int, bug: str, *, trace: bool) -> int:
     return 0
 
 
+def _range(text: str) -> tuple[int, int]:
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise argparse.ArgumentTypeError(f"expected A:B with A below B, such as 0:3000, got {text!r}")
+    return int(first), int(end)
+
+
 def _run_many(options: argparse.Namespace) -> int:
-    first, end = map(int, options.seeds.split(":"))
+    first, end = options.seeds
     started, total, findings = time.monotonic(), Tally(), []
     with contextlib.closing(run_seeds(first, end, options.bug, options.jobs)) as results:
         for tally, found in results:

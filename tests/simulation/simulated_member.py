@@ -14,7 +14,7 @@ from client.connection.registration import Registration, cause_of
 from client.connection.round_trip import RoundTrip
 from client.connection.session import Session
 from client.lanes.round_in_memory import RoundInMemory
-from client.shared_memory.meeting import Meetings
+from client.shared_memory.group_memory import GroupMemory
 from client.whereabouts.place import Place, TorchGroup
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
@@ -28,6 +28,7 @@ from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Stand
 from statsd_bn.round_key import FORWARD, GATHER, MEMORY, RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.skew.samples import Samples
 from support.oracle import Brought, KeyCounter
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Process(SimulatedProcess):
         self._longest_silence = 0.0
         self.ended = float("inf")
         self.result: BaseException | str | None = None
-        self._memories: dict[str, Meetings] = {}
+        self._memories: dict[str, GroupMemory] = {}
         self._world = groups.world(world.plan.size)
         # Only a first life has them.
         self._own_faults = [fault for fault in world.plan.faults if fault.member == number and not life]
@@ -126,8 +127,8 @@ class Process(SimulatedProcess):
             self.leave("")
             self.world.note(self, "left")
         self.ended = self.world.clock.now
-        for meetings in self._memories.values():
-            meetings.close()
+        for memory in self._memories.values():
+            memory.close()
         # A process that ends closes its sockets.
         self.world.network.vanish(self, silently=False)
         self.world.over(self)
@@ -264,54 +265,57 @@ class Process(SimulatedProcess):
         rules.check_whereabouts(self.world, text)
 
     def _round(self, key: RoundKey, layer: str, rows: Rows, group: Group) -> Part:
-        """Does what `Connection._round` does."""
+        """Does what `Connection._round` does, and for layers what `SharedMemoryPipe` does."""
         session = yield from self._session(group)
-        meetings = (yield from self._meetings_of(group, session)) if key.phase != GATHER else None
         if key.phase in {FORWARD, GATHER}:
             key = session.forward_key(layer, key.phase)
         session.begins(key)
-        if meetings and not meetings.is_closed:
-            found = yield from self._round_in_memory(session, key, rows, meetings)
+        memory = self._memories.get(group.name) if key.phase != GATHER and not session.is_uneven else None
+        if memory and not memory.is_closed:
+            found = yield from self._round_in_memory(session, key, rows, memory)
             if isinstance(found, Aggregate):
                 self.world.network.count("in memory")
                 return found
             return (yield found.trip)
-        return (yield self._trip(session, key, rows))
+        aggregate = yield self._trip(session, key, rows)
+        if key.phase != GATHER:
+            yield from self._agree(group, session)
+        return aggregate
 
     def _trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
         return RoundTrip(session, ENDPOINT, key, rows, session.contribution(key, rows), self.world.rng.random)
 
-    def _round_in_memory(self, session: Session, key: RoundKey, rows: Rows, meetings: Meetings) -> Part:
-        """Does what `Meet` does."""
+    def _round_in_memory(self, session: Session, key: RoundKey, rows: Rows, memory: GroupMemory) -> Part:
+        """Does what `SharedMemoryPipe` does with a round in memory."""
         try:
             return (
                 yield RoundInMemory(
                     session,
                     key,
                     rows,
-                    meetings,
+                    memory,
                     self.unsettled,
                     lambda: self._trip(session, key, rows),
                     LISTEN_SECONDS,
                 )
             )
         except StatsdBNError:
-            meetings.close()
+            memory.close()
             raise
 
-    def _meetings_of(self, group: Group, session: Session) -> Part:
-        """Does what `meeting_place.find` does, where all members of a group share memory."""
+    def _agree(self, group: Group, session: Session) -> Part:
+        """Does what `agreement.agree` does, where all members of a group share memory."""
         plan = self.world.plan
-        if not plan.in_memory or plan.min_members or session.is_uneven:
-            return None
-        if group.name not in self._memories:
-            members = list(session.members)
-            me = members.index(self.number)
-            offered = self.world.offer_memory(len(members)) if me == 0 else 0
-            said = yield from self._gather(session, float(offered))
-            yield from self._gather(session, 0.0)
-            self._memories[group.name] = self.world.memories[int(said[0])].meetings(self, me)
-        return self._memories[group.name]
+        if not plan.in_memory or plan.min_members or session.is_uneven or group.name in self._memories:
+            return
+        members = list(session.members)
+        me = members.index(self.number)
+        offered = self.world.offer_memory(len(members)) if me == 0 else 0
+        said = yield from self._gather(session, float(offered))
+        yield from self._gather(session, 0.0)
+        self._memories[group.name] = self.world.memories[int(said[0])].of_member(self, me)
+        session.lane.use(self._memories[group.name])
+        session.lane.samples = Samples() if me == 0 else None
 
     def _gather(self, session: Session, value: float) -> Part:
         key = session.forward_key(MEMORY, GATHER)

@@ -190,7 +190,7 @@ def note_arrival(world: "World", frame: bytes) -> None:
         return
     record = world.server.dispatcher._registry.sessions.get(message.session)
     if record and not record.master.membership.recovery and message.key not in world.sent:
-        world.arrived.setdefault(message.key, set()).add(record.slave.member)
+        world.arrived.setdefault(message.key, set()).add(record.contributor.member)
 
 
 def note_sent(world: "World", frame: bytes) -> None:

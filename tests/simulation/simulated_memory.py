@@ -1,10 +1,10 @@
-"""Shared memory in a simulated world: the real region and meetings, and wake-ups that may be lost."""
+"""Shared memory in a simulated world: the real `GroupMemory`, and wake-ups that may be lost."""
 
 from collections.abc import Callable
 from mmap import mmap
 from typing import TYPE_CHECKING
 
-from client.shared_memory.meeting import Meetings
+from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.region import size_of
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ class SimulatedMemory:
         self._members = members
         self._sleepers: list[Process] = []
 
-    def meetings(self, process: "Process", me: int) -> Meetings:
-        """The meetings, as one member sees them."""
+    def of_member(self, process: "Process", me: int) -> GroupMemory:
+        """The memory, as one member sees it."""
         self._sleepers.append(process)
-        return _SimulatedMeetings(self._bytes, self._members, me, self._wake)
+        return _SimulatedGroupMemory(self._bytes, self._members, me, self._wake)
 
     def _wake(self) -> None:
         rng = self._world.rng
@@ -63,7 +63,7 @@ class SimulatedMemory:
                 self._world.clock.after(rng.random() * MOST_LATE_SECONDS, process.wake)
 
 
-class _SimulatedMeetings(Meetings):
+class _SimulatedGroupMemory(GroupMemory):
     def __init__(self, memory: mmap, members: int, me: int, wake: Callable[[], None]) -> None:
         super().__init__(memory, members, me)
         self._wake_others = wake

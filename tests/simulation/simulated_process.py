@@ -117,6 +117,8 @@ class SimulatedProcess:
             if self._beacon.link:
                 self._beacon.send(session.heartbeat())
                 self._pulse.sent(session)
+        for frame in self._pulse.figures(now, sessions):
+            self._beacon.send(frame)
         self._beat_due = now + self._pulse.pause(now, sessions) + ROUNDING_SECONDS
         self._set_alarm()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Where a frame that is whole says of which type it is: behind the array's first byte, as long as that is a short one.
 TYPE_AT = 9
-REGISTER, CONTRIBUTION, AGGREGATE = 1, 3, 4
+REGISTER, CONTRIBUTION, AGGREGATE, WHEREABOUTS = 1, 3, 4, 13
 
 # What a wait may last beyond its bound: the frames' way, and the server's ticks.
 MARGIN = 1.0
@@ -141,8 +141,9 @@ def _costs_one_message_each_way(world: "World") -> None:
         world.find("a round costs one message each way", "an error in a world without a fault")
     counts = (world.contributions, world.aggregates)
     if world.plan.in_memory:
-        # Two gathers of each member and group, and rounds that the server need not hear of.
-        least, most = 0, exchanges + again + 2 * sum(len(process.sessions) for process in world.processes)
+        # Two gathers of each member and group, and rounds that the server need not hear of. Who has told it of one, and
+        # then learns in memory that only the server can end it, as where the sum is not finite, asks again.
+        least, most = 0, 2 * exchanges + again + 2 * sum(len(process.sessions) for process in world.processes)
     else:
         least, most = exchanges, exchanges + again
     if not all(least <= count <= most for count in counts):

@@ -281,8 +281,9 @@ class World:
         return sum(entry[1] == "to member" and rules.kind_of(entry[3]) == rules.AGGREGATE for entry in self.trace)
 
     def _heard(self, process: Process, frame: bytes) -> None:
-        # Of a frame that came damaged the server does not know whose it is.
-        if not self.plan.weather.corrupted or is_sound(frame):
+        # Of a frame that came damaged the server does not know whose it is, and an answer is no sign of life.
+        is_known = not self.plan.weather.corrupted or is_sound(frame)
+        if is_known and rules.kind_of(frame) != rules.WHEREABOUTS:
             process.hear()
         if self._membership_changes:
             membership_rules.note_arrival(self, frame)

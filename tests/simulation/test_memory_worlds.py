@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from client.shared_memory import meeting, region
-from client.shared_memory.meeting import Meetings
+from client.shared_memory import group_memory, region
+from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.region import Region
 from simulation.memory_worlds import MemoryFinding, MemoryWorld, SimulatedFutex
 
@@ -45,8 +45,8 @@ def no_fence_in(function: str) -> Callable[[], AbstractContextManager[object]]:
 
 def one_slot() -> AbstractContextManager[object]:
     """Who is quick writes over what another reads."""
-    slot = Region._slot
-    return mock.patch.object(Region, "_slot", lambda self, member, _meeting: slot(self, member, 0))
+    slots_of = Region._slots_of
+    return mock.patch.object(Region, "_slots_of", lambda self, _turn: slots_of(self, 0))
 
 
 def wake_up_lost() -> AbstractContextManager[object]:
@@ -67,15 +67,12 @@ def woken_before_the_word() -> AbstractContextManager[object]:
 
 def keys_not_compared() -> AbstractContextManager[object]:
     """Members that have come for different rounds take one another's rows."""
-
-    def rows(self):
-        return [one.rows for one in self._region.brought(self._number)]
-
-    return mock.patch.object(Meetings, "rows", rows)
+    arrive = GroupMemory.arrive
+    return mock.patch.object(GroupMemory, "arrive", lambda self, _digest, rows: arrive(self, 1, rows))
 
 
 def reader_overtaken() -> AbstractContextManager[object]:
-    """A meeting is taken to be over when all have come to the one before."""
+    """A turn is taken to be over when all have come to the one before."""
     have_all_come = Region.have_all_come
     return mock.patch.object(Region, "have_all_come", lambda self, number: have_all_come(self, number - 1))
 
@@ -88,7 +85,7 @@ def no_look_after_the_word() -> AbstractContextManager[object]:
             self._futex.sleep(self._futex.value, 0.0)
         return True
 
-    return mock.patch.object(Meetings, "wait", wait)
+    return mock.patch.object(GroupMemory, "wait", wait)
 
 
 @pytest.mark.parametrize(
@@ -121,4 +118,4 @@ def _fails(seed):
 
 def test_the_modules_that_are_patched_use_what_is_patched():
     """Else the worlds would have no fences."""
-    assert region.fence is meeting.fence
+    assert region.fence is group_memory.fence

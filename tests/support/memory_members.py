@@ -43,7 +43,7 @@ class MemoryMaster:
 
     def members(self, group: str) -> list[int]:
         """The members that are registered in a group."""
-        return [slave["member"] for slave in self.report(group)["members"]]
+        return [contributor["member"] for contributor in self.report(group)["members"]]
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

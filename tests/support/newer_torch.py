@@ -25,13 +25,25 @@ def needs(feature: str) -> pytest.MarkDecorator:
 
 
 # Libraries that no extra of pyproject.toml has; `scripts/test-frameworks` installs most of them.
-LIBRARIES = ("deepspeed", "detectron2", "mmengine", "monai", "timm", "transformers", "ultralytics")
+LIBRARIES = (
+    "deepspeed",
+    "detectron2",
+    "mmengine",
+    "monai",
+    "tensorboard",
+    "timm",
+    "transformers",
+    "ultralytics",
+    "wandb",
+)
 
 
 def skip_without_its_library(code: str) -> None:
     """Skips a test of code that imports one of these, or our integration with it, where it is not installed."""
     for name in LIBRARIES:
-        wanted = re.search(rf"^\s*(?:from|import) (?:client\.integrations\.)?{name}\b", code, re.MULTILINE)
+        wanted = re.search(
+            rf"^\s*(?:from|import) (?:client\.integrations\.|torch\.utils\.)?{name}\b", code, re.MULTILINE
+        )
         if wanted and importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}, see docs/frameworks.md#what-is-tested")
     if "from ray." in code:

@@ -11,6 +11,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
+    Digest,
     Failure,
     Heartbeat,
     Leave,
@@ -138,7 +139,17 @@ members = st.lists(member_numbers, max_size=20).map(Members.of)
 def aggregates(draw: st.DrawFn) -> Aggregate:
     """Any aggregate."""
     replicas = draw(st.integers(1, limits.MAX_REPLICAS * limits.MAX_MEMBERS))
-    return Aggregate(draw(keys), replicas, draw(counts), draw(members), draw(values(*vectors_and_channels)))
+    brought, sums = draw(members), draw(values(*vectors_and_channels))
+    return Aggregate(draw(keys), replicas, draw(counts), brought, sums, non_finite=draw(members))
+
+
+@st.composite
+def digests(draw: st.DrawFn) -> Digest:
+    """Any digest of few layers and members."""
+    layers = draw(st.lists(names, min_size=1, max_size=3))
+    shape = len(layers), draw(st.integers(1, 4)), 4
+    figures = draw(hnp.arrays(np.float64, shape, elements=st.floats(0, 1)))
+    return Digest(draw(tokens), draw(counters), "\n".join(layers), figures)
 
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
@@ -150,14 +161,25 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Failure: st.builds(Failure, names, texts, facts, st.none() | keys),
     StatusRequest: st.builds(StatusRequest),
     Status: st.builds(Status, facts),
-    Heartbeat: st.builds(Heartbeat, tokens),
+    Heartbeat: st.builds(
+        Heartbeat, tokens, counters, counters, st.just("") | st.text("abc", max_size=9), st.just("") | names
+    ),
     Pending: st.builds(Pending, keys, counters, texts.filter(bool), texts),
     Result: st.builds(Result, tokens, aggregates()),
     Question: st.builds(Question, tokens, counters, st.just("") | names),
     Whereabouts: st.builds(
-        Whereabouts, tokens, counters, texts, st.integers(0, 1), st.just("") | names, members, counters
+        Whereabouts,
+        tokens,
+        counters,
+        texts,
+        st.integers(0, 1),
+        st.just("") | names,
+        members,
+        counters,
+        st.just("") | names,
     ),
     Settled: st.builds(Settled, tokens, keys),
+    Digest: digests(),
 }
 
 messages = st.one_of(*MESSAGES.values())

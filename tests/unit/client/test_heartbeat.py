@@ -7,8 +7,10 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import zmq
 
@@ -16,13 +18,17 @@ import client
 from client.connection.heartbeat import Heartbeat
 from client.connection.heartbeat_socket import Beacon
 from client.connection.member import Member
+from client.connection.pulse import Pulse
 from client.connection.session import Session
 from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
 from statsd_bn import limits
 from statsd_bn.members import NOBODY
-from statsd_bn.messages import Failure, Message, Question, Register, Registered, Whereabouts
+from statsd_bn.messages import Digest, Failure, Message, Question, Register, Registered, Whereabouts
 from statsd_bn.messages import Heartbeat as HeartbeatMessage
+from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.skew import samples
+from statsd_bn.skew.samples import Samples
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from support.memory_members import MemoryMaster, wait_until
@@ -135,10 +141,11 @@ def test_a_session_that_a_restarted_master_asks_for_introduces_itself(start, bea
     wait_until(lambda: len(beacon.sent) == 2)
     beacon.incoming = [encode(Failure("unknown_session", "who?", {"digest": digest(session.token).hex()}))]
     heartbeat.look()
-    wait_until(lambda: len(beacon.sent) > 2)
+    wait_until(lambda: len(beacon.sent) > 3)
     heartbeat.stop()
-    assert beacon.kinds[2:] == [Register]
-    assert beacon.sessions()[2] == session.token
+    # The master has not taken the heartbeat before.
+    assert beacon.kinds[2:] == [Register, HeartbeatMessage]
+    assert beacon.sessions()[2:] == [session.token] * 2
 
 
 @pytest.mark.usefixtures("quick")
@@ -170,7 +177,7 @@ def test_it_tells_of_each_connection_but_the_first(monkeypatch, start, beacon):
         beacon.events.put("connected")
         wait_until(lambda number=number: len(beacon.sent) == number)
     heartbeat.stop()
-    assert told == [1, 2]
+    assert told == [2, 3], "after the heartbeat: the master must know of this connection when others close"
 
 
 @pytest.mark.usefixtures("quick")
@@ -357,3 +364,95 @@ def test_a_script_that_never_closes_ends_all_the_same(server, job, how):
 
 def test_the_frame_is_a_heartbeat_of_the_session():
     assert decode(a_session().heartbeat()) == HeartbeatMessage(b"session0")
+
+
+def test_a_session_says_its_lane_as_soon_as_it_is_another_one():
+    """One that takes part in rounds sends no heartbeats otherwise."""
+    pulse, session = Pulse(), a_session()
+
+    def said() -> list[str]:
+        session.spoke = now = time.monotonic()
+        due = pulse.due(now, [session])
+        lanes = [decode(one.heartbeat()).lane for one in due]
+        for one in due:
+            pulse.sent(one)
+        return lanes
+
+    assert [said(), said()] == [[""], []]
+    session.lane.refuse("on purpose")
+    assert [said(), said()] == [["zeromq"], []]
+    pulse.connected_anew()
+    assert [said(), said()] == [["zeromq"], []]
+
+
+def test_a_session_that_a_new_master_did_not_know_beats_again_at_once():
+    """The master has not taken the first heartbeat, and would look for it where it spoke last, which may be closed."""
+    pulse, session = Pulse(), a_session()
+    unknown = encode(Failure("unknown_session", "who?", {"digest": digest(session.token).hex()}))
+
+    def is_due() -> bool:
+        due = pulse.due(time.monotonic(), [session])
+        for one in due:
+            pulse.sent(one)
+        return bool(due)
+
+    assert [is_due(), is_due()] == [True, False]
+    assert pulse.overhear(unknown, [session]) == session.introduction()
+    assert [is_due(), is_due()] == [True, False]
+    # Once for each connection: a master that misses results says the same.
+    pulse.overhear(unknown, [session])
+    assert not is_due()
+    pulse.connected_anew()
+    assert [is_due(), is_due()] == [True, False]
+    pulse.overhear(unknown, [session])
+    assert is_due()
+
+
+def sampled(session, step=0):
+    """A session whose member tells of a round that it has had in memory."""
+    session.lane.samples = session.lane.samples or Samples()
+    key = RoundKey("job", "world", 0, step, "bn", 0, FORWARD)
+    session.lane.samples.look(step, key, [2, 2], (1, 1), np.array([[[2.0], [4.0]], [[6.0], [20.0]]]))
+    return session
+
+
+def test_figures_go_only_where_a_heartbeat_has_gone_before():
+    """A server that does not know the session has no use for them, and would say so."""
+    pulse, session = Pulse(), sampled(a_session())
+    assert pulse.figures(1.0, [session]) == []
+    pulse.due(time.monotonic(), [session])
+    pulse.sent(session)
+    assert pulse.figures(3.0, [session]) == []  # they are too old
+    (frame,) = pulse.figures(5.0, [sampled(session, 4)])
+    assert isinstance(decode(frame), Digest)
+    pulse.connected_anew()
+    assert pulse.figures(9.0, [sampled(session, 8)]) == []
+
+
+def test_figures_leave_beside_the_heartbeats(start, beacon, monkeypatch):
+    monkeypatch.setattr(samples, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.05)
+    session = sampled(a_session())
+    start(lambda: [session])
+    wait_until(lambda: Digest in beacon.kinds)
+    assert beacon.kinds.index(HeartbeatMessage) < beacon.kinds.index(Digest)
+    (digest_,) = (frame for frame in beacon.frames if isinstance(frame, Digest))
+    assert (digest_.session, digest_.step, digest_.names) == (session.token, 0, ["bn"])
+    assert digest_.values.tolist() == [[[2.0, 1.0, 1.0, 0.25], [2.0, 3.0, 1.0, 0.25]]]
+
+
+def test_numbers_that_have_no_figures_end_no_heartbeats(start, beacon, monkeypatch):
+    monkeypatch.setattr(samples, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.05)
+    session = sampled(a_session())
+    monkeypatch.setattr(session, "figures", lambda _: 1 / 0)
+    start(lambda: [session])
+    wait_until(lambda: beacon.kinds.count(HeartbeatMessage) > 5)
+    assert Digest not in beacon.kinds
+
+
+def test_figures_that_are_not_finite_are_left_out():
+    session = sampled(a_session())
+    (sample,) = session.lane.samples.take(1.0)
+    huge = replace(sample, counts=np.ones(2), values=np.full((2, 2, 2), 1.7e308))
+    assert session.figures([huge]) is None

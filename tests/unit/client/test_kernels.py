@@ -112,6 +112,15 @@ def test_nan_and_infinity_pass_through_their_channel_and_no_other(bad):
     assert output[:, :2].isfinite().all()
 
 
+@pytest.mark.parametrize("neighbour", [0.0, 1e3])
+def test_infinity_is_no_nan_in_the_sums_whatever_its_neighbours_are(neighbour):
+    """Far from zero all channels are centred, and infinity less infinity is NaN."""
+    x = random((6, 3))
+    x[:, 1] += neighbour
+    x[1, 2] = -float("inf")
+    assert dispatch.moments(x).sums[2] == -np.inf
+
+
 @pytest.mark.parametrize("ratio", [1e3, 1e4])
 def test_a_large_mean_costs_neither_output_nor_gradient(ratio):
     """Centred first: `a*x + b` in float32 would be off by ratio * 2^-24 of a standard deviation."""

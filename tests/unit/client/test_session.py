@@ -11,7 +11,7 @@ from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
-from statsd_bn.wire import decode, encode
+from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
 
 TOKEN = b"session0"
 
@@ -134,5 +134,5 @@ def test_failure_fields_that_are_no_names_are_refused(session):
 def test_an_answer_of_another_protocol_version_is_named(session):
     frame = bytearray(session.register())
     frame[3] = 99
-    with pytest.raises(VersionMismatch, match="expected 4, got 99"):
+    with pytest.raises(VersionMismatch, match=f"expected {PROTOCOL_VERSION}, got 99"):
         session.registered(bytes(frame))

@@ -14,7 +14,7 @@ from server.core.deadlock import QUIET_SECONDS, THREADED_QUIET_SECONDS, stuck
 from server.core.dispatcher import Dispatcher
 from statsd_bn import limits
 from statsd_bn.messages import Aggregate, Failure, Heartbeat, Message
-from statsd_bn.round_key import BACKWARD, GATHER, RoundKey
+from statsd_bn.round_key import BACKWARD, RoundKey
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows
 
@@ -117,15 +117,6 @@ def test_members_in_other_layer_orders_are_told_who_waits_where():
             ],
             "places": 2,
         }
-
-
-def test_ranks_that_were_given_other_lanes_are_told_so():
-    """One agrees on memory with the others, which have gone to their first layer."""
-    job = Job(2)
-    job.bring(0, key("statsd_bn memory", phase=GATHER))
-    job.bring(1, key("layer1.bn"))
-    for answer in job.wait(QUIET).values():
-        assert "Give all ranks the same lane, by connect(lane=...) or STATSD_BN_LANE." in answer.message
 
 
 @pytest.mark.parametrize(

@@ -1,103 +1,15 @@
 """Where a late member is: whom the server asks, what it tells, and when torch's collectives make a deadlock."""
 
+from dataclasses import replace
+
 import pytest
 
-from server.core.dispatcher import Dispatcher
-from server.group.sighting import SILENT_SECONDS, Sighting
+from server.group.sighting import MOST_RUNS, SILENT_SECONDS, Sighting, group_of
 from server.network.service import TICK_SECONDS
 from statsd_bn.members import Members
-from statsd_bn.messages import Failure, Heartbeat, Leave, Message, Pending, Question, StatusRequest, Whereabouts
-from statsd_bn.tokens import digest
-from statsd_bn.wire import decode, encode
-from support.strategies import contribution, key, register, session_of
-
-LINE = "torch/nn/parallel/distributed.py:1941 _sync_buffers, called from train.py:57 main"
-
-
-class Process:
-    """What a process answers: where it is, and how many operations it has begun on each process group."""
-
-    def __init__(self, stack: str = "", held_in: str = "", **launched: int) -> None:
-        self.stack, self.held_in, self.launched = stack, held_in, launched
-
-
-class Job:
-    """A job on a server that ticks as the real one; all members are alive, and those in `processes` answer.
-
-    Attributes:
-        asked: when each member was asked, and for which process group.
-        told: what came to the members' beacons, questions aside.
-    """
-
-    def __init__(self, world_size: int, **given) -> None:
-        self.now = 100.0
-        self.dispatcher = Dispatcher(b"server-0", self.now)
-        self.size = world_size
-        self.ranks: dict[str, tuple[int, ...] | range] = {"0": range(world_size)}
-        self.processes: dict[int, Process] = {}
-        self.asked: dict[int, list[tuple[float, str]]] = {member: [] for member in range(world_size)}
-        self.told: dict[int, list[Message]] = {member: [] for member in range(world_size)}
-        for member in range(world_size):
-            self.say(register(member, world_size, **given), b"%d" % member)
-        self.beat()
-
-    def say(self, message: Message, at: bytes) -> list[Message]:
-        return [decode(frame) for _, frame in self.handle(message, at)]
-
-    def handle(self, message: Message, at: bytes):
-        return self.attend(self.dispatcher.receive(self.now, at, encode(message)).replies)
-
-    def beat(self) -> None:
-        for member in range(self.size):
-            self.handle(Heartbeat(session_of(member)), b"beacon %d" % member)
-
-    def bring(self, member: int, where=None, attempt: int = 0) -> list[Message]:
-        message = contribution(member, 1.0, where or key("bn1", step=3))
-        return self.say(type(message)(message.session, message.key, attempt, message.rows), b"%d" % member)
-
-    def pass_time(self, seconds: float) -> dict[int, Message]:
-        """What members in rounds are told meanwhile."""
-        heard = {}
-        for _ in range(round(seconds / TICK_SECONDS)):
-            self.now += TICK_SECONDS
-            self.beat()
-            for peer, frame in self.attend(self.dispatcher.tick(self.now)):
-                heard[int(peer)] = decode(frame)
-        return heard
-
-    def attend(self, replies):
-        """Answers questions, keeps what else came to a beacon, and returns the rest."""
-        others = []
-        for peer, frame in replies:
-            if not peer.startswith(b"beacon "):
-                others.append((peer, frame))
-                continue
-            member, message = int(peer[7:]), decode(frame)
-            if isinstance(message, Question):
-                self.answer(member, message)
-            else:
-                self.told[member].append(message)
-        return others
-
-    def answer(self, member: int, question: Question) -> None:
-        assert question.digest == digest(session_of(member))
-        self.asked[member].append((self.now - 100.0, question.torch_group))
-        if process := self.processes.get(member):
-            group = question.torch_group or process.held_in
-            launched = process.launched.get(f"of_{group}")
-            what = (group, Members.of(self.ranks[group]), launched) if launched is not None else ("", Members.of(()), 0)
-            answer = Whereabouts(session_of(member), question.number, process.stack, int(bool(process.held_in)), *what)
-            self.handle(answer, b"beacon %d" % member)
-
-    def pending(self, member: int) -> Pending:
-        (answer,) = self.bring(member, attempt=1)
-        assert isinstance(answer, Pending)
-        return answer
-
-    def report(self) -> dict:
-        (answer,) = self.say(StatusRequest(), b"somebody")
-        return answer.report["groups"][0]
-
+from statsd_bn.messages import Failure, Leave, Message, Whereabouts
+from support.asked_job import LINE, Job, Process
+from support.strategies import key, session_of
 
 # Whom it asks, and what becomes of the answer.
 
@@ -108,7 +20,7 @@ def test_nobody_is_asked_while_nobody_waits_for_a_second():
         job.bring(0, key(step=step))
         job.pass_time(0.75)
         job.bring(1, key(step=step))
-    job.pass_time(5.0)
+    job.pass_time(1.75)
     assert job.asked == {0: [], 1: []}
 
 
@@ -183,15 +95,28 @@ def test_answers_to_no_question_change_nothing():
 def test_a_thousand_questions_keep_nothing_more():
     job = Job(2, deadline=86_400.0)
     job.bring(0)
-    slave = job.dispatcher._registry.sessions[session_of(1)].slave
+    contributor = job.dispatcher._registry.sessions[session_of(1)].contributor
     job.pass_time(1.5)
     for number in range(1000):
-        slave.sighting.due = job.now
+        contributor.sighting.due = job.now
         job.processes[1] = Process(f"train.py:{number} f", held_in="0", of_0=number)
         job.pass_time(TICK_SECONDS)
     assert len(job.asked[1]) > 1000
-    assert len(slave.sighting.launched) == 1
+    assert len(contributor.sighting.launched) == 1
     assert len(job.dispatcher._inquiry._asked) <= 2
+
+
+@pytest.mark.parametrize(("runs", "told"), [(MOST_RUNS, range(0, 2 * MOST_RUNS, 2)), (MOST_RUNS + 1, ())])
+def test_of_a_process_group_of_too_many_runs_only_the_place_is_kept(runs, told):
+    job = Job(2)
+    job.ranks = {"0": range(0, 2 * runs, 2)}
+    job.processes[1] = Process(LINE, held_in="0", of_0=14)
+    job.bring(0)
+    job.pass_time(1.5)
+    sighting = job.dispatcher._registry.sessions[session_of(1)].contributor.sighting
+    assert list(sighting.latest.members) == list(told)
+    assert len(sighting.launched) == bool(told)
+    assert LINE in job.pending(0).whereabouts
 
 
 # A deadlock with a collective of torch.
@@ -309,3 +234,12 @@ def test_a_sighting_ignores_an_answer_to_an_earlier_question():
     assert sighting.told(1.2).startswith("does not answer")
     sighting.take(1.3, Whereabouts(b"session0", 2, "new", 0, "", Members.of(()), 0))
     assert sighting.told(3.3) == "is in new, for 2 s"
+
+
+def test_a_sighting_forgets_the_numbers_of_a_rank_that_has_moved():
+    sighting = Sighting(0.0)
+    for number, (stack, group) in enumerate([("one", "0"), ("one", "0"), ("two", "1")]):
+        sighting.ask(float(number), number)
+        sighting.take(float(number), Whereabouts(b"session0", number, stack, 1, group, Members.of([0, 1]), 5))
+        known = sighting.has_launched(group_of(replace(sighting.latest, torch_group="0")), 6)
+        assert known is (None, False, None)[number]

@@ -108,16 +108,16 @@ def test_the_table_decides_whether_a_strict_group_breaks(change):
     stays = Move(GroupState.OPEN, MemberState.LOST, Told.NOBODY)
     change(stays, Policy.STRICT, GroupState.OPEN, Event.IS_LOST, MemberState.TAKES_PART)
     group = open_group()
-    slave = group.slaves[0]
-    assert isinstance(group.lose(slave, "boom"), ReplicaLost)
-    assert (group.state, slave.state, group.lost, group.news) == (GroupState.OPEN, MemberState.LOST, None, [])
+    contributor = group.contributors[0]
+    assert isinstance(group.lose(contributor, "boom"), ReplicaLost)
+    assert (group.state, contributor.state, group.lost, group.news) == (GroupState.OPEN, MemberState.LOST, None, [])
 
 
 def test_the_table_decides_whether_an_elastic_group_breaks(change):
     breaks = Move(GroupState.BROKEN, MemberState.LOST, Told.BROKEN)
     change(breaks, Policy.ELASTIC, GroupState.OPEN, Event.IS_LOST, MemberState.TAKES_PART)
     group = open_group(min_members=1)
-    error = group.lose(group.slaves[0], "boom")
+    error = group.lose(group.contributors[0], "boom")
     assert (group.state, group.lost, group.news) == (GroupState.BROKEN, error, [Told.BROKEN])
 
 
@@ -132,7 +132,7 @@ def test_the_table_decides_who_is_refused(change):
 
 def test_a_broken_group_knows_whether_it_had_been_open():
     group = open_group()
-    group.lose(group.slaves[0], "boom")
+    group.lose(group.contributors[0], "boom")
     assert (group.is_open, group.has_opened) == (False, True)
 
 

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from server.core.dispatcher import Dispatcher
+from server.core.registry import OTHERS_END_SECONDS
 from server.group.recovery import RECONNECT_SECONDS
 from server.limits.quota import Quota
 from server.network import service
 from statsd_bn import limits
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Heartbeat, Leave, Message, Registered, Result
+from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Heartbeat, Leave, Message, Registered, Result, Whereabouts
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from support.strategies import KEY, contribution, key, register, session_of
@@ -63,7 +64,7 @@ class Clock:
     @property
     def present(self) -> list[int]:
         groups = self.dispatcher.report(self.now)["groups"]
-        return [slave["member"] for group in groups for slave in group["members"]]
+        return [contributor["member"] for group in groups for contributor in group["members"]]
 
 
 def read(replies: list[tuple[bytes, bytes]]) -> Answers:
@@ -84,6 +85,16 @@ def clock() -> Clock:
 
 
 # Silence.
+
+
+def test_an_answer_to_a_question_gives_a_silent_member_no_more_time(clock):
+    clock.open()
+    clock.beat(0, 1, 2)
+    clock.bring(0)
+    clock.pass_time(1.25, alive=(0, 1))
+    clock.say(Whereabouts(session_of(2), 1, "", 0, "", Members.of(()), 0), beacon(2))
+    ((whom, told),) = clock.pass_time(SILENCE - 1.25, alive=(0, 1))
+    assert (whom, told.code) == (peer(0), "replica_lost")
 
 
 def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(clock):
@@ -155,6 +166,18 @@ def test_one_that_comes_back_before_the_group_is_open_is_taken_in_again(clock):
     clock.pass_time(SILENCE)
     assert clock.present == []
     assert clock.say(register(1, 2), peer(1))[0][1].present == Members.of([1])
+
+
+def test_the_log_warns_of_who_is_lost_when_a_job_breaks_and_not_of_who_ends_because_of_it(clock, caplog):
+    """The line would stand below the last one of a process that says why it ends, if that one has the server."""
+    clock.open(4)
+    with caplog.at_level("INFO", "statsd_bn.server"):
+        clock.pass_time(SILENCE, alive=(0, 1, 2))
+        clock.pass_time(SILENCE, alive=(0, 1))
+        clock.pass_time(OTHERS_END_SECONDS)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if " is lost: " in record.getMessage()]
+    assert [level for level, _ in said] == ["WARNING", "WARNING", "INFO", "INFO"]
+    assert [f"rank {member} " in text for member, (_, text) in zip((3, 2, 0, 1), said, strict=True)] == [True] * 4
 
 
 def test_a_process_is_lost_in_each_of_its_groups(clock):

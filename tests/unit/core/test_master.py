@@ -14,7 +14,7 @@ from server.limits.account import GROUP_BYTES, MEMBER_BYTES
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, LimitExceeded, ReplicaLost, StatsdBNError
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Failure, Registered
+from statsd_bn.messages import Aggregate, Failure, Heartbeat, Registered
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
@@ -43,11 +43,11 @@ class Group:
         return self.master.register_slave(self.now, self.registration(member), peer(member))[1]
 
     def bring(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, at: bytes = b"") -> list[Reply]:
-        slave = self.master.membership.slaves[member]
-        return self.master.contribute(self.now, slave, contribution(member, brought, key), at or peer(member))
+        contributor = self.master.membership.contributors[member]
+        return self.master.contribute(self.now, contributor, contribution(member, brought, key), at or peer(member))
 
     def leave(self, member: int, cause: str = "") -> list[Reply]:
-        return self.master.remove_slave(self.now, self.master.membership.slaves[member], cause)[1]
+        return self.master.remove_contributor(self.now, self.master.membership.contributors[member], cause)[1]
 
 
 def peer(member: int) -> bytes:
@@ -509,6 +509,23 @@ def test_a_failed_round_ends_in_the_state_failed():
     assert ended.state is State.FAILED
 
 
+def test_the_report_tells_what_members_say_of_rounds_without_the_server():
+    group = Group(2)
+    group.bring(0)
+    group.bring(1)
+    contributors = group.master.membership.contributors
+    for member, rounds in ((0, 40), (1, 38), (0, 39)):
+        group.master.hear(
+            0.0, contributors[member], Heartbeat(contributors[member].session, 7, rounds, "shared_memory", "")
+        )
+    report = report_of(group.master, 0.0)
+    assert (report["rounds_done"], group.master.rounds_done) == (41, 41)
+    assert [(one["step"], one["lane"]) for one in report["members"]] == [(7, "shared_memory")] * 2
+    assert "why_not_faster" not in report
+    group.master.hear(0.0, contributors[0], Heartbeat(contributors[0].session, 7, 40, "zeromq", "rank 1 ended"))
+    assert report_of(group.master, 0.0)["why_not_faster"] == "rank 1 ended"
+
+
 def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
     group = Group(2, opened=False)
     group.join(1)
@@ -523,6 +540,7 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
         "lost": "",
         "rounds_done": 0,
         "rounds_failed": 0,
+        "non_finite": [],
         "kept_bytes": GROUP_BYTES + MEMBER_BYTES,
         "waiting": [],
     }
@@ -532,8 +550,8 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
     group.now = 3.0
     group.bring(0, rows(1.0, 2.0), key("late"))
     report = report_of(group.master, 5.5)
-    assert [slave["member"] for slave in report["members"]] == [0, 1]
-    assert [slave["replicas"] for slave in report["members"]] == [2, 1]
+    assert [contributor["member"] for contributor in report["members"]] == [0, 1]
+    assert [contributor["replicas"] for contributor in report["members"]] == [2, 1]
     assert (report["missing"], report["rounds_done"], report["rounds_failed"]) == (0, 1, 0)
     assert report["waiting"] == [{"round": str(key("late")), "seconds": 2.5, "missing": [1]}]
     group.leave(1, "boom")

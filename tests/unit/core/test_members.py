@@ -21,6 +21,12 @@ def test_equal_are_those_of_the_same_numbers(one, other):
     assert (Members.of(one) == Members.of(other)) == (one == other)
 
 
+@given(st.sets(st.integers(0, 40)), st.integers(0, 40))
+def test_a_number_comes_and_goes(numbers, number):
+    assert Members.of(numbers).plus(number) == Members.of(numbers | {number})
+    assert Members.of(numbers | {number}).minus(number) == Members.of(numbers - {number})
+
+
 def test_thousands_in_a_row_are_one_run():
     assert Members.of(range(limits.MAX_MEMBERS)).runs == ((0, limits.MAX_MEMBERS),)
     assert NOBODY.runs == ()
@@ -41,7 +47,7 @@ def test_thousands_in_a_row_are_one_run():
         ((4, 1), (0, 1)),
     ],
 )
-def test_runs_that_are_none_are_refused(runs):
+def test_unsound_runs_are_refused(runs):
     with pytest.raises(ProtocolError, match=r"members: expected ascending runs"):
         Members(runs)
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.group.contributor import Contributor
 from server.group.membership import Membership
-from server.group.slave import Slave
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import DuplicateMember, ReplicaLost, WorldSizeMismatch
 from statsd_bn.messages import Register
@@ -17,10 +17,10 @@ def group() -> Membership:
     return Membership(register(0, 3))
 
 
-def admit(group: Membership, register: Register, peer: bytes) -> Slave:
-    slave = group.admit(0.0, register, peer)
+def admit(group: Membership, register: Register, peer: bytes) -> Contributor:
+    contributor = group.admit(0.0, register, peer)
     group.settle(0.0)
-    return slave
+    return contributor
 
 
 def admit_all(group: Membership) -> None:
@@ -55,27 +55,28 @@ def test_a_group_takes_the_members_it_has_room_for_and_no_other(name, size, numb
 
 
 def test_a_slave_is_what_its_member_said(group):
-    slave = admit(group, register(1, 3, deadline=12.0, place="host 7"), b"peer")
-    assert (slave.member, slave.deadline, slave.place, slave.peer, slave.replicas) == (1, 12.0, "host 7", b"peer", 0)
-    assert str(slave) == "rank 1 (host 7)"
+    contributor = admit(group, register(1, 3, deadline=12.0, place="host 7"), b"peer")
+    assert (contributor.member, contributor.deadline, contributor.place) == (1, 12.0, "host 7")
+    assert (contributor.peer, contributor.replicas) == (b"peer", 0)
+    assert str(contributor) == "rank 1 (host 7)"
 
 
 def test_the_same_session_is_found_again_at_its_new_peer(group):
-    slave = admit(group, register(1, 3), b"old")
-    assert admit(group, register(1, 3), b"new") is slave
-    assert slave.peer == b"new"
+    contributor = admit(group, register(1, 3), b"old")
+    assert admit(group, register(1, 3), b"new") is contributor
+    assert contributor.peer == b"new"
     assert list(group.present) == [1]
 
 
 def test_another_process_cannot_take_a_members_place(group):
-    slave = admit(group, register(1, 3, place="host 1"), b"first")
+    contributor = admit(group, register(1, 3, place="host 1"), b"first")
     with pytest.raises(DuplicateMember) as caught:
         admit(group, register(1, 3, session=b"stranger", place="host 2"), b"second")
     assert "there is a rank 1 already: host 1 is registered, host 2 was refused" in str(caught.value)
     assert "RANK" in str(caught.value)
     assert caught.value.fields == {"job": "job", "group": "world", "member": 1, "place": "host 1"}
-    assert group.slaves == {1: slave}
-    assert slave.peer == b"first"
+    assert group.contributors == {1: contributor}
+    assert contributor.peer == b"first"
 
 
 def test_a_member_that_expects_another_number_of_members_is_refused(group):
@@ -110,8 +111,8 @@ def test_any_other_group_takes_whoever_names_it_until_it_is_full():
 
 
 def test_leaving_before_the_group_is_open_frees_the_place(group):
-    slave = admit(group, register(1, 3), b"")
-    group.remove(slave, "")
+    contributor = admit(group, register(1, 3), b"")
+    group.remove(contributor, "")
     assert group.lost is None
     assert (group.missing, list(group.present)) == (3, [])
     admit(group, register(1, 3, session=b"stranger"), b"")
@@ -127,8 +128,8 @@ def test_leaving_before_the_group_is_open_frees_the_place(group):
 )
 def test_leaving_an_open_group_breaks_it_with_the_cause(group, cause, reason):
     admit_all(group)
-    group.slaves[1].step = 7
-    assert group.remove(group.slaves[1], cause) is group.lost
+    group.contributors[1].step = 7
+    assert group.remove(group.contributors[1], cause) is group.lost
     assert isinstance(group.lost, ReplicaLost)
     assert reason in in_log(group.lost)
     assert "step 7" in str(group.lost)
@@ -137,30 +138,30 @@ def test_leaving_an_open_group_breaks_it_with_the_cause(group, cause, reason):
 
 def test_a_member_lost_without_a_word_breaks_an_open_group(group):
     admit_all(group)
-    slave = group.slaves[1]
-    assert group.lose(slave, "the connection was lost") is group.lost
+    contributor = group.contributors[1]
+    assert group.lose(contributor, "the connection was lost") is group.lost
     assert "rank 1 (place 1) was lost: the connection was lost" in str(group.lost)
     assert group.lost.fields["cause"] == "the connection was lost"
 
 
 def test_a_member_lost_before_the_group_is_open_may_come_back(group):
-    slave = admit(group, register(1, 3), b"")
-    assert group.lose(slave, "the connection was lost") is None
+    contributor = admit(group, register(1, 3), b"")
+    assert group.lose(contributor, "the connection was lost") is None
     assert (group.lost, list(group.present)) == (None, [])
     assert admit(group, register(1, 3), b"").member == 1
 
 
 def test_the_first_loss_is_the_one_that_is_told(group):
     admit_all(group)
-    group.remove(group.slaves[1], "boom")
+    group.remove(group.contributors[1], "boom")
     first = group.lost
-    group.remove(group.slaves[2], "because of that")
+    group.remove(group.contributors[2], "because of that")
     assert group.lost is first
 
 
 def test_a_broken_group_takes_nobody_in_not_even_again(group):
     admit_all(group)
-    group.remove(group.slaves[1], "boom")
+    group.remove(group.contributors[1], "boom")
     for newcomer in (register(1, 3), register(0, 3), register(1, 3, session=b"stranger")):
         with pytest.raises(ReplicaLost, match="boom"):
             admit(group, newcomer, b"")

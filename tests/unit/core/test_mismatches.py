@@ -5,6 +5,10 @@ import pytest
 from server.core import deadlock, mismatches
 from server.core.mismatches import Mismatches
 from server.group.master import SyncMaster
+from server.group.sighting import STEADY_SECONDS, Sighting
+from statsd_bn import limits
+from statsd_bn.members import Members
+from statsd_bn.messages import Whereabouts
 from support.strategies import contribution, key, register
 
 TICK = 0.25
@@ -16,8 +20,8 @@ def group(job: str, members: int = 2, rounds: int = 0) -> SyncMaster:
     for member in range(members):
         master.register_slave(0.0, register(member, members, job=job), b"peer")
     for step in range(rounds):
-        slave = master.membership.slaves[0]
-        master.contribute(0.0, slave, contribution(0, key=key(job=job, step=step)), b"peer")
+        contributor = master.membership.contributors[0]
+        master.contribute(0.0, contributor, contribution(0, key=key(job=job, step=step)), b"peer")
     return master
 
 
@@ -59,6 +63,21 @@ def test_many_large_jobs_take_turns(looks, monkeypatch):
     assert looks.count("small") == 40
 
 
+def test_ranks_of_collectives_that_members_tell_of_count_as_well(looks):
+    master = group("job", 16)
+    for contributor in master.membership.contributors.values():
+        contributor.sighting = Sighting(0.0, asked=0.0)
+        where = Whereabouts(contributor.session, 0, "", 1, "0", Members.of(range(limits.MAX_MEMBERS)), 1)
+        contributor.sighting.take(0.0, where)
+        contributor.sighting.asked = 0.0
+        contributor.sighting.take(STEADY_SECONDS, where)
+    watch, asked = Mismatches(), {"job": list(master.membership.contributors.values())}
+    for number in range(100):
+        list(watch.find(number * TICK, {("job", "world"): master}, asked))
+    size = 16 + 16 * limits.MAX_MEMBERS // mismatches.RANKS_OF_ONE
+    assert 0 < looks.count("job") <= 100 * TICK / (size * mismatches.PAUSE_SECONDS_EACH) + 1
+
+
 def test_a_job_larger_than_can_be_looked_at_hides_no_other(looks, monkeypatch):
     monkeypatch.setattr(mismatches, "MOST", 3000)
     look([group("huge", 50, 200), group("middle", 50, 30)], 40)
@@ -68,10 +87,12 @@ def test_a_job_larger_than_can_be_looked_at_hides_no_other(looks, monkeypatch):
 
 def test_an_ordinary_job_is_told_within_a_second():
     master = group("job", 64)
-    slaves = list(master.membership.slaves.values())
-    for slave in slaves:
-        layer = "a" if slave.member % 2 else "b"
-        master.contribute(0.0, slave, contribution(slave.member, key=key(layer)), b"%d" % slave.member)
+    contributors = list(master.membership.contributors.values())
+    for contributor in contributors:
+        layer = "a" if contributor.member % 2 else "b"
+        master.contribute(
+            0.0, contributor, contribution(contributor.member, key=key(layer)), b"%d" % contributor.member
+        )
     watch = Mismatches()
     now, found = 0.0, []
     while not found:

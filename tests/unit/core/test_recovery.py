@@ -68,25 +68,25 @@ def test_one_that_tells_its_past_late_is_no_newcomer():
     """It registered before it had heard that the group was open."""
     group = Membership(register(2, 3, min_members=1))
     group.admit(0.0, register(2, 3, min_members=1), b"")
-    slave = group.admit(0.0, coming_back(2, min_members=1, results=1), b"")
-    assert (slave.has_past, slave.owes) == (True, True)
-    slave.recalled.add(key(step=3))
-    group.recall(slave, key(step=3), Members.of(range(3)))
+    contributor = group.admit(0.0, coming_back(2, min_members=1, results=1), b"")
+    assert (contributor.has_past, contributor.owes) == (True, True)
+    contributor.recalled.add(key(step=3))
+    group.recall(contributor, key(step=3), Members.of(range(3)))
     for member in (0, 1):
         group.admit(0.0, coming_back(member, min_members=1, step=4), b"")
     assert group.settle(RECONNECT_SECONDS)
-    assert slave.first_step == 0, "a newcomer would begin after the others"
+    assert contributor.first_step == 0, "a newcomer would begin after the others"
 
 
 def test_a_member_owes_the_results_that_it_has_announced():
     group = Membership(coming_back(0))
-    slave = group.admit(0.0, coming_back(0, results=2), b"")
-    assert slave.owes
+    contributor = group.admit(0.0, coming_back(0, results=2), b"")
+    assert contributor.owes
     for layer in ("bn", "bn", "bn2"):
-        assert slave.owes
-        slave.recalled.add(key(layer, step=4))
-        group.recall(slave, key(layer, step=4), Members.of(range(3)))
-    assert not slave.owes
+        assert contributor.owes
+        contributor.recalled.add(key(layer, step=4))
+        group.recall(contributor, key(layer, step=4), Members.of(range(3)))
+    assert not contributor.owes
     assert group.latest_step == 4
 
 
@@ -96,8 +96,8 @@ def test_one_that_owes_results_is_missing_though_it_is_there():
         group.admit(0.0, coming_back(member, results=int(member == 1)), b"")
     assert not group.settle(0.0)
     assert (group.missing, group.absent) == (1, [1])
-    group.slaves[1].recalled.add(key())
-    group.recall(group.slaves[1], key(), Members.of(range(3)))
+    group.contributors[1].recalled.add(key())
+    group.recall(group.contributors[1], key(), Members.of(range(3)))
     assert group.settle(0.0)
     assert (group.is_open, group.missing, group.recovery) == (True, 0, None)
 
@@ -122,8 +122,8 @@ def test_a_strict_group_is_broken_by_those_who_do_not_come_back():
 
 def test_a_member_that_leaves_while_others_come_back_breaks_a_strict_group():
     group = Membership(coming_back(0))
-    slave = group.admit(0.0, coming_back(0), b"")
-    assert group.remove(slave, "boom") is group.lost
+    contributor = group.admit(0.0, coming_back(0), b"")
+    assert group.remove(contributor, "boom") is group.lost
     assert "rank 0 (place 0) failed with boom" in str(group.lost)
     group.give_up_waiting(SILENCE)
     assert "rank 0 (place 0) failed with boom" in str(group.lost), "whoever comes too late is not the culprit"
@@ -164,9 +164,9 @@ def test_a_process_without_a_past_is_refused_by_those_who_have_been_given_someth
 def test_one_that_comes_back_for_a_pass_that_another_has_left_takes_no_place():
     group = Membership(coming_back(0, step=5, known=Members.of([0])))
     for comes in (coming_back(0, step=5, known=Members.of([0])), coming_back(1, step=5, stand=int(Stand.AWAY))):
-        slave = group.admit(0.0, comes, b"")
-    group.remove(slave, "")
+        contributor = group.admit(0.0, comes, b"")
+    group.remove(contributor, "")
     assert group.departed
     with pytest.raises(ReplicaLost):
         group.admit(0.1, coming_back(2, step=5, stand=int(Stand.BACK)), b"")
-    assert set(group.slaves) == {0}
+    assert set(group.contributors) == {0}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from statsd_bn.errors import RoundMismatch
+from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
 from support.pure_members import PureMember, PureWorld
 
 QUIET_SECONDS = 3.0
@@ -86,3 +86,21 @@ def test_a_stranger_settles_nothing(world):
     two.session.token = b"stranger"
     world.send(two, two.session.settled(one.key))
     assert len(report(world)["waiting"]) == 1
+
+
+@pytest.mark.parametrize("foreign", [{"job": "another"}, {"group": "another"}, {"epoch": 1}])
+def test_a_member_settles_no_round_of_another_group(world, foreign):
+    one, two = world.members
+    one.forward(1.0)
+    world.send(two, two.session.settled(one.key._replace(**foreign)))
+    assert [type(answer) for answer in two.answers] == [ProtocolError]
+    assert world.dispatcher.bad_frames == 1
+    assert len(report(world)["waiting"]) == 1
+
+
+def test_whoever_waits_for_a_round_that_a_liar_settles_is_told_when_it_asks_again(world):
+    one, two = world.members
+    one.forward(1.0)
+    world.send(two, two.session.settled(one.key))
+    one.ask_again()
+    assert [type(answer) for answer in one.answers] == [RoundFailed]

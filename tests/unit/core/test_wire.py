@@ -16,6 +16,7 @@ from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
+    Digest,
     Failure,
     Leave,
     Pending,
@@ -40,7 +41,7 @@ KEY_FIELDS = ["job", "world", 1, 2, "bn1", 3, "forward"]
 PACKED_KEY = msgpack.packb(KEY_FIELDS)
 CONTRIBUTION = Contribution(b"session0", KEY, 0, Rows((3, 0), np.array([[[1.5, -2.0]], [[0.0, 1e300]]])))
 SEAL = bytes(range(16))
-AGGREGATE = Aggregate(KEY, 2, 3, Members.of([0, 2]), np.array([[1.5, 1e300]]), SEAL)
+AGGREGATE = Aggregate(KEY, 2, 3, Members.of([0, 2]), np.array([[1.5, 1e300]]), SEAL, Members.of([2]))
 
 # One small frame of each type.
 FRAMES = {
@@ -64,7 +65,7 @@ every_frame = pytest.mark.parametrize("frame", FRAMES.values(), ids=[kind.__name
 def hand_built(header: Any, values: bytes | None = None, *, padding: bytes | None = None) -> bytes:
     """A frame as docs/protocol.md lays it out, made without the code under test."""
     packed = header if isinstance(header, bytes) else msgpack.packb(header)
-    frame = b"SBN" + bytes([4]) + struct.pack("<I", len(packed)) + packed
+    frame = b"SBN" + bytes([PROTOCOL_VERSION]) + struct.pack("<I", len(packed)) + packed
     if values is None:
         return frame
     return frame + (bytes(-len(packed) % 8) if padding is None else padding) + values
@@ -118,7 +119,7 @@ def test_the_golden_frame_of_a_contribution():
     header = [3, b"session0", PACKED_KEY, 0, [3, 0], 1, 2]
     assert encode(CONTRIBUTION) == hand_built(header, struct.pack("<4d", 1.5, -2.0, 0.0, 1e300))
     assert encode(CONTRIBUTION).hex() == (
-        "53424e04 2e000000"  # "SBN", version 4, a header of 46 bytes
+        "53424e06 2e000000"  # "SBN", version 6, a header of 46 bytes
         "97 03 c408 73657373696f6e30"  # 7 fields: type 3, the session
         "c41a 97 a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
         "00 920300 01 02"  # attempt, counts, vectors, channels
@@ -127,23 +128,32 @@ def test_the_golden_frame_of_a_contribution():
     ).replace(" ", "")
 
 
+def test_the_golden_frame_of_a_digest():
+    values = np.arange(16.0).reshape(2, 2, 4) / 16
+    frame = hand_built([15, b"session0", 7, "bn1\nbn2", 2], values.tobytes())
+    assert encode(Digest(b"session0", 7, "bn1\nbn2", values)) == frame
+    assert decode(frame).names == ["bn1", "bn2"]
+    assert decode(frame).values.tolist() == values.tolist()
+
+
 def test_the_golden_frame_of_an_aggregate():
     assert encode(AGGREGATE) == hand_built(
-        [4, PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), 1, 2], struct.pack("<2d", 1.5, 1e300) + SEAL
+        [4, PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), packed_runs(2, 1), 1, 2], struct.pack("<2d", 1.5, 1e300) + SEAL
     )
     assert encode(AGGREGATE).hex() == (
-        "53424e04 2c000000"  # "SBN", version 4, a header of 44 bytes
-        "97 04"  # 7 fields: type 4
+        "53424e06 32000000"  # "SBN", version 6, a header of 50 bytes
+        "98 04"  # 8 fields: type 4
         "c41a 97 a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
-        "02 03 c408 0000 0100 0200 0100 01 02"  # replicas, count, members 0 and 2, vectors, channels
-        "00000000"  # up to a multiple of 8
+        "02 03 c408 0000 0100 0200 0100"  # replicas, count, members 0 and 2
+        "c404 0200 0100 01 02"  # member 2 for an example, vectors, channels
+        "000000000000"  # up to a multiple of 8
         "000000000000f83f 9c7500883ce4377e"
         "000102030405060708090a0b0c0d0e0f"  # the seal
     ).replace(" ", "")
 
 
 def test_the_golden_frame_of_a_result_is_that_of_its_aggregate_with_the_session():
-    header = [11, b"session0", PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), 1, 2]
+    header = [11, b"session0", PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), packed_runs(2, 1), 1, 2]
     frame = encode(Result(b"session0", AGGREGATE))
     assert frame == hand_built(header, struct.pack("<2d", 1.5, 1e300) + SEAL)
     assert encode(decode(frame).aggregate) == encode(AGGREGATE)
@@ -184,8 +194,8 @@ def test_the_golden_frames_of_messages_without_values():
         StatusRequest(): [7],
         Pending(KEY, 3, "late", "there"): [10, PACKED_KEY, 3, "late", "there"],
         Question(b"digest00", 3, "0"): [12, b"digest00", 3, "0"],
-        Whereabouts(b"session0", 3, "here", 1, "0", Members.of([0, 1, 4]), 7): (
-            [13, b"session0", 3, "here", 1, "0", packed_runs(0, 2, 4, 1), 7]
+        Whereabouts(b"session0", 3, "here", 1, "0", Members.of([0, 1, 4]), 7, "barrier"): (
+            [13, b"session0", 3, "here", 1, "0", packed_runs(0, 2, 4, 1), 7, "barrier"]
         ),
         Settled(b"session0", KEY): [14, b"session0", PACKED_KEY],
     }
@@ -228,7 +238,7 @@ def test_garbage_is_refused(garbage):
 @relaxed
 @given(st.binary(max_size=200))
 def test_garbage_after_a_sound_prelude_is_refused_or_a_message(garbage):
-    decoded_or_refused(b"SBN\x04" + struct.pack("<I", len(garbage)) + garbage)
+    decoded_or_refused(b"SBN\x06" + struct.pack("<I", len(garbage)) + garbage)
 
 
 @every_frame
@@ -282,12 +292,12 @@ def test_another_protocol_version_is_named(version):
 
 def test_a_frame_of_another_version_is_named_even_if_all_else_about_it_is_unknown():
     with pytest.raises(VersionMismatch):
-        decode(b"SBN\x05" + b"\xff" * 20)
+        decode(b"SBN\x07" + b"\xff" * 20)
 
 
 def test_a_frame_beyond_the_limit_is_refused():
     with pytest.raises(ProtocolError, match=f"expected at most {limits.MAX_FRAME_BYTES} bytes"):
-        decode(b"SBN\x04" + bytes(limits.MAX_FRAME_BYTES))
+        decode(b"SBN\x06" + bytes(limits.MAX_FRAME_BYTES))
 
 
 def test_a_frame_beyond_the_limit_is_not_sent():
@@ -469,7 +479,7 @@ def test_deep_nesting_never_escapes_as_another_error(opener, depth):
 def test_an_announced_length_is_not_believed():
     for length in (limits.MAX_HEADER_BYTES, limits.MAX_HEADER_BYTES + 1, 2**32 - 1):
         with pytest.raises(ProtocolError, match="announced"):
-            decode(b"SBN\x04" + struct.pack("<I", length) + b"\x91\x07")
+            decode(b"SBN\x06" + struct.pack("<I", length) + b"\x91\x07")
     huge_array, huge_text, huge_bytes = b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"
     for lie in (huge_array, huge_text, huge_bytes, b"\xdf\xff\xff\xff\xff"):
         with pytest.raises(ProtocolError):

@@ -10,9 +10,9 @@ from server.__main__ import _described
 from server.cli.status import COUNTS, ask, describe, own_endpoint
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.members import NOBODY
-from statsd_bn.messages import Failure, Leave, Registered
+from statsd_bn.messages import Failure, Leave, Registered, Status
 from statsd_bn.text import unfolded
-from statsd_bn.wire import decode, encode
+from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
 from support.strategies import register, session_of
 
 WAIT_MILLISECONDS = 20_000
@@ -44,6 +44,23 @@ def test_a_report_reads_as_text():
         "  rank 1 (host 2), step 5, 0 replicas\n"
         "  waiting 12.3 s for ranks [1]: layer 'bn1'"
     )
+
+
+def test_lanes_get_a_line_once_the_members_have_said_them():
+    def said(*lanes, **more):
+        contributors = [contributor | {"lane": lane} for contributor, lane in zip(GROUP["members"], lanes, strict=True)]
+        return [
+            line
+            for line in describe(REPORT | {"groups": [GROUP | {"members": contributors, **more}]}).splitlines()
+            if "lane" in line
+        ]
+
+    assert said("", "") == []
+    assert said("shared_memory", "shared_memory") == ["  lane shared_memory"]
+    assert said("zeromq", "zeromq", why_not_faster="rank 1: no") == ["  lane zeromq: rank 1: no"]
+    assert said("shared_memory", "zeromq", why_not_faster="x") == [
+        "  lane shared_memory of ranks 0, zeromq of ranks 1: x"
+    ]
 
 
 def test_a_wait_that_is_usual_between_ranks_gets_no_line():
@@ -235,7 +252,10 @@ def another_version(frame: bytes) -> bytes:
     [
         (encode(Failure("protocol", "I am a teapot", {})), "gave no status: I am a teapot"),
         (encode(Registered(b"session0", b"server00", 0, 0, 0, NOBODY)), "gave no status: Registered"),
-        (another_version(encode(Failure("version", "no", {}))), "protocol version: expected 4, got 99"),
+        (
+            another_version(encode(Failure("version", "no", {}))),
+            f"protocol version: expected {PROTOCOL_VERSION}, got 99",
+        ),
         (b"SSH-2.0", "expected to begin with b'SBN'"),
     ],
     ids=["a failure", "another message", "another version", "no message"],
@@ -247,6 +267,13 @@ def test_an_answer_that_is_no_status_exits_with_4_and_one_line(somebody, capsys,
     assert said.out == ""
     assert words in unfolded(said.err)
     assert unfolded(said.err).count("\n") == 1
+
+
+def test_the_view_takes_no_report_that_makes_no_sense(somebody, capsys):
+    assert command.main(["view", somebody(encode(Status({"groups": [{}]}))), "--once"]) == 4
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "one that makes no sense" in unfolded(said.err)
 
 
 def test_whoever_is_named_cannot_speak_to_the_terminal_or_forge_a_line():

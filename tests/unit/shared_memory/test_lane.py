@@ -9,37 +9,19 @@ import numpy as np
 import pytest
 
 from client.connection.member import SHARED_MEMORY, ZEROMQ
-from client.lanes import meeting_place, round_in_memory
+from client.lanes import agreement, round_in_memory
 from client.lanes.shared_memory import SharedMemoryPipe
 from client.lanes.zeromq import SlavePipe
 from client.shared_memory import passing, region
 from statsd_bn import Rows
 from statsd_bn.errors import ReplicaLost, RoundMismatch
-from statsd_bn.messages import Contribution
+from statsd_bn.messages import Contribution, Settled
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
+from unit.shared_memory.lane_rows import ROWS, frames_of, rows_of
 
 pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
-
-# In float64, adding these in another order gives another last bit.
-ROWS = np.array([0.1, 0.2, 0.3, 1e16, -1e16, 0.7]).reshape(6, 1, 1)
-
-
-def rows_of(member: int, size: int) -> Rows:
-    return Rows(tuple(range(1, size + 1)), ROWS[member * size : (member + 1) * size])
-
-
-def frames_of(master: MemoryMaster) -> list[bytes]:
-    """All that comes to the server from now on."""
-    seen, receive = [], master.transport._receive
-
-    def watched(peer: bytes, frame: bytes):
-        seen.append(frame)
-        return receive(peer, frame)
-
-    master.transport._receive = watched
-    return seen
 
 
 def forward_and_backward(pipe: SlavePipe, rank: int, size: int, rounds: int):
@@ -103,6 +85,36 @@ def test_the_server_hears_of_a_long_wait_and_of_its_end():
     found = run_members(2, program, master, lane=SHARED_MEMORY)
     assert found[0] == found[1] == (ROWS[0] + ROWS[1]).tobytes()
     assert not master.report("world")["waiting"]
+
+
+def test_a_round_of_which_one_has_told_the_server_is_settled_by_all():
+    """What one says may be lost, and it would seem to wait there still."""
+    master = MemoryMaster()
+    late = threading.Event()
+
+    def program(connection):
+        pipe = SharedMemoryPipe(connection, "bn")
+        pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == 0:
+            late.wait(20)
+            frames = frames_of(master)
+        else:
+            threading.Thread(target=watch).start()
+        key = pipe.run_slave(rows_of(connection.rank, 1)).key
+        if connection.rank == 0:
+            wait_until(lambda: len(settled(frames, key)) == 2)
+        return connection.session(None).lane.rounds_in_memory
+
+    def watch():
+        wait_until(lambda: bool(master.report("world")["waiting"]))
+        late.set()
+
+    def settled(frames, key):
+        said = [one for one in map(decode, list(frames)) if isinstance(one, Settled)]
+        return {one.session for one in said if one.key == key}
+
+    # Only whoever has told the server does not count it.
+    assert run_members(2, program, master, lane=SHARED_MEMORY) == [1, 0]
 
 
 def test_a_member_that_leaves_ends_the_wait_of_the_others():
@@ -191,14 +203,14 @@ def test_threads_that_come_in_another_order_on_each_member_all_get_their_rounds(
 
 
 def test_where_one_member_has_no_memory_all_use_the_server_and_say_why(monkeypatch, caplog):
-    take = meeting_place.take
+    take = agreement.take
 
     def take_but_for_one(name, size):
         if threading.current_thread().name == "member 2":
             raise OSError("it cannot reach the memory of the others; on purpose")
         return take(name, size)
 
-    monkeypatch.setattr(meeting_place, "take", take_but_for_one)
+    monkeypatch.setattr(agreement, "take", take_but_for_one)
     caplog.set_level("INFO", logger="statsd_bn.client")
 
     def program(connection):
@@ -206,9 +218,20 @@ def test_where_one_member_has_no_memory_all_use_the_server_and_say_why(monkeypat
         return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).values.tobytes()
 
     assert len(set(run_members(3, program, lane=SHARED_MEMORY))) == 1
-    told = [record.getMessage() for record in caplog.records if "meets" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     why = "rank 2: it cannot reach the memory of the others; on purpose"
-    assert told == [f"group 'world' meets at the server, and shares no memory: {why}"] * 3
+    assert told == [f"group 'world' exchanges rows over the server, and not in shared memory: {why}"] * 3
+
+
+def test_a_name_of_memory_that_is_no_text_is_not_taken(monkeypatch, caplog):
+    monkeypatch.setattr(agreement, "_name", lambda offer: b"\xff\xfe" if offer else b"")
+    caplog.set_level("INFO", logger="statsd_bn.client")
+
+    def program(connection):
+        return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).values.tobytes()
+
+    assert len(set(run_members(2, program, lane=SHARED_MEMORY))) == 1
+    assert "rank 1: it cannot reach the memory of the others" in caplog.text
 
 
 def _outcomes(n, program, master=None):
@@ -227,13 +250,13 @@ def _outcomes(n, program, master=None):
 
 def test_threads_of_one_member_find_the_memory_once(monkeypatch):
     """As where another member has one thread, whose layers come one after the other."""
-    searches, find = [], meeting_place.find
+    searches, agree = [], agreement.agree
 
     def counted(connection, group):
         searches.append(connection.rank)
-        return find(connection, group)
+        return agree(connection, group)
 
-    monkeypatch.setattr(meeting_place, "find", counted)
+    monkeypatch.setattr(agreement, "agree", counted)
 
     def program(connection):
         def run(name):
@@ -279,7 +302,7 @@ def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
 
 
 def test_members_that_are_out_of_step_meet_no_more():
-    """Each has two threads, which fall back to the server and come to other meetings afterwards."""
+    """Each has two threads, which fall back to the server and come to other memory afterwards."""
     turns = threading.Barrier(2)
 
     def program(connection):
@@ -291,7 +314,7 @@ def test_members_that_are_out_of_step_meet_no_more():
 
         run("0")
         threads = []
-        # Each pair comes to one meeting for different rounds; then one member comes to the other's rounds.
+        # Each pair comes to one turn for different rounds; then one member comes to the other's rounds.
         for names in (("X", "Y"), ("Z", "W"), (None, "X"), (None, "Z"), ("V", "V"), ("Y", None), ("W", None)):
             turns.wait(30)
             if name := names[connection.rank]:

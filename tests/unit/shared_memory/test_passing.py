@@ -3,6 +3,8 @@
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from client.shared_memory import passing
 from client.shared_memory.passing import Offer, take
+from support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
 
@@ -77,6 +80,29 @@ def test_another_users_memory_is_not_taken(offer, monkeypatch):
     monkeypatch.setattr(passing, "_user_of", lambda _: 12345)
     with pytest.raises(OSError, match="is that of user 12345"):
         take(offer.name, SIZE)
+
+
+def test_a_user_that_stands_for_strangers_shares_nothing():
+    """In a user namespace of its own a process has the number that all users of the host have there."""
+    command = [
+        "unshare",
+        "--user",
+        sys.executable,
+        "-c",
+        "from client.shared_memory.passing import *; print(why_not())",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs user namespaces")
+    assert "stands here for all users outside of this container" in done.stdout
+
+
+def test_nobody_in_particular_shares_memory_where_all_users_are_known(monkeypatch):
+    if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
+        pytest.skip("is in a user namespace itself")
+    monkeypatch.setattr(passing.os, "getuid", lambda: 65_534)
+    assert passing.why_not() == ""
 
 
 def test_nobody_can_cut_the_memory_short(offer):

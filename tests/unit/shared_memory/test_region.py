@@ -1,4 +1,4 @@
-"""Who has come to a meeting, and what they have brought."""
+"""Who has come to which turn, and what they have brought."""
 
 from mmap import mmap
 
@@ -7,6 +7,7 @@ import pytest
 
 from client.shared_memory import region
 from client.shared_memory.region import Region
+from statsd_bn import limits
 from statsd_bn.rows import Rows
 
 
@@ -16,12 +17,12 @@ def regions():
     return [Region(memory, 3, me) for me in range(3)]
 
 
-def rows(first: float, replicas: int = 1, channels: int = 4) -> Rows:
-    values = np.arange(replicas * 2 * channels, dtype=np.float64).reshape(replicas, 2, channels) + first
+def rows(first: float, replicas: int = 1, channels: int = 4, vectors: int = 2) -> Rows:
+    values = np.arange(replicas * vectors * channels, dtype=np.float64).reshape(replicas, vectors, channels) + first
     return Rows(tuple(range(5, 5 + replicas)), values)
 
 
-def test_a_meeting_waits_for_the_last_member(regions):
+def test_a_turn_waits_for_the_last_member(regions):
     for one in regions[:2]:
         one.bring(1, 7, rows(0.5))
         assert not any(each.have_all_come(1) for each in regions)
@@ -29,41 +30,79 @@ def test_a_meeting_waits_for_the_last_member(regions):
     assert all(each.have_all_come(1) for each in regions)
 
 
-def test_each_member_reads_what_all_have_brought_in_their_order(regions):
-    brought = [rows(0.1), rows(-3e300, replicas=2), rows(np.inf, replicas=5)]
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (3, 3, 3), (1, 2, 5)])
+def test_each_member_reads_what_all_have_brought_in_their_order(regions, replicas):
+    brought = [rows(first, replicas=number) for first, number in zip((0.1, -3e300, np.inf), replicas, strict=True)]
     for one, mine in zip(regions, brought, strict=True):
         one.bring(1, 2**64 - 1, mine)
     for one in regions:
-        for found, mine in zip(one.brought(1), brought, strict=True):
-            assert found.digest == 2**64 - 1
-            assert found.rows.counts == mine.counts
-            assert found.rows.values.tobytes() == mine.values.tobytes()
+        found = one.brought(1)
+        assert found.counts == [count for mine in brought for count in mine.counts]
+        assert found.values.tobytes() == np.concatenate([mine.values for mine in brought]).tobytes()
 
 
 def test_a_member_may_be_at_the_next_meeting_while_another_reads_the_last(regions):
     for one in regions:
         one.bring(1, 7, rows(1.0))
     regions[0].bring(2, 8, rows(2.0))
-    assert [found.digest for found in regions[1].brought(1)] == [7, 7, 7]
+    assert regions[1].brought(1).values[:, 0, 0].tolist() == [1.0, 1.0, 1.0]
     assert not regions[1].have_all_come(2)
 
 
 def test_rows_that_are_too_large_are_not_brought(regions):
     fits = (region.SLOT_BYTES - 5 * region.WORD_BYTES) // (2 * region.WORD_BYTES)
-    regions[0].bring(1, 7, rows(1.0, channels=fits))
-    regions[1].bring(1, 7, rows(1.0, channels=fits + 1))
-    regions[2].bring(1, 7, rows(1.0))
-    assert [found.rows is None for found in regions[0].brought(1)] == [False, True, False]
+    for turn, (channels, are_brought) in enumerate([(fits, True), (fits + 1, False)], 1):
+        for one in regions:
+            one.bring(turn, 7, rows(1.0, channels=channels))
+        assert [one.brought(turn) is not None for one in regions] == [are_brought] * 3
+
+
+@pytest.mark.parametrize("other", [rows(1.0, channels=3), rows(1.0, channels=8, vectors=1)])
+def test_rows_that_cannot_be_added_are_not_brought(regions, other):
+    for one, mine in zip(regions, (rows(1.0), rows(1.0, replicas=2), other), strict=True):
+        one.bring(1, 7, mine)
+    assert [one.brought(1) for one in regions] == [None] * 3
+
+
+def test_members_that_believe_different_things_have_brought_nothing(regions):
+    for digest, one in enumerate(regions):
+        one.bring(1, digest // 2, rows(1.0))
+    assert [one.brought(1) for one in regions] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2**63, 1, 1),
+        (1, 2**40, 2**40),
+        (2, 8, region.SLOT_BYTES // 128),
+        (1, 2**64 - 1, 2**64 - 1),
+        (region.SLOT_BYTES, 0, 0),
+    ],
+)
+def test_sizes_that_leave_a_members_place_are_not_believed(regions, sizes):
+    for one in regions:
+        one.bring(1, 7, rows(1.0))
+    head = regions[1]._slots[1][1] // region.WORD_BYTES
+    for place, size in enumerate(sizes, head + 1):
+        regions[1]._words[place] = size
+    assert regions[0].brought(1) is None
+
+
+def test_counts_that_no_member_could_have_are_told_as_they_are(regions):
+    for one in regions:
+        one.bring(1, 7, rows(1.0))
+    regions[1]._words[regions[1]._slots[1][1] // region.WORD_BYTES + 4] = 2**64 - 1
+    assert regions[0].brought(1).counts == [5, 2**64 - 1, 5]
 
 
 def test_members_do_not_write_into_one_anothers_places(regions):
     largest = (region.SLOT_BYTES - 5 * region.WORD_BYTES) // (2 * region.WORD_BYTES)
-    for meeting in (1, 2):
+    for turn in (1, 2):
         for number, one in enumerate(regions):
-            one.bring(meeting, number, rows(float(number), channels=largest))
-    for meeting in (1, 2):
-        assert [found.digest for found in regions[0].brought(meeting)] == [0, 1, 2]
-        assert [found.rows.values[0, 0, 0] for found in regions[0].brought(meeting)] == [0.0, 1.0, 2.0]
+            one.bring(turn, 7, rows(float(number), channels=largest))
+    for turn in (1, 2):
+        assert regions[0].brought(turn).values[:, 0, 0].tolist() == [0.0, 1.0, 2.0]
     assert not regions[0].is_closed
 
 
@@ -71,3 +110,42 @@ def test_one_that_closes_is_seen_by_all(regions):
     assert not any(one.is_closed for one in regions)
     regions[1].close()
     assert all(one.is_closed for one in regions)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (limits.MAX_REPLICAS + 1, 1, 1),
+        (1, limits.MAX_VECTORS + 1, 1),
+        (1, 1, limits.MAX_CHANNELS + 1),
+        (1, 0, 1),
+        (1, 1, 0),
+        (1, 1, 2**63),
+        (limits.MAX_REPLICAS, limits.MAX_VECTORS, limits.MAX_CHANNELS),
+        (1, 1, region.SLOT_BYTES // 8),
+    ],
+)
+def test_sizes_that_another_process_has_made_up_are_not_believed(regions, shape):
+    for number, one in enumerate(regions):
+        one.bring(1, 7, rows(float(number)))
+    liar = regions[1]
+    first = liar._slots[1][1] // region.WORD_BYTES
+    liar._words[first + 1 : first + 4] = memoryview(np.array(shape, np.uint64)).cast("B").cast("Q")
+    assert regions[0].brought(1) is None
+
+
+def test_the_first_reason_to_close_is_told(regions):
+    ended, given_up, _ = regions
+    ended.close(region.ENDED)
+    assert all(one.is_closed and not one.is_given_up for one in regions)
+    given_up.close()
+    given_up.close(region.ENDED)
+    assert all(one.is_closed and one.is_given_up for one in regions)
+
+
+def test_a_turn_is_told_by_whoever_has_told_it(regions):
+    one, another, _ = regions
+    another.tell(7)
+    assert all(each.is_told(7) and not each.is_told(6) and not each.is_told(8) for each in regions)
+    one.tell(8)
+    assert all(each.is_told(7) and each.is_told(8) for each in regions)

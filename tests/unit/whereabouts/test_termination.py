@@ -127,3 +127,32 @@ def goes_on():
 """
     done = run(own + ask + "assert termination.begin(); termination.end(); print(goes_on())")
     assert done.stdout == "1\n", done
+
+
+def test_an_interrupt_while_a_round_begins_leaves_all_as_before():
+    """Ctrl-C may come when the handler is set, and `begin` has not returned."""
+    code = """
+from client.whereabouts import termination as module
+set_handler = module.set_handler
+def interrupted(number, handler):
+    set_handler(number, handler)
+    module.set_handler = set_handler
+    raise KeyboardInterrupt
+module.set_handler = interrupted
+try:
+    try:
+        termination.begin("outer")
+    finally:
+        termination.end("outer")
+except KeyboardInterrupt:
+    print("interrupted")
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+assert termination.begin("outer")
+assert not termination.begin("inner")
+termination.end("inner")
+assert signal.getsignal(signal.SIGTERM) is termination._handler
+termination.end("outer")
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+"""
+    done = run(code)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

@@ -7,8 +7,9 @@ from mmap import mmap
 import numpy as np
 import pytest
 
-from client.shared_memory import futex, meeting, region
-from client.shared_memory.meeting import Meetings
+from client.shared_memory import futex, group_memory, region
+from client.shared_memory.group_memory import GroupMemory
+from client.shared_memory.region import Brought
 from statsd_bn.rows import Rows
 from support.memory_members import in_threads
 
@@ -17,60 +18,60 @@ pytestmark = pytest.mark.skipif(not futex.is_available(), reason="this system ha
 LONG = 20.0
 
 
-def meetings_of(members: int) -> list[Meetings]:
+def memories_of(members: int) -> list[GroupMemory]:
     memory = mmap(-1, region.size_of(members))
-    return [Meetings(memory, members, me) for me in range(members)]
+    return [GroupMemory(memory, members, me) for me in range(members)]
 
 
 def row(value: float) -> Rows:
     return Rows((1,), np.full((1, 2, 3), value))
 
 
-def values(found: list[Rows] | None) -> list[float] | None:
-    return None if found is None else [rows.values[0, 0, 0] for rows in found]
+def values(found: Brought | None) -> list[float] | None:
+    return None if found is None else found.values[:, 0, 0].tolist()
 
 
 def test_whoever_waits_is_woken_when_the_last_comes():
-    first, second = meetings_of(2)
+    first, second = memories_of(2)
     first.arrive(1, row(0.5))
     assert not first.wait(0.0)
 
     def come_late():
         second.arrive(1, row(0.25))
-        return second.wait(LONG), values(second.rows())
+        return second.wait(LONG), values(second.brought())
 
-    (waited, mine), theirs = in_threads([lambda: (first.wait(LONG), values(first.rows())), come_late])
+    (waited, mine), theirs = in_threads([lambda: (first.wait(LONG), values(first.brought())), come_late])
     assert waited
     assert (mine, theirs) == ([0.5, 0.25], (True, [0.5, 0.25]))
 
 
 def test_a_wake_up_that_is_lost_costs_a_slice_and_no_hang(monkeypatch):
     monkeypatch.setattr(futex.Futex, "wake", lambda *_: None)
-    first, second = meetings_of(2)
+    first, second = memories_of(2)
 
-    def meet(mine: Meetings, value: float):
+    def meet(mine: GroupMemory, value: float):
         mine.arrive(1, row(value))
-        return mine.wait(LONG) and values(mine.rows())
+        return mine.wait(LONG) and values(mine.brought())
 
     assert in_threads([lambda: meet(first, 1.0), lambda: meet(second, 2.0)]) == [[1.0, 2.0], [1.0, 2.0]]
 
 
 def test_members_that_come_for_different_things_all_learn_it():
-    three = meetings_of(3)
+    three = memories_of(3)
     for mine, digest in zip(three, (1, 2, 1), strict=True):
         mine.arrive(digest, row(1.0))
-    assert [(mine.wait(0.0), mine.rows()) for mine in three] == [(True, None)] * 3
+    assert [(mine.wait(0.0), mine.brought()) for mine in three] == [(True, None)] * 3
 
 
 def test_where_one_members_rows_do_not_fit_nobody_has_them():
-    first, second = meetings_of(2)
+    first, second = memories_of(2)
     first.arrive(1, row(1.0))
     second.arrive(1, Rows((1,), np.ones((1, 2, region.SLOT_BYTES // 8))))
-    assert [(mine.wait(0.0), mine.rows()) for mine in (first, second)] == [(True, None)] * 2
+    assert [(mine.wait(0.0), mine.brought()) for mine in (first, second)] == [(True, None)] * 2
 
 
 def test_a_wait_ends_when_a_member_comes_no_more():
-    first, second = meetings_of(2)
+    first, second = memories_of(2)
     first.arrive(1, row(1.0))
     waiting = threading.Event()
 
@@ -87,30 +88,30 @@ def test_a_wait_ends_when_a_member_comes_no_more():
 
 
 def test_a_meeting_that_all_have_come_to_counts_although_one_has_closed_since():
-    first, second = meetings_of(2)
+    first, second = memories_of(2)
     first.arrive(1, row(1.0))
     second.arrive(1, row(2.0))
     second.close()
     assert first.wait(LONG)
-    assert values(first.rows()) == [1.0, 2.0]
+    assert values(first.brought()) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("members", [2, 3, 8])
 def test_many_meetings_with_pauses_give_everybody_the_rows_of_each(members):
     rounds = 300 // members
 
-    def member(me: int, mine: Meetings) -> list[list[float]]:
+    def member(me: int, mine: GroupMemory) -> list[list[float]]:
         chance, found = random.Random(me), []
         for number in range(rounds):
             if chance.random() < 0.1:
-                threading.Event().wait(chance.uniform(0, 2 * meeting.SLICE_SECONDS))
+                threading.Event().wait(chance.uniform(0, 2 * group_memory.SLICE_SECONDS))
             mine.arrive(number, row(number + me / 16))
             while not mine.wait(0.01):
                 pass
-            found.append(values(mine.rows()))
+            found.append(values(mine.brought()))
         return found
 
-    all_of_them = meetings_of(members)
+    all_of_them = memories_of(members)
     found = in_threads([lambda me=me, mine=mine: member(me, mine) for me, mine in enumerate(all_of_them)], 60.0)
     assert found == [[[number + me / 16 for me in range(members)] for number in range(rounds)]] * members
 

@@ -1,12 +1,13 @@
-"""Meetings: all members of a group on one host bring their rows, and everybody sees everybody's.
+"""GroupMemory: all members of a group on one host bring their rows, and everybody sees everybody's.
 
-    meeting.arrive(digest, rows)
-    while not meeting.wait(seconds):
+    memory.arrive(digest, rows)
+    while not memory.wait(seconds):
         ...
-    rows = meeting.rows()
+    brought = memory.brought()
 
-A meeting is over when all have come; nobody leaves it with an answer before. So after it all members know the same: the
-rows if they are all about the same thing and all fit, and otherwise that they are not to be had here.
+Members come to it in turns: a turn is over when all have come, and nobody leaves it with an answer before. So after it
+all members know the same: the rows if they are all about the same thing and all fit, and otherwise that they are not to
+be had here.
 """
 
 import os
@@ -15,7 +16,7 @@ import time
 from mmap import mmap
 
 from client.shared_memory.futex import Futex, fence
-from client.shared_memory.region import Region
+from client.shared_memory.region import ENDED, GIVEN_UP, Brought, Region
 from statsd_bn.rows import Rows
 
 # How long to sleep before looking again, should a wake-up be lost.
@@ -27,8 +28,8 @@ SPIN_SECONDS = 20e-6
 _LOW_BITS = 2**32 - 1
 
 
-class Meetings:
-    """The meetings of one group, one after the other, as one member sees them.
+class GroupMemory:
+    """The memory of one group, as one member sees it.
 
     Args:
         memory: shared by the members; `region.size_of(members)` bytes, all zero at first.
@@ -36,7 +37,7 @@ class Meetings:
         me: which of them this is, from 0.
 
     Attributes:
-        lock: for whoever meets; one thread of a process at a time.
+        lock: for whoever takes a turn; one thread of a process at a time.
     """
 
     def __init__(self, memory: mmap, members: int, me: int) -> None:
@@ -44,18 +45,16 @@ class Meetings:
         self._region = Region(memory, members, me)
         self._futex = Futex(memory, 0)
         self._number = 0
-        self._digest = 0
         self._spin_seconds = SPIN_SECONDS if members < len(os.sched_getaffinity(0)) else 0.0
 
     def arrive(self, digest: int, rows: Rows) -> None:
-        """Comes to the next meeting.
+        """Comes to the next turn.
 
         Args:
             digest: of what it is about, 64 bits; the same for all members.
             rows: what this member brings.
         """
         self._number += 1
-        self._digest = digest
         self._region.bring(self._number, digest, rows)
         if self._region.have_all_come(self._number):
             self._futex.wake(self._number & _LOW_BITS)
@@ -80,25 +79,44 @@ class Meetings:
 
     @property
     def have_all_come(self) -> bool:
-        """Whether all have come to the meeting."""
+        """Whether all have come to this turn."""
         return self._region.have_all_come(self._number)
 
-    def rows(self) -> list[Rows] | None:
+    def tell(self) -> None:
+        """Lets the others know that this member tells the server that it waits."""
+        self._region.tell(self._number)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether some member, perhaps this one, has told the server that it waits."""
+        return self._region.is_told(self._number)
+
+    def brought(self) -> Brought | None:
         """Returns what the members have brought, in order, once all have come.
 
         None where they have come for different things, or some rows did not fit: then it is None for all of them. The
-        values are views, good until this member comes to the meeting after the next.
+        values may be a view, good until this member comes to the turn after the next one.
         """
-        brought = self._region.brought(self._number)
-        rows = [one.rows for one in brought if one.digest == self._digest and one.rows is not None]
-        return rows if len(rows) == len(brought) else None
+        return self._region.brought(self._number)
 
     def close(self) -> None:
-        """Comes to no further meeting, and lets the others know."""
-        self._region.close()
-        self._futex.wake((self._number + 2**31) & _LOW_BITS)
+        """Comes to no further turn, and lets the others know."""
+        self._close(GIVEN_UP)
+
+    def end(self) -> None:
+        """The same, since this member ends."""
+        self._close(ENDED)
 
     @property
     def is_closed(self) -> bool:
-        """Whether some member, perhaps this one, comes to no further meeting."""
+        """Whether some member, perhaps this one, comes to no further turn."""
         return self._region.is_closed
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it is closed for those that go on: not if some member has only ended in good order."""
+        return self._region.is_given_up
+
+    def _close(self, reason: int) -> None:
+        self._region.close(reason)
+        self._futex.wake((self._number + 2**31) & _LOW_BITS)

@@ -1,18 +1,19 @@
-"""Slave: a registered contributor, seen from the master."""
+"""Contributor: a member that is registered in a group."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from server.group.life import MemberState
 from server.group.sighting import Sighting
+from server.insight.histogram import Histogram
 from statsd_bn.messages import Register
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import plain
 
 
 @dataclass(slots=True)
-class Slave:
-    """A registered contributor, seen from the master.
+class Contributor:
+    """A member that is registered in a group.
 
     Attributes:
         session: the life of the process that registered.
@@ -20,14 +21,19 @@ class Slave:
         deadline: how long its rounds may stay open, in seconds.
         place: where it runs, for people.
         peer: whom to answer.
-        step: the step it is in.
+        step: the step it is in, by its contributions.
         first_step: the first step it takes part in.
         state: whether it takes part, see `server.group.life`.
         has_past: whether it was in the group when that was open in an earlier life of the server.
         owed: how many results of that life it has announced.
         replicas: rows in its latest contribution; 0 before the first.
         since: when it registered first.
+        lane: how its rows reach the others, as it says; empty while it has not said it.
+        told_step: the step it is in, as it says; it may have had rounds of which the server has seen nothing.
         threads: how many rounds it has had under way at once, at most: so many threads of it exchange.
+        late: how much later than the first member it has come to its rounds, in seconds altogether.
+        waited: how long it has waited in rounds of which the server saw nothing, in seconds, as it says.
+        behind: how much later than all others it has come, each time that it came last.
         recalled: the rounds whose results have come.
         sighting: where it was when it was asked; None while nobody waits for it.
     """
@@ -45,7 +51,12 @@ class Slave:
     recalled: set[RoundKey] = field(default_factory=set)
     replicas: int = 0
     since: float = 0.0
+    lane: str = ""
+    told_step: int = 0
     threads: int = 1
+    late: float = 0.0
+    waited: float = 0.0
+    behind: Histogram = field(default_factory=Histogram)
     sighting: Sighting | None = None
 
     def __str__(self) -> str:
@@ -75,6 +86,12 @@ class Slave:
         """The place that it has answered with; empty while nothing is known."""
         return plain(self.sighting.latest.stack) if self.sighting and self.sighting.latest else ""
 
+    def _late(self) -> dict[str, Any]:
+        """How often it came last, and by how much."""
+        last = self.behind.total
+        late = {"median": self.behind.quantile(0.5), "p99": self.behind.quantile(0.99)}
+        return {"last": last, "late": late} if last else {}
+
     def report(self, now: float) -> dict[str, Any]:
         """Entry of the status report."""
         where = self.where(now)
@@ -82,7 +99,9 @@ class Slave:
             "member": self.member,
             "place": self.place,
             "stand": self.state.name.lower(),
-            "step": self.step,
+            "step": max(self.step, self.told_step),
             "replicas": self.replicas,
+            **self._late(),
+            **({"lane": self.lane} if self.lane else {}),
             **({"where": where} if where else {}),
         }

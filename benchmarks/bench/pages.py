@@ -1,0 +1,26 @@
+"""Pages: puts tables between their marks."""
+
+from pathlib import Path
+
+from bench.kept import ROOT, Kept
+from bench.tables import TABLES
+
+BEGIN, END = "<!-- scripts/bench writes this -->\n", "<!-- until here -->\n"
+
+
+def page_of(name: str) -> Path:
+    """Returns where the page of a benchmark is."""
+    return ROOT / "benchmarks" / name / "README.md"
+
+
+def written(name: str, text: str, kept: Kept) -> str:
+    """Returns the text of a page with the table of what is kept.
+
+    Raises:
+        ValueError: it has no marks.
+    """
+    before, begins, rest = text.partition(BEGIN)
+    _, ends, behind = rest.partition(END)
+    if not (begins and ends):
+        raise ValueError(f"{page_of(name)}: expected {BEGIN.strip()!r} and, behind it, {END.strip()!r}")
+    return f"{before}{BEGIN}{TABLES[name].in_markdown(kept.found)}\n{kept.caption}\n{END}{behind}"

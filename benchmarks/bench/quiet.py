@@ -1,0 +1,67 @@
+"""Quiet: how busy the machine is, and the wait until it is not."""
+
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Self
+
+SAMPLE_SECONDS = 5.0
+
+# Processors that others may use; above it a figure is marked.
+QUIET = 0.3
+
+
+def busy_processors(seconds: float = SAMPLE_SECONDS) -> float:
+    """Returns how many processors were busy, on average over so many seconds, whoever used them.
+
+    The load average would tell of a benchmark for minutes after its end.
+    """
+    worked, total = _ticks()
+    time.sleep(seconds)
+    worked_since, total_since = (now - before for now, before in zip(_ticks(), (worked, total), strict=True))
+    return _nr_processors() * worked_since / max(1, total_since)
+
+
+def wait_until_quiet(most_seconds: float) -> float:
+    """Returns how many processors were busy in the last sample: as soon as that is `QUIET`, or when time is over."""
+    end = time.monotonic() + most_seconds
+    while (busy := busy_processors()) > QUIET and time.monotonic() < end:
+        pass
+    return busy
+
+
+class Others:
+    """Measures what others use of the machine while a process of ours runs: all work, less that of our children."""
+
+    def __init__(self) -> None:
+        self.processors = 0.0
+
+    def __enter__(self) -> Self:
+        self._worked, self._total = _ticks()
+        self._ours = _of_children()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        worked, total = _ticks()
+        ticks = os.sysconf("SC_CLK_TCK") * (_of_children() - self._ours)
+        elapsed = (total - self._total) / _nr_processors()
+        self.processors = max(0.0, worked - self._worked - ticks) / max(1.0, elapsed)
+
+
+def _of_children() -> float:
+    """Returns the processor seconds of all our children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _ticks() -> tuple[int, int]:
+    """Returns the ticks of all processors together since the start: at work, and at all."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    _, _, _, idle, waiting_for_disks, *_ = fields
+    return sum(fields) - idle - waiting_for_disks, sum(fields)
+
+
+def _nr_processors() -> int:
+    lines = Path("/proc/stat").read_text().splitlines()
+    return sum(line.startswith("cpu") and line[3].isdigit() for line in lines)

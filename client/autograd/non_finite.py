@@ -1,0 +1,121 @@
+"""NaN and infinity in an aggregate: said once, or refused.
+
+They go from rank to rank through the statistics, so after one round all ranks have them. Each lane says whose rows had
+them first.
+"""
+
+import gc
+import logging
+import os
+
+from client.connection.connection import NON_FINITE, Connection
+from client.connection.current import current_connection
+from client.connection.member import IGNORE, ON_NONFINITE, RAISE, WARN
+from client.lanes.in_process import LocalPipe
+from client.lanes.lane import Lane
+from client.lanes.zeromq import SlavePipe
+from statsd_bn.error_text import error_text
+from statsd_bn.errors import ConfigurationError, NonFinite
+from statsd_bn.messages import Aggregate
+from statsd_bn.reduction import is_finite, not_finite_in_words
+from statsd_bn.round_key import FORWARD, first_non_finite
+from statsd_bn.rows import Rows
+
+logger = logging.getLogger("statsd_bn.client")
+
+# What has been told, beside `NON_FINITE`.
+_OVERFLOW = "overflow"
+
+# Of rounds without a connection; a connection has its own.
+_told_here: set[str] = set()
+
+ADVICE = "Look at what the named ranks compute before this layer; the other ranks have it from their statistics."
+
+
+def check(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
+    """Tells of an aggregate that is not finite, or refuses it.
+
+    Args:
+        lane: it came over.
+        brought: this process's rows in it.
+        aggregate: any.
+
+    Raises:
+        NonFinite: it is not finite, and the connection was told to raise then.
+    """
+    if aggregate.non_finite.runs:
+        _meet(lane, brought, aggregate)
+
+
+def _meet(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
+    connection = lane.connection if isinstance(lane, SlavePipe) else current_connection()
+    policy = _policy(connection)
+    told = _told_here if connection is None else connection.told_non_finite
+    if policy == IGNORE or (policy == WARN and NON_FINITE in told):
+        return
+    if aggregate.key.phase != FORWARD and _is_overflow(told):
+        if _OVERFLOW not in told:
+            told.add(_OVERFLOW)
+            logger.info("%s; its GradScaler skips such a step", _text(lane, connection, brought, aggregate))
+        return
+    if policy == RAISE:
+        raise _error(aggregate)
+    told.add(NON_FINITE)
+    is_own = lane.rank in aggregate.non_finite
+    logger.log(logging.ERROR if is_own else logging.WARNING, "%s", _text(lane, connection, brought, aggregate))
+
+
+def _policy(connection: Connection | None) -> str:
+    if connection:
+        return connection.member.on_nonfinite
+    policy = os.environ.get("STATSD_BN_ON_NONFINITE") or WARN
+    if policy not in ON_NONFINITE:
+        raise ConfigurationError(
+            f"STATSD_BN_ON_NONFINITE: expected one of {', '.join(ON_NONFINITE)}, got {policy!r:.80}"
+        )
+    return policy
+
+
+def _is_overflow(told: set[str]) -> bool:
+    """Whether gradients are scaled until they overflow, as they are now and then in float16.
+
+    Whoever scales them notices, and leaves out the step. Looking at all objects takes some 50 ms, once.
+    """
+    return _OVERFLOW in told or any(map(_is_scaler, gc.get_objects()))
+
+
+def _is_scaler(thing: object) -> bool:
+    # By name: torch has several, and DeepSpeed, Fairscale and apex have their own.
+    return type(thing).__name__.endswith(("GradScaler", "LossScaler")) and getattr(thing, "_enabled", True)
+
+
+def _text(lane: Lane, connection: Connection | None, brought: Rows, aggregate: Aggregate) -> str:
+    who = _ranks(aggregate)
+    if lane.rank in aggregate.non_finite:
+        place = connection.member.host_and_pid if connection else f"pid {os.getpid()}"
+        who = f"rank {lane.rank} ({place}{_replicas(brought)})"
+        if others := len(aggregate.non_finite) - 1:
+            who += f" and {others} more"
+    what, has_steps = not_finite_in_words(aggregate.values), not isinstance(lane, LocalPipe)
+    return first_non_finite(aggregate.key, who, what, has_steps=has_steps)
+
+
+def _replicas(brought: Rows) -> str:
+    """Says which of several replicas of this process it was."""
+    if len(brought.counts) == 1:
+        return ""
+    bearers = [str(number) for number, row in enumerate(brought.values) if not is_finite(row)]
+    return f", replica{'s' * (len(bearers) > 1)} {', '.join(bearers)}"
+
+
+def _ranks(aggregate: Aggregate) -> str:
+    return f"rank{'s' * (len(aggregate.non_finite) > 1)} {aggregate.non_finite}"
+
+
+def _error(aggregate: Aggregate) -> NonFinite:
+    what = f"{_ranks(aggregate)} brought values that are not finite: {not_finite_in_words(aggregate.values)}"
+    return NonFinite(
+        error_text(what, where=str(aggregate.key), advice=ADVICE),
+        **aggregate.key.fields,
+        members=list(aggregate.non_finite),
+    )

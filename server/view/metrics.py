@@ -1,0 +1,109 @@
+"""Metrics: a snapshot as Prometheus reads it. Labels are bounded: the first ranks of a group."""
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate, chain, repeat
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from server.insight.histogram import BOUNDS
+from server.view.snapshot import Snapshot
+
+GROUP = ("job", "group")
+
+# Ranks of a group with a series of their own. Prometheus keeps each series that it ever saw in memory.
+MAX_RANKS = 64
+
+
+class Metrics:
+    """What `/metrics` answers.
+
+    Args:
+        snapshot: returns the newest one.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return bytes(generate_latest(self._registry))
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry need not ask for a snapshot before there is one."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of the newest snapshot."""
+        snapshot = self._snapshot()
+        up = GaugeMetricFamily("statsd_bn_up", "Whether the server answers the view.")
+        up.add_metric((), float(not snapshot["error"]))
+        yield up
+        events = CounterMetricFamily("statsd_bn_events", "What the view has seen, by kind.", labels=("kind",))
+        for kind, count in snapshot["counts"].items():
+            events.add_metric((kind,), count)
+        yield events
+        # A silent server's last numbers would look like a job that stands still.
+        groups = [] if snapshot["error"] else snapshot["groups"]
+        yield from _of_groups(groups)
+        yield from _of_ranks(groups)
+        yield _round_seconds(groups)
+
+
+def _of_groups(groups: list[dict[str, Any]]) -> Iterator[Metric]:
+    counters = {"rounds": "rounds_done", "rounds_failed": "rounds_failed"}
+    for name, field in counters.items():
+        counter = CounterMetricFamily(f"statsd_bn_{name}", f"The server's `{field}`.", labels=GROUP)
+        for group in groups:
+            counter.add_metric(_labels(group), group[field])
+        yield counter
+    gauges: dict[str, Callable[[dict[str, Any]], float]] = {
+        "members": lambda group: len(group["members"]) + group.get("members_left_out", 0),
+        "world_size": lambda group: group["world_size"],
+        "broken": lambda group: bool(group["lost"]),
+        "non_finite": lambda group: len(group.get("non_finite", ())),
+        "findings": lambda group: len(group.get("findings", ())),
+        "waiting_seconds": lambda group: max((round_["seconds"] for round_ in group["waiting"]), default=0.0),
+    }
+    for name, value in gauges.items():
+        gauge = GaugeMetricFamily(f"statsd_bn_{name}", f"The group's {name.replace('_', ' ')}.", labels=GROUP)
+        for group in groups:
+            gauge.add_metric(_labels(group), float(value(group)))
+        yield gauge
+
+
+def _of_ranks(groups: list[dict[str, Any]]) -> Iterator[Metric]:
+    labels = (*GROUP, "rank")
+    step = GaugeMetricFamily("statsd_bn_rank_step", "The last step of a rank.", labels=labels)
+    score = GaugeMetricFamily("statsd_bn_rank_score", "How fast a rank is, 0 to 1.", labels=labels)
+    waiting = GaugeMetricFamily(
+        "statsd_bn_rank_waiting", "The part of the last minute that a rank waited.", labels=labels
+    )
+    for group in groups:
+        for member in group["members"][:MAX_RANKS]:
+            of = (*_labels(group), str(member["member"]))
+            step.add_metric(of, member["step"])
+            if member.get("score") is not None:
+                score.add_metric(of, member["score"])
+            if member.get("waiting") is not None:
+                waiting.add_metric(of, member["waiting"])
+    yield from (step, score, waiting)
+
+
+def _round_seconds(groups: list[dict[str, Any]]) -> Metric:
+    text = "How long rounds at the server were open, from the first contribution to the last."
+    family = HistogramMetricFamily("statsd_bn_round_seconds", text, labels=GROUP)
+    for group in groups:
+        if told := group.get("round_seconds"):
+            # The report leaves out the buckets behind the last that has any; a series keeps all that it has.
+            up_to = accumulate(chain(told["counts"], repeat(0)))
+            buckets = [(repr(bound), total) for bound, total in zip(BOUNDS, up_to, strict=False)]
+            family.add_metric(_labels(group), [*buckets, ("+Inf", sum(told["counts"]))], told["sum"])
+    return family
+
+
+def _labels(group: dict[str, Any]) -> tuple[str, str]:
+    return group["job"], group["group"]

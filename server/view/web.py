@@ -1,0 +1,138 @@
+"""Web: the page, its stream of snapshots, and `/metrics`, on one port."""
+
+import json
+import logging
+import secrets
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from ipaddress import ip_address
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from server.view.feed import Feed
+from server.view.guard import App, Guard
+from server.view.metrics import Metrics
+from statsd_bn.errors import ConfigurationError
+
+PAGE = Path(__file__).parent / "page"
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+
+# Streams that are open at once. Each holds one thread while it waits, of anyio's 40.
+MAX_STREAMS = 16
+
+# A stream says something at least so often, so that a proxy keeps it and a reader that has gone is noticed.
+SILENCE_SECONDS = 5.0
+
+# Seconds that streams have to end after Ctrl-C.
+END_SECONDS = 1
+
+
+def app(feed: Feed, token: str = "", names: Iterable[str] = ()) -> App:
+    """The page of a feed, as an ASGI application.
+
+    Args:
+        feed: where snapshots come from.
+        token: what readers have to bring; "" asks for none.
+        names: of this host, beside its addresses and `localhost`.
+    """
+    metrics = Metrics(lambda: feed.snapshot)
+    streams = threading.BoundedSemaphore(MAX_STREAMS)
+
+    async def events(_: Request) -> Response:
+        if not streams.acquire(blocking=False):
+            return Response("too many readers", 503)
+        return StreamingResponse(_stream(feed, streams), media_type="text/event-stream")
+
+    async def scrape(_: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    routes = [Route(path, _file(*named)) for path, named in FILES.items()]
+    routes += [Route("/events", events), Route("/metrics", scrape)]
+    return Guard(Starlette(routes=routes), token, names)
+
+
+def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    body = (PAGE / name).read_bytes()
+
+    async def answer(_: Request) -> Response:
+        return Response(body, media_type=media_type)
+
+    return answer
+
+
+async def _stream(feed: Feed, streams: threading.BoundedSemaphore) -> AsyncIterator[str]:
+    """Server-sent events: each snapshot; a comment where there was no new one."""
+    number = -1
+    try:
+        while not feed.stopped:
+            last, (number, snapshot) = number, await run_in_threadpool(feed.next, number, SILENCE_SECONDS)
+            yield f"data: {json.dumps(snapshot, separators=(',', ':'))}\n\n" if number > last else ": no news\n\n"
+    finally:
+        streams.release()
+
+
+def serve(feed: Feed, address: str, *, names: Iterable[str] = (), token: str = "") -> None:
+    """Serve a feed until Ctrl-C; the feed runs in a thread.
+
+    Args:
+        feed: it has a snapshot already.
+        address: `HOST:PORT`; an address that is not loopback asks readers for a token.
+        names: of this host, beside its addresses and `localhost`.
+        token: what readers have to bring; "" makes one where one is needed.
+
+    Raises:
+        ConfigurationError: this is not an address, or cannot be listened on.
+    """
+    host, port = _parsed(address)
+    if not _is_loopback(host):
+        token = token or secrets.token_urlsafe(32)
+    link = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    sys.stderr.write(f"statsd_bn view: {link}{f'?token={token}' if token else ''}\n")
+    # Requests are not logged: the first one's address has the token.
+    config = uvicorn.Config(
+        app(feed, token, names),
+        host=host,
+        port=port,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=END_SECONDS,
+        lifespan="off",
+    )
+    runner = threading.Thread(target=feed.run, name="view")
+    runner.start()
+    try:
+        uvicorn.Server(config).run()
+    except KeyboardInterrupt:
+        pass
+    except SystemExit as error:
+        raise ConfigurationError(f"--http: cannot listen at {address!r}") from error
+    finally:
+        feed.stop()
+        runner.join()
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) >= 2**16:
+        raise ConfigurationError(f"--http: expected HOST:PORT such as 127.0.0.1:8321, got {address!r}")
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -1,0 +1,10 @@
+"""Skew: how far the members' data differ, from the rows that they bring to a forward round. Pure arithmetic.
+
+What follows from the figures over many rounds belongs in `server.insight`; which rounds are looked at, there and in
+`client.insight`.
+"""
+
+from statsd_bn.skew.check import check_figures
+from statsd_bn.skew.figures import COUNT, FIGURES, MEAN, PART, VARIANCE, figures_of
+
+__all__ = ["COUNT", "FIGURES", "MEAN", "PART", "VARIANCE", "check_figures", "figures_of"]

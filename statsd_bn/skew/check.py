@@ -1,0 +1,29 @@
+"""Check: what figures that somebody sends are held against before they are used."""
+
+import numpy as np
+
+from statsd_bn import limits
+from statsd_bn.checks import check_integer
+from statsd_bn.errors import ProtocolError
+from statsd_bn.skew.figures import COUNT, FIGURES, PART, VARIANCE
+
+_FLOAT64 = np.dtype(np.float64)
+
+# Layers, members, figures.
+_DIMENSIONS = 3
+
+
+def check_figures(values: object, layers: int) -> None:
+    """Raises ProtocolError unless `values` are figures of so many layers, shape (layers, members, 4)."""
+    if not (isinstance(values, np.ndarray) and values.dtype == _FLOAT64 and values.ndim == _DIMENSIONS):
+        found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise ProtocolError(f"figures: expected float64 of {_DIMENSIONS} dimensions, got {found}")
+    if values.shape[::2] != (layers, FIGURES):
+        raise ProtocolError(f"figures: expected shape ({layers}, members, {FIGURES}), got {values.shape}")
+    check_integer("members", values.shape[1], 1, limits.MAX_MEMBERS)
+    from_0 = values[..., [COUNT, VARIANCE, PART]]
+    are_within = values[..., COUNT].max() <= limits.MAX_COUNT and values[..., PART].max() <= 1
+    if not (np.isfinite(values).all() and from_0.min() >= 0 and are_within):
+        raise ProtocolError(
+            f"figures: expected finite numbers; counts of 0 to {limits.MAX_COUNT}, variances from 0, parts from 0 to 1"
+        )

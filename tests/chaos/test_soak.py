@@ -1,0 +1,50 @@
+"""The soak of shared memory, for some seconds; `scripts/soak` has rounds by the million."""
+
+import random
+
+import pytest
+
+from chaos import chaos_world, soak
+from chaos.chaos_world import Finding
+from client.lanes import agreement
+from client.shared_memory import passing
+
+pytestmark = [
+    pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not()),
+    pytest.mark.skipif(
+        agreement.platform.machine() not in agreement.TRIED_ON, reason="it is not chosen by itself here"
+    ),
+]
+
+ROUNDS = 3000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm():
+    chaos_world.warm_up()
+
+
+def test_every_round_has_the_right_bits_whatever_becomes_of_the_server():
+    told, kills = soak.soak(3, ROUNDS, kill_seconds=1.0, chance=random.Random(1))
+    assert [one.rounds for one in told] == [ROUNDS] * 3
+    assert kills >= 1
+    # The rest are those of which somebody has waited for long, or which do not fit.
+    assert min(one.in_memory for one in told) > ROUNDS // 2
+    assert min(one.over_server for one in told) >= 1
+
+
+def test_nothing_is_left_of_members_that_are_killed():
+    assert soak.kill_all(2) == 2
+
+
+def test_memory_that_somebody_still_has_is_found(monkeypatch):
+    """Otherwise the test above could not fail."""
+    offer = passing.Offer(2**16)
+    try:
+        monkeypatch.setattr(soak, "MEMORY", "memfd:statsd_bn")
+        (mine,) = soak.memories_of(soak.os.getpid())
+        monkeypatch.setattr(soak, "memories_of", lambda _: {mine})
+        with pytest.raises(Finding, match="have the memory still"):
+            soak.kill_all(1)
+    finally:
+        offer.close()

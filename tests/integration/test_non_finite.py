@@ -1,0 +1,89 @@
+"""NaN and infinity: whose they were is told once, or refused, on each lane."""
+
+import math
+
+import pytest
+import torch
+
+import client
+from programs import non_finite_programs
+from programs.non_finite_programs import three_steps
+from support.lanes import LANES
+
+RANKS = 3
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize(
+    ("value", "phase", "bearers"),
+    [(math.nan, "forward", [2]), (-math.inf, "forward", [0, 2]), (math.inf, "backward", [1])],
+)
+def test_the_first_one_is_told_with_its_ranks(over, lane, value, phase, bearers):
+    found = over(lane, RANKS, three_steps, value, phase, bearers, "warn")
+    for rank, (told, raised, moved) in enumerate(found):
+        ((level, text),) = told
+        is_own = rank in bearers
+        assert level == ("ERROR" if is_own else "WARNING")
+        assert f"layer {non_finite_programs.NAME}, {phase}, step 1, " in text
+        if is_own:
+            assert f"rank {rank} (" in text
+            assert ("and 1 more" in text) == (len(bearers) == 2)
+        else:
+            assert f"{'ranks' if len(bearers) == 2 else 'rank'} {', '.join(map(str, bearers))}, " in text
+        assert text.endswith(f"1 of 4 channels ({'NaN' if math.isnan(value) else 'inf'})") or phase == "backward"
+        assert (raised, moved) == ([], 3)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_all_ranks_may_raise_before_anything_has_moved(over, lane, phase):
+    found = over(lane, RANKS, three_steps, math.nan, phase, [1], "raise", on_nonfinite="raise")
+    for told, raised, moved in found:
+        ((step, ranks, where, text),) = raised
+        assert (told, step, ranks, where) == ([], 1, [1], phase)
+        assert text.startswith("rank 1 brought values that are not finite: ")
+        assert moved == (2 if phase == "forward" else 3)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_it_may_be_ignored(over, lane):
+    found = over(lane, RANKS, three_steps, math.nan, "forward", [1], "ignore", on_nonfinite="ignore")
+    assert found == [([], [], 3)] * RANKS
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_what_is_masked_is_no_finding(over, lane):
+    found = over(lane, RANKS, three_steps, math.nan, "forward", [1], "raise", "masked", on_nonfinite="raise")
+    assert found == [([], [], 3)] * RANKS
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_scaled_gradients_overflow_on_purpose(over, lane):
+    found = over(lane, RANKS, three_steps, math.inf, "backward", [1], "raise", "scaled", on_nonfinite="raise")
+    for told, raised, _ in found:
+        ((level, text),) = told
+        assert (level, raised) == ("INFO", [])
+        assert "its GradScaler skips such a step" in text
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+def test_it_is_told_of_calls_of_any_kind(over, lane, how):
+    for phase in ("forward", "backward"):
+        found = over(lane, RANKS, three_steps, math.nan, phase, [1], "warn", how)
+        assert [[level for level, _ in told] for told, _, _ in found] == [["WARNING"], ["ERROR"], ["WARNING"]]
+
+
+def test_of_several_replicas_of_a_process_the_one_is_named(caplog):
+    model = client.DataParallelWithCallback(client.SynchronizedBatchNorm1d(4), device_ids=["cpu"] * 4)
+    model.module.layer_name = "bn"
+    x = torch.randn(8, 4)
+    x[4, 1] = math.inf  # the third replica's
+    with client.connect(), caplog.at_level("INFO", "statsd_bn.client"):
+        model(x)
+        model(x)
+    told = [record for record in caplog.records if "non-finite" in record.getMessage()]
+    assert [record.levelname for record in told] == ["ERROR"]
+    text = told[0].getMessage()
+    assert text.startswith("first non-finite: layer bn, forward, rank 0 (")
+    assert text.endswith(", replica 2), 1 of 4 channels (inf)")

@@ -1,0 +1,34 @@
+"""A healthy job that has no round for long is asked where its ranks are, and nothing follows from it."""
+
+import sys
+
+import pytest
+
+from support import newer_torch
+from support.launched import Launched
+from support.paths import TESTS
+
+PROGRAM = TESTS / "programs" / "quiet_program.py"
+RANKS = 3
+
+WAYS = (
+    *("save_a_checkpoint", "have_unequal_validation_data", "validate_with_broadcasts"),
+    *("come_late_to_a_broadcast_of_buffers", "gather_an_object_that_takes_long", "wait_in_a_smaller_group_first"),
+    "gather_shards",
+)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@newer_torch.needs("fully_shard")
+def test_ranks_of_a_healthy_job_that_wait_long_in_collectives_are_asked_and_told_of_nothing(tmp_path):
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), PROGRAM)
+    with Launched(command, {}, tmp_path / "errors") as run:
+        said = [run.line("").split() for _ in range(RANKS * len(WAYS))]
+        assert run.end() == 0, run.errors
+        assert sorted((way, int(rank)) for way, rank, _ in said) == sorted(
+            (way, rank) for way in WAYS for rank in range(RANKS)
+        )
+        # One that is not held up goes on at once to the next round.
+        assert {way for way, _, what in said if what == "asked"} == set(WAYS)
+        assert "wait for one another" not in run.errors

@@ -1,0 +1,112 @@
+"""Programs of others show what the view shows: a terminal in tmux, and Prometheus."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+
+import pytest
+import zmq
+
+from statsd_bn.wire import encode
+from support.paths import ROOT
+from support.ports import free_port
+from support.strategies import contribution, key, register
+
+pytest.importorskip("rich", reason="needs the extra view")
+pytest.importorskip("uvicorn", reason="needs the extra view")
+
+WAIT_SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def planted_job(endpoint, job):
+    """Two ranks that have exchanged a NaN of rank 1's; then rank 0 waits for rank 1."""
+    stem, head = key("stem.bn", job=job), key("head.bn", job=job)
+    said = [
+        *(register(rank, 2, job=job) for rank in range(2)),
+        *(contribution(rank, value, stem) for rank, value in enumerate([1.0, float("nan")])),
+        contribution(0, 1.0, head),
+    ]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(endpoint)
+        for message in said:
+            dealer.send(encode(message))
+        yield
+
+
+def wait_for(look, *facts):
+    """Looks again and again until all facts are in what it returns."""
+    expiry = time.monotonic() + WAIT_SECONDS
+    while True:
+        found = look()
+        missing = [fact for fact in facts if fact not in found]
+        if not missing:
+            return found
+        assert time.monotonic() < expiry, f"no {missing} in:\n{found}"
+        time.sleep(0.1)
+
+
+@pytest.mark.skipif(not shutil.which("tmux"), reason="needs tmux")
+def test_a_terminal_of_80_columns_and_24_lines_shows_all_facts(server, job, tmp_path):
+    tmux = ["tmux", "-S", str(tmp_path / "tmux"), "-f", "/dev/null"]
+    view = f"{sys.executable} -m server view {server.endpoint}"
+    with planted_job(server.endpoint, job):
+        subprocess.run([*tmux, "new-session", "-d", "-x", "80", "-y", "24", view], check=True, cwd=ROOT)
+        try:
+            wait_for(
+                lambda: (
+                    subprocess.run([*tmux, "capture-pane", "-p"], capture_output=True, text=True, check=True).stdout
+                ),
+                f"'{job}'",
+                "2 of 2 ranks",
+                "awaited",
+                "first non-finite: layer stem.bn, forward, step 0, rank 1",
+            )
+        finally:
+            subprocess.run([*tmux, "kill-server"], check=True)
+
+
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="needs Debian's prometheus")
+def test_prometheus_scrapes_it_and_loads_the_rules(server, job, tmp_path):
+    port, own = free_port(), free_port()
+    folder = ROOT / "docker/monitoring"
+    (tmp_path / "alerts.yml").write_text((folder / "alerts.yml").read_text())
+    config = (folder / "prometheus.yml").read_text().replace("view:8321", f"127.0.0.1:{port}").replace("5s", "1s")
+    (tmp_path / "prometheus.yml").write_text(config)
+    storage = ["--storage.tsdb.path", str(tmp_path / "data"), "--web.listen-address", f"127.0.0.1:{own}"]
+
+    def ask(path, **query):
+        address = f"http://127.0.0.1:{own}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        try:
+            with urllib.request.urlopen(address, timeout=5) as answer:
+                return json.load(answer)["data"]
+        except OSError:
+            return {}
+
+    def values(expression):
+        return {
+            (found["metric"].get("job"), float(found["value"][1]))
+            for found in ask("query", query=expression).get("result", ())
+        }
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(planted_job(server.endpoint, job))
+        for command in (
+            [sys.executable, "-m", "server", "view", server.endpoint, "--http", f"127.0.0.1:{port}"],
+            ["prometheus", "--config.file", str(tmp_path / "prometheus.yml"), *storage],
+        ):
+            started = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            stack.callback(started.wait)
+            stack.callback(started.kill)
+        wait_for(lambda: values("statsd_bn_members"), (job, 2.0))
+        assert (job, 1.0) in values("statsd_bn_non_finite")
+        wait_for(lambda: [held > 0 and of for of, held in values("statsd_bn_waiting_seconds")], job)
+        (group,) = ask("rules")["groups"]
+        assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
+        assert "StatsdBnNonFinite" in {rule["name"] for rule in group["rules"]}

@@ -1,0 +1,69 @@
+"""What processes do in `test_non_finite.py`: one of them brings NaN or infinity in its second step."""
+
+import logging
+import os
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import client
+from client.autograd import non_finite
+from statsd_bn.errors import NonFinite
+
+CHANNELS = 4
+NAME = "layer3.0.bn1"
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "first non-finite" in record.getMessage():
+            self.told.append((record.levelname, record.getMessage()))
+
+
+def three_steps(process: Any, value: float, phase: str, bearers: list[int], policy: str, how: str = "plain") -> Any:
+    """Returns what is told, what is raised in which step, and how often the running statistics have moved."""
+    kept, raised = _Kept(), []
+    layer = client.SynchronizedBatchNorm1d(CHANNELS)
+    layer.layer_name = NAME
+    logger = logging.getLogger("statsd_bn.client")
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
+    non_finite._told_here.clear()
+    scaler = torch.amp.GradScaler("cpu") if how == "scaled" else None
+    try:
+        with mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": policy}):
+            for step in range(3):
+                try:
+                    _step(layer, value if step == 1 and process.rank in bearers else 1.0, phase, how)
+                except NonFinite as error:
+                    raised.append((step, error.fields["members"], error.fields["phase"], str(error)))
+    finally:
+        logger.removeHandler(kept)
+        del scaler
+    return kept.told, raised, int(layer.num_batches_tracked)
+
+
+def _step(layer: nn.Module, value: float, phase: str, how: str) -> None:
+    x = torch.randn(6, CHANNELS)
+    gradient = torch.randn(6, CHANNELS)
+    spoilt = x if phase == "forward" else gradient
+    spoilt[2, 1] = value
+    x.requires_grad_()
+    if how == "masked":
+        mask = torch.ones(6, dtype=torch.bool)
+        mask[2] = False
+        layer(x, mask)
+    elif how == "compiled":
+        torch.compiler.reset()
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x).backward(gradient)
+    elif how == "checkpointed":
+        checkpoint(layer, x, use_reentrant=False).backward(gradient)
+    else:
+        layer(x).backward(gradient)

@@ -1,0 +1,146 @@
+"""A script under torchrun on three ranks that trains, and has long times without a round in between.
+
+In each of them ranks wait long in collectives of torch, some in different ones, and nothing is wrong. Each rank says at
+the end in how many of them it was asked where it is.
+"""
+
+import sys
+import time
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+import client
+from client.whereabouts.look import Look, Looks
+
+# Longer than it takes until ranks that wait apart are told of a mismatch.
+LONG = 10.0
+
+questions: list[str] = []
+
+
+class Slow:
+    """Takes long to be pickled."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        time.sleep(LONG)
+        return Slow, ()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model.register_buffer("foreign", torch.zeros(3))
+    return client.convert_model(model)
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4, 8)
+
+
+class Quiet:
+    """What a job may do between two epochs."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.model = nn.parallel.DistributedDataParallel(network())
+        self.shards = fully_shard(nn.Linear(8, 8))
+        self.pair = distributed.new_group([0, 1])
+
+    def save_a_checkpoint(self) -> None:
+        if self.rank == 0:
+            time.sleep(LONG)
+        distributed.barrier()
+
+    def have_unequal_validation_data(self) -> None:
+        self.model.eval()
+        end = time.monotonic() + (LONG if self.rank == 1 else 0.0)
+        while time.monotonic() < end:
+            self.model.module(batch())
+            time.sleep(0.01)
+        self.model.train()
+        distributed.all_reduce(torch.ones(1))
+
+    def validate_with_broadcasts(self) -> None:
+        """The ranks wait for one another in each forward pass, and the slowest one is never there first."""
+        self.model.eval()
+        for _ in range(int(LONG)):
+            self.model(batch())
+            time.sleep(0.5 + 0.25 * self.rank)
+        self.model.train()
+        distributed.barrier()
+
+    def come_late_to_a_broadcast_of_buffers(self) -> None:
+        self.model.eval()
+        if self.rank == 2:
+            time.sleep(LONG)
+        self.model(batch())
+        self.model.train()
+
+    def gather_an_object_that_takes_long(self) -> None:
+        distributed.all_gather_object([None] * 3, Slow() if self.rank == 1 else None)
+
+    def send_messages(self) -> None:
+        """They count as operations, so that the ranks' numbers differ from here on."""
+        for _ in range(5):
+            if self.rank == 0:
+                distributed.send(torch.ones(1), 2)
+            if self.rank == 2:
+                distributed.recv(torch.ones(1), 0)
+
+    def wait_in_a_smaller_group_first(self) -> None:
+        """Rank 2 waits for 0, and 0 for 1, each in another group."""
+        self.send_messages()
+        if self.rank == 1:
+            time.sleep(LONG)
+        if self.rank != 2:
+            distributed.barrier(self.pair)
+        distributed.barrier()
+
+    def gather_shards(self) -> None:
+        if self.rank == 1:
+            time.sleep(LONG)
+        self.shards(batch())
+
+
+def count_questions() -> None:
+    look = Looks.look
+
+    def counted(self: Looks, torch_group: str = "") -> Look:
+        questions.append(torch_group)
+        return look(self, torch_group)
+
+    Looks.look = counted
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    count_questions()
+    with client.connect() as connection:
+        quiet = Quiet(connection.rank)
+        ways = (
+            quiet.save_a_checkpoint,
+            quiet.have_unequal_validation_data,
+            quiet.validate_with_broadcasts,
+            quiet.come_late_to_a_broadcast_of_buffers,
+            quiet.gather_an_object_that_takes_long,
+            quiet.wait_in_a_smaller_group_first,
+            quiet.gather_shards,
+        )
+        for way in ways:
+            quiet.model(batch()).square().sum().backward()
+            before = len(questions)
+            way()
+            # One line at a time, or two ranks' would mix.
+            sys.stdout.write(
+                f"{way.__name__} {connection.rank} {'asked' if len(questions) > before else 'forgotten'}\n"
+            )
+            sys.stdout.flush()
+        quiet.model(batch()).square().sum().backward()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

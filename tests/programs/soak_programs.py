@@ -1,0 +1,96 @@
+"""What member processes do in the soak of shared memory: rounds of random sizes after random pauses, all checked."""
+
+import random
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import numpy as np
+
+import client
+from client.connection.connection import Connection
+from client.lanes.choose import lane_for
+from client.lanes.zeromq import SlavePipe
+from statsd_bn.reduction import FloatArray, sum_in_order
+from statsd_bn.round_key import BACKWARD
+from statsd_bn.rows import Rows
+
+# Of the rows: most are as small as those of a small layer, some are of a wide one, and a few do not fit into memory.
+SIZES = (1, 3, 16, 64, 256, 2048, 20_000)
+WEIGHTS = (8, 8, 8, 8, 8, 2, 0.01)
+
+# How often a member comes late, and how late at most, in seconds: a moment, or so long that the server hears of it.
+PAUSES = ((1e-2, 1e-3), (2e-5, 0.2))
+
+# How often the same rows go over the server as well.
+OVER_SERVER = 1e-3
+
+VECTORS = 2
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a member has to say at the end.
+
+    Attributes:
+        rounds: how many it has had, each with the right bits.
+        in_memory: of how many of them the server has heard nothing from it.
+        over_server: how many of them went over the server as well, to the same bits.
+        why: what has gone wrong, or empty.
+    """
+
+    rounds: int
+    in_memory: int
+    over_server: int
+    why: str = ""
+
+
+def soak(endpoint: str, job: str, rank: int, size: int, rounds: int, pipe: Pipe, progress: Any) -> None:
+    """Takes part in so many rounds; `progress` is the number of those that are done. It sends a `Told`, then waits."""
+    over_server = 0
+    try:
+        with client.connect(endpoint, job=job, rank=rank, world_size=size, round_timeout=120.0) as connection:
+            over_server = _rounds(connection, rounds, progress)
+            pipe.send(Told(progress.value, connection.session(None).lane.rounds_in_memory, over_server))
+            pipe.poll(120)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+        pipe.send(Told(progress.value, 0, over_server, f"{type(error).__name__}: {error}"))
+
+
+def _rounds(connection: Connection, rounds: int, progress: Any) -> int:
+    rank, size = connection.rank, connection.member.world_size
+    everybodys, own = random.Random(1), random.Random(2 + rank)
+    bases = [_base(member) for member in range(size)]
+    lane, at_server = lane_for("bn", None), SlavePipe(connection, "by the server")
+    over_server = 0
+    forward = None
+    for number in range(rounds):
+        (channels,) = everybodys.choices(SIZES, WEIGHTS)
+        factor = 1 + number % 1009 / 7
+        brought = [base[:, :channels] * factor for base in bases]
+        rows = Rows((number % 7,), brought[rank][np.newaxis])
+        for chance, seconds in PAUSES:
+            if own.random() < chance:
+                time.sleep(own.uniform(0, seconds))
+        found = lane.run_slave(rows, forward.key.of_phase(BACKWARD) if forward and number % 2 else None)
+        forward = None if number % 2 else found
+        expected = sum_in_order(np.stack(brought))
+        _check(number, found.values, expected)
+        if everybodys.random() < OVER_SERVER:
+            _check(number, at_server.run_slave(rows).values, expected)
+            over_server += 1
+        progress.value = number + 1
+    return over_server
+
+
+def _base(member: int) -> FloatArray:
+    """Of all magnitudes, so that another order of adding gives other bits."""
+    generator = np.random.default_rng(member)
+    shape = VECTORS, max(SIZES)
+    return generator.standard_normal(shape) * 10.0 ** generator.integers(-8, 9, shape)
+
+
+def _check(number: int, found: FloatArray, expected: FloatArray) -> None:
+    if found.tobytes() != expected.tobytes():
+        raise ValueError(f"round {number}: expected other bits for shape {expected.shape}")

@@ -1,0 +1,64 @@
+"""A dispatcher and members that speak to it, for tests that read as the messages on the wire."""
+
+from typing import Any
+
+from server.core.dispatcher import Dispatcher
+from statsd_bn.messages import Failure, Leave, Message
+from statsd_bn.round_key import RoundKey
+from statsd_bn.rows import Rows
+from statsd_bn.wire import decode, encode
+from support.strategies import KEY, contribution, register, session_of
+
+SERVER = b"server-0"
+
+Answers = dict[bytes, Message]
+
+
+class Play:
+    """A dispatcher and its members; every member of every job speaks from a peer of its own."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.dispatcher = Dispatcher(SERVER, self.now)
+
+    def say(self, message: Message, at: bytes) -> Answers:
+        return read(self.dispatcher.receive(self.now, at, encode(message)).replies)
+
+    def join(self, member: int, world_size: int = 2, at: bytes = b"", **given: Any) -> Answers:
+        registration = register(member, world_size, **given)
+        return self.say(registration, at or peer(member, registration.job))
+
+    def open(self, world_size: int = 2, **given: Any) -> None:
+        for member in range(world_size):
+            self.join(member, world_size, **given)
+
+    def bring(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, **given: Any) -> Answers:
+        return self.say(contribution(member, brought, key, **given), peer(member, key.job))
+
+    def leave(self, member: int, cause: str = "", job: str = "job") -> Answers:
+        return self.say(Leave(session_of(member, job), cause), peer(member, job))
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return self.dispatcher.report(self.now)
+
+    @property
+    def groups(self) -> list[tuple[str, str, int]]:
+        return [(group["job"], group["group"], group["epoch"]) for group in self.report["groups"]]
+
+
+def read(replies: list[tuple[bytes, bytes]]) -> Answers:
+    """The messages by peer; nobody got two."""
+    answers = {whom: decode(frame) for whom, frame in replies}
+    assert len(answers) == len(replies)
+    return answers
+
+
+def peer(member: int, job: str = "job") -> bytes:
+    return f"{job} {member}".encode()
+
+
+def codes(answers: Answers) -> dict[bytes, str]:
+    """What went wrong for whom; everybody got a failure."""
+    assert all(isinstance(answer, Failure) for answer in answers.values())
+    return {whom: answer.code for whom, answer in answers.items()}

@@ -1,0 +1,30 @@
+"""Reports of a pretended server, for the tests of the view."""
+
+from typing import Any
+
+
+def member(rank: int, step: int = 5, **more: Any) -> dict[str, Any]:
+    place = f"host-{rank}, pid {800 + rank}"
+    return {"member": rank, "place": place, "stand": "takes_part", "step": step, "replicas": 1, **more}
+
+
+def group(*members: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "job": "digits",
+        "group": "world",
+        "epoch": 0,
+        "world_size": len(members),
+        "min_members": 0,
+        "members": list(members),
+        "missing": 0,
+        "lost": "",
+        "rounds_done": 100,
+        "rounds_failed": 0,
+        "non_finite": [],
+        "waiting": [],
+        **more,
+    }
+
+
+def report(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"server": "abcd", "seconds": 60.0, "received": 9, "bad_frames": 0, "groups": list(groups), **more}

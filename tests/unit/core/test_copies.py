@@ -1,0 +1,59 @@
+"""Members whose data are the same: found after several looks on end, and never where data only look alike."""
+
+import numpy as np
+
+from server.insight.copies import IN_A_ROW, Copies, Same
+from statsd_bn.skew import COUNT, VARIANCE, figures_of
+
+LAYERS, MEMBERS = 3, 4
+
+
+def figures(rng, copied=()):
+    """Figures of layers; those in `copied`, (member, of whom), have the data of another member."""
+    data = rng.normal(0, 1, (LAYERS, MEMBERS, 16, 8))
+    for member, other in copied:
+        data[:, member] = data[:, other]
+    values = np.stack([data.sum(axis=2), (data**2).sum(axis=2)], axis=2)
+    return np.stack([figures_of(np.full(MEMBERS, 16.0), one) for one in values])
+
+
+def looks(copies, number, *copied, first=0, seed=0):
+    rng = np.random.default_rng(seed)
+    return [found for look in range(first, first + number) for found in copies.look(10 * look, figures(rng, copied))]
+
+
+def test_a_copy_is_found_once_with_its_step():
+    copies = Copies()
+    assert looks(copies, 5) == []
+    assert looks(copies, IN_A_ROW - 1, (3, 1), first=5) == []
+    assert looks(copies, 50, (3, 1), first=4 + IN_A_ROW, seed=1) == [Same(3, 1, 50)]
+
+
+def test_it_has_to_be_the_same_on_end():
+    copies = Copies()
+    for start in range(0, 100, IN_A_ROW):
+        assert looks(copies, IN_A_ROW - 1, (2, 0), first=start) == []
+        assert looks(copies, 1, first=start + IN_A_ROW - 1, seed=1) == []
+
+
+def test_several_copies_are_each_found():
+    found = looks(Copies(), IN_A_ROW, (1, 0), (3, 0))
+    assert found == [Same(1, 0, 0), Same(3, 0, 0)]
+
+
+def test_one_layer_that_differs_is_enough_to_be_another():
+    rng, copies = np.random.default_rng(0), Copies()
+    for look in range(3 * IN_A_ROW):
+        values = figures(rng, [(3, 1)])
+        values[1, 3, VARIANCE] *= 1 + 1e-12
+        assert copies.look(look, values) == []
+
+
+def test_constant_data_and_none_are_the_same_for_good_reason():
+    constant, empty = Copies(), Copies()
+    for look in range(2 * IN_A_ROW):
+        values = np.ones((LAYERS, MEMBERS, 4))
+        values[..., VARIANCE] = 0.0
+        assert constant.look(look, values) == []
+        values[..., VARIANCE], values[..., COUNT] = 1.0, 0.0
+        assert empty.look(look, values) == []

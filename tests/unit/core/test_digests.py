@@ -1,0 +1,103 @@
+"""What a member tells of rounds that the server has not seen: checked, kept within bounds, and looked at for skew."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from statsd_bn.errors import ProtocolError
+from statsd_bn.messages import Digest
+from statsd_bn.wire import encode
+from support.pure_members import PureWorld
+
+# The third brings most of the variance between the members.
+FIGURES = np.array([[10.0, 0.0, 1.0, 0.01], [10.0, 0.1, 1.1, 0.01], [10.0, 5.0, 9.0, 0.4]])
+
+
+@pytest.fixture
+def world():
+    return PureWorld(3)
+
+
+def tell(world, step=0, layers="stem\nhead", figures=FIGURES, session=None):
+    values = np.stack([figures] * (layers.count("\n") + 1))
+    world.send(world.members[0], encode(Digest(session or world.members[0].session.token, step, layers, values)))
+
+
+def report(world):
+    (group,) = world.dispatcher.report(world.now)["groups"]
+    return group
+
+
+def test_the_log_and_the_report_name_the_rank_and_the_earliest_layer(world, caplog):
+    with caplog.at_level(logging.WARNING):
+        for step in range(0, 300, 10):
+            tell(world, step)
+            world.pass_time(1.0)
+    (line,) = [record.getMessage() for record in caplog.records if "skew" in record.getMessage()]
+    assert line.startswith("job 'job', group 'world': skew: rank 2 (")
+    assert "differs from the other ranks since step 0: stem (0.42 of the variance lies between ranks, 0.4 by" in line
+    assert line.endswith("its own variance is 8.6 times theirs), the earliest of 2 layers")
+    (finding,) = report(world)["findings"]
+    assert (finding["kind"], finding["rank"], finding["layer"]) == ("skew", 2, "stem")
+
+
+def test_it_has_no_answer(world):
+    tell(world)
+    assert world.members[0].answers == []
+
+
+@pytest.mark.parametrize("members", [1, 2, 4])
+def test_figures_of_others_than_the_members_are_refused(world, members):
+    tell(world, figures=np.ones((members, 4)))
+    (answer,) = world.members[0].answers
+    assert isinstance(answer, ProtocolError)
+    assert "expected the figures of the 3 members" in str(answer)
+
+
+def test_those_of_an_unknown_session_are_dropped_without_a_word(world):
+    """A server that has been started again would be sent an introduction for each answer."""
+    tell(world, session=b"stranger")
+    assert world.members[0].answers == []
+    assert world.dispatcher.tally.strangers == 1
+
+
+def test_an_elastic_group_has_none():
+    world = PureWorld(3, min_members=1)
+    tell(world)
+    (answer,) = world.members[0].answers
+    assert isinstance(answer, ProtocolError)
+
+
+def test_nothing_is_found_of_members_of_whom_one_has_left(world):
+    for step in range(9):
+        tell(world, step)
+        world.pass_time(1.0)
+    world.send(world.members[2], world.members[2].session.leave(""))
+    for step in range(30):
+        tell(world, step)
+        world.pass_time(1.0)
+    assert "findings" not in report(world)
+
+
+def test_what_is_kept_is_counted_and_given_back(world):
+    before = world.dispatcher.account.held
+    for n in range(300):
+        tell(world, n, "\n".join(f"layer {n} {m}" for m in range(64)))
+        world.now += 1.0
+    world.pass_time(0.1)
+    held = world.dispatcher.account.held
+    assert before + 2**20 < held < before + 2**22
+    assert report(world)["kept_bytes"] == held
+    for member in world.members:
+        world.send(member, member.session.leave(""))
+    assert world.dispatcher.account.held == 0
+
+
+def test_numbers_at_the_edge_of_float64_end_nothing(world):
+    for step in range(20):
+        tell(world, step, figures=np.array([[2.0**53, 1.7e308, 1.7e308, 1.0]] * 3))
+        tell(world, step, figures=np.array([[2.0**53, -1.7e308, 0.0, 0.0]] * 3))
+        world.pass_time(1.0)
+    assert world.members[0].answers == []
+    assert "findings" not in report(world)

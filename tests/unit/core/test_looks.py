@@ -1,0 +1,115 @@
+"""Rounds that come to the server are looked at: a member whose data differ is named, and nothing else is disturbed."""
+
+import numpy as np
+import pytest
+
+from server.core.dispatcher import Dispatcher
+from server.insight import looks
+from server.network.service import TICK_SECONDS
+from statsd_bn.messages import Contribution
+from statsd_bn.rows import Rows
+from statsd_bn.wire import encode
+from support.strategies import key, register, session_of
+
+MEMBERS = 4
+
+
+class Job:
+    """Members that bring rows of random values each half second."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.dispatcher = Dispatcher(b"server-0", self.now)
+        self.chance = np.random.default_rng(0)
+
+    def open(self, job: str = "job", **given) -> None:
+        for member in range(MEMBERS):
+            self.say(register(member, MEMBERS, job=job, **given), member)
+
+    def say(self, message, member: int) -> None:
+        self.dispatcher.receive(self.now, b"%d" % member, encode(message))
+
+    def train(
+        self, steps: int, factor: float = 1.0, job: str = "job", first: int = 0, vectors: int = 2, copied: bool = False
+    ):
+        for step in range(first, first + steps):
+            for layer in ("stem", "head"):
+                drawn = self.chance.standard_normal((MEMBERS, 64, 8))
+                if copied:
+                    drawn[3] = drawn[1]
+                drawn[2] *= factor
+                for member, x in enumerate(drawn):
+                    values = np.stack((x.sum(0), np.square(x).sum(0)))[np.newaxis, :vectors]
+                    where = key(layer, job=job, step=step)
+                    self.say(Contribution(session_of(member, job), where, 0, Rows((64,), values)), member)
+            self.pass_time(0.5)
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_SECONDS)):
+            self.now += TICK_SECONDS
+            self.dispatcher.tick(self.now)
+
+    def findings(self, job: str = "job"):
+        (group,) = (group for group in self.dispatcher.report(self.now)["groups"] if group["job"] == job)
+        return [(found["kind"], found["rank"], found["layer"]) for found in group.get("findings", ())]
+
+    @property
+    def kept(self) -> int:
+        (master,) = self.dispatcher._registry.masters.values()
+        return master.open_rounds._looks.kept
+
+
+@pytest.mark.parametrize(("factor", "found"), [(1.0, []), (5.0, [("skew", 2, "stem")])])
+def test_a_member_whose_data_are_scaled_is_named(factor, found):
+    job = Job()
+    job.open()
+    job.train(40, factor)
+    assert job.findings() == found
+
+
+def test_two_members_with_the_same_data_are_named(caplog):
+    job = Job()
+    job.open()
+    job.train(40, copied=True)
+    assert job.findings() == [("skew", 3, "stem")]
+    assert "rank 3 (place 3) has brought the same statistics as rank 1 (place 1) in every layer" in caplog.text
+
+
+def test_rows_of_one_vector_are_no_layers():
+    job = Job()
+    job.open()
+    job.train(40, 5.0, vectors=1)
+    assert job.kept == 0
+    assert job.findings() == []
+
+
+def test_an_elastic_group_is_not_looked_at():
+    job = Job()
+    job.open(min_members=1)
+    job.train(40, 5.0)
+    assert job.kept == 0
+
+
+def test_groups_are_looked_at_in_turns():
+    job = Job()
+    for name in ("one", "other"):
+        job.open(name)
+    for step in range(40):
+        for name in ("one", "other"):
+            job.train(1, 5.0, job=name, first=step)
+    assert job.findings("one") == job.findings("other") == [("skew", 2, "stem")]
+
+
+def test_what_is_kept_is_bounded_and_on_the_account():
+    job = Job()
+    job.open()
+    (master,) = job.dispatcher._registry.masters.values()
+    wide = np.ones((1, 2, 60_000))
+    for member in range(MEMBERS):
+        job.say(Contribution(session_of(member), key("wide"), 0, Rows((64,), wide)), member)
+    kept, counted = job.kept, master.kept
+    assert 0 < kept <= looks.MOST_BYTES
+    job.pass_time(1.0)
+    assert job.kept == 0
+    # What the layer's history takes is little beside it.
+    assert kept // 2 < counted - master.kept <= kept

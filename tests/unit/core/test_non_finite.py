@@ -1,0 +1,101 @@
+"""Whose NaN or infinity it was, as the server sees it."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from server.core.dispatcher import Dispatcher
+from server.core.report import group
+from statsd_bn.messages import Aggregate
+from statsd_bn.reduction import bearers, is_finite, not_finite_in_words, sum_in_order
+from statsd_bn.round_key import BACKWARD, GATHER
+from statsd_bn.rows import Rows
+from statsd_bn.wire import decode, encode
+from support.strategies import contribution, key, register
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [([[1.0], [2.0]], []), ([[1.0], [NAN]], [1]), ([[INF], [-INF]], [0, 1]), ([[-INF], [NAN], [0.0]], [0, 1])],
+)
+def test_the_bearers_are_those_whose_rows_were_not_finite(rows, expected):
+    arrays = [np.array(row) for row in rows]
+    assert is_finite(sum_in_order(arrays)) == (not expected)
+    assert list(bearers(enumerate(arrays))) == expected
+
+
+def test_a_sum_that_overflows_is_nobodys():
+    arrays = [np.array([1e308])] * 2
+    assert not is_finite(sum_in_order(arrays))
+    assert list(bearers(enumerate(arrays))) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([[1.0, INF, 2.0], [1.0, INF, -INF]], "2 of 3 channels (inf)"),
+        ([[NAN, 1.0], [1.0, 1.0]], "1 of 2 channels (NaN)"),
+        ([[NAN, INF], [1.0, 1.0]], "2 of 2 channels (inf and NaN)"),
+        ([[-INF, 0.0], [NAN, 0.0]], "1 of 2 channels (inf)"),
+        ([[0.0, 0.0], [NAN, 0.0]], "1 of 2 channels (NaN)"),
+    ],
+)
+def test_how_much_is_not_finite_is_said(values, words):
+    assert not_finite_in_words(np.array(values)) == words
+
+
+class Group:
+    """A server with two members of one group."""
+
+    def __init__(self) -> None:
+        self.dispatcher = Dispatcher(b"server-0", 0.0)
+        for member in range(2):
+            self.dispatcher.receive(0.0, b"peer %d" % member, encode(register(member)))
+
+    def round(self, of, *values: float) -> Aggregate:
+        replies = []
+        for member, value in enumerate(values):
+            brought = contribution(member, Rows((1,), np.array([[[value, 1.0]]])), of)
+            replies = self.dispatcher.receive(0.0, b"peer %d" % member, encode(brought)).replies
+        (answer,) = {frame for _, frame in replies}
+        return decode(answer)
+
+    @property
+    def told(self) -> list[str]:
+        (master,) = self.dispatcher._registry.masters.values()
+        return group(master, 0.0)["non_finite"]
+
+
+def test_an_aggregate_names_who_brought_it():
+    play = Group()
+    assert not play.round(key("a"), 1.0, 2.0).non_finite
+    assert list(play.round(key("b"), 1.0, NAN).non_finite) == [1]
+    assert list(play.round(key("c"), INF, -INF).non_finite) == [0, 1]
+
+
+def test_bytes_that_are_gathered_are_no_numbers():
+    play = Group()
+    assert not play.round(key("a", phase=GATHER), NAN, INF).non_finite
+    assert play.told == []
+
+
+def test_the_first_one_of_each_direction_is_logged_and_in_the_status(caplog):
+    play = Group()
+    play.round(key("a"), 1.0, 1.0)
+    with caplog.at_level(logging.INFO, "statsd_bn.server"):
+        for layer in ("b", "c"):
+            play.round(key(layer), 1.0, INF)
+            play.round(key(layer, phase=BACKWARD), NAN, NAN)
+    expected = [
+        "first non-finite: layer b, forward, step 0, rank 1 (place 1), 1 of 2 channels (inf)",
+        "first non-finite: layer b, backward, step 0, rank 0 (place 0), rank 1 (place 1), 1 of 2 channels (NaN)",
+    ]
+    assert play.told == expected
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if "non-finite" in record.getMessage()]
+    assert told == [
+        ("WARNING", f"job 'job', group 'world': {expected[0]}"),
+        ("INFO", f"job 'job', group 'world': {expected[1]}"),
+    ]

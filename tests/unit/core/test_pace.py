@@ -1,0 +1,162 @@
+"""Who holds the others up: told by a master that is taken through minutes of rounds."""
+
+import logging
+import random
+
+import pytest
+
+from server.core.report import group as report_of
+from server.group.master import SyncMaster
+from server.insight.histogram import BOUNDS, Histogram
+from server.insight.pace import STARTUP_SECONDS, WINDOW_SECONDS
+from statsd_bn.messages import Heartbeat
+from support.strategies import contribution, key, register
+
+# What a rank computes between two rounds, in seconds.
+STEP = 0.4
+
+
+class Job:
+    """A group whose ranks compute for some time, each in its own, and then meet in a round."""
+
+    def __init__(self, ranks: int) -> None:
+        self.now, self.step = 0.0, 0
+        self.master = SyncMaster(b"server-0", register(0, ranks))
+        for rank in range(ranks):
+            self.master.register_slave(0.0, register(rank, ranks), b"peer %d" % rank)
+
+    @property
+    def contributors(self):
+        return self.master.membership.contributors
+
+    def run(self, seconds: float, computing) -> None:
+        """Has rounds for so long; `computing` returns what a rank takes before each."""
+        end = self.now + seconds
+        while self.now < end:
+            arrivals = sorted((self.now + computing(rank), rank) for rank in self.contributors)
+            for self.now, rank in arrivals:
+                brought = contribution(rank, key=key(step=self.step))
+                self.master.contribute(self.now, self.contributors[rank], brought, b"peer %d" % rank)
+            self.step += 1
+            self.master.expire(self.now)
+
+    def report(self):
+        return report_of(self.master, self.now)
+
+
+def warnings_in(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "straggler" in record.getMessage()]
+
+
+@pytest.fixture(autouse=True)
+def _warnings(caplog):
+    caplog.set_level(logging.WARNING, "statsd_bn.server")
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_slow_rank_is_named_once(caplog, ranks):
+    job = Job(ranks)
+    job.run(STARTUP_SECONDS + 5 * WINDOW_SECONDS, lambda rank: STEP * (1.25 if rank == 1 else 1.0))
+    (text,) = warnings_in(caplog)
+    assert text.startswith(
+        "job 'job', group 'world': straggler: rank 1 (place 1) held the others up for 20% of the last"
+    )
+    assert text.endswith("; where it came last, it was by up to 164 ms in the median and 164 ms in 99 of 100 rounds")
+    (finding,) = job.report()["findings"]
+    assert (finding["kind"], finding["rank"]) == ("straggler", 1)
+    assert finding["text"] in text
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("spread", [0.05, 0.3])
+def test_ranks_that_are_late_in_turn_are_not_named(caplog, ranks, spread):
+    job, chance = Job(ranks), random.Random(ranks)
+    job.run(STARTUP_SECONDS + 10 * WINDOW_SECONDS, lambda _: STEP * chance.lognormvariate(0.0, spread))
+    assert warnings_in(caplog) == []
+    assert "findings" not in job.report()
+
+
+def test_a_slow_start_is_nobodys_fault(caplog):
+    job = Job(3)
+    job.run(STARTUP_SECONDS - 1, lambda rank: STEP * (3.0 if rank == 2 else 1.0))
+    job.run(3 * WINDOW_SECONDS, lambda _: STEP)
+    assert warnings_in(caplog) == []
+
+
+def test_who_is_slow_again_after_a_while_is_named_again(caplog):
+    job = Job(3)
+    for factor in (1.5, 1.0, 1.5):
+        job.run(STARTUP_SECONDS + 3 * WINDOW_SECONDS, lambda rank, factor=factor: STEP * (factor if rank == 2 else 1.0))
+    assert len(warnings_in(caplog)) == 2
+
+
+def test_the_report_has_what_each_rank_waits_and_how_fast_it_is():
+    job = Job(2)
+    job.run(STARTUP_SECONDS + 2 * WINDOW_SECONDS + 1, lambda rank: STEP * (1.25 if rank == 1 else 1.0))
+    report = job.report()
+    fast, slow = report["members"]
+    assert (round(fast["waiting"], 2), round(slow["waiting"], 2)) == (0.2, 0.0)
+    assert (round(fast["score"], 2), round(slow["score"], 2)) == (1.0, 0.8)
+    assert (report["slowest"], round(report["held"], 2)) == (1, 0.2)
+    assert slow["last"] == report["rounds_done"]
+    # 100 ms, in the bucket that ends at 164 ms.
+    assert slow["late"] == {"median": pytest.approx(0.164, abs=1e-3), "p99": pytest.approx(0.164, abs=1e-3)}
+    assert not {"last", "late"} & fast.keys()
+
+
+def test_a_rank_is_held_against_its_own_past_too():
+    job = Job(2)
+    job.run(STARTUP_SECONDS + 2 * WINDOW_SECONDS + 1, lambda _: STEP)
+    job.run(2 * WINDOW_SECONDS, lambda _: 2 * STEP)
+    assert [round(member["score"], 1) for member in job.report()["members"]] == [0.5, 0.5]
+
+
+def test_of_rounds_among_themselves_the_members_say_how_long_they_waited(caplog):
+    job, waited = Job(2), 0
+    job.run(1.0, lambda _: STEP)
+    for second in range(200):
+        waited += 250
+        for rank, milliseconds in ((0, waited), (1, 0)):
+            one = job.contributors[rank]
+            job.master.hear(job.now, one, Heartbeat(one.session, 1, 10 * second, "shared_memory", "", milliseconds))
+        job.now += 1.0
+        job.master.expire(job.now)
+    (text,) = warnings_in(caplog)
+    assert text.endswith("straggler: rank 1 (place 1) held the others up for 25% of the last minute")
+
+
+def test_a_rank_that_has_left_is_forgotten():
+    job = Job(3)
+    job.run(STARTUP_SECONDS + 1.5 * WINDOW_SECONDS, lambda rank: STEP * (1.5 if rank == 2 else 1.0))
+    job.master.remove_contributor(job.now, job.contributors[2], "")
+    assert 2 not in job.master.pace._waited
+    assert 2 not in job.master.pace._best
+
+
+def test_how_long_rounds_are_open_is_counted():
+    job = Job(2)
+    job.run(10.0, lambda rank: STEP * (1.0 + rank))
+    told = job.report()["round_seconds"]
+    assert sum(told["counts"]) == job.report()["rounds_done"]
+    assert told["sum"] == pytest.approx(STEP * job.report()["rounds_done"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bucket"), [(0.0, 0), (20e-6, 0), (21e-6, 1), (BOUNDS[-1], len(BOUNDS) - 1), (1e4, len(BOUNDS))]
+)
+def test_a_bucket_ends_at_its_bound(seconds, bucket):
+    histogram = Histogram()
+    histogram.add(seconds)
+    assert list(histogram.counts).index(1) == bucket
+    assert histogram.told == {"bounds": list(BOUNDS[: bucket + 1]), "counts": [0] * bucket + [1], "sum": seconds}
+
+
+def test_a_quantile_is_the_bound_of_its_bucket():
+    histogram = Histogram()
+    assert (histogram.quantile(0.5), histogram.total) == (0.0, 0)
+    assert histogram.told == {"bounds": [], "counts": [], "sum": 0.0}
+    for seconds in [30e-6] * 98 + [1.0] * 2:
+        histogram.add(seconds)
+    assert histogram.quantile(0.5) == BOUNDS[1]
+    assert BOUNDS[-2] > histogram.quantile(0.99) > 1.0
+    assert histogram.total == 100

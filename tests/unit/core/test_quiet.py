@@ -1,0 +1,259 @@
+"""A job without rounds whose ranks may all wait in collectives of torch: who is asked, and what is a mismatch."""
+
+import pytest
+
+from server.core.collectives import APART_SILENCES
+from server.core.quiet import MOST_QUIET_MEMBERS, NO_ROUND_SECONDS, QUIET_ASKED_AT_MOST
+from server.network.service import TICK_SECONDS
+from statsd_bn.limits import SILENCE_SECONDS
+from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS, Heartbeat
+from support.asked_job import LINE, Job, Process
+from support.strategies import key, session_of
+
+# A job whose ranks wait apart is told after this at most: the questions come with the server's ticks.
+TOLD_SECONDS = NO_ROUND_SECONDS + APART_SILENCES * SILENCE_SECONDS + 4 * TICK_SECONDS
+
+
+def quiet(world_size: int = 2, **given) -> Job:
+    """A job that has had a round."""
+    job = Job(world_size, **given)
+    for member in range(world_size):
+        job.bring(member)
+    return job
+
+
+def held(kind: str, launched: int, group: str = "0") -> Process:
+    return Process(f"{kind}, called from train.py:1 main", held_in=group, kind=kind, **{f"of_{group}": launched})
+
+
+def told_of_mismatch(job: Job) -> set[int]:
+    """The members that have been told, each once, of a mismatch and of nothing else."""
+    said = {member: messages for member, messages in job.told.items() if messages}
+    assert all([message.code for message in messages] == ["mismatch"] for messages in said.values())
+    return set(said)
+
+
+# Who is asked.
+
+
+def test_the_members_of_a_job_without_a_round_are_asked_where_they_are():
+    job = quiet()
+    job.pass_time(40.0)
+    first, *later = [when for when, _ in job.asked[0]]
+    assert NO_ROUND_SECONDS <= first <= NO_ROUND_SECONDS + TICK_SECONDS
+    assert [round(when - first) for when in later] == [1, 3, 7, 15, 23, 31]
+    assert job.asked[1] == job.asked[0]
+    assert later[-1] - later[-2] == QUIET_ASKED_AT_MOST
+
+
+@pytest.mark.parametrize("way", ["no round yet", "elastic", "large", "a heartbeat of another step", "broken"])
+def test_other_members_are_not_asked(way):
+    size = MOST_QUIET_MEMBERS + 1 if way == "large" else 2
+    job = Job(2) if way == "no round yet" else quiet(size, **({"min_members": 1} if way == "elastic" else {}))
+    if way == "broken":
+        job.dispatcher._registry.lose(job.now, session_of(1), "lost")
+    for step in range(1, 10):
+        if way == "a heartbeat of another step":
+            job.handle(Heartbeat(session_of(0), 3 + step), b"beacon 0")
+        job.pass_time(1.0)
+        if way == "a heartbeat of another step":
+            break
+    first = [asked[0][0] for asked in job.asked.values() if asked]
+    assert first == []
+
+
+def test_rounds_in_memory_are_rounds_and_end_the_questions():
+    """The server hears of them by heartbeats."""
+    job = quiet()
+    for rounds in range(1, 20):
+        job.handle(Heartbeat(session_of(0), 3, rounds), b"beacon 0")
+        job.pass_time(1.0)
+    assert job.asked[0] == []
+
+
+def test_answers_of_a_quiet_job_are_forgotten_when_a_round_begins():
+    job = quiet()
+    job.processes = {0: held(BARRIER, 5), 1: Process(LINE)}
+    job.pass_time(30.0)
+    assert "is in barrier" in job.report()["members"][0]["where"]
+    job.bring(1, key(step=4))
+    job.pass_time(TICK_SECONDS)
+    assert "where" not in job.report()["members"][0]
+
+
+def test_answers_that_have_waited_for_the_server_are_forgotten():
+    """It was held up itself: nobody knows how old they are."""
+    job = quiet()
+    job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
+    job.pass_time(NO_ROUND_SECONDS + 2 * TICK_SECONDS)
+    assert "where" in job.report()["members"][0]
+    job.now += 10.0
+    job.pass_time(4 * TICK_SECONDS)
+    assert told_of_mismatch(job) == set()
+    job.pass_time(TOLD_SECONDS)
+    assert told_of_mismatch(job) == {0, 1}
+
+
+# What is a mismatch.
+
+
+@pytest.mark.parametrize("numbers", [(12, 12), (12, 13), (12, 14)])
+@pytest.mark.parametrize("kind", [BARRIER, ALL_REDUCE, ALL_GATHER])
+def test_a_rank_in_a_collective_of_the_script_and_one_in_a_broadcast_of_buffers_are_told(kind, numbers):
+    job = quiet()
+    job.processes = {0: held(kind, numbers[0]), 1: held(BUFFERS, numbers[1])}
+    job.pass_time(TOLD_SECONDS)
+    assert told_of_mismatch(job) == {0, 1}
+    (said,) = job.told[1]
+    for text in (
+        f"rank 0 (place 0) is in {kind}, called from train.py:1 main",
+        "rank 1 (place 1) is in buffers, called",
+    ):
+        assert text in said.message
+    assert [row["stack"].split(",")[0] for row in said.fields["table"]] == [kind, BUFFERS]
+
+
+@pytest.mark.parametrize("one", [BARRIER, ALL_REDUCE, ALL_GATHER])
+@pytest.mark.parametrize("other", [BARRIER, ALL_REDUCE, ALL_GATHER])
+def test_ranks_in_different_collectives_of_the_script_are_told_and_in_the_same_are_not(one, other):
+    job = quiet()
+    job.processes = {0: held(one, 12), 1: held(other, 12)}
+    job.pass_time(300.0)
+    assert told_of_mismatch(job) == (set() if one == other else {0, 1})
+
+
+def test_they_are_told_once_and_after_another_round_again():
+    job = quiet()
+    job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
+    job.pass_time(60.0)
+    assert told_of_mismatch(job) == {0, 1}
+    asked = len(job.asked[0])
+    job.pass_time(60.0)
+    assert len(job.asked[0]) == asked
+    for member in (0, 1):
+        job.bring(member, key(step=4))
+    job.pass_time(TOLD_SECONDS)
+    assert [len(job.told[member]) for member in (0, 1)] == [2, 2]
+
+
+def test_of_many_ranks_one_apart_is_enough():
+    job = quiet(8)
+    job.processes = dict.fromkeys(range(8), held(BUFFERS, 13)) | {5: held(BARRIER, 12)}
+    job.pass_time(TOLD_SECONDS)
+    assert told_of_mismatch(job) == set(range(8))
+
+
+def test_a_rank_in_a_barrier_that_the_others_cannot_come_to_from_their_round_is_told():
+    """The source of a broadcast is through with it, and waits in a round of ours."""
+    job = quiet(3)
+    job.processes = {0: Process("train.py:57 main", of_0=13), 1: held(BARRIER, 12), 2: held(BUFFERS, 13)}
+    job.bring(0, key(step=4))
+    assert set(job.pass_time(TOLD_SECONDS + 3.0)) == {0}
+    assert told_of_mismatch(job) == {1, 2}
+
+
+@pytest.mark.parametrize("kind", [BARRIER, ALL_REDUCE, ALL_GATHER])
+def test_a_rank_in_a_collective_of_the_script_and_one_in_a_round_that_has_begun_as_many_are_told(kind):
+    job = quiet()
+    job.processes = {0: Process("train.py:57 main", of_0=13), 1: held(kind, 12)}
+    job.bring(0, key(step=4))
+    assert set(job.pass_time(TOLD_SECONDS + 3.0)) == {0}
+    assert told_of_mismatch(job) == {1}
+
+
+# Healthy jobs. Each lasts for ten minutes.
+
+
+def healthy(job: Job) -> None:
+    assert job.pass_time(600.0) == {}
+    assert told_of_mismatch(job) == set()
+
+
+def test_ranks_in_a_barrier_wait_for_one_that_saves_a_checkpoint():
+    job = quiet(3)
+    job.processes = {0: Process("train.py:80 save"), 1: held(BARRIER, 12), 2: held(BARRIER, 12)}
+    healthy(job)
+
+
+def test_a_rank_that_computes_is_waited_for_in_different_collectives():
+    """Two ranks are apart, but the third one may run: that it is a mismatch is not known for all."""
+    job = quiet(3)
+    job.processes = {0: Process("train.py:80 validate", of_0=12), 1: held(BARRIER, 12), 2: held(BUFFERS, 12)}
+    healthy(job)
+
+
+def test_a_collective_of_all_that_is_slow():
+    job = quiet(3)
+    job.processes = dict.fromkeys(range(3), held(ALL_REDUCE, 12))
+    healthy(job)
+
+
+def test_a_slow_broadcast_whose_source_waits_in_a_barrier():
+    """The ranks that still get the tensor have begun one operation fewer, or are in a broadcast of the script."""
+    for kind in (BUFFERS, ""):
+        job = quiet(3)
+        job.processes = {0: held(BARRIER, 13), 1: held(kind, 12), 2: held(kind, 12)}
+        healthy(job)
+
+
+def test_a_large_broadcast_of_buffers_that_some_ranks_are_through_with():
+    """They wait in the all_gather of another synchronised layer, in the forward pass."""
+    job = quiet(3)
+    job.processes = {0: held(ALL_GATHER, 14), 1: held(BUFFERS, 13), 2: held(ALL_GATHER, 14)}
+    healthy(job)
+
+
+def test_a_rank_in_a_collective_of_no_known_kind():
+    for kind in ("", "reduce_scatter", "broadcast"):
+        job = quiet(2)
+        job.processes = {0: held(BARRIER, 12), 1: held(kind, 13)}
+        healthy(job)
+
+
+def test_ranks_in_collectives_of_different_groups():
+    job = quiet(4)
+    job.ranks = {"0": range(4), "1": (0, 1)}
+    job.processes = dict.fromkeys((0, 1), held(BARRIER, 3, "1")) | {2: held(ALL_REDUCE, 9), 3: held(ALL_REDUCE, 9)}
+    healthy(job)
+
+
+def test_ranks_that_get_on_from_one_collective_to_the_next():
+    """Each time that they are asked they are in different ones, since they do not answer at the same moment."""
+    job = quiet()
+    for number in range(200):
+        kinds = (BARRIER, BUFFERS) if number % 2 else (BUFFERS, BARRIER)
+        job.processes = {member: held(kind, 12 + number) for member, kind in enumerate(kinds)}
+        job.pass_time(5.0)
+    assert told_of_mismatch(job) == set()
+
+
+def test_a_rank_that_comes_late_to_a_barrier_that_another_has_waited_in_for_long():
+    job = quiet()
+    job.processes = {0: held(BUFFERS, 12), 1: held(BARRIER, 13)}
+    job.pass_time(100.0)
+    job.processes[0] = held(BARRIER, 13)
+    healthy(job)
+
+
+def test_ranks_that_do_not_answer():
+    job = quiet()
+    job.processes = {0: held(BARRIER, 12)}
+    healthy(job)
+
+
+def test_a_process_group_with_a_rank_that_has_left():
+    job = quiet(2)
+    job.ranks = {"0": range(3)}
+    job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
+    healthy(job)
+
+
+def test_a_rank_that_waits_in_a_round_for_one_that_is_on_its_way_from_a_barrier():
+    """It was seen in the barrier before, when nobody waited in a round."""
+    job = quiet()
+    job.processes = {0: Process("train.py:80 validate", of_0=12), 1: held(BARRIER, 12)}
+    job.pass_time(100.0)
+    job.processes = {0: Process("train.py:57 main", of_0=12), 1: Process("train.py:50 augment", of_0=12)}
+    job.bring(0, key(step=4))
+    assert job.pass_time(100.0) == {}
+    assert told_of_mismatch(job) == set()

@@ -1,0 +1,52 @@
+import threading
+
+import numpy as np
+import pytest
+
+from statsd_bn.reduction import quietly
+
+INFINITY = np.array([np.inf])
+
+
+@quietly
+def difference() -> float:
+    return float((INFINITY - INFINITY)[0])
+
+
+def test_what_becomes_nan_is_no_warning():
+    assert np.isnan(difference())
+    with pytest.warns(RuntimeWarning, match="invalid value"):
+        difference.__wrapped__()
+
+
+def test_numpy_is_told_once_where_one_calls_another(monkeypatch):
+    told = []
+    errstate = np.errstate
+    monkeypatch.setattr(np, "errstate", lambda **given: told.append(given) or errstate(**given))
+    assert np.isnan(quietly(lambda: difference() + difference())())
+    assert told == [{"all": "ignore"}]
+
+
+def test_warnings_are_back_after_an_error():
+    @quietly
+    def fail():
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011 - its own
+        fail()
+    with pytest.warns(RuntimeWarning, match="invalid value"):
+        difference.__wrapped__()
+    assert np.isnan(difference())
+
+
+def test_each_thread_is_told_for_itself():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(difference()))
+
+    @quietly
+    def beside():
+        thread.start()
+        thread.join()
+
+    beside()
+    assert np.isnan(found)

@@ -1,0 +1,266 @@
+"""Rounds in the dispatcher, its report, and what it keeps after a restart."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES
+from statsd_bn import limits
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Registered, Result, Status, StatusRequest
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode, encode
+from support.dispatcher_play import SERVER, Play, codes, peer, read
+from support.strategies import KEY, contribution, key, register, rows, session_of
+
+STRANGER = b"stranger"
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+def test_everybody_gets_the_same_bytes_whatever_the_order_of_arrival(play):
+    play.open(4)
+    frames = set()
+    for step, order in enumerate([(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)]):
+        for member in order:
+            brought = rows((1e16, 1.0, -1e16, 1.0)[member])
+            sent = encode(contribution(member, brought, key(step=step)))
+            replies = play.dispatcher.receive(play.now, peer(member), sent).replies
+        assert {whom for whom, _ in replies} == {peer(member) for member in range(4)}
+        (frame,) = {frame for _, frame in replies}
+        frames.add(decode(frame).values.tobytes())
+    assert frames == {np.array([((1e16 + 1.0) - 1e16) + 1.0]).tobytes()}
+
+
+def test_two_jobs_with_the_same_layer_names_do_not_touch_each_other(play):
+    for job in ("left", "right"):
+        play.open(job=job)
+    assert play.bring(0, 1.0, key(job="left")) == {}
+    assert play.bring(0, 10.0, key(job="right")) == {}
+    right = play.bring(1, 20.0, key(job="right"))
+    assert {whom: answer.values.item() for whom, answer in right.items()} == {b"right 0": 30.0, b"right 1": 30.0}
+    left = play.bring(1, 2.0, key(job="left"))
+    assert {whom: answer.values.item() for whom, answer in left.items()} == {b"left 0": 3.0, b"left 1": 3.0}
+
+
+def test_what_happens_to_one_job_is_nothing_to_another(play):
+    for job in ("left", "right"):
+        play.open(job=job)
+        play.bring(0, 1.0, key(job=job))
+    assert set(play.leave(1, "boom", job="left")) == {b"left 0"}
+    assert set(play.bring(1, 2.0, key(job="right"))) == {b"right 0", b"right 1"}
+
+
+def test_two_groups_of_one_job_do_not_touch_each_other(play):
+    sessions = {"a": [b"a-000000", b"a-000001"], "b": [b"b-000000", b"b-000001"]}
+    for group, tokens in sessions.items():
+        for member, token in enumerate(tokens):
+            play.say(register(member, group=group, session=token), token)
+    for group, value in (("a", 1.0), ("b", 10.0)):
+        play.say(contribution(0, value, key(group=group), sessions[group][0]), sessions[group][0])
+    answers = play.say(contribution(1, 2.0, key(group="a"), sessions["a"][1]), sessions["a"][1])
+    assert {whom: answer.values.item() for whom, answer in answers.items()} == dict.fromkeys(sessions["a"], 3.0)
+
+
+def test_an_unknown_session_is_told_for_its_round(play):
+    play.open()
+    answers = play.say(contribution(0, session=STRANGER), b"who")
+    assert codes(answers) == {b"who": "unknown_session"}
+    assert answers[b"who"].key == KEY
+    assert digest(STRANGER).hex() in answers[b"who"].message
+    assert play.bring(0) == {}
+
+
+@pytest.mark.parametrize("wrong", [{"job": "other"}, {"group": "other"}, {"epoch": 7}], ids=str)
+def test_a_key_of_another_group_than_the_session_registered_for_is_refused(play, wrong):
+    play.open()
+    play.open(job="other")
+    strange = key(**wrong)
+    answers = play.say(contribution(0, 1.0, strange, session_of(0)), peer(0))
+    assert codes(answers) == {peer(0): "protocol"}
+    assert answers[peer(0)].key == strange
+    assert all(group["waiting"] == [] for group in play.report["groups"])
+
+
+def test_one_that_contributes_before_the_group_is_open_is_asked_who_it_is(play):
+    play.join(1, 3)
+    assert codes(play.bring(1)) == {peer(1): "unknown_session"}
+
+
+def test_a_tick_ends_what_is_over_its_time(play):
+    play.open(deadline=10.0)
+    play.bring(1)
+    assert play.dispatcher.tick(109.9) == []
+    answers = read(play.dispatcher.tick(110.0))
+    assert codes(answers) == {peer(1): "timeout"}
+    assert (answers[peer(1)].fields["missing"], answers[peer(1)].fields["waiting"]) == ([0], [1])
+
+
+def test_a_later_epoch_of_a_group_is_no_group_more(play):
+    for number in range(limits.MAX_GROUPS):
+        play.join(0, job=f"{number:05d}")
+    answers = play.join(0, job="01023", epoch=1)
+    assert isinstance(answers[peer(0, "01023")], Registered)
+    assert len(answers) == 1
+
+
+def test_stop_tells_who_waits_in_every_job(play):
+    for job in ("left", "right"):
+        play.open(job=job)
+        play.bring(1, 1.0, key(job=job))
+    answers = read(play.dispatcher.stop())
+    assert codes(answers) == dict.fromkeys([b"left 1", b"right 1"], "master_stopped")
+    assert play.dispatcher.stop() == []
+
+
+def test_stop_tells_who_waits_for_a_group_to_open(play):
+    play.join(0, 3)
+    play.join(2, 3)
+    answers = read(play.dispatcher.stop())
+    assert codes(answers) == dict.fromkeys([peer(0), peer(2)], "master_stopped")
+    told = answers[peer(0)]
+    text = "the server was stopped before the group was open\n  in job 'job', group 'world'"
+    assert (told.key, told.message) == (None, text)
+
+
+def test_a_status_report_says_what_the_server_is_doing(play):
+    play.open(place="host 1")
+    play.bring(0, rows(1.0, 2.0))
+    play.dispatcher.receive(play.now, b"", b"garbage")
+    play.now += 2.5
+    status = play.say(StatusRequest(), b"anybody")[b"anybody"]
+    assert isinstance(status, Status)
+    assert status.report == {
+        "server": SERVER.hex(),
+        "seconds": 2.5,
+        "received": 5,
+        "bad_frames": 1,
+        "over_limits": 0,
+        "strangers": 0,
+        "refused_connections": 0,
+        "idle_connections": 0,
+        "flooding_connections": 0,
+        "claimed_routing_ids": 0,
+        "dropped_answers": 0,
+        "forged_results": 0,
+        "dropped_messages": 0,
+        "ended": [],
+        "groups": [
+            {
+                "job": "job",
+                "group": "world",
+                "epoch": 0,
+                "world_size": 2,
+                "min_members": 0,
+                "members": [
+                    {"member": 0, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 2},
+                    {"member": 1, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 0},
+                ],
+                "missing": 0,
+                "lost": "",
+                "rounds_done": 0,
+                "rounds_failed": 0,
+                "non_finite": [],
+                "kept_bytes": GROUP_BYTES + 2 * MEMBER_BYTES + ROUND_BYTES + 2 * FUTURE_BYTES + CONTRIBUTION_BYTES + 16,
+                "waiting": [{"round": str(KEY), "seconds": 2.5, "missing": [1]}],
+            }
+        ],
+    }
+
+
+def test_the_step_of_a_member_is_the_one_it_last_spoke_of(play):
+    play.join(0, step=7)
+    play.join(1, step=8)
+    assert [member["step"] for member in play.report["groups"][0]["members"]] == [7, 8]
+    play.bring(1, key=key(step=12))
+    assert [member["step"] for member in play.report["groups"][0]["members"]] == [7, 12]
+
+
+def test_one_group_that_is_too_large_to_tell_of_is_left_out(play, monkeypatch):
+    play.open(4, place="h" * 200)
+    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 500)
+    report = play.say(StatusRequest(), b"anybody")[b"anybody"].report
+    assert (report["groups"], report["left_out"]) == ([], 1)
+
+
+def test_a_server_that_is_full_still_says_what_it_is_doing(play):
+    """As many groups of four as limits.py speaks of; their places are host names as long as DNS has them."""
+    groups = limits.MAX_GROUPS * 7 // 8  # the rest is kept for jobs that are at work
+    for number in range(groups):
+        for member in range(4):
+            play.join(member, 4, job=f"{number:05d}", place="h" * 253)
+    answer = play.say(StatusRequest(), b"anybody")[b"anybody"]
+    assert isinstance(answer, Status)
+    assert play.dispatcher.bad_frames == 0
+    told = answer.report["groups"]
+    assert len(told) == groups
+    assert all(len(group["members"]) + group.get("members_left_out", 0) == 4 for group in told)
+    assert "members_left_out" in told[0], "not all fits"
+
+
+# After a restart, while a member is still to come.
+
+BEFORE = {"server": b"server-9", "step": 1, "known": Members.of(range(3))}
+LATE = key(step=1)
+
+
+@pytest.fixture
+def returning(play) -> Play:
+    """Two of three members have come back, and wait for the third."""
+    for member in range(2):
+        play.join(member, 3, **BEFORE)
+    return play
+
+
+def kept_bytes(play: Play) -> int:
+    (group,) = play.report["groups"]
+    return group["kept_bytes"]
+
+
+def test_what_is_sent_again_is_kept_once_and_answered_where_it_was_sent_last(returning):
+    returning.bring(0, 1.0, LATE)
+    once = kept_bytes(returning)
+    for attempt in range(1, 9):
+        returning.say(replace(contribution(0, 1.0, LATE), attempt=attempt), b"socket %d" % attempt)
+    assert kept_bytes(returning) == once
+    returning.bring(1, 2.0, LATE)
+    returning.join(2, 3, **BEFORE)
+    answers = returning.bring(2, 3.0, LATE)
+    assert set(answers) == {b"socket 8", peer(1), peer(2)}
+    assert answers[b"socket 8"].values.item() == 6.0
+
+
+def test_other_rows_for_a_round_that_waits_are_refused_and_the_first_count(returning):
+    returning.bring(0, 1.0, LATE)
+    assert codes(returning.bring(0, 5.0, LATE)) == {peer(0): "conflict"}
+    returning.bring(1, 2.0, LATE)
+    returning.join(2, 3, **BEFORE)
+    assert returning.bring(2, 3.0, LATE)[peer(0)].values.item() == 6.0
+
+
+def test_a_member_with_many_rounds_takes_no_room_from_another(returning):
+    for call in range(limits.MAX_OPEN_ROUNDS):
+        assert returning.bring(0, 1.0, key(step=1, call=call)) == {}
+    assert codes(returning.bring(0, 1.0, key(step=1, call=limits.MAX_OPEN_ROUNDS))) == {peer(0): "limit"}
+    assert returning.bring(1, 1.0, LATE) == {}
+
+
+def test_results_that_were_not_announced_are_not_kept(play):
+    play.join(0, 3, **BEFORE, results=1)
+
+    def tell(layer: str) -> int:
+        told = Aggregate(key(layer, step=1), 1, 1, Members.of(range(3)), np.zeros((1, 1)))
+        assert play.say(Result(session_of(0), told), peer(0)) == {}
+        return kept_bytes(play)
+
+    assert 0 < tell("bn") == tell("bn") == tell("another")
+
+
+def test_who_is_there_is_told_where_a_member_registered_last_not_where_it_contributes(returning):
+    returning.say(contribution(0, 1.0, LATE), b"another socket")
+    told = returning.join(2, 3, **BEFORE)
+    assert isinstance(told[peer(0)], Registered)

@@ -1,0 +1,157 @@
+"""The dispatcher takes any bytes: what makes no sense costs its sender an error, and nobody else anything."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from statsd_bn import PROTOCOL_VERSION
+from statsd_bn.members import NOBODY
+from statsd_bn.messages import Aggregate, Failure, Heartbeat, Leave, Pending, Registered, Status, StatusRequest
+from statsd_bn.wire import decode, encode
+from support.dispatcher_play import SERVER, Play, codes, peer, read
+from support.strategies import KEY, contribution, key, messages, register, rows, session_of
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Registered(b"session0", SERVER, 0, 0, 0, NOBODY),
+        Aggregate(KEY, 1, 1, NOBODY, np.zeros((1, 1))),
+        Failure("mismatch", "no", {}),
+        Status({}),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_that_only_a_server_sends_is_refused(play, answer):
+    answers = play.say(answer, b"odd")
+    assert codes(answers) == {b"odd": "protocol"}
+    assert f"expected a request, got {type(answer).__name__}" in answers[b"odd"].message
+    assert play.dispatcher.bad_frames == 1
+
+
+def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
+    play.open()
+    play.bring(0)
+    for garbage in (
+        b"",
+        b"GET / HTTP/1.1",
+        encode(StatusRequest())[:-1],
+        b"SBN" + bytes([PROTOCOL_VERSION]) + bytes(4),
+    ):
+        answers = read(play.dispatcher.receive(play.now, b"stranger", garbage).replies)
+        assert codes(answers) == {b"stranger": "protocol"}
+    assert (play.dispatcher.received, play.dispatcher.bad_frames) == (7, 4)
+    assert set(play.bring(1)) == {peer(0), peer(1)}
+
+
+def test_another_protocol_version_is_answered_by_name(play):
+    frame = bytearray(encode(register()))
+    frame[3] = 7
+    (answer,) = read(play.dispatcher.receive(play.now, b"new", bytes(frame)).replies).values()
+    assert (answer.code, answer.fields) == ("version", {"expected": 6, "got": 7})
+    assert play.dispatcher.bad_frames == 1
+
+
+def test_a_deeply_nested_frame_costs_its_sender_an_error_and_nobody_else_anything(play):
+    """1 kB that msgpack unpacks and Python cannot print."""
+    play.open()
+    header = b"\x91" * 1000 + b"\xc0"
+    frame = b"SBN\x06" + len(header).to_bytes(4, "little") + header
+    assert codes(read(play.dispatcher.receive(play.now, b"stranger", frame).replies)) == {b"stranger": "protocol"}
+    assert play.bring(0) == {}
+
+
+SOUND = [
+    encode(message)
+    for message in (
+        register(0),
+        register(1),
+        register(0, epoch=1),
+        contribution(0),
+        contribution(1),
+        contribution(1, rows(1.0, 2.0, channels=2)),
+        Leave(session_of(1), "boom"),
+        StatusRequest(),
+    )
+]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A frame that the dispatcher knows, with some bytes changed, cut or doubled."""
+    frame = bytearray(draw(st.sampled_from(SOUND)))
+    for place, value in draw(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 255)), max_size=4)):
+        frame[place % len(frame)] = value
+    end = draw(st.integers(0, 2 * len(frame)))
+    return bytes(frame if draw(st.booleans()) else (frame + frame)[:end])
+
+
+frames = st.one_of(mutated(), st.binary(max_size=100), st.sampled_from(SOUND), messages.map(encode))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), frames), max_size=12))
+def test_whatever_comes_in_never_raises_and_every_answer_is_sound(received):
+    play = Play()
+    play.open(3, job="fuzz")
+    play.bring(0, 1.0, key(job="fuzz"))
+    for at, frame in received:
+        for whom, answer in play.dispatcher.receive(play.now, at, frame).replies:
+            assert isinstance(whom, bytes)
+            assert isinstance(decode(answer), (Registered, Aggregate, Failure, Status, Pending))
+        play.now += 200.0
+        for _, answer in play.dispatcher.tick(play.now):
+            decode(answer)
+    # Whatever that was: the server still reports, and takes a new job and reduces a round of it.
+    assert isinstance(play.say(StatusRequest(), b"x")[b"x"], Status)
+    play.open(job="fine")
+    play.bring(0, 1.0, key(job="fine"))
+    assert play.bring(1, 2.0, key(job="fine"))[b"fine 0"].values.item() == 3.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 11), max_size=40))
+def test_members_in_any_disorder_get_each_round_once_and_alike(events):
+    """Registrations, contributions, repetitions and departures, interleaved in any way."""
+    play = Play()
+    results: dict[object, set[bytes]] = {}
+    for event in events:
+        member, what = event % 3, event // 3
+        message = {
+            0: register(member, 3),
+            1: contribution(member, float(member)),
+            2: contribution(member, float(member), key(call=1)),
+            3: Leave(session_of(member), "boom"),
+        }[what]
+        for _, frame in play.dispatcher.receive(play.now, peer(member), encode(message)).replies:
+            answer = decode(frame)
+            if isinstance(answer, Aggregate):
+                assert (answer.replicas, answer.values) == (3, 3.0)
+                results.setdefault(answer.key, set()).add(frame)
+    assert all(len(frames) == 1 for frames in results.values())
+
+
+def test_the_dispatcher_says_what_became_of_a_frame(play):
+    def became(message):
+        frame = message if isinstance(message, bytes) else encode(message)
+        received = play.dispatcher.receive(play.now, b"peer", frame)
+        return received.session, received.is_refused, received.is_unsound
+
+    session = session_of(0)
+    accepted = (session, False, False)
+    assert became(register(0, 1)) == accepted
+    assert became(contribution(0)) == accepted
+    assert became(Heartbeat(session)) == accepted
+    assert became(StatusRequest()) == (b"", False, False)
+    assert became(b"garbage") == (b"", True, True)
+    assert became(register(1, 1, session=session)) == (b"", True, True), "one session, two members"
+    assert became(register(0, 2, session=session_of(5))) == (b"", True, False), "another size of the group"
+    assert became(Heartbeat(session_of(7))) == (b"", True, False), "no such session"
+    assert became(Leave(session, "")) == (b"", False, False), "it has just left"
+    assert became(contribution(0)) == (b"", True, False)

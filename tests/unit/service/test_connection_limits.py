@@ -1,0 +1,157 @@
+"""Limits of connections, without sockets: which are overdue, which are refused too much, how many come at a time."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from server.limits.access import Tenant
+from server.limits.quota import Quota
+from server.network.connections import SETTLING_SECONDS, Connections
+from server.network.gate import SOON_BACK, Gate
+from server.network.refusals import MEMORY_SECONDS, Refusals
+from statsd_bn.errors import LimitExceeded
+
+
+def with_key(key: str) -> Tenant:
+    return Tenant(key, key, ("*",))
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[..., tuple[Connections, list[int]]]]:
+    """Connections, one accepted each second from 0 on."""
+    with ExitStack() as stack:
+
+        def make(n: int, most_of_key: int = 100, **quota: float) -> tuple[Connections, list[int]]:
+            connections = Connections(Quota(**quota), most_of_key)
+            numbers = [stack.enter_context(socket.socket()).fileno() for _ in range(n)]
+            for second, number in enumerate(numbers):
+                connections.accepted(float(second), number)
+            return connections, numbers
+
+        yield make
+
+
+def test_a_frame_that_is_read_after_the_end_of_its_connection_leaves_nothing_behind():
+    connections = Connections(Quota(), most_of_key=1)
+    with socket.socket() as open_one:
+        number = open_one.fileno()
+        connections.accepted(0.0, number)
+        connections.heard(0.0, number, with_key(""), b"one", b"session")
+        connections.ended(number)
+        connections.accepted(1.0, number)
+        connections.heard(1.0, number, with_key(""), b"one", b"session")
+        connections.heard(1.0, number, with_key(""), b"other", b"session")
+        assert connections.members.keys() == {b"other"}
+        connections.ended(number)
+    assert not connections.members
+
+
+@pytest.mark.parametrize(
+    ("quota", "frames"),
+    [
+        ({"max_refusals": 2}, [(0.0, False)] * 3),
+        ({"max_bad_frames": 2}, [(0.0, True)] * 3),
+        ({"max_refused_seconds": 0.5}, [(0.2, False), (0.2, True), (0.2, False)]),
+    ],
+)
+def test_what_is_refused_is_counted_and_weighed(quota, frames):
+    refusals = Refusals(Quota(**quota))
+    errors = [refusals.add(b"one", seconds, is_bad=is_bad) for seconds, is_bad in frames]
+    assert errors[:-1] == [None, None]
+    assert isinstance(errors[-1], LimitExceeded)
+    assert refusals.add(b"other", 0.01, is_bad=True) is None
+
+
+def test_what_was_refused_is_forgiven_after_a_while_and_what_made_no_sense_later():
+    refusals = Refusals(Quota(max_refusals=2, max_bad_frames=3))
+    for turn in range(3):
+        assert refusals.add(b"one", 0.0, is_bad=True) is None
+        refusals.forgive(turn * 0.25)
+    assert isinstance(refusals.add(b"one", 0.0, is_bad=True), LimitExceeded)
+    refusals.forgive(MEMORY_SECONDS)
+    assert refusals.add(b"one", 0.0, is_bad=True) is None
+
+
+def test_a_connection_that_is_being_ended_is_ignored_until_all_has_been_read_that_had_come():
+    refusals = Refusals(Quota())
+    refusals.ignore(1.0, b"one")
+    refusals.forgive(1.0 + MEMORY_SECONDS / 2)
+    assert b"one" in refusals.ignored
+    refusals.forgive(1.0 + MEMORY_SECONDS)
+    assert b"one" not in refusals.ignored
+
+
+def test_a_connection_that_says_nothing_is_overdue_sooner_than_one_that_has_spoken(connected):
+    connections, (silent, speaker, member) = connected(3, idle_seconds=60.0, silent_seconds=10.0)
+    connections.heard(2.0, speaker, with_key(""))
+    connections.heard(2.0, member, with_key(""), b"peer", b"session")
+    assert connections.overdue(10.0) == []
+    assert connections.overdue(10.5) == [silent]
+    assert connections.overdue(63.0) == [speaker, silent]
+
+
+def test_of_too_many_silent_connections_the_oldest_are_overdue_and_none_that_has_just_come(connected):
+    connections, numbers = connected(5, max_silent=1)
+    connections.heard(5.0, numbers[0], with_key(""))
+    assert connections.overdue(2.5 + SETTLING_SECONDS) == [numbers[1]]
+    assert connections.overdue(4.5 + SETTLING_SECONDS) == numbers[1:4]
+
+
+def test_a_connection_is_a_members_while_its_session_is_registered(connected):
+    connections, (number,) = connected(1, idle_seconds=60.0)
+    connections.heard(1.0, number, with_key(""), b"peer", b"session")
+    connections.leave(100.0, lambda session: session == b"session")
+    assert connections.members.keys() == {b"peer"}
+    assert connections.overdue(100.0) == []
+    connections.leave(100.0, lambda _: False)
+    assert not connections.members
+    assert connections.overdue(160.0) == []
+    assert connections.overdue(160.5) == [number]
+
+
+def test_a_key_has_only_so_many_connections_and_another_key_as_many(connected):
+    connections, numbers = connected(4, most_of_key=1)
+    assert connections.heard(4.0, numbers[0], with_key("alice"))
+    assert connections.heard(4.0, numbers[0], with_key("alice"))
+    assert not connections.heard(4.0, numbers[1], with_key("alice"))
+    assert connections.heard(4.0, numbers[2], with_key("bob"))
+    connections.ended(numbers[0])
+    assert connections.heard(5.0, numbers[1], with_key("alice"))
+
+
+def test_new_connections_come_at_once_up_to_a_number_and_then_at_a_rate():
+    gate = Gate(at_once=2, per_second=4.0, soon_back=2, timeout=0.0)
+    assert [gate.wait_of(0.0, "alice") for _ in range(3)] == [0.0, 0.0, None]
+    assert gate.wait_of(0.0, "bob") == 0.0
+    assert gate.wait_of(0.125, "alice") is None
+    assert gate.wait_of(0.25, "alice") == 0.0
+    assert [gate.wait_of(100.0, "alice") for _ in range(3)] == [0.0, 0.0, None]
+
+
+def test_new_connections_wait_in_line_while_it_is_short():
+    gate = Gate(at_once=1, per_second=4.0, soon_back=1, timeout=0.5)
+    assert [gate.wait_of(0.0, "alice") for _ in range(4)] == [0.0, 0.25, 0.5, None]
+    assert gate.wait_of(0.0, "bob") == 0.0
+    assert gate.wait_of(0.25, "alice") == 0.5
+
+
+def test_many_connections_at_once_come_back_more_slowly_than_a_few():
+    gate = Gate(at_once=8, per_second=4.0, soon_back=2, timeout=0.0)
+    assert [gate.wait_of(0.0, "alice") for _ in range(9)] == [0.0] * 8 + [None]
+    assert [gate.wait_of(5.5, "alice") for _ in range(4)] == [0.0] * 3 + [None]
+
+
+@pytest.mark.parametrize("pause", [20.0, 30.0, 100.0, 1000.0, 5500.0, 10_000.0])
+def test_a_stranger_who_takes_all_connections_meets_an_id_less_than_once_in_a_month(pause):
+    """It holds ids with half of them, for as long as a silent connection may; then the other half comes."""
+    quota = Quota()
+    gate = Gate(quota.max_new_connections, quota.connections_per_second, soon_back=SOON_BACK, timeout=0.0)
+
+    def taken(now: float) -> int:
+        return sum(gate.wait_of(now, "") is not None for _ in range(quota.max_new_connections))
+
+    assert taken(0.0) == quota.max_new_connections
+    together = taken(pause) + quota.silent_seconds * quota.connections_per_second
+    assert 2**32 * (pause + quota.silent_seconds) / (together / 2) ** 2 > 30 * 86_400

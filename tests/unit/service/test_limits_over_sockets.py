@@ -1,0 +1,242 @@
+"""Limits of connections, over real sockets: each ends the connection that is beyond it, and no other."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from client.connection.connection import Connection
+from client.connection.member import Member
+from client.connection.transport import ZmqTransport
+from server import Service
+from server.cli.status import ask
+from statsd_bn import limits
+from statsd_bn.errors import LimitExceeded
+from statsd_bn.messages import Heartbeat, Leave, Status, StatusRequest
+from statsd_bn.wire import decode, encode
+from support.memory_members import wait_until
+from support.strategies import contribution, key, register, rows, session_of
+
+WAIT_SECONDS = 30.0
+
+
+@pytest.fixture
+def dial() -> Iterator[Callable[[Service], zmq.Socket]]:
+    """Opens sockets without the client."""
+    with zmq.Context() as context, ExitStack() as stack:
+
+        def connect(service: Service) -> zmq.Socket:
+            dealer = stack.enter_context(context.socket(zmq.DEALER))
+            dealer.linger = 0
+            dealer.connect(service.endpoints[0])
+            return dealer
+
+        yield connect
+
+
+def told(service: Service, name: str) -> int:
+    return ask(service.endpoints[0])[name]
+
+
+def hangs_up(connection: socket.socket) -> float:
+    """Seconds until the server ends a connection."""
+    started = time.monotonic()
+    connection.settimeout(WAIT_SECONDS)
+    while connection.recv(4096):
+        pass
+    return time.monotonic() - started
+
+
+def test_a_handshake_that_does_not_end_is_ended(serve):
+    service = serve(handshake_seconds=0.5)
+    address = ("127.0.0.1", int(service.endpoints[0].rpartition(":")[2]))
+    with socket.create_connection(address) as stranger:
+        assert hangs_up(stranger) < 10.0
+    wait_until(lambda: told(service, "refused_connections") == 1)
+
+
+def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(serve, dial):
+    service = serve(idle_seconds=0.5, silent_seconds=0.5, max_refusals=2**20, max_bad_frames=2**20)
+    who = Member("job", "world", 0, 0, 1, 20.0, "here")
+    with Connection(ZmqTransport(service.endpoints[0]), who) as member:
+        # The member may have its answer before the server has noted whose connection it is.
+        wait_until(lambda: len(service._watch.members) > 0, WAIT_SECONDS)
+        before = len(service._watch.members)
+        stranger = dial(service)
+        with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            # However often it speaks, it says nothing.
+            wait_until(lambda: stranger.send(b"garbage") or monitor.poll(0), WAIT_SECONDS)
+            stranger.disable_monitor()
+        assert told(service, "idle_connections") >= 1
+        # The member has been silent but for its heartbeats, for longer than that.
+        assert len(service._watch.members) >= before
+        assert member.exchange("bn", rows(2.0)).values.item() == 2.0
+
+
+def test_a_member_that_has_gone_leaves_nothing_behind(serve):
+    service = serve()
+    who = Member("job", "world", 0, 0, 1, 20.0, "here")
+    for _ in range(3):
+        Connection(ZmqTransport(service.endpoints[0]), who).close()
+    wait_until(lambda: not service._watch.members)
+
+
+def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dial):
+    service = serve(idle_seconds=0.3)
+    dealer = dial(service)
+    for _ in range(3):
+        dealer.send(encode(StatusRequest()))
+        assert dealer.poll(WAIT_SECONDS * 1000)
+        report = decode(dealer.recv()).report
+        wait_until(lambda before=report: told(service, "idle_connections") > before["idle_connections"])
+
+
+# No connection is closed for what is refused on it, or for its age: a slow machine may take minutes.
+NEVER_CLOSED = {
+    "max_refusals": 2**20,
+    "max_bad_frames": 2**20,
+    "max_refused_seconds": 86_400.0,
+    "idle_seconds": 86_400.0,
+    "silent_seconds": 86_400.0,
+}
+
+
+def test_who_does_not_read_loses_answers_and_the_server_keeps_few(serve, dial):
+    """The answers are errors; the network holds some, the queues `max_unread` each, and the rest is dropped."""
+    service = serve(max_unread=2, **NEVER_CLOSED)
+    stranger = dial(service)
+    stranger.rcvhwm = 1
+    deadline = time.monotonic() + WAIT_SECONDS
+    while told(service, "dropped_answers") == 0:
+        for _ in range(500):
+            stranger.send(b"garbage")
+        assert time.monotonic() < deadline, "nothing was dropped"
+    who = Member("job", "world", 0, 0, 1, 20.0, "here")
+    with Connection(ZmqTransport(service.endpoints[0]), who) as member:
+        assert member.exchange("bn", rows(2.0)).values.item() == 2.0
+
+
+def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog):
+    """Without a bound what waits would take 30 MB."""
+    caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest keeps what is logged
+    service = serve(max_unread=2, **NEVER_CLOSED)
+    stranger = dial(service)
+    stranger.sndtimeo = int(WAIT_SECONDS * 1000)
+    long = "n" * limits.MAX_NAME_BYTES
+    frame = encode(contribution(0, key=key(long, job=long, group=long)))
+
+    def refused(frames: int) -> int:
+        """Sends them; returns what this process takes once all have been refused."""
+        told_before = told(service, "strangers")
+        for _ in range(frames):
+            stranger.send(frame)
+        wait_until(lambda: told(service, "strangers") == told_before + frames, WAIT_SECONDS)
+        return _resident_bytes()
+
+    before = refused(10_000)  # the queues and the network are full from then on, and the allocator has what it needs
+    dropped = told(service, "dropped_answers")
+    after = refused(30_000)
+    assert told(service, "dropped_answers") - dropped > 10_000
+    assert after - before < 2**23
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_connection_over_which_too_much_is_refused_is_told_so_and_ended(serve, dial):
+    service = serve(max_refusals=5)
+    stranger = dial(service)
+    with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        for _ in range(100):
+            stranger.send(encode(contribution(0)))
+        assert monitor.poll(WAIT_SECONDS * 1000), "not ended"
+        stranger.disable_monitor()
+    codes = [decode(stranger.recv()).code]
+    while stranger.poll(0):
+        codes.append(decode(stranger.recv()).code)
+    assert set(codes) == {"unknown_session", "limit"}
+    assert codes.index("limit") > 5
+    report = ask(service.endpoints[0])
+    assert report["flooding_connections"] == codes.count("limit")
+    assert report["strangers"] == codes.count("unknown_session") < 100
+
+
+def test_over_a_members_connection_no_more_may_be_refused_than_over_any_other(serve, dial):
+    service = serve(max_bad_frames=5)
+    member = dial(service)
+    for frame in [encode(register(0, 1)), *[b"garbage"] * 100, encode(StatusRequest())]:
+        member.send(frame)
+    codes = []
+    while "limit" not in codes:
+        assert member.poll(WAIT_SECONDS * 1000)
+        codes.append(getattr(decode(member.recv()), "code", ""))
+    assert codes.count("protocol") == 6
+    report = ask(service.endpoints[0])
+    assert (report["bad_frames"], report["flooding_connections"]) == (6, 1)
+
+
+def test_messages_that_cost_much_to_refuse_are_weighed(serve, dial):
+    """Each took a quarter of a second: an array of a million empty ones is built before it is seen to be senseless."""
+    service = serve()
+    stranger = dial(service)
+    body = b"\xdd" + (2**20 - 5).to_bytes(4) + b"\x90" * (2**20 - 5)
+    frame = encode(StatusRequest())[:4] + len(body).to_bytes(4, "little") + body
+    for _ in range(27):
+        stranger.send(frame)
+    codes = []
+    while "limit" not in codes:
+        assert stranger.poll(WAIT_SECONDS * 1000)
+        codes.append(decode(stranger.recv()).code)
+    assert told(service, "bad_frames") == codes.count("protocol") < 27
+
+
+def test_a_member_may_be_refused_once_for_each_group_after_a_restart(serve, dial):
+    service = serve()
+    member = dial(service)
+    member.send(encode(register(0, 1)))
+    for number in range(1000):
+        member.send(encode(Heartbeat(number.to_bytes(limits.TOKEN_BYTES))))
+    member.send(encode(StatusRequest()))
+    answers: list[Any] = []
+    while not isinstance(answers and answers[-1], Status):
+        assert member.poll(WAIT_SECONDS * 1000)
+        answers.append(decode(member.recv()))
+    assert answers[-1].report["flooding_connections"] == 0
+
+
+def test_a_connection_whose_member_has_left_is_ended_like_any_other(serve, dial):
+    service = serve(idle_seconds=0.5)
+    former = dial(service)
+    with former.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        former.send(encode(register(0, 1)))
+        former.send(encode(Leave(session_of(0), "")))
+        assert monitor.poll(WAIT_SECONDS * 1000), "not ended"
+        former.disable_monitor()
+    assert told(service, "idle_connections") >= 1
+
+
+def test_a_connection_too_many_waits_and_comes_in_later(serve, dial):
+    service = serve(max_new_connections=1, connections_per_second=2.0, handshake_seconds=0.5)
+    for _ in range(3):
+        dealer = dial(service)
+        dealer.send(encode(StatusRequest()))
+        assert dealer.poll(WAIT_SECONDS * 1000)
+    assert decode(dealer.recv()).report["refused_connections"] >= 1
+
+
+def test_a_client_is_told_of_a_limit_by_its_error(serve):
+    service = serve(max_channels=2)
+    who = Member("job", "world", 0, 0, 1, 20.0, "here")
+    with Connection(ZmqTransport(service.endpoints[0]), who) as member:
+        with pytest.raises(LimitExceeded, match="expected at most 2 channels, got 3") as caught:
+            member.exchange("bn", rows(1.0, channels=3))
+        assert caught.value.fields["limit"] == 2
+    assert told(service, "over_limits") == 1

@@ -1,0 +1,26 @@
+"""Rows of which each order of adding has other last bits, and what comes to a server; for the tests beside."""
+
+import numpy as np
+
+from statsd_bn import Rows
+from support.memory_members import MemoryMaster
+
+# In float64, adding these in another order gives another last bit.
+ROWS = np.array([0.1, 0.2, 0.3, 1e16, -1e16, 0.7]).reshape(6, 1, 1)
+
+
+def rows_of(member: int, size: int) -> Rows:
+    """A member's `size` rows."""
+    return Rows(tuple(range(1, size + 1)), ROWS[member * size : (member + 1) * size])
+
+
+def frames_of(master: MemoryMaster) -> list[bytes]:
+    """All that comes to the server from now on."""
+    seen, receive = [], master.transport._receive
+
+    def watched(peer: bytes, frame: bytes):
+        seen.append(frame)
+        return receive(peer, frame)
+
+    master.transport._receive = watched
+    return seen

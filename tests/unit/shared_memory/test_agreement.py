@@ -1,0 +1,162 @@
+"""Who uses memory: all strict members of a group that can and want to, or none, and all of them say why."""
+
+import logging
+import threading
+
+import pytest
+
+from client.connection.member import AUTO, BY_A_RANK, BY_JOIN, SHARED_MEMORY, ZEROMQ
+from client.lanes import agreement
+from client.lanes.choose import lane_over
+from client.lanes.shared_memory import SharedMemoryPipe
+from client.lanes.zeromq import SlavePipe
+from client.shared_memory import passing
+from statsd_bn import Rows
+from statsd_bn.messages import Contribution, Heartbeat
+from statsd_bn.round_key import MEMORY
+from statsd_bn.wire import decode
+from support.memory_members import MemoryMaster, in_threads, run_members
+from unit.shared_memory.lane_rows import frames_of, rows_of
+
+pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+
+GROUP = "group 'world' exchanges rows"
+REFUSED = "rank 1: its lane is 'zeromq', as connect() or STATSD_BN_LANE says"
+
+
+def two_rounds(connection) -> tuple[str, str]:
+    """The lane after two rounds, and why it is no faster one."""
+    for _ in range(2):
+        SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
+    return connection.lane, connection.why_not_faster
+
+
+def with_lanes(*lanes: str, master: MemoryMaster | None = None, program=two_rounds):
+    """What members that ask for these lanes return."""
+    master = master or MemoryMaster()
+
+    def member(number: int):
+        with master.connect(number, len(lanes), lane=lanes[number]) as connection:
+            return program(connection)
+
+    return in_threads([lambda number=number: member(number) for number in range(len(lanes))])
+
+
+def told(caplog) -> list[tuple[int, str]]:
+    return sorted((one.levelno, one.getMessage()) for one in caplog.records if GROUP in one.getMessage())
+
+
+def test_members_that_can_take_memory_by_themselves(caplog):
+    caplog.set_level(logging.INFO, logger="statsd_bn.client")
+    assert with_lanes(AUTO, AUTO, SHARED_MEMORY) == [(SHARED_MEMORY, "")] * 3
+    assert told(caplog) == [(logging.INFO, f"{GROUP} in shared memory")] * 3
+
+
+def test_one_member_that_wants_the_server_is_enough(caplog):
+    """Whoever has asked for memory is warned."""
+    caplog.set_level(logging.INFO, logger="statsd_bn.client")
+    assert with_lanes(AUTO, ZEROMQ, SHARED_MEMORY) == [(ZEROMQ, REFUSED)] * 3
+    text = f"{GROUP} over the server, and not in shared memory: {REFUSED}"
+    assert told(caplog) == [(logging.INFO, text)] * 2 + [(logging.WARNING, text)]
+
+
+def test_a_machine_that_nobody_has_tried_has_to_be_asked_for_memory(monkeypatch):
+    monkeypatch.setattr(agreement.platform, "machine", lambda: "aarch64")
+    why = "rank 0: nobody has tried it on aarch64; ask for it by the lane 'shared_memory' (and 1 more)"
+    assert with_lanes(AUTO, AUTO) == [(ZEROMQ, why)] * 2
+    assert with_lanes(SHARED_MEMORY, SHARED_MEMORY) == [(SHARED_MEMORY, "")] * 2
+
+
+def test_the_first_round_is_the_layers_own():
+    """Who is late at it is told of that layer. The members agree afterwards, in one round if one of them refuses."""
+    for lane, gathers in ((AUTO, 2), (ZEROMQ, 1)):
+        master = MemoryMaster()
+        frames = frames_of(master)
+        with_lanes(lane, lane, master=master)
+        contributions = [one for one in map(decode, list(frames)) if isinstance(one, Contribution)]
+        layers = [one.key.layer for one in contributions if one.session == contributions[0].session]
+        assert layers[: 1 + gathers] == ["bn"] + [MEMORY] * gathers
+        assert layers.count(MEMORY) == gathers
+
+
+def test_an_elastic_job_does_not_ask():
+    master = MemoryMaster()
+    frames = frames_of(master)
+
+    def member(number):
+        with master.connect(number, 2, min_members=1, lane=AUTO) as connection:
+            lane = lane_over(connection, "bn", None)
+            assert type(lane) is SlavePipe
+            lane.run_slave(rows_of(number, 1))
+            return connection.lane, connection.why_not_faster
+
+    assert in_threads([lambda n=n: member(n) for n in range(2)]) == [(ZEROMQ, "the job is elastic")] * 2
+    assert not any(one.key.layer == MEMORY for one in map(decode, list(frames)) if isinstance(one, Contribution))
+
+
+def test_the_lane_is_told_as_it_is_and_not_as_it_was():
+    rounds = threading.Barrier(2)
+
+    def program(connection):
+        before = connection.lane, connection.why_not_faster
+        during = two_rounds(connection)
+        rounds.wait(30)
+        if connection.rank == 0:
+            connection.session(None).lane._memory.close()  # as whoever fails in a round does
+        rounds.wait(30)
+        return before, during, (connection.lane, connection.why_not_faster)
+
+    assert run_members(2, program, lane=AUTO) == [((ZEROMQ, ""), (SHARED_MEMORY, ""), (ZEROMQ, BY_A_RANK))] * 2
+
+
+def test_a_rank_that_has_ended_in_good_order_changes_nothing():
+    """What a script prints at its end does not depend on who is there first."""
+    ended = threading.Event()
+    master = MemoryMaster()
+
+    def member(number):
+        with master.connect(number, 2, lane=AUTO) as connection:
+            two_rounds(connection)
+            if number:
+                assert ended.wait(30)
+                return connection.lane, connection.why_not_faster
+        ended.set()
+        return connection.lane, connection.why_not_faster
+
+    assert in_threads([lambda n=n: member(n) for n in range(2)]) == [(SHARED_MEMORY, "")] * 2
+
+
+def test_a_group_that_lets_ranks_be_away_says_so():
+    def program(connection):
+        assert two_rounds(connection) == (SHARED_MEMORY, "")
+        connection.come_back(None)
+        return two_rounds(connection)
+
+    assert run_members(2, program, lane=AUTO) == [(ZEROMQ, BY_JOIN)] * 2
+
+
+def test_heartbeats_say_what_the_server_does_not_see():
+    def program(connection):
+        two_rounds(connection)
+        return decode(connection.session(None).heartbeat())
+
+    for said in run_members(2, program, lane=AUTO):
+        assert isinstance(said, Heartbeat)
+        # A round of a member that has waited for long is the server's too.
+        assert (said.step, said.lane, said.why) == (0, SHARED_MEMORY, "")
+        assert said.rounds <= 1
+
+
+def test_a_count_of_rounds_without_the_server_is_told_at_the_end():
+    master = MemoryMaster()
+    frames = frames_of(master)
+
+    def program(connection):
+        for _ in range(50):
+            SharedMemoryPipe(connection, "bn").run_slave(Rows((1,), rows_of(connection.rank, 1).values))
+        return connection.session(None).lane.rounds_in_memory
+
+    counts = run_members(2, program, master, lane=AUTO)
+    said = [one.rounds for one in map(decode, list(frames)) if isinstance(one, Heartbeat)]
+    assert sorted(said) == sorted(counts)
+    assert max(counts) > 25

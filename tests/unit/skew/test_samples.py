@@ -1,0 +1,130 @@
+"""Which rounds' rows are kept for a moment: each layer at most once a second, of one step, and a bounded number."""
+
+import numpy as np
+import pytest
+
+from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
+from statsd_bn.skew import samples
+from statsd_bn.skew.samples import Samples
+
+
+def key_of(layer, step=0, phase=FORWARD):
+    return RoundKey("job", "world", 0, step, layer, 0, phase)
+
+
+def look(into, now, layer, step=0, *, members=2, channels=1, phase=FORWARD, replicas=None):
+    replicas = replicas or (1,) * members
+    rows = sum(replicas)
+    values = np.arange(rows * 2.0 * channels).reshape(rows, 2, channels)
+    into.look(now, key_of(layer, step, phase), list(range(1, rows + 1)), replicas, values)
+    return values
+
+
+def layers(taken):
+    return [sample.key.layer for sample in taken]
+
+
+def test_each_layer_is_kept_once_a_second_in_the_order_of_the_rounds():
+    of_one = Samples()
+    for n in range(50):
+        for layer in ("b", "a"):
+            look(of_one, 100 + n / 100, layer, step=n)
+    taken = of_one.take(100.5)
+    assert layers(taken) == ["b", "a"]
+    assert [sample.key.step for sample in taken] == [0, 0]
+    look(of_one, 100.9, "b", step=90)
+    assert of_one.take(110.0) == []
+    look(of_one, 101.0, "b", step=100)
+    assert layers(of_one.take(111.0)) == ["b"]
+
+
+def test_a_look_is_of_one_step_and_what_comes_later_waits_for_the_next():
+    of_one = Samples()
+    look(of_one, 100.9, "first", step=7)
+    look(of_one, 101.0, "second", step=7)
+    look(of_one, 101.1, "first", step=8)
+    assert [(sample.key.layer, sample.key.step) for sample in of_one.take(101.15)] == [("first", 7), ("second", 7)]
+    look(of_one, 101.3, "first", step=9)
+    assert [(sample.key.layer, sample.key.step) for sample in of_one.take(103.0)] == [("first", 9)]
+
+
+def test_nothing_is_taken_twice_nor_twice_in_a_second():
+    of_one = Samples()
+    look(of_one, 100.0, "a")
+    assert layers(of_one.take(100.25)) == ["a"]
+    look(of_one, 100.3, "b")
+    assert of_one.take(101.24) == []
+    assert layers(of_one.take(101.25)) == ["b"]
+    assert of_one.take(105.0) == []
+
+
+def test_a_step_that_is_under_way_is_waited_for():
+    of_one = Samples()
+    look(of_one, 100.0, "first", step=7)
+    assert of_one.take(100.01) == []
+    look(of_one, 100.02, "second", step=7)
+    assert layers(of_one.take(101.01)) == ["first", "second"]
+
+
+def test_backward_rounds_are_not_looked_at():
+    of_one = Samples()
+    look(of_one, 100.0, "a", phase=BACKWARD)
+    assert of_one.take(100.5) == []
+
+
+def test_what_is_kept_does_not_change_when_the_memory_is_written_anew():
+    of_one = Samples()
+    values = look(of_one, 100.0, "a")
+    before = values.copy()
+    values[:] = -1.0
+    (sample,) = of_one.take(100.5)
+    assert sample.values.tobytes() == before.tobytes()
+    assert sample.counts.tolist() == [1.0, 2.0]
+
+
+def test_the_replicas_of_a_member_are_added():
+    of_one = Samples()
+    values = look(of_one, 100.0, "a", replicas=(2, 1, 3))
+    (sample,) = of_one.take(100.5)
+    assert sample.counts.tolist() == [1 + 2, 3, 4 + 5 + 6]
+    assert sample.values.tolist() == [values[:2].sum(0).tolist(), values[2].tolist(), values[3:].sum(0).tolist()]
+
+
+@pytest.mark.parametrize("number", [60, 64, 65, 130, 500])
+def test_all_layers_get_their_turn_however_many_there_are(number):
+    """A step with 25 forward passes a second, and somebody who takes what is kept, a little late."""
+    of_one, seen = Samples(), {}
+    seconds = 60
+    for step in range(seconds * 25):
+        now = 100 + step / 25
+        for layer in range(number):
+            look(of_one, now + layer * 1e-5, str(layer), step)
+        if step % 26 == 25:
+            taken = of_one.take(now + 0.03)
+            assert len(taken) <= samples.MOST_LAYERS
+            for layer in layers(taken):
+                seen[layer] = seen.get(layer, 0) + 1
+    assert len(seen) == number
+    fair = min(seconds, seconds * samples.MOST_LAYERS / number)
+    assert min(seen.values()) >= fair / 4
+    assert max(seen.values()) <= seconds + 1
+
+
+def test_a_large_layer_is_looked_at_in_part_and_the_bytes_are_bounded():
+    of_one = Samples()
+    members, channels = 8, 5000
+    for layer in range(100):
+        values = look(of_one, 100.0, str(layer), members=members, channels=channels)
+    taken = of_one.take(100.5)
+    assert sum(sample.values.nbytes for sample in taken) <= samples.MOST_BYTES
+    # 8 members, 2 vectors and 5,000 channels of 8 bytes are 640 kB.
+    assert taken[0].values.tolist() == values[..., ::3].tolist()
+    assert 10 < len(taken) < 100
+
+
+def test_names_of_layers_without_end_are_forgotten():
+    of_one = Samples()
+    for n in range(3 * samples.MOST_KNOWN):
+        look(of_one, 100.0 + n / 1000, str(n), step=n)
+    assert len(of_one._due) <= samples.MOST_KNOWN
+    assert len(of_one.take(200.0)) <= samples.MOST_LAYERS

@@ -1,0 +1,52 @@
+"""Each answer, and each question without one, is a snapshot."""
+
+import pytest
+
+from server.view.feed import Feed
+from statsd_bn.errors import ServerUnreachable
+from support.view_reports import group, member, report
+
+
+def feed_of(*answers):
+    left = iter(answers)
+
+    def ask():
+        answer = next(left)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return Feed("tcp://127.0.0.1:4555", ask)
+
+
+def test_a_server_that_falls_silent_is_shown_with_its_last_word():
+    feed = feed_of(report(group(member(0))), ServerUnreachable("nobody there"), report(group(member(0))))
+    assert feed.ask()["error"] == ""
+    silent = feed.ask()
+    assert (silent["error"], len(silent["groups"])) == ("nobody there", 1)
+    assert feed.ask()["error"] == ""
+    assert [event["kind"] for event in feed.snapshot["events"]][-2:] == ["silent", "answers"]
+
+
+def test_a_server_that_has_never_answered_is_an_error():
+    with pytest.raises(ServerUnreachable, match="nobody there"):
+        feed_of(ServerUnreachable("nobody there")).ask()
+
+
+def test_whoever_shows_it_gets_what_is_new():
+    feed = feed_of(report(), report(group(member(0))))
+    feed.ask()
+    number, first = feed.next(0, 0.0)
+    assert (number, first["groups"]) == (1, [])
+    assert feed.next(number, 0.0)[0] == number
+    feed.ask()
+    number, second = feed.next(number, 0.0)
+    assert (number, len(second["groups"])) == (2, 1)
+
+
+def test_who_waits_for_a_feed_that_stops_is_let_go():
+    feed = feed_of(report())
+    feed.ask()
+    feed.stop()
+    assert feed.stopped
+    assert feed.next(1, 60.0)[0] == 1

@@ -1,0 +1,103 @@
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="needs the extra view")
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.insight.histogram import BOUNDS
+from server.view.metrics import MAX_RANKS, Metrics
+from server.view.snapshot import Watcher
+from support.paths import ROOT
+from support.view_reports import group, member, report
+
+NAMED = {"job": 'a "job"\n\\ <script>', "group": "world"}
+HISTOGRAM = {"counts": [3, 2, *[0] * (len(BOUNDS) - 2), 1], "sum": 0.5}
+
+
+def samples(*reports):
+    watcher = Watcher("x")
+    for second, told in enumerate(reports):
+        snapshot = watcher.take(float(second), told)
+    text = Metrics(lambda: snapshot).text().decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def value(of, name, **labels):
+    found = [s.value for s in of if s.name == name and labels.items() <= s.labels.items()]
+    assert len(found) == 1, (name, labels, found)
+    return found[0]
+
+
+def test_prometheus_own_parser_reads_what_a_group_says():
+    pace = {"waiting": 0.2, "score": 0.5}
+    told = group(member(0, **pace), **NAMED, rounds_failed=3, non_finite=["x"], round_seconds=HISTOGRAM)
+    of = samples(report(), report(told))
+    assert value(of, "statsd_bn_up") == 1
+    assert value(of, "statsd_bn_rounds_total", **NAMED) == 100
+    assert value(of, "statsd_bn_rounds_failed_total", **NAMED) == 3
+    assert value(of, "statsd_bn_members", **NAMED) == 1
+    assert value(of, "statsd_bn_non_finite", **NAMED) == 1
+    assert value(of, "statsd_bn_rank_waiting", rank="0") == 0.2
+    assert value(of, "statsd_bn_rank_score", rank="0") == 0.5
+    assert value(of, "statsd_bn_events_total", kind="joined") == 1
+    buckets = {s.labels["le"]: s.value for s in of if s.name == "statsd_bn_round_seconds_bucket"}
+    assert list(buckets.values()) == [3, *[5] * (len(BOUNDS) - 1), 6]
+    assert [float(bound) for bound in buckets] == [*BOUNDS, float("inf")]
+    assert value(of, "statsd_bn_round_seconds_count", **NAMED) == 6
+    assert value(of, "statsd_bn_round_seconds_sum", **NAMED) == 0.5
+
+
+def test_labels_are_bounded():
+    of = samples(report(group(*(member(rank) for rank in range(1000)))))
+    assert sum(s.name == "statsd_bn_rank_step" for s in of) == MAX_RANKS
+
+
+def test_a_series_keeps_the_buckets_that_it_has():
+    of = samples(report(group(member(0), round_seconds={"counts": [4], "sum": 1e-5})))
+    buckets = [s.value for s in of if s.name == "statsd_bn_round_seconds_bucket"]
+    assert buckets == [4] * (len(BOUNDS) + 1)
+
+
+def test_a_silent_server_has_no_numbers_that_stand_still():
+    watcher = Watcher("x")
+    watcher.take(0.0, report(group(member(0))))
+    snapshot = watcher.fail(1.0, "no answer")
+    text = Metrics(lambda: snapshot).text().decode()
+    assert "statsd_bn_up 0.0" in text
+    assert "statsd_bn_rounds_total{" not in text
+
+
+def test_the_dashboard_and_the_rules_ask_for_what_is_told():
+    paced = member(0, waiting=0.2, score=0.5)
+    told = {sample.name for sample in samples(report(), report(group(paced, round_seconds=HISTOGRAM)))}
+    folder = ROOT / "docker/monitoring"
+    board = json.loads((folder / "dashboard.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked += [variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
+    asked += re.findall(r"expr: (.*)", (folder / "alerts.yml").read_text())
+    names = [re.findall(r"statsd_bn_\w+", expression) for expression in asked]
+    assert len(names) > 15
+    assert all(len(found) == 1 and set(found) <= told for found in names), names
+    places = [panel["gridPos"] for panel in board["panels"]]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    assert len({panel["id"] for panel in board["panels"]}) == len(places)
+
+
+PROMTOOL = shutil.which("promtool")
+
+
+@pytest.mark.skipif(not PROMTOOL, reason="needs promtool, of Debian's package prometheus")
+def test_promtool_accepts_the_metrics_and_the_rules():
+    snapshot = Watcher("x").take(0.0, report(group(member(0), round_seconds=HISTOGRAM)))
+    text = Metrics(lambda: snapshot).text()
+    # The exit code is 3 where promtool only advises, so 0 says that it has no advice either.
+    checked = subprocess.run([PROMTOOL, "check", "metrics"], input=text, capture_output=True, check=False)
+    assert checked.returncode == 0, (checked.stdout + checked.stderr).decode()
+    rules = str(ROOT / "docker/monitoring/alerts.yml")
+    checked = subprocess.run([PROMTOOL, "check", "rules", rules], capture_output=True, check=False)
+    assert checked.returncode == 0, (checked.stdout + checked.stderr).decode()
+    assert b"SUCCESS" in checked.stdout
