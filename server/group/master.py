@@ -22,10 +22,9 @@ from server.group.reduction import reduce_round
 from server.group.results import Archive, Room
 from server.group.rounds import Reply, Round, failure, unknown
 from server.group.seals import Seals
-from server.insight.copies import Copies
+from server.insight.comparison import Comparison
 from server.insight.findings import Findings
 from server.insight.pace import Pace
-from server.insight.skew import Skew
 from server.limits.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
 from server.limits.quota import Budget
 from statsd_bn.error_text import error_text
@@ -89,8 +88,7 @@ class SyncMaster:
         self.news_told_at: float | None = None
         self.why_not_faster = ""
         self.pace = Pace()
-        self._skew = Skew(register.world_size)
-        self._copies = Copies()
+        self._comparison = Comparison(register.world_size)
         self.findings = Findings(f"job {register.job!r}, group {register.group!r}")
         self._rounds_without = 0
         self._moved = -math.inf
@@ -192,15 +190,15 @@ class SyncMaster:
 
     def _look(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> None:
         members = [one for _, one in sorted(self.membership.contributors.items())]
+        if len(members) < self.membership.world_size:
+            return
         with suppress(LimitExceeded):  # then they are not kept
-            self._room.check(self._skew.more_for(layers))
-            news = self._skew.look(now, step, layers, values), self._copies.look(step, values)
-            if len(members) < self.membership.world_size:
-                return
-            for found in news[0]:
+            self._room.check(self._comparison.more_for(layers))
+            differing, copies = self._comparison.look(now, step, layers, values)
+            for found in differing:
                 who = members[found.member]
                 self.findings.add("skew", who.member, step, different(who, found), found.layer)
-            for copy in news[1]:
+            for copy in copies:
                 who = members[copy.member]
                 self.findings.add("skew", who.member, step, same(who, members[copy.other], copy), layers[0])
 
@@ -313,7 +311,7 @@ class SyncMaster:
 
     def _weigh(self) -> None:
         """Account for the room that the members take, and for what they tell after a restart until all are back."""
-        size = MEMBER_BYTES * self.nr_slaves + self._skew.kept
+        size = MEMBER_BYTES * self.nr_slaves + self._comparison.kept
         if (recovery := self.membership.recovery) is not None:
             size += NAMED_BYTES * recovery.nr_named + self._told_bytes
         self._room.keep(size - self._weighed)

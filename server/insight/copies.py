@@ -38,6 +38,7 @@ class Copies:
     def __init__(self) -> None:
         # Of each pair that is the same now: since which step, and for how many looks.
         self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
+        self._told: set[tuple[int, int]] = set()
 
     def look(self, step: int, values: FloatArray) -> list[Same]:
         """Take the figures of some layers in a step, shape (layers, members, 4); returns what is news."""
@@ -46,9 +47,11 @@ class Copies:
         for pair in _same_pairs(values):
             since, looks = before.get(pair, (step, 0))
             self._pairs[pair] = since, looks + 1
-        return [
-            Same(member, other, since) for (member, other), (since, looks) in self._pairs.items() if looks == IN_A_ROW
-        ]
+        news = {
+            pair: since for pair, (since, looks) in self._pairs.items() if looks == IN_A_ROW and pair not in self._told
+        }
+        self._told.update(news)
+        return [Same(member, other, since) for (member, other), since in news.items()]
 
 
 def _same_pairs(values: FloatArray) -> list[tuple[int, int]]:

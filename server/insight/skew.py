@@ -15,9 +15,6 @@ import numpy as np
 from statsd_bn.reduction import FloatArray
 from statsd_bn.skew import COUNT, FIGURES, PART, VARIANCE
 
-# Looks at a group that come sooner than this after another one are dropped.
-LEAST_SECONDS = 0.5
-
 # What a look weighs beside the next one: an average over some ten looks.
 DECAY = 0.9
 
@@ -149,13 +146,11 @@ class Skew:
         self._layer_bytes = LAYER_BYTES + NUMBERS_BYTES * members
         self._layers: dict[str, Layer] = {}
         self._told: set[int] = set()
-        self._latest = -math.inf
 
-    def look(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> list[Different]:
+    def look(self, step: int, layers: Sequence[str], values: FloatArray) -> list[Different]:
         """Take the figures of a step.
 
         Args:
-            now: the time.
             step: the step.
             layers: the layers' names, in the order of the rounds.
             values: their figures, shape (layers, members, 4).
@@ -163,9 +158,6 @@ class Skew:
         Returns:
             Members that are different, as far as that is news.
         """
-        if now - self._latest < LEAST_SECONDS:
-            return []
-        self._latest = now
         self._learn(layers)
         for name, figures in zip(layers, values, strict=True):
             if layer := self._layers.get(name):

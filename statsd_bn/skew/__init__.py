@@ -1,7 +1,7 @@
 """Skew: how far the members' data differ, from the rows that they bring to a forward round. Pure arithmetic.
 
-What follows from the figures over many rounds belongs in `server.insight`; which rounds are looked at, there and in
-`client.insight`.
+Which rounds are looked at is decided in `statsd_bn.skew.samples`; what follows from the figures over many rounds
+belongs in `server.insight`.
 """
 
 from statsd_bn.skew.check import check_figures

@@ -15,8 +15,9 @@ from server.core.dispatcher import Dispatcher
 from server.group.rounds import Reply
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Question, Registered, Result, StatusRequest
-from statsd_bn.round_key import BACKWARD, GATHER
+from statsd_bn.round_key import BACKWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.skew.samples import Sample
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
@@ -151,6 +152,7 @@ def _sound_frames() -> Iterator[bytes]:
             yield session.whereabouts(question, Place("train.py:1 main", held=number == 1, group=group))
         yield session.leave("")
         yield session.leave("it failed")
+        yield _figures(session, key)
         if session.member.rank == 0:  # all of them would leave few rounds to end otherwise
             yield session.settled(key)
         yield encode(Result(session.token, aggregate))
@@ -165,6 +167,14 @@ def _gather(session: Session) -> Iterator[bytes]:
     yield session.contribution(key, Rows((0,), np.arange(float(channels)).reshape(1, 1, channels)))
     joined = Aggregate(key, WORLD, 0, Members.of(range(WORLD)), np.arange(5.0).reshape(1, 5))
     yield encode(Result(session.token, joined))
+
+
+def _figures(session: Session, key: RoundKey) -> bytes:
+    """What a member tells of a round that has passed the server by."""
+    frame = session.figures([Sample(key, np.full(WORLD, 2.0), np.arange(WORLD * 6.0).reshape(WORLD, 2, 3))])
+    if frame is None:
+        raise AssertionError("expected figures of a sample with data, got none")
+    return frame
 
 
 def _registered(session: Session) -> bytes:

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from client.kernels import cpu, cuda, dispatch, elementwise, layout
+from client.kernels import backends, cuda, dispatch, elementwise, layout
 from client.kernels.statistics import Statistics
 from client.kernels.vectors import compute_type
 from unit.client import test_kernels
@@ -80,8 +80,8 @@ def way(request, monkeypatch):
     for name in ("moments", "normalise", "backward_sums", "input_gradient"):
         monkeypatch.setattr(cuda, name, note(getattr(cuda, name), used))
     if request.param == "stand-ins":
-        monkeypatch.setattr(cpu, "takes", lambda _: False)
-        monkeypatch.setattr(cuda, "takes", lambda x: x.numel() > 0)
+        monkeypatch.setattr(backends.Cpu, "takes", staticmethod(lambda _: False))
+        monkeypatch.setattr(backends.Cuda, "takes", staticmethod(lambda x: x.numel() > 0))
         for stand_in in STAND_INS:
             monkeypatch.setattr(torch, stand_in.__name__, stand_in)
     else:

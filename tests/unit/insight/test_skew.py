@@ -25,7 +25,7 @@ def looks(of_group, members, number=40, layers=LAYERS, seed=0, first=0, **odd):
     rng, found = np.random.default_rng(seed), []
     for look in range(first, first + number):
         values = np.stack([figures(rng, members, **odd) for _ in layers])
-        found += [(look, one) for one in of_group.look(float(look), 10 * look, layers, values)]
+        found += [(look, one) for one in of_group.look(10 * look, layers, values)]
     return found
 
 
@@ -73,20 +73,13 @@ def test_the_earliest_layer_is_found_in_whichever_order_they_come_first():
     assert (found.layer, found.layers) == ("stem", 3)
 
 
-def test_looks_that_come_too_soon_are_dropped():
-    of_group = Skew(3)
-    one = np.stack([figures(np.random.default_rng(0), 3, odd=1, scale=5.0)])
-    assert [found for n in range(50) for found in of_group.look(n / 200, n, ["a"], one)] == []
-    assert [found.member for n in range(50) for found in of_group.look(1.0 + n, n, ["a"], one)] == [1]
-
-
 def test_what_is_kept_is_bounded():
     of_group = Skew(64)
     one = np.zeros((1, 64, 4))
     for n in range(5000):
         more = of_group.more_for([str(n)])
         before = of_group.kept
-        of_group.look(float(n), n, [str(n)], one)
+        of_group.look(n, [str(n)], one)
         assert of_group.kept - before <= more
     assert of_group.kept <= 2**22 + 1024 * skew.LAYER_BYTES
 
@@ -95,4 +88,4 @@ def test_members_without_data_are_no_reason():
     empty = np.zeros((5, 4))
     of_group = Skew(5)
     for n in range(50):
-        assert of_group.look(float(n), n, ["a"], empty[np.newaxis]) == []
+        assert of_group.look(n, ["a"], empty[np.newaxis]) == []

@@ -96,8 +96,10 @@ def test_what_is_kept_is_counted_and_given_back(world):
 
 def test_numbers_at_the_edge_of_float64_end_nothing(world):
     for step in range(20):
-        tell(world, step, figures=np.array([[2.0**53, 1.7e308, 1.7e308, 1.0]] * 3))
-        tell(world, step, figures=np.array([[2.0**53, -1.7e308, 0.0, 0.0]] * 3))
+        sign = (-1) ** step
+        tell(world, step, figures=np.array([[2.0**53 - rank, sign * 1.7e308, 1.7e308, 1.0] for rank in range(3)]))
+        world.pass_time(1.0)
+        tell(world, step, figures=np.array([[2.0**53 - rank, -sign * 1.7e308, 0.0, 0.0] for rank in range(3)]))
         world.pass_time(1.0)
     assert world.members[0].answers == []
     assert "findings" not in report(world)

@@ -36,6 +36,14 @@ def test_it_has_to_be_the_same_on_end():
         assert looks(copies, 1, first=start + IN_A_ROW - 1, seed=1) == []
 
 
+def test_a_pair_is_told_once_however_often_it_differs_meanwhile():
+    copies = Copies()
+    assert looks(copies, IN_A_ROW, (3, 1)) == [Same(3, 1, 0)]
+    for start in range(IN_A_ROW, 100, IN_A_ROW + 1):
+        assert looks(copies, 1, first=start, seed=2) == []
+        assert looks(copies, IN_A_ROW, (3, 1), first=start + 1, seed=3) == []
+
+
 def test_several_copies_are_each_found():
     found = looks(Copies(), IN_A_ROW, (1, 0), (3, 0))
     assert found == [Same(1, 0, 0), Same(3, 0, 0)]

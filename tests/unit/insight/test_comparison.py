@@ -1,0 +1,23 @@
+"""How often the members of a group are compared: half a second apart, however many digests come."""
+
+import numpy as np
+
+from server.insight.comparison import LEAST_SECONDS, Comparison
+
+# The third member's data differ much, and the second's are the first's.
+FIGURES = np.array([[[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4], [10.0, 0.1, 1.1, 0.01]]])
+
+
+def looks(comparison, times):
+    """Members that were found to differ, and to be copies."""
+    differing, copies = [], []
+    for step, now in enumerate(times):
+        for found, all_found in zip(comparison.look(now, step, ["bn"], FIGURES), (differing, copies), strict=True):
+            all_found += [one.member for one in found]
+    return differing, copies
+
+
+def test_a_burst_of_looks_is_one():
+    comparison = Comparison(4)
+    assert looks(comparison, [LEAST_SECONDS * look / 50 for look in range(50)]) == ([], [])
+    assert looks(comparison, [1.0 + LEAST_SECONDS * look for look in range(20)]) == ([2], [1])
