@@ -2,7 +2,7 @@
 
 A small network trains on the whole batch of eight replicas, which is what synchronised batch norm makes of it. At each
 look, one in ten steps as once a second in a training of 0.1 s a step, the rows of each replica are taken from what
-comes into its batch norms, and go as figures to `server.insight.skew`. No process, no socket.
+comes into its batch norms, and go as figures to `server.insight`. No process, no socket.
 """
 
 import argparse
@@ -17,12 +17,15 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
-from server.insight.skew import Skew
+from server.insight.comparison import Comparison
 from statsd_bn.skew import figures_of
 
 REPLICAS, IMAGES = 8, 8
 STEPS, STEPS_A_LOOK = 1000, 10
 CLASSES = 10
+
+# Mean brightness of red, green and blue in photographs, as ImageNet's recipes have it.
+BRIGHTNESS = (0.485, 0.456, 0.406)
 
 # From which step on the last replica's data differ: once half from the beginning, once later.
 BEGINNINGS = (0, 500)
@@ -41,8 +44,11 @@ def digits(chance: torch.Generator) -> Iterator[Batch]:
 
 
 def synthetic(chance: torch.Generator) -> Iterator[Batch]:
-    """Batches of smooth coloured images, (64, 3, 16, 16): each class has colours of its own, each image its light."""
-    colours = torch.rand(CLASSES, 3, 4, 4, generator=chance)
+    """Batches of smooth coloured images, (64, 3, 16, 16): each class has colours of its own, each image its light.
+
+    The channels differ as they do in photographs, and are not normalised.
+    """
+    colours = torch.rand(CLASSES, 3, 4, 4, generator=chance) + torch.tensor(BRIGHTNESS).view(3, 1, 1) - 0.5
     while True:
         labels = torch.randint(CLASSES, (REPLICAS * IMAGES,), generator=chance)
         light = 0.5 + torch.rand(len(labels), 1, 1, 1, generator=chance)
@@ -123,7 +129,7 @@ def _run(data: str, change: Callable[[Tensor], Tensor], begins: int, seed: int) 
     network = _network(3 if data == "synthetic" else 1)
     rows = _rows_of(network)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-    skew, named, is_wrong = Skew(REPLICAS), None, False
+    comparison, named, is_wrong = Comparison(REPLICAS), None, False
     for step in range(STEPS):
         images, labels = next(batches)
         if step >= begins:
@@ -135,8 +141,9 @@ def _run(data: str, change: Callable[[Tensor], Tensor], begins: int, seed: int) 
         if step % STEPS_A_LOOK:
             continue
         figures = np.stack([figures_of(counts, values) for counts, values in rows.values()])
-        for different in skew.look(step / STEPS_A_LOOK, step, list(rows), figures):
-            is_due = different.member == REPLICAS - 1 and step >= begins and change is not _honest
+        differing, copies = comparison.look(step / STEPS_A_LOOK, step, list(rows), figures)
+        for found in (*differing, *copies):
+            is_due = found.member == REPLICAS - 1 and step >= begins and change is not _honest
             named = (step - begins) // STEPS_A_LOOK if is_due and named is None else named
             is_wrong = is_wrong or not is_due
     return named, is_wrong

@@ -33,6 +33,7 @@ from statsd_bn import limits
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import BindError, ConfigurationError
 from statsd_bn.keys import PublicKey
+from statsd_bn.reduction import quietly
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -113,6 +114,7 @@ class Service:
         """Whether only clients with known keys are let in."""
         return self._access is not None
 
+    @quietly
     def run(self) -> None:
         """Serve until `stop`, or until the parent ends; then take what has come, and answer all who wait."""
         next_look = time.monotonic() + LOOK_SECONDS
