@@ -28,7 +28,7 @@ def stages() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-@pytest.mark.parametrize("target", ["server", "replica"])
+@pytest.mark.parametrize("target", ["server", "replica", "view"])
 def test_an_image_runs_as_nobody(target):
     assert re.search(r"^USER 65534:65534$", stages()[target], re.MULTILINE)
 
@@ -70,9 +70,15 @@ def test_the_compose_file_closes_its_network_and_lets_each_service_wait_for_the_
     assert set(built.values()) <= set(stages())
 
 
-@pytest.mark.parametrize("name", ["keygen", "server", "replica"])
-def test_a_service_writes_to_its_volumes_alone_and_has_limits(compose, name):
-    service = compose("docker-compose.yml")["services"][name]
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        *(("docker-compose.yml", name) for name in ("keygen", "server", "replica")),
+        *(("docker-compose.view.yml", name) for name in ("view", "prometheus", "grafana")),
+    ],
+)
+def test_a_service_writes_to_its_volumes_alone_and_has_limits(compose, file, name):
+    service = compose(file)["services"][name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
@@ -131,6 +137,33 @@ def test_the_gpu_file_adds_devices_and_changes_nothing_else(compose):
     assert with_gpu["command"].replace(" --device cuda", "") == plain["command"]
     (device,) = with_gpu["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+def test_the_view_is_beside_the_server_and_shown_to_this_machine_alone(compose):
+    services = compose("docker-compose.view.yml")["services"]
+    assert set(services) == {"view", "prometheus", "grafana"}
+    view = services["view"]
+    assert set(view["networks"]) == {"statistics", "page"}
+    assert view["volumes"] == ["client-keys:/keys:ro"]
+    assert view["environment"]["STATSD_BN_VIEW_TOKEN"].startswith("${VIEW_TOKEN:?")
+    assert view["build"]["target"] in stages()
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    for name in ("prometheus", "grafana"):
+        assert services[name]["profiles"] == ["monitoring"]
+        assert services[name]["networks"] == ["page"]
+        mounted = [one.split(":")[0] for one in services[name]["volumes"] if one.startswith("./")]
+        assert mounted
+        assert all((FOLDER / path).is_file() for path in mounted)
+
+
+def test_prometheus_has_the_token_where_it_looks_for_it(compose):
+    (scrape,) = compose("monitoring/prometheus.yml")["scrape_configs"]
+    _, _, line = compose("docker-compose.view.yml")["services"]["prometheus"]["entrypoint"]
+    assert f'printf %s "$$VIEW_TOKEN" >{scrape["authorization"]["credentials_file"]} &&' in line
+    (target,) = scrape["static_configs"]
+    assert target["targets"] == ["view:8321"]
+    assert "--http 0.0.0.0:8321 --name view" in compose("docker-compose.view.yml")["services"]["view"]["command"]
 
 
 @pytest.mark.parametrize("script", ["bootstrap-engine", "fetch-wheels", "harness", "install"])

@@ -105,7 +105,9 @@ def test_the_page_makes_the_secrets_that_the_pods_want():
     page = (FOLDER.parents[1] / "docs" / "docker.md").read_text()
     made = {
         name: {Path(file).name for file in re.findall(r"--from-file=(\S+)", files)}
-        for name, files in re.findall(r"^kubectl create secret generic (\S+)(.*)$", page, re.MULTILINE)
+        for name, files in re.findall(
+            r"^kubectl create secret generic (\S+)((?: --from-file=\S+)+)$", page, re.MULTILINE
+        )
     }
     server = named("Deployment", "statsd-bn-server")["spec"]["template"]["spec"]["volumes"][0]["secret"]
     key = variables(containers(named("Job", "statsd-bn-replica"))[0])["STATSD_BN_CURVE"]
@@ -113,6 +115,34 @@ def test_the_page_makes_the_secrets_that_the_pods_want():
         "statsd-bn-server": {one["key"] for one in server["items"]},
         "statsd-bn-replica": {Path(key).name},
     }
+
+
+def test_the_view_has_a_token_and_reaches_the_server_as_members_do():
+    view = named("Deployment", "statsd-bn-view")["spec"]["template"]
+    (container,) = view["spec"]["containers"]
+    (token,) = [one["valueFrom"]["secretKeyRef"] for one in container["env"] if one["name"] == "STATSD_BN_VIEW_TOKEN"]
+    page = (FOLDER.parents[1] / "docs" / "docker.md").read_text()
+    assert f"kubectl create secret generic {token['name']} --from-literal={token['key']}=" in page
+    (members,) = named("NetworkPolicy", "statsd-bn-server")["spec"]["ingress"][0]["from"]
+    assert members["podSelector"]["matchLabels"].items() <= view["metadata"]["labels"].items()
+    assert variables(container)["STATSD_BN_ENDPOINT"] == "tcp://statsd-bn-server:5555"
+    (keys,) = view["spec"]["volumes"]
+    assert keys["secret"] == {"secretName": "statsd-bn-replica", "defaultMode": 0o400}
+    (port,) = container["ports"]
+    assert view["metadata"]["annotations"] == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(port["containerPort"]),
+        "prometheus.io/path": "/metrics",
+    }
+
+
+def test_nobody_but_prometheus_reaches_the_view_and_it_reaches_the_server_and_names():
+    view, replica = (named("NetworkPolicy", name)["spec"] for name in ("statsd-bn-view", "statsd-bn-replica"))
+    assert view["policyTypes"] == ["Ingress", "Egress"]
+    assert peers(view, "egress") == peers(replica, "egress")[1:]
+    (((who,), ports),) = peers(view, "ingress")
+    assert who["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "prometheus"}
+    assert ports == [8321]
 
 
 def peers(policy, direction):

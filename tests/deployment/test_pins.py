@@ -86,12 +86,15 @@ def test_the_images_hold_what_the_project_asks_for():
     found = {path.stem: pins(path).keys() for path in PINNED}
     project = PROJECT["project"]
     demo = [text for text in project["optional-dependencies"]["demo"] if not text.startswith(project["name"])]
-    assert found.keys() == {"build", "server", "replica", "replica-cpu"}
+    assert found.keys() == {"build", "server", "view", "replica", "replica-cpu"}
     assert names(PROJECT["build-system"]["requires"]) <= found["build"]
     assert names(project["dependencies"]) <= found["server"] <= found["replica"]
     for replica in ("replica", "replica-cpu"):
         assert names([*project["dependencies"], *demo, "torch"]) <= found[replica]
-    assert "torch" not in found["server"]
+    assert "torch" not in found["server"] | found["view"]
+    view = names(project["optional-dependencies"]["view"])
+    assert names(project["dependencies"]) | view <= found["view"]
+    assert not view & found["server"]
 
 
 def test_the_images_install_by_hash_alone():
@@ -105,11 +108,13 @@ def test_the_images_install_by_hash_alone():
     assert "--require-hashes" in (ROOT / "docker" / "fetch-wheels").read_text()
 
 
+BASE_IMAGE_FILES = ("docker/Dockerfile", "docker/docker-compose.yml", "docker/docker-compose.view.yml")
+
+
 def base_images(folder: Path) -> set[str]:
-    files = ("docker/Dockerfile", "docker/docker-compose.yml")
     return {
         found
-        for name in files
+        for name in BASE_IMAGE_FILES
         for found in re.findall(r"python:3\.11-slim-bookworm[\w@:]*", (folder / name).read_text())
     }
 
@@ -126,7 +131,7 @@ def pin(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "docker" / "requirements").mkdir(parents=True)
-    for name in ("docker/Dockerfile", "docker/docker-compose.yml"):
+    for name in BASE_IMAGE_FILES:
         text = re.sub(r"(slim-bookworm)@sha256:\w+", r"\1", (ROOT / name).read_text())
         (tmp_path / name).write_text(text)
     programs = tmp_path / ".venv-pin" / "bin"
@@ -167,7 +172,7 @@ def test_the_base_image_is_pinned_to_what_an_engine_pulls_and_pinned_anew(pin, t
         pin(digest)
         assert base_images(tmp_path) == {f"python:3.11-slim-bookworm@{digest}"}
     calls = (tmp_path / "uv-calls").read_text()
-    for name in ("build", "server", "replica", "replica-cpu"):
+    for name in ("build", "server", "view", "replica", "replica-cpu"):
         assert f"--output-file docker/requirements/{name}.txt" in calls
     assert all("--generate-hashes" in line for line in calls.splitlines())
 

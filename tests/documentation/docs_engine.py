@@ -38,6 +38,8 @@ def want_of_engine(words: Sequence[str] = ()) -> str | None:
         return "needs a container engine; docker/bootstrap-engine gives one"
     if any("gpu" in word for word in words) and shutil.which("nvidia-container-cli") is None:
         return "needs the NVIDIA container toolkit, and devices"
+    if "monitoring" in words:
+        return "needs an image registry, for Prometheus and Grafana"
     return None
 
 

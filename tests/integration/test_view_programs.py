@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,8 @@ def test_prometheus_scrapes_it_and_loads_the_rules(server, job, tmp_path):
     folder = ROOT / "docker/monitoring"
     (tmp_path / "alerts.yml").write_text((folder / "alerts.yml").read_text())
     config = (folder / "prometheus.yml").read_text().replace("view:8321", f"127.0.0.1:{port}").replace("5s", "1s")
-    (tmp_path / "prometheus.yml").write_text(config)
+    (tmp_path / "prometheus.yml").write_text(config.replace("/prometheus/token", str(tmp_path / "token")))
+    (tmp_path / "token").write_text("of-the-test")
     storage = ["--storage.tsdb.path", str(tmp_path / "data"), "--web.listen-address", f"127.0.0.1:{own}"]
 
     def ask(path, **query):
@@ -95,13 +97,14 @@ def test_prometheus_scrapes_it_and_loads_the_rules(server, job, tmp_path):
             for found in ask("query", query=expression).get("result", ())
         }
 
+    environment = {**os.environ, "STATSD_BN_VIEW_TOKEN": "of-the-test"}
     with contextlib.ExitStack() as stack:
         stack.enter_context(planted_job(server.endpoint, job))
         for command in (
-            [sys.executable, "-m", "server", "view", server.endpoint, "--http", f"127.0.0.1:{port}"],
+            [sys.executable, "-m", "server", "view", server.endpoint, "--http", f"0.0.0.0:{port}"],
             ["prometheus", "--config.file", str(tmp_path / "prometheus.yml"), *storage],
         ):
-            started = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            started = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, env=environment)
             stack.callback(started.wait)
             stack.callback(started.kill)
         wait_for(lambda: values("statsd_bn_members"), (job, 2.0))
