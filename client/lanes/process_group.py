@@ -8,7 +8,6 @@ wrong is told by the group: its errors and its deadline are torch's.
 import logging
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -90,8 +89,8 @@ class ProcessGroupPipe:
 
     @property
     def rank(self) -> int:
-        """This process's number among the members that an aggregate names: its rank in the process group."""
-        return distributed.get_rank(_group(self))
+        """This process's number among the members that an aggregate names: torch's, in the default process group."""
+        return distributed.get_rank()
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
@@ -125,7 +124,7 @@ def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> d
         key = RoundKey("torch", "process group", 0, step, name, call, GATHER)
         # What others send is never unpickled, as torch's `all_gather_object` would.
         lengths = _met(group, key, (1, 1), 1, np.array([len(message)], np.int64))[:, FIRST_ROW]
-        _check(key, "bytes", lengths, 0, MAX_BYTES)
+        _check(group, key, "bytes", lengths, 0, MAX_BYTES)
         words = np.frombuffer(message.ljust(_up_to_words(max(lengths)), b"\0"), np.int64)
         messages = _gathered(group, words)
     return {rank: messages[rank].tobytes()[:length] for rank, length in enumerate(lengths)}
@@ -181,13 +180,14 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
         raise ProtocolError(f"{key}: expected counts from 0, got {min(counts)}")
     values = [np.ascontiguousarray(row[1:]).view(np.float64).reshape(shape) for row in rows]
     total = sum_in_order(values)
-    whose = NOBODY if is_finite(total) else bearers(zip(_ranks(messages[:, ROWS]), values, strict=True))
-    return Aggregate(key, len(rows), sum(counts), _members(len(messages)), total, non_finite=whose)
+    ranks = distributed.get_process_group_ranks(group)
+    whose = NOBODY if is_finite(total) else bearers(zip(_of_rows(ranks, messages[:, ROWS]), values, strict=True))
+    return Aggregate(key, len(rows), sum(counts), Members.of(ranks), total, non_finite=whose)
 
 
-def _ranks(numbers: Words) -> list[int]:
+def _of_rows(ranks: list[int], numbers: Words) -> list[int]:
     """Returns the rank that each row is of, where each has brought so many."""
-    return [int(rank) for rank in np.repeat(range(len(numbers)), numbers)]
+    return [int(rank) for rank in np.repeat(ranks, numbers)]
 
 
 def _met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
@@ -196,16 +196,17 @@ def _met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first:
     messages = _gathered(group, np.concatenate((head, first)))
     if (messages[:, (DIGEST, VECTORS, CHANNELS)] != head[[DIGEST, VECTORS, CHANNELS]]).any():
         raise _mismatch(group, key, shape)
-    _check(key, "rows", messages[:, ROWS], 1, limits.MAX_REPLICAS)
+    _check(group, key, "rows", messages[:, ROWS], 1, limits.MAX_REPLICAS)
     return messages
 
 
-def _check(key: RoundKey, what: str, numbers: Words, least: int, most: int) -> None:
+def _check(group: Any, key: RoundKey, what: str, numbers: Words, least: int, most: int) -> None:
     """Raises ProtocolError, on all ranks alike, if one of them has told a number that none can have."""
     if least <= numbers.min() and numbers.max() <= most:
         return
-    rank = int(((numbers < least) | (numbers > most)).argmax())
-    raise ProtocolError(f"{key}: expected {least} to {most} {what} from rank {rank}, got {numbers[rank]}")
+    place = int(((numbers < least) | (numbers > most)).argmax())
+    rank = distributed.get_process_group_ranks(group)[place]
+    raise ProtocolError(f"{key}: expected {least} to {most} {what} from rank {rank}, got {numbers[place]}")
 
 
 def _as_words(contribution: Rows) -> list[Words]:
@@ -264,8 +265,3 @@ def _device_of(group: Any) -> torch.device:
     devices = group._device_types  # noqa: SLF001 - has no public name
     host = torch.device("cpu")
     return host if host in devices else devices[0]
-
-
-@lru_cache(maxsize=16)
-def _members(size: int) -> Members:
-    return Members.of(range(size))

@@ -83,6 +83,16 @@ def test_numbers_that_no_rank_can_have_are_refused_by_all(ranks, what, place, nu
         assert told in text
 
 
+def test_a_rank_of_a_smaller_process_group_is_named_as_in_the_job(ranks):
+    _, *found = ranks(3, process_group_programs.spoil_in_a_pair)
+    for members, text in found:
+        assert members == [2]
+        assert text.startswith("rank 2 brought values that are not finite: ")
+    _, *told = ranks(3, process_group_programs.lie_in_a_pair)
+    for text in told:
+        assert "expected 1 to 64 rows from rank 2, got 1000" in text
+
+
 def test_a_rank_that_gathers_while_another_is_in_a_layer_is_told_and_so_is_that(ranks):
     for text in ranks(2, process_group_programs.gather_beside_a_layer):
         assert text.startswith("RoundMismatch: the ranks have come to different rounds")

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import math
+import os
 import pickle
 from typing import Any
 from unittest import mock
@@ -16,7 +18,7 @@ from client.lanes import process_group
 from programs import ddp_programs
 from programs.ddp_programs import keep
 from programs.member_programs import Buffers
-from statsd_bn.errors import StatsdBNError
+from statsd_bn.errors import NonFinite, StatsdBNError
 from support import whole_batch
 
 
@@ -67,6 +69,34 @@ def come_to_different_layers(rank: Any, layers: list[str]) -> str:
     return _error_of(layers[rank.rank], 3)
 
 
+def spoil_in_a_pair(rank: Any) -> tuple[list[int], str]:
+    """Of ranks 1 and 2, which synchronise, rank 2 brings NaN; returns whose that was, as the error says."""
+    pair = keep(distributed.new_group([1, 2]))
+    if rank.rank == 0:
+        return [], ""
+    layer = client.convert_model(nn.BatchNorm1d(2), process_group=pair)
+    with mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": "raise"}):
+        try:
+            layer(torch.full((4, 2), math.nan if rank.rank == 2 else 1.0))
+        except NonFinite as error:
+            return error.fields["members"], str(error)
+    return [], "no error"
+
+
+def lie_in_a_pair(rank: Any) -> str:
+    """Of ranks 1 and 2, which synchronise, rank 2 tells of more rows than there can be; returns the error."""
+    pair = keep(distributed.new_group([1, 2]))
+    if rank.rank == 0:
+        return ""
+    layer = client.convert_model(nn.BatchNorm1d(2), process_group=pair)
+    with _telling(2, rank, process_group.ROWS, 1000):
+        try:
+            layer(torch.randn(4, 2))
+        except StatsdBNError as error:
+            return str(error)
+    return "no error"
+
+
 def come_with_channels(rank: Any, channels: list[int]) -> str:
     """Each rank calls the same layer with other channels; returns the error."""
     return _error_of("bn", channels[rank.rank])
@@ -74,15 +104,7 @@ def come_with_channels(rank: Any, channels: list[int]) -> str:
 
 def lie(rank: Any, what: str, place: int, number: int) -> str:
     """The second rank writes a number of its own into its first message; returns each one's error."""
-    messages, gathered = itertools.count(), process_group._gathered
-
-    def changed(group: Any, words: Any) -> Any:
-        if rank.rank == 1 and next(messages) == 0:
-            words = words.copy()
-            words[place] = number
-        return gathered(group, words)
-
-    with mock.patch.object(process_group, "_gathered", changed):
+    with _telling(1, rank, place, number):
         if what == "layer":
             return _error_of("bn", 3)
         try:
@@ -90,6 +112,19 @@ def lie(rank: Any, what: str, place: int, number: int) -> str:
         except StatsdBNError as error:
             return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def _telling(liar: int, rank: Any, place: int, number: int) -> Any:
+    """Has one rank write a number of its own into its first message."""
+    messages, gathered = itertools.count(), process_group._gathered
+
+    def changed(group: Any, words: Any) -> Any:
+        if rank.rank == liar and next(messages) == 0:
+            words = words.copy()
+            words[place] = number
+        return gathered(group, words)
+
+    return mock.patch.object(process_group, "_gathered", changed)
 
 
 def _error_of(name: str, channels: int) -> str:
