@@ -6,13 +6,13 @@ It adds the rows of this process's replicas as the server would, to the same bit
 from dataclasses import dataclass
 from functools import lru_cache
 
+from client.connection.current import current_connection
+from client.whereabouts.collectives import rank_in_torch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import bearers, is_finite, sum_in_order
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
-
-_THIS_PROCESS = Members.of([0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,16 @@ class LocalPipe:
         """Adds the rows in replica order."""
         total = sum_in_order(contribution.values)
         counts = contribution.counts
-        whose = NOBODY if is_finite(total) else bearers([(0, contribution.values)])
+        rank = self.rank
+        whose = NOBODY if is_finite(total) else bearers([(rank, contribution.values)])
         key = key or self.key(0, 0, FORWARD)
-        return Aggregate(key, len(counts), sum(counts), _THIS_PROCESS, total, non_finite=whose)
+        return Aggregate(key, len(counts), sum(counts), Members.of([rank]), total, non_finite=whose)
 
     @property
     def rank(self) -> int:
-        """This process's number among the members that an aggregate names: there is no other."""
-        return 0
+        """This process's number among the members that an aggregate names: in its job, if it has one, or else 0."""
+        connection = current_connection()
+        return connection.rank if connection else rank_in_torch() or 0
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""

@@ -93,6 +93,12 @@ def test_a_rank_of_a_smaller_process_group_is_named_as_in_the_job(ranks):
         assert "expected 1 to 64 rows from rank 2, got 1000" in text
 
 
+def test_a_rank_that_is_alone_in_its_process_group_is_named_as_in_the_job(ranks):
+    healthy, told = ranks(2, process_group_programs.spoil_alone)
+    assert healthy == "no error"
+    assert told.startswith("rank 1 brought values that are not finite: ")
+
+
 def test_a_rank_that_gathers_while_another_is_in_a_layer_is_told_and_so_is_that(ranks):
     for text in ranks(2, process_group_programs.gather_beside_a_layer):
         assert text.startswith("RoundMismatch: the ranks have come to different rounds")

@@ -83,6 +83,21 @@ def spoil_in_a_pair(rank: Any) -> tuple[list[int], str]:
     return [], "no error"
 
 
+def spoil_alone(rank: Any) -> str:
+    """Rank 1 is alone in its process group, and its second replica has infinity; returns whose that was."""
+    alone = [keep(distributed.new_group([each])) for each in range(2)][rank.rank]
+    model = client.convert_model(nn.BatchNorm1d(2), process_group=alone)
+    replicas = client.DataParallelWithCallback(model, device_ids=["cpu"] * 2)
+    x = torch.ones(4, 2)
+    x[3] = math.inf if rank.rank == 1 else 1.0
+    with mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": "raise"}):
+        try:
+            replicas(x)
+        except NonFinite as error:
+            return str(error)
+    return "no error"
+
+
 def lie_in_a_pair(rank: Any) -> str:
     """Of ranks 1 and 2, which synchronise, rank 2 tells of more rows than there can be; returns the error."""
     pair = keep(distributed.new_group([1, 2]))

@@ -57,6 +57,13 @@ def connected(master: MemoryMaster, n: int, deadline_of_last: float = 20.0) -> I
         yield [stack.enter_context(connection) for connection in connections]
 
 
+def test_who_is_alone_in_a_group_is_named_as_in_the_job():
+    with connected(MemoryMaster(), 2) as (_, second):
+        current.hold(second)
+        aggregate = LocalPipe("bn").run_slave(row(np.nan))
+    assert list(aggregate.members) == list(aggregate.non_finite) == [1]
+
+
 # What a group is.
 
 
