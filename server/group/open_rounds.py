@@ -33,6 +33,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Contribution, Pending
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
+from statsd_bn.skew.samples import KNOWN_BYTES
 from statsd_bn.text import told
 from statsd_bn.wire import encode
 
@@ -239,7 +240,7 @@ class OpenRounds:
             return
         before = self._looks.kept
         with suppress(LimitExceeded):  # then they are not kept
-            room.check(looks.MOST_BYTES)
+            room.check(looks.MOST_BYTES + KNOWN_BYTES)
             self._looks.add(now, round_.key, [future.get() for future in round_.futures.values()])
             room.keep(self._looks.kept - before)
 

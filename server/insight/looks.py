@@ -25,7 +25,7 @@ class Looks:
 
     @property
     def kept(self) -> int:
-        """How many bytes are kept, `MOST_BYTES` at most."""
+        """How many bytes are kept: rows, `MOST_BYTES` at most, and the names of layers."""
         return self._samples.size
 
     def add(self, now: float, key: RoundKey, rows: Sequence[Rows]) -> None:

@@ -35,8 +35,8 @@ SETTLED_SECONDS = 0.25
 # What one look may keep: layers, bytes, and bytes of one layer. It takes the trainer's thread at most a millisecond.
 MOST_LAYERS, MOST_BYTES, MOST_LAYER_BYTES = limits.MAX_DIGEST_LAYERS, 2**22, 2**18
 
-# Names of layers that are remembered; models have hundreds.
-MOST_KNOWN = 4096
+# Names of layers that are remembered; models have hundreds. And what one takes, with a long name: 0.4 kB.
+MOST_KNOWN, KNOWN_BYTES = 4096, 512
 
 # Turns are longer than they had to be, so that the last layers of a step never wait for the first ones.
 SLACK = 1.5
@@ -108,8 +108,8 @@ class Samples:
 
     @property
     def size(self) -> int:
-        """How many bytes are kept."""
-        return self._kept.size
+        """How many bytes are kept: rows, and the names of layers, which stay."""
+        return self._kept.size + KNOWN_BYTES * len(self._due)
 
     def is_due(self, now: float, key: RoundKey) -> bool:
         """Whether to look at a round."""

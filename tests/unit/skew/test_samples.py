@@ -1,8 +1,11 @@
 """Which rounds' rows are kept for a moment: each layer at most once a second, of one step, and a bounded number."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
+from statsd_bn import limits
 from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
 from statsd_bn.skew import samples
 from statsd_bn.skew.samples import Samples
@@ -128,3 +131,16 @@ def test_names_of_layers_without_end_are_forgotten():
         look(of_one, 100.0 + n / 1000, str(n), step=n)
     assert len(of_one._due) <= samples.MOST_KNOWN
     assert len(of_one.take(200.0)) <= samples.MOST_LAYERS
+
+
+def test_what_is_remembered_of_layers_counts_too():
+    of_one = Samples()
+    tracemalloc.start()
+    try:
+        for number in range(300):
+            look(of_one, 1.5 * number, f"{number}".ljust(limits.MAX_NAME_BYTES, "x"), step=number)
+            of_one.take(1.5 * number + 1.0)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 300 * limits.MAX_NAME_BYTES < taken <= of_one.size
