@@ -199,9 +199,9 @@ class Skew:
         average = showing[first].average
         others = np.median(np.delete(average, member, axis=0), axis=0)
         own = average[member]
-        times = own[VARIANCE] / max(float(others[VARIANCE]), 1e-300)
+        times = float(own[VARIANCE]) / max(float(others[VARIANCE]), 1e-300)
         since = min(layer.since for layer in showing.values())
-        told = (float(average[:, PART].sum()), float(own[PART]), float(others[PART]), float(times))
+        told = (float(average[:, PART].sum()), float(own[PART]), float(others[PART]), times)
         return Different(member, first, len(showing), since, *told)
 
 

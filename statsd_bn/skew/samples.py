@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from statsd_bn import limits
-from statsd_bn.reduction import FloatArray, is_finite
+from statsd_bn.reduction import FloatArray, is_finite, quietly
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.skew.figures import figures_of
 
@@ -152,6 +152,7 @@ class Samples:
         self._looks += max(1 / MOST_LAYERS, size / self._most_bytes)
 
 
+@quietly
 def _by_member(counts: Sequence[int], replicas: Sequence[int], values: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Returns the counts and a copy of the values with one row for each member."""
     if len(replicas) == len(counts):

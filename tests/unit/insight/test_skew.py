@@ -1,5 +1,7 @@
 """Whose data differ: a member stands out beside the others, soon, by the earliest layer; honest ones do not."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,14 @@ def test_one_that_becomes_different_is_found_with_the_step():
 @pytest.mark.parametrize("members", [2, 3, 8])
 def test_honest_ones_are_not(members, seed):
     assert looks(Skew(members), members, 400, seed=seed) == []
+
+
+def test_beside_others_that_are_constant_one_is_infinitely_different():
+    of_group, values = Skew(3), np.zeros((1, 3, 4))
+    values[..., skew.COUNT] = 1.0
+    values[0, 2, skew.VARIANCE] = 1e10
+    (found,) = [one for look in range(20) for one in of_group.look(look, ["stem"], values)]
+    assert (found.member, found.variance) == (2, math.inf)
 
 
 def test_it_is_told_once():

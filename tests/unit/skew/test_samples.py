@@ -144,3 +144,10 @@ def test_what_is_remembered_of_layers_counts_too():
     finally:
         tracemalloc.stop()
     assert 300 * limits.MAX_NAME_BYTES < taken <= of_one.size
+
+
+def test_replicas_whose_sum_overflows_are_no_warning():
+    of_one = Samples()
+    of_one.look(1.0, key_of("a"), (1, 1), (2,), np.full((2, 2, 1), 1e308))
+    (sample,) = of_one.take(2.0)
+    assert samples.told_by([sample]) is None
