@@ -58,9 +58,9 @@ def _meet(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
             told.add(_OVERFLOW)
             logger.info("%s; its GradScaler skips such a step", _text(lane, connection, brought, aggregate))
         return
+    told.add(NON_FINITE)
     if policy == RAISE:
         raise _error(aggregate)
-    told.add(NON_FINITE)
     is_own = lane.rank in aggregate.non_finite
     logger.log(logging.ERROR if is_own else logging.WARNING, "%s", _text(lane, connection, brought, aggregate))
 

@@ -1,14 +1,21 @@
 """NaN and infinity: whose they were is told once, or refused, on each lane."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import client
+from client.autograd import non_finite
+from client.lanes.zeromq import SlavePipe
 from programs import non_finite_programs
 from programs.non_finite_programs import three_steps
+from statsd_bn import Rows
+from statsd_bn.errors import NonFinite
 from support.lanes import LANES
+from support.memory_members import MemoryMaster
 
 RANKS = 3
 
@@ -72,6 +79,22 @@ def test_it_is_told_of_calls_of_any_kind(over, lane, how):
     for phase in ("forward", "backward"):
         found = over(lane, RANKS, three_steps, math.nan, phase, [1], "warn", how)
         assert [[level for level, _ in told] for told, _, _ in found] == [["WARNING"], ["ERROR"], ["WARNING"]]
+
+
+@pytest.mark.parametrize(("policy", "told"), [("warn", 1), ("raise", 1), ("ignore", 0)])
+def test_the_metrics_have_it(policy, told):
+    def bring(connection, value: float) -> None:
+        connection.member = replace(connection.member, on_nonfinite=policy)
+        lane, rows = SlavePipe(connection, "bn"), Rows((1,), np.full((1, 2, 1), value))
+        try:
+            non_finite.check(lane, rows, lane.run_slave(rows))
+        except NonFinite:
+            assert policy == "raise"
+
+    with MemoryMaster().connect(0, 1) as connection:
+        for value, expected in ((1.0, 0), (math.nan, told), (1.0, told)):
+            bring(connection, value)
+            assert connection.metrics()["statsd_bn/non_finite"] == expected
 
 
 def test_of_several_replicas_of_a_process_the_one_is_named(caplog):
