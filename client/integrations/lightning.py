@@ -71,11 +71,14 @@ class StatsdBNMetrics(Callback):
 
     def __init__(self, every_n_steps: int = 50) -> None:
         self._every_n_steps = every_n_steps
+        self._latest = 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Logs after every so many steps."""
-        connection = current_connection()
-        if connection is not None and trainer.global_step % self._every_n_steps == 0:
+        step, connection = trainer.global_step, current_connection()
+        # A step has several batches where gradients are accumulated.
+        if connection is not None and step != self._latest and step % self._every_n_steps == 0:
+            self._latest = step
             # Not by `log_dict`, which would log the same numbers again in each step between.
             for logger in trainer.loggers:
-                logger.log_metrics(connection.metrics(), step=trainer.global_step)
+                logger.log_metrics(connection.metrics(), step=step)

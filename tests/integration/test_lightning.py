@@ -233,3 +233,13 @@ def test_the_callback_logs_what_the_exchange_costs(tmp_path):
     logged = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert [int(row["step"]) for row in logged] == [2, 4, 6]
     assert {row["statsd_bn/members"] for row in logged} == {"1.0"}
+
+
+def test_a_step_of_several_batches_is_logged_once():
+    from client.integrations.lightning import StatsdBNMetrics  # noqa: PLC0415 - loads slowly
+
+    callback, logger = StatsdBNMetrics(every_n_steps=2), Mock()
+    with client.connect():
+        for step in (0, 0, 1, 1, 2, 2, 2, 3, 4):
+            callback.on_train_batch_end(Mock(global_step=step, loggers=[logger]))
+    assert [call.kwargs["step"] for call in logger.log_metrics.call_args_list] == [2, 4]
