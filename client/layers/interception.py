@@ -132,10 +132,11 @@ class Interception(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch in place of each of its functions."""
-        if func is not _BATCH_NORM and func is not _OPERATOR:
+        # A profiler may have put a function of its own in place of `F.batch_norm`; torch hands over that one.
+        if func is not _BATCH_NORM and func is not _OPERATOR and func is not F.batch_norm:
             return func(*args, **kwargs) if kwargs else func(*args)
         given = kwargs or {}
-        handed = (Handed if func is _BATCH_NORM else _of_operator)(self._layer, *args, **given)
+        handed = (_of_operator if func is _OPERATOR else Handed)(self._layer, *args, **given)
         if not handed.is_of(self._layer):
             return func(*args, **given)
         self.is_reached = True

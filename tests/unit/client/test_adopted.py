@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,6 +76,21 @@ def on_shards(model, sizes):
         )
 
     return run
+
+
+def test_a_profiler_may_wrap_the_function_that_a_forward_calls(monkeypatch):
+    plain = made(Functional)
+    model, calls, wrapped = client.convert_model(copy.deepcopy(plain)), [], F.batch_norm
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return wrapped(*args, **kwargs)
+
+    monkeypatch.setattr(F, "batch_norm", counted)
+    x, factors = batch()
+    found = step(on_replicas(model), x, factors)
+    assert len(calls) == len(SIZES)
+    check_same(found, step(plain, x, factors))
 
 
 # Some of the classes take no options themselves.
