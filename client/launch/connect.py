@@ -15,7 +15,14 @@ from types import TracebackType
 from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection, hold
-from client.connection.member import DEFAULT_ABORT_AFTER, DEFAULT_ROUND_TIMEOUT, STRICT, Member
+from client.connection.member import (
+    BY_ELASTIC,
+    DEFAULT_ABORT_AFTER,
+    DEFAULT_ROUND_TIMEOUT,
+    SHARED_MEMORY,
+    STRICT,
+    Member,
+)
 from client.connection.registration import cause_of
 from client.connection.transport import ZmqTransport
 from client.launch import alone, log_level, own_server, process_group, server_process
@@ -137,6 +144,8 @@ def connect(
         FirstStep(connection)
     who = connection.member
     logger.info("connected: job %r, rank %d of %d, %s", who.job, who.rank, who.world_size, _lane(connection))
+    if who.is_elastic and who.lane == SHARED_MEMORY and not connection.is_in_process:
+        logger.warning("job %r exchanges rows over the server, and not in shared memory: %s", who.job, BY_ELASTIC)
     _explain_exceptions()
     if multiprocessing.parent_process():
         # A forked child of multiprocessing does not run atexit.

@@ -202,6 +202,14 @@ def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monk
         master.connect(0, 2, round_timeout=0.15)
 
 
+@pytest.mark.parametrize(("lane", "told"), [("auto", 0), ("shared_memory", 1)])
+def test_an_elastic_job_that_asks_for_shared_memory_is_warned(server, job, caplog, lane, told):
+    with client.connect(server.endpoint, job=job, rank=0, world_size=1, policy="elastic", lane=lane):
+        pass
+    text = f"job {job!r} exchanges rows over the server, and not in shared memory: the job is elastic"
+    assert caplog.messages.count(text) == told
+
+
 def test_a_long_wait_for_the_group_to_fill_is_told(monkeypatch, caplog):
     monkeypatch.setattr(registration, "WARN_SECONDS", 0.1)
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
