@@ -17,11 +17,11 @@ ROUND_BYTES = 2048
 # What a round keeps for each member it waits for: 94 bytes.
 FUTURE_BYTES = 128
 
-# A member: its member, its record and its pulse, 1.3 kB.
+# A member: what its group knows of it, its record and its pulse, 1.5 kB.
 MEMBER_BYTES = 2048
 
-# A group without members: 2.4 kB.
-GROUP_BYTES = 6144
+# A group without members: 6.5 kB.
+GROUP_BYTES = 8192
 
 # A member that others have named after a restart of the server, before it is back: a number in a set.
 NAMED_BYTES = 96

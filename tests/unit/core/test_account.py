@@ -11,7 +11,7 @@ import pytest
 from server.core.dispatcher import Dispatcher
 from server.group.results import Room
 from server.limits.access import Tenant
-from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, MEMBER_BYTES, Account
+from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, Account
 from server.limits.quota import Budget, Quota
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
@@ -113,6 +113,16 @@ def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
     taken = grown(act)
     counted = play.account.held - counted
     assert taken <= counted <= 8 * taken
+
+
+def test_a_group_counts_with_what_it_takes_beside_its_member():
+    def taken_by_each(messages: list[Message]) -> float:
+        dispatcher, frames = Dispatcher(b"server-0", 0.0), [encode(message) for message in messages]
+        return grown(lambda: [dispatcher.receive(0.0, b"", frame) for frame in frames].clear()) / len(frames)
+
+    play = Play()
+    of_group = taken_by_each(many_groups(play)) - taken_by_each(many_members(play))
+    assert GROUP_BYTES / 2 < of_group <= GROUP_BYTES
 
 
 def test_the_keys_of_a_tenant_share_an_account():
