@@ -118,7 +118,12 @@ def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
 def test_a_group_counts_with_what_it_takes_beside_its_member():
     def taken_by_each(messages: list[Message]) -> float:
         dispatcher, frames = Dispatcher(b"server-0", 0.0), [encode(message) for message in messages]
-        return grown(lambda: [dispatcher.receive(0.0, b"", frame) for frame in frames].clear()) / len(frames)
+
+        def act() -> None:
+            for frame in frames:
+                dispatcher.receive(0.0, b"", frame)
+
+        return grown(act) / len(frames)
 
     play = Play()
     of_group = taken_by_each(many_groups(play)) - taken_by_each(many_members(play))
