@@ -23,7 +23,7 @@ into the class, so that the error a server raises about a member is the error th
     └── RoundFailed             one exchange failed, for everyone in it
         ├── RoundMismatch       the contributions do not fit together
         ├── ContributionConflict  other bytes under an identity that was already used
-        ├── NonFinite           somebody brought NaN or infinity, and was not to
+        ├── NonFinite           somebody brought NaN or infinity, which the job refuses
         ├── RoundTimeout        somebody did not arrive before the deadline
         └── ReplicaLost         a member left, died, or raised
 """

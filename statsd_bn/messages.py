@@ -266,7 +266,7 @@ class Heartbeat:
         step: the step it is in.
         rounds: how many rounds it has had with the other members alone, of which the server has seen nothing.
         lane: how its rows reach the others, for people; empty while that is not known.
-        why: why not faster, for people; empty if it is the fastest way, or nobody knows.
+        why: why they do not take a faster way, for people; empty if they take the fastest, or nobody knows.
         waited: for how many milliseconds it has waited in rounds with the others alone.
     """
 
@@ -395,7 +395,7 @@ class Settled:
 
     Attributes:
         session: who speaks.
-        key: the round, to which it has contributed before.
+        key: the round, to which it or another member may have contributed here.
     """
 
     type: ClassVar[int] = 14

@@ -205,7 +205,7 @@ class Connection:
             `statsd_bn/rounds`: as `rounds`.
             `statsd_bn/round_trip_ms`, `statsd_bn/round_trip_p99_ms`: median and 99th percentile of the latest 4,096
             rounds, in milliseconds; 0 before any. They include the wait for the slowest rank.
-            `statsd_bn/non_finite`: 1 if NaN or infinity came into the statistics, and was no overflow of a GradScaler;
+            `statsd_bn/non_finite`: 1 if NaN or infinity came into the statistics, and was no overflow of a GradScaler.
             0 where `connect(on_nonfinite="ignore")` says that nobody is to look.
         """
         trips = sorted(self._round_trips) or [0.0]

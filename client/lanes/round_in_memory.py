@@ -130,7 +130,7 @@ class RoundInMemory:
     def _sum(self, now: float) -> Aggregate | None:
         """Returns the sum of what all have brought; None where the server has to say what is wrong with it.
 
-        It says whose NaN or infinity it is too: then its status and its log have it.
+        A sum that is not finite goes to the server too, so that its status and its log say whose NaN or infinity it is.
         """
         brought = self._memory.brought()
         if brought is None or (count := sum(brought.counts)) > limits.MAX_COUNT:

@@ -87,7 +87,7 @@ def _take_part(connection: Connection, memory: GroupMemory, session: Session, ke
     begin_trip = partial(connection.round_trip, session, key, rows)
     with memory.lock:
         if connection.is_broken:
-            # One that is lost to the server may reach the others still, and it cannot be told.
+            # The server may have lost this member, and in memory it would go on: there nothing says so.
             memory.close()
         if memory.is_closed:
             found: Aggregate | AtServer = AtServer(begin_trip())

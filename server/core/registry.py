@@ -27,7 +27,7 @@ OTHERS_END_SECONDS = 5.0
 
 @dataclass(slots=True)
 class SessionRecord:
-    """What the server knows of a registered session: its group and itself there, and the key it came with."""
+    """What the server knows of a registered session: its group, the member that it is there, and its key."""
 
     master: SyncMaster
     contributor: Contributor

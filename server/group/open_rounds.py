@@ -56,7 +56,7 @@ class OpenRounds:
         done: how many have ended with an aggregate.
         failed: how many have ended with an error.
         non_finite: whose NaN or infinity came first.
-        lengths: how long rounds were open, those that ended as their last contribution came.
+        lengths: how long each round was open that ended as its last contribution came.
         was_refused: whether a member came to a round after the group was broken.
         answered: when members were last told that one has ended, or that the group is open.
     """

@@ -21,8 +21,8 @@ DECAY = 0.9
 # One odd batch says nothing: a layer has been looked at so often, and shows the same member so often in a row.
 LEAST_LOOKS, IN_A_ROW = 10, 8
 
-# How much more of the variance between members one brings than the others do. It is 4 at most among three members that
-# are alike but for one, whatever the one does, since the mean moves towards it; so less.
+# How much more of the variance between members one brings than the others do. Where two members are alike and the third
+# is not, it brings 4 times as much however different it is, since the mean moves towards it; so the limit is less.
 LEAST_RATIO, LEAST_PART = 3.0, 0.02
 
 # How many times the variance of the others is another one, besides four times what these differ.
@@ -46,9 +46,9 @@ class Layer:
 
     Attributes:
         average: of each member's figures, weighed by counts and by age, shape (members, 4).
-        judged: the same of each member's part and of the logarithm of its variance beside the others', both within
-            limits, so that one odd batch does not last.
-        weight: of all of them.
+        judged: such an average of each member's part, and of the logarithm of its variance beside the others'. What one
+            look adds is limited, so that one odd batch is soon forgotten; shape (members, 2).
+        weight: of all looks, the older ones counting less.
         looks: how many there were.
         who: the member that stands out, by its index; None if nobody does.
         in_a_row: in how many looks it has done so now.

@@ -7,9 +7,8 @@
 A member looks at its group's rounds in memory, in the thread that trains, and its heartbeat's thread takes the
 samples. The server looks at the rounds that come to it, and takes the samples in a tick. A round costs one look into a
 dictionary. Only where its layer is due, its rows are copied; in shared memory they are written over two rounds later.
-A layer is due once a second, for all layers at the same moment, so as a rule one step brings the rows of all. What is
-kept is bounded: a model with more layers than fit is looked at in turns, and a large layer at every second channel, or
-third.
+All layers are due at the same moment, once a second, so as a rule one step brings the rows of all. What is kept is
+bounded: a model with more layers than fit is looked at in turns, and a large layer at every second channel, or third.
 """
 
 import math
@@ -38,7 +37,7 @@ MOST_LAYERS, MOST_BYTES, MOST_LAYER_BYTES = limits.MAX_DIGEST_LAYERS, 2**22, 2**
 # Names of layers that are remembered; models have hundreds. And what one takes, with a long name: 0.4 kB.
 MOST_KNOWN, KNOWN_BYTES = 4096, 512
 
-# Turns are longer than they had to be, so that the last layers of a step never wait for the first ones.
+# Turns are longer than they need to be, so that the last layers of a step never wait for the first ones.
 SLACK = 1.5
 
 

@@ -119,11 +119,11 @@ def test_a_group_counts_with_what_it_takes_beside_its_member():
     def taken_by_each(messages: list[Message]) -> float:
         dispatcher, frames = Dispatcher(b"server-0", 0.0), [encode(message) for message in messages]
 
-        def act() -> None:
+        def register_all() -> None:
             for frame in frames:
                 dispatcher.receive(0.0, b"", frame)
 
-        return grown(act) / len(frames)
+        return grown(register_all) / len(frames)
 
     play = Play()
     of_group = taken_by_each(many_groups(play)) - taken_by_each(many_members(play))
