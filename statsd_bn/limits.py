@@ -73,6 +73,13 @@ MAX_DIGEST_LAYERS = 64
 # The names of these layers, each with the end of its line.
 MAX_DIGEST_BYTES = MAX_DIGEST_LAYERS * (MAX_NAME_BYTES + 1)
 
+# Layers in one Figures: as many as the server keeps for a group.
+MAX_FIGURES_LAYERS = 1024
+
+# The names and the values of one Figures. So it takes a server with keys some 3 ms to encrypt, and one layer of
+# MAX_MEMBERS has room.
+MAX_FIGURES_BYTES = 2**20
+
 # Groups on one server. One of four members at 256 channels holds about 0.2 MB, so all of them stay under 200 MB.
 MAX_GROUPS = 1024
 

@@ -441,15 +441,93 @@ class Digest:
         check_figures(self.values, len(names))
 
 
+@dataclass(frozen=True, slots=True)
+class FiguresRequest:
+    """Asks the server for what it has seen of the members' data in a group. Anybody may ask.
+
+    Attributes:
+        job: the training run.
+        group: which of its groups.
+        first: how many layers to pass over, in the order of a step.
+    """
+
+    type: ClassVar[int] = 16
+
+    job: str
+    group: str
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        check_name("job", self.job, limits.MAX_NAME_BYTES)
+        check_name("group", self.group, limits.MAX_NAME_BYTES)
+        check_integer("first", self.first, 0, limits.MAX_COUNTER)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Figures:
+    """What the server has seen of the members' data in a group: averages over the last looks, layer by layer.
+
+    Attributes:
+        job: the training run.
+        group: which of its groups.
+        first: how many layers come before these.
+        total: how many layers there are; 0 where there are no figures, or no such group.
+        layers: the names of these layers in the order of a step, a line each; empty where there are none.
+        values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
+    """
+
+    type: ClassVar[int] = 17
+
+    job: str
+    group: str
+    first: int
+    total: int
+    layers: str
+    values: FloatArray
+
+    @property
+    def names(self) -> list[str]:
+        """The layers' names."""
+        return lines_of(self.layers)
+
+    def __post_init__(self) -> None:
+        check_name("job", self.job, limits.MAX_NAME_BYTES)
+        check_name("group", self.group, limits.MAX_NAME_BYTES)
+        check_integer("first", self.first, 0, limits.MAX_COUNTER)
+        check_integer("total", self.total, 0, limits.MAX_COUNTER)
+        check_text("layers", self.layers, limits.MAX_FIGURES_BYTES, shortest=0)
+        names = self.names
+        check_integer("number of layers", len(names), 0, limits.MAX_FIGURES_LAYERS)
+        for name in names:
+            check_name("layer", name, limits.MAX_NAME_BYTES)
+        check_figures(self.values, len(names))
+
+
 # The most frequent first: it is looked for in this order.
-Request = Contribution | Register | Leave | StatusRequest | Heartbeat | Result | Whereabouts | Settled | Digest
+Request = (
+    Contribution
+    | Register
+    | Leave
+    | StatusRequest
+    | Heartbeat
+    | Result
+    | Whereabouts
+    | Settled
+    | Digest
+    | FiguresRequest
+)
 """What a member says."""
 
-Message = Request | Registered | Aggregate | Failure | Status | Pending | Question
+Message = Request | Registered | Aggregate | Failure | Status | Pending | Question | Figures
 
 BY_TYPE: dict[int, type[Message]] = {
     message.type: message for message in sorted(get_args(Message), key=lambda kind: kind.type)
 }
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text, of which an empty one has none."""
+    return text.split("\n") if text else []
 
 
 def missing_members(group: str, size: int, present: Members, missing: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from server.core import deadlock, report
 from server.core.eviction import Eviction
+from server.core.figures import FiguresAnswers
 from server.core.inquiry import Inquiry
 from server.core.mismatches import Mismatches
 from server.core.received import Received
@@ -42,6 +43,7 @@ from statsd_bn.messages import (
     NO_SERVER,
     Contribution,
     Digest,
+    FiguresRequest,
     Heartbeat,
     Leave,
     Register,
@@ -91,6 +93,7 @@ class Dispatcher:
         self._inquiry = Inquiry(self._registry, self._budget.quota.silence_seconds)
         self._mismatches = Mismatches(self._budget.quota.silence_seconds)
         self._reports = Reports(self._counts)
+        self._figures = FiguresAnswers(self._budget)
         self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
@@ -220,9 +223,8 @@ class Dispatcher:
         }
 
     def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> Received:
-        if isinstance(message, StatusRequest):
-            masters, ended = self._masters(tenant), self._registry.ended_jobs
-            return Received([(peer, self._reports.frame(now, tenant, masters, ended))])
+        if isinstance(message, StatusRequest | FiguresRequest):
+            return Received([(peer, self._tell(now, message, tenant))])
         record = self._registry.sessions.get(message.session)
         if tenant is not ANYBODY:
             self._check_owner(message, record, tenant)
@@ -239,6 +241,13 @@ class Dispatcher:
                 return self._hear_of(now, message, record, peer)
             case Leave():
                 return Received(self._registry.leave(now, message.session, message.cause))
+
+    def _tell(self, now: float, asked: StatusRequest | FiguresRequest, tenant: Tenant) -> bytes:
+        """Frame that answers what anybody may ask."""
+        if isinstance(asked, StatusRequest):
+            return self._reports.frame(now, tenant, self._masters(tenant), self._registry.ended_jobs)
+        master = self._registry.masters.get((asked.job, asked.group)) if tenant.may(asked.job) else None
+        return self._figures.frame(now, tenant, asked, master)
 
     def _check_owner(self, message: Request, record: SessionRecord | None, tenant: Tenant) -> None:
         """Refuse a session that registered with another key, and a job that this key is not for."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Any
 
+from server.core.allowance import Allowance
 from server.core.ended_jobs import EndedJobs
 from server.group.master import SyncMaster
 from server.group.rounds import Round
@@ -32,11 +33,6 @@ KEPT_SECONDS_EACH, KEPT_SECONDS = 20e-6, 1.0
 
 # Reports that are kept, one for each tenant, each a megabyte at most.
 KEPT_REPORTS = 16
-
-# Bytes of reports that one tenant is sent at once, and then each second: all answers wait while ZeroMQ encrypts them,
-# some 3 ms for a megabyte. Who asks for more gets the counts alone. A report of eight groups of 16 takes 8 kB, so 500
-# of them fit into a second.
-SENT_AT_ONCE, SENT_EACH_SECOND = 2**23, 2**22
 
 
 def groups(masters: Collection[SyncMaster], now: float, ended: list[dict[str, Any]]) -> dict[str, Any]:
@@ -158,8 +154,7 @@ class Reports:
     def __init__(self, counts: Callable[[float], dict[str, Any]]) -> None:
         self._counts = counts
         self._kept: dict[str, tuple[float, bytes]] = {}
-        # For each owner: bytes sent, less what it may be sent since; and when that was.
-        self._sent: dict[str, tuple[float, float]] = {}
+        self._allowance = Allowance()
 
     def frame(self, now: float, tenant: Tenant, masters: Collection[SyncMaster], ended: EndedJobs) -> bytes:
         """Report for a tenant.
@@ -171,12 +166,10 @@ class Reports:
             ended: the jobs that have ended.
         """
         owner = tenant.owner("")
-        sent, since = self._sent.get(owner, (0.0, now))
-        sent = max(0.0, sent - SENT_EACH_SECOND * (now - since))
-        if sent > SENT_AT_ONCE:
+        if self._allowance.is_spent(now, owner):
             return encode(Status({**self._counts(now), "groups": [], "ended": [], "left_out": len(masters)}))
         frame = self._whole(now, tenant, masters, ended)
-        self._sent[owner] = (sent + len(frame), now)
+        self._allowance.spend(now, owner, len(frame))
         return frame
 
     def _whole(self, now: float, tenant: Tenant, masters: Collection[SyncMaster], ended: EndedJobs) -> bytes:

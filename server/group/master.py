@@ -64,6 +64,7 @@ class SyncMaster:
         membership: who belongs to the group.
         open_rounds: the rounds that have not ended.
         pace: how the group gets on.
+        comparison: what the members' data show beside each other.
         findings: what was noticed.
         owner: as given.
         logged_cause: why a member has left, as the log has told it last.
@@ -88,7 +89,7 @@ class SyncMaster:
         self.news_told_at: float | None = None
         self.why_not_faster = ""
         self.pace = Pace()
-        self._comparison = Comparison(register.world_size)
+        self.comparison = Comparison(register.world_size)
         self.findings = Findings(f"job {register.job!r}, group {register.group!r}")
         self._rounds_without = 0
         self._moved = -math.inf
@@ -193,8 +194,8 @@ class SyncMaster:
         if len(members) < self.membership.world_size:
             return
         with suppress(LimitExceeded):  # then they are not kept
-            self._room.check(self._comparison.more_for(layers))
-            differing, copies = self._comparison.look(now, step, layers, values)
+            self._room.check(self.comparison.more_for(layers))
+            differing, copies = self.comparison.look(now, step, layers, values)
             for found in differing:
                 who = members[found.member]
                 self.findings.add("skew", who.member, step, different(who, found), found.layer)
@@ -311,7 +312,7 @@ class SyncMaster:
 
     def _weigh(self) -> None:
         """Account for the room that the members take, and for what they tell after a restart until all are back."""
-        size = MEMBER_BYTES * self.nr_slaves + self._comparison.kept
+        size = MEMBER_BYTES * self.nr_slaves + self.comparison.kept
         if (recovery := self.membership.recovery) is not None:
             size += NAMED_BYTES * recovery.nr_named + self._told_bytes
         self._room.keep(size - self._weighed)

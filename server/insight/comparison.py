@@ -42,6 +42,10 @@ class Comparison:
         self._latest = now
         return self._skew.look(step, layers, values), self._copies.look(step, values)
 
+    def told(self, first: int, most_bytes: int) -> tuple[int, list[str], FloatArray]:
+        """Layers, their names and their average figures, see `Skew.told`."""
+        return self._skew.told(first, most_bytes)
+
     @property
     def kept(self) -> int:
         """How many bytes it keeps; what it keeps of copies is a part of each member's own."""

@@ -9,6 +9,7 @@ can tell which of them is the odd one.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -166,6 +167,22 @@ class Skew:
         news = [self._different(member) for member in sorted(one for one in found if one is not None)]
         self._told.update(one.member for one in news)
         return news
+
+    def told(self, first: int, most_bytes: int) -> tuple[int, list[str], FloatArray]:
+        """What is known of the layers, in the order of a step.
+
+        Args:
+            first: how many layers to pass over.
+            most_bytes: of names and figures; a name takes one more for the end of its line.
+
+        Returns:
+            How many layers there are; the names of those that fit; their average figures, shape (layers, members, 4).
+        """
+        known = [(name, layer.average) for name, layer in self._layers.items() if layer.looks]
+        sizes = accumulate(len(name.encode()) + 1 + average.nbytes for name, average in known[first:])
+        fitting = known[first : first + sum(size <= most_bytes for size in sizes)]
+        values = np.array([average for _, average in fitting]).reshape(-1, self._members, FIGURES)
+        return len(known), [name for name, _ in fitting], values
 
     @property
     def kept(self) -> int:

@@ -20,7 +20,9 @@ def check_figures(values: object, layers: int) -> None:
         raise ProtocolError(f"figures: expected float64 of {_DIMENSIONS} dimensions, got {found}")
     if values.shape[::2] != (layers, FIGURES):
         raise ProtocolError(f"figures: expected shape ({layers}, members, {FIGURES}), got {values.shape}")
-    check_integer("members", values.shape[1], 1, limits.MAX_MEMBERS)
+    check_integer("members", values.shape[1], min(1, layers), limits.MAX_MEMBERS)
+    if not layers:
+        return
     from_0 = values[..., [COUNT, VARIANCE, PART]]
     are_within = values[..., COUNT].max() <= limits.MAX_COUNT and values[..., PART].max() <= 1
     if not (np.isfinite(values).all() and from_0.min() >= 0 and are_within):

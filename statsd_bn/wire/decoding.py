@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 
 from statsd_bn import limits
-from statsd_bn.checks import check_depth, check_text, shown
+from statsd_bn.checks import check_depth, check_integer, check_text, shown
 from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import (
     BY_TYPE,
@@ -15,6 +15,7 @@ from statsd_bn.messages import (
     Contribution,
     Digest,
     Failure,
+    Figures,
     Message,
     Pending,
     Register,
@@ -118,6 +119,19 @@ def _digest(fields: list[Any], frame: bytes, end: int) -> Digest:
     return Digest(session, step, layers, values)
 
 
+def _figures(fields: list[Any], frame: bytes, end: int) -> Figures:
+    job, group, first, total, layers, members = fields
+    check_text("layers", layers, limits.MAX_FIGURES_BYTES, shortest=0)
+    check_integer("members", members, 0, limits.MAX_MEMBERS)
+    if layers:
+        values = _values(frame, end, (layers.count("\n") + 1, members, FIGURES))
+    elif len(frame) == padded(end) and not any(frame[end:]):
+        values = np.zeros((0, members, FIGURES))
+    else:
+        raise ProtocolError(f"values: expected none without layers, got {len(frame) - end} bytes")
+    return Figures(job, group, first, total, layers, values)
+
+
 def _pending(fields: list[Any]) -> Pending:
     key, seconds, text, where = fields
     return Pending(unpacked_key(key), seconds, text, where)
@@ -160,6 +174,7 @@ _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = 
     Aggregate: _aggregate,
     Result: _result,
     Digest: _digest,
+    Figures: _figures,
 }
 _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
     Pending: _pending,

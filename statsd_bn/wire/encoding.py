@@ -13,6 +13,7 @@ from statsd_bn.messages import (
     Contribution,
     Digest,
     Failure,
+    Figures,
     Message,
     Pending,
     Register,
@@ -97,6 +98,11 @@ def _flat_digest(message: Digest) -> _Flat:
     return message.values, [message.session, message.step, message.layers, message.values.shape[1]]
 
 
+def _flat_figures(message: Figures) -> _Flat:
+    *plain, values = values_of(message)
+    return values, [*plain, values.shape[1]]
+
+
 def _flat_failure(message: Failure) -> _Flat:
     key = packed_key(message.key) if message.key else None
     return None, [message.code, message.message, message.fields, key]
@@ -123,6 +129,7 @@ _FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
     Pending: _flat_pending,
     Settled: _flat_settled,
     Digest: _flat_digest,
+    Figures: _flat_figures,
     Failure: _flat_failure,
     Register: _flat_registration,
     Registered: _flat_registration,

@@ -14,7 +14,7 @@ from client.whereabouts.place import Place, TorchGroup
 from server.core.dispatcher import Dispatcher
 from server.group.rounds import Reply
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Question, Registered, Result, StatusRequest
+from statsd_bn.messages import Aggregate, FiguresRequest, Question, Registered, Result, StatusRequest
 from statsd_bn.round_key import BACKWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew.samples import Sample
@@ -26,6 +26,7 @@ MOST_TURNS = 64
 
 # A job that needs all of its members, and one that goes on with one.
 JOBS = {"strict": 0, "elastic": 1}
+GROUP = "world"
 WORLD = 2
 
 PEERS = [bytes([number]) for number in range(8)]
@@ -124,7 +125,7 @@ def _take(source: Iterator[int], size: int) -> Iterator[int]:
 
 def _sessions() -> list[Session]:
     members = [
-        Member(job, "world", 0, member, WORLD, 30.0, "here", min_members)
+        Member(job, GROUP, 0, member, WORLD, 30.0, "here", min_members)
         for job, min_members in JOBS.items()
         for member in range(WORLD)
     ]
@@ -135,6 +136,7 @@ def _sound_frames() -> Iterator[bytes]:
     """What the members would say, in this life of the server and after an earlier one."""
     rows = Rows((2,), np.arange(6.0).reshape(1, 2, 3))
     yield encode(StatusRequest())
+    yield from (encode(FiguresRequest(job, GROUP)) for job in JOBS)
     for session in _sessions():
         yield session.register()
         key = session.forward_key("bn")

@@ -13,6 +13,8 @@ from statsd_bn.messages import (
     Contribution,
     Digest,
     Failure,
+    Figures,
+    FiguresRequest,
     Heartbeat,
     Leave,
     Message,
@@ -152,6 +154,15 @@ def digests(draw: st.DrawFn) -> Digest:
     return Digest(draw(tokens), draw(counters), "\n".join(layers), figures)
 
 
+@st.composite
+def figures(draw: st.DrawFn) -> Figures:
+    """Any figures of few layers and members, or of none."""
+    layers = draw(st.lists(names, max_size=3))
+    shape = len(layers), draw(st.integers(min(1, len(layers)), 4)), 4
+    values = draw(hnp.arrays(np.float64, shape, elements=st.floats(0, 1)))
+    return Figures(draw(names), draw(names), draw(counters), draw(counters), "\n".join(layers), values)
+
+
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Register: registers(),
     Registered: st.builds(Registered, tokens, tokens, counters, counters, member_numbers, members),
@@ -180,6 +191,8 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     ),
     Settled: st.builds(Settled, tokens, keys),
     Digest: digests(),
+    FiguresRequest: st.builds(FiguresRequest, names, names, counters),
+    Figures: figures(),
 }
 
 messages = st.one_of(*MESSAGES.values())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from statsd_bn import PROTOCOL_VERSION
 from statsd_bn.members import NOBODY
-from statsd_bn.messages import Aggregate, Failure, Heartbeat, Leave, Pending, Registered, Status, StatusRequest
+from statsd_bn.messages import Aggregate, Failure, Figures, Heartbeat, Leave, Pending, Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from support.dispatcher_play import SERVER, Play, codes, peer, read
 from support.strategies import KEY, contribution, key, messages, register, rows, session_of
@@ -104,7 +104,7 @@ def test_whatever_comes_in_never_raises_and_every_answer_is_sound(received):
     for at, frame in received:
         for whom, answer in play.dispatcher.receive(play.now, at, frame).replies:
             assert isinstance(whom, bytes)
-            assert isinstance(decode(answer), (Registered, Aggregate, Failure, Status, Pending))
+            assert isinstance(decode(answer), (Registered, Aggregate, Failure, Status, Pending, Figures))
         play.now += 200.0
         for _, answer in play.dispatcher.tick(play.now):
             decode(answer)

@@ -1,0 +1,111 @@
+"""Figures: whoever may see a job is told what its members' data were like, in pages of a bounded size."""
+
+import numpy as np
+import pytest
+
+from server.core import allowance
+from server.core.dispatcher import Dispatcher
+from server.limits.access import ANYBODY, Tenant
+from statsd_bn import limits
+from statsd_bn.errors import ProtocolError
+from statsd_bn.messages import Digest, Failure, Figures, FiguresRequest, Message
+from statsd_bn.wire import decode, encode
+from support.strategies import register, session_of
+
+ALICE = Tenant("alice", "key of alice", ("a-*",))
+BOB = Tenant("bob", "key of bob", ("b-*",))
+FIGURES = np.array([[10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4]])
+
+
+class Play:
+    """A server with one job of alice's, of two members."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.dispatcher = Dispatcher(b"server-0", 0.0)
+        for member in (0, 1):
+            self.say(register(member, 2, job="a-job", session=session_of(member)), ALICE)
+
+    def say(self, message: Message, tenant: Tenant) -> list[Message]:
+        replies = self.dispatcher.receive(self.now, b"peer", encode(message), tenant).replies
+        return [decode(frame) for _, frame in replies]
+
+    def tell(self, layers, figures=FIGURES):
+        values = np.stack([figures * [1, 1, 1, 1 / (1 + number)] for number in range(len(layers))])
+        assert self.say(Digest(session_of(0), 0, "\n".join(layers), values), ALICE) == []
+
+    def ask(self, tenant=ALICE, job="a-job", first=0, group="world"):
+        (answer,) = self.say(FiguresRequest(job, group, first), tenant)
+        return answer
+
+
+@pytest.fixture
+def play():
+    return Play()
+
+
+def test_the_answer_has_the_layers_in_order_with_the_figures_of_each_member(play):
+    play.tell(["stem", "head"])
+    answer = play.ask()
+    assert (answer.first, answer.total, answer.names) == (0, 2, ["stem", "head"])
+    np.testing.assert_allclose(answer.values[0], FIGURES)
+    np.testing.assert_allclose(answer.values[1, :, 3], FIGURES[:, 3] / 2)
+
+
+def test_nobody_is_told_of_a_job_that_his_key_is_not_for(play):
+    play.tell(["stem"])
+    assert play.ask(ANYBODY).total == 1
+    answer = play.ask(BOB)
+    assert (answer.total, answer.names, answer.values.size) == (0, [], 0)
+
+
+@pytest.mark.parametrize("asked", [{}, {"job": "a-nother"}, {"group": "pair"}], ids=str)
+def test_a_group_without_figures_and_one_that_does_not_exist_have_none(play, asked):
+    answer = play.ask(**asked)
+    assert isinstance(answer, Figures)
+    assert (answer.total, answer.names) == (0, [])
+
+
+def test_what_does_not_fit_into_one_answer_comes_in_the_next(play, monkeypatch):
+    layers = ["the longest", *(f"layer{number}" for number in range(4))]
+    play.tell(layers)
+    monkeypatch.setattr(limits, "MAX_FIGURES_BYTES", len("layer0\nlayer1\n") + 2 * 64)
+    pages = [play.ask(first=first) for first in (0, 1, 3, 5)]
+    assert [page.names for page in pages] == [layers[:1], layers[1:3], layers[3:], []]
+    assert {page.total for page in pages} == {5}
+
+
+def test_who_asks_for_too_much_has_to_wait_and_nobody_else_has(play, monkeypatch):
+    play.tell(["stem"])
+    size = len(encode(play.ask()))
+    monkeypatch.setattr(allowance, "SENT_AT_ONCE", 3 * size)
+    monkeypatch.setattr(allowance, "SENT_EACH_SECOND", 2 * size)
+    answers = [play.ask() for _ in range(5)]
+    assert [isinstance(answer, Figures) for answer in answers] == [True, True, True, False, False]
+    assert isinstance(answers[-1], Failure)
+    assert answers[-1].code == "limit"
+    assert isinstance(play.ask(BOB), Figures)
+    play.now = 2.0
+    assert isinstance(play.ask(), Figures), "it waited"
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape", "text"),
+    [
+        ("", (0, 2, 3), "expected shape"),
+        ("", (1, 2, 4), "expected shape"),
+        ("stem", (1, 0, 4), "members: expected an integer in \\[1"),
+        ("stem\n", (2, 2, 4), "layer: expected"),
+    ],
+)
+def test_layers_and_values_belong_together(layers, shape, text):
+    with pytest.raises(ProtocolError, match=text):
+        Figures("job", "world", 0, 0, layers, np.zeros(shape))
+
+
+def test_values_without_layers_are_refused():
+    frame = encode(Figures("job", "world", 0, 0, "", np.zeros((0, 2, 4))))
+    assert decode(frame).values.shape == (0, 2, 4)
+    for more in (bytes(8), bytes(1)):
+        with pytest.raises(ProtocolError, match="expected none without layers"):
+            decode(frame + more)
