@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 from server.arguments import Parser, meant
+from server.cli.asking import asking
 from server.cli.plain_logs import PlainFormatter
 from server.cli.sparing_logs import Sparing
-from server.cli.status import CHECK_SECONDS, ask, describe, own_endpoint
+from server.cli.status import CHECK_SECONDS, ask, describe, own_endpoint, report_of
 from server.cli.watch import as_json, watch
 from server.config import from_arguments
 from server.network.service import run_master
@@ -25,6 +26,7 @@ from statsd_bn.errors import (
     ServerUnreachable,
 )
 from statsd_bn.keys import ClientKeys, load_client
+from statsd_bn.messages import StatusRequest
 
 # Letters of the first line of an error that a command prints.
 LINE = 120
@@ -141,8 +143,12 @@ def _add_curve(parser: Parser) -> None:
 
 
 def _sound_report(endpoint: str, keys: ClientKeys | None) -> dict[str, Any]:
-    report = ask(endpoint, keys=keys)
-    _described(report)
+    from server.view.figures import add_figures  # noqa: PLC0415 - what the server itself does not need
+
+    with asking(endpoint, keys=keys) as question:
+        report = report_of(endpoint, question(StatusRequest()))
+        _described(report)
+        add_figures(question, report["groups"])
     return report
 
 

@@ -1,29 +1,18 @@
 """`python -m server status` and `check`: ask a running server what it is doing, or whether it is there."""
 
-import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
+from server.cli.asking import ANSWER_SECONDS, asking
 from server.config import bound_to
-from server.secrets.keygen import check_curve
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
-from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
 from statsd_bn.messages import WORLD, Failure, Status, StatusRequest, missing_members
 from statsd_bn.private_folder import find_server
-from statsd_bn.reach import check_is_open_to_us, why_silent
 from statsd_bn.text import plain, readable_within
-from statsd_bn.wire import decode, encode
-
-ANSWER_SECONDS = 5.0
-
-# After this long an attempt to connect is given up for a new one, over another port.
-CONNECT_MILLISECONDS = 1000
+from statsd_bn.wire import decode
 
 # Counts of the report, shown where they are not 0.
 COUNTS = {
@@ -65,53 +54,17 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None 
         AuthenticationRefused: server and client do not accept each other's keys.
         ServerUnreachable: no answer within `seconds`, or this is not an endpoint, or it is closed to this user.
     """
-    check_is_open_to_us(endpoint)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        # A port of ours whose former connection the server has not done with yet leads nowhere; another one does.
-        dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
-        dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
-        if keys:
-            check_curve()
-            dealer.curve_serverkey = keys.server.encode()
-            dealer.curve_publickey = keys.pair.public.encode()
-            dealer.curve_secretkey = keys.pair.secret.encode()
-        with dealer.get_monitor_socket(EVENTS) as monitor:
-            try:
-                dealer.connect(endpoint)
-            except zmq.ZMQError as error:
-                problem = zmq.strerror(error.errno or 0)
-                text = f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({problem})"
-                raise ServerUnreachable(text, endpoint=endpoint) from error
-            dealer.send(encode(StatusRequest()))
-            try:
-                frame = _receive(dealer, monitor, Handshakes(endpoint, has_key=keys is not None), seconds)
-            finally:
-                dealer.disable_monitor()
-    if frame is None:
-        raise ServerUnreachable(why_silent(endpoint, seconds, socket), endpoint=endpoint, seconds=seconds)
-    return _report(endpoint, frame)
+    with asking(endpoint, seconds, keys) as question:
+        return report_of(endpoint, question(StatusRequest()))
 
 
-def _receive(
-    dealer: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", handshakes: Handshakes, seconds: float
-) -> bytes | None:
-    poller = zmq.Poller()
-    poller.register(dealer, zmq.POLLIN)
-    poller.register(monitor, zmq.POLLIN)
-    of_this_socket = handshakes.socket()
-    expiry = time.monotonic() + seconds
-    while (left := expiry - time.monotonic()) > 0:
-        ready = dict(poller.poll(int(left * 1000) + 1))
-        if dealer in ready:
-            return dealer.recv()
-        if monitor in ready:
-            told = recv_monitor_message(monitor)
-            of_this_socket.take(time.monotonic(), int(told["event"]), int(told["value"]))
-    return None
+def report_of(endpoint: str, frame: bytes) -> dict[str, Any]:
+    """Report that a frame from the server at `endpoint` carries.
 
-
-def _report(endpoint: str, frame: bytes) -> dict[str, Any]:
+    Raises:
+        AuthenticationRefused: the server does not accept this client's key.
+        ServerUnreachable: it carries none.
+    """
     try:
         answer = decode(frame)
     except ProtocolError as error:

@@ -23,8 +23,8 @@ class Watcher:
 
     A snapshot has `time` (seconds since 1970), `endpoint`, `error` ("" while the server answers), `server`, `seconds`
     (since its start), `groups`, `ended`, `events` and `counts`, how many events there were of each kind. A group is
-    that of the report with `rounds_per_second`; a member that of the report with `steps_per_second` and `doing`, what
-    it waits for.
+    that of the report with `rounds_per_second`, and with `figures` where there are any, see `server.view.figures`; a
+    member that of the report with `steps_per_second` and `doing`, what it waits for.
 
     Args:
         endpoint: of the server, for people.

@@ -10,13 +10,17 @@ import time
 import urllib.parse
 import urllib.request
 
+import numpy as np
 import pytest
 import zmq
 
+from server.insight.comparison import LEAST_SECONDS
+from statsd_bn import limits
+from statsd_bn.messages import Digest
 from statsd_bn.wire import encode
 from support.paths import ROOT
 from support.ports import free_port
-from support.strategies import contribution, key, register
+from support.strategies import contribution, key, register, session_of
 
 pytest.importorskip("rich", reason="needs the extra view")
 pytest.importorskip("uvicorn", reason="needs the extra view")
@@ -71,6 +75,28 @@ def test_a_terminal_of_80_columns_and_24_lines_shows_all_facts(server, job, tmp_
             )
         finally:
             subprocess.run([*tmux, "kill-server"], check=True)
+
+
+def test_what_ranks_have_told_the_server_is_in_a_snapshot(server, job):
+    """Of more layers than one answer has room for."""
+    members, layers = 128, [f"layer{number}" for number in range(limits.MAX_DIGEST_LAYERS)]
+    named = ["\n".join(f"{part}.{layer}" for layer in layers) for part in "abcdefgh"]
+    values = np.full((len(layers), members, 4), [8.0, 0.5, 1.0, 0.001])
+    values[:, 7, 3] = 0.1
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(server.endpoint)
+        for rank in range(members):
+            dealer.send(encode(register(rank, members, job=job)))
+        for part in named:
+            dealer.send(encode(Digest(session_of(0, job), 0, part, values)))
+            time.sleep(LEAST_SECONDS + 0.1)  # what comes sooner is dropped
+        command = [sys.executable, "-m", "server", "view", server.endpoint, "--once", "--json"]
+        snapshot = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    (told,) = [group["figures"]["layers"] for group in snapshot["groups"] if group["job"] == job]
+    assert sorted(layer["name"] for layer in told) == sorted("\n".join(named).split("\n"))
+    assert len(told) * members * 32 > limits.MAX_FIGURES_BYTES
+    assert told[0]["eta2"] == pytest.approx(0.227)
+    assert (told[0]["parts"][7], told[0]["means"][7], told[0]["variances"][7]) == (0.1, 0.5, 1.0)
 
 
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="needs Debian's prometheus")

@@ -13,7 +13,7 @@ from client.connection.session import Session
 from client.launch.settings import resolve
 from server.__main__ import main
 from server.cli.plain_logs import MAX_LINE, PlainFormatter
-from server.cli.status import _report, describe
+from server.cli.status import describe, report_of
 from server.core.dispatcher import Dispatcher
 from server.group.rounds import failure
 from statsd_bn import limits
@@ -188,7 +188,7 @@ REPORT = {
 def test_the_report_of_a_hostile_server_says_nothing_to_a_terminal():
     clean = HOSTILE.replace("\ud800", "")  # which msgpack cannot carry
     frame = encode(Status({**REPORT, "server": clean, "groups": [_with(clean, group) for group in REPORT["groups"]]}))
-    assert not hidden(describe(_report("tcp://here:1", frame)))
+    assert not hidden(describe(report_of("tcp://here:1", frame)))
 
 
 def _with(text: str, value):

@@ -1,0 +1,81 @@
+"""The view asks for the figures of each group, page after page, and puts them into the group's entry."""
+
+import numpy as np
+import pytest
+
+from server.view import figures
+from server.view.figures import add_figures
+from server.view.snapshot import Watcher
+from statsd_bn import limits
+from statsd_bn.errors import LimitExceeded, ServerUnreachable
+from statsd_bn.messages import Failure, Figures
+from statsd_bn.wire import encode
+from support.view_reports import group, member, report
+
+VALUES = np.array([[10.0, 0.5, 1.0, 0.1], [10.0, -0.5, 9.0, 0.25]])
+
+
+class Server:
+    """Answers like a server with these layers in each job that it knows, so many in an answer."""
+
+    def __init__(self, layers, job="digits", each=2):
+        self.layers, self.job, self.each = layers, job, each
+        self.asked = []
+
+    def __call__(self, question):
+        self.asked.append((question.job, question.group, question.first))
+        known = self.layers if question.job == self.job else []
+        told = known[question.first : question.first + self.each]
+        values = np.array([VALUES] * len(told)).reshape(-1, 2, 4)
+        named = question.job, question.group, question.first
+        return encode(Figures(*named, len(known), "\n".join(told), values))
+
+
+def test_a_group_has_its_layers_in_order_with_numbers_of_each_member():
+    server, of = Server(["stem"]), group(member(0), member(1))
+    add_figures(server, [of])
+    numbers = {"parts": [0.1, 0.25], "means": [0.5, -0.5], "variances": [1.0, 9.0]}
+    assert of["figures"] == {"layers": [{"name": "stem", "eta2": 0.35, **numbers}]}
+    (shown,) = Watcher("tcp://127.0.0.1:4555").take(0.0, report(of))["groups"]
+    assert shown["figures"] == of["figures"]
+
+
+def test_all_pages_are_asked_for():
+    layers = [f"layer{number}" for number in range(5)]
+    server, of = Server(layers), group()
+    add_figures(server, [of])
+    assert [layer["name"] for layer in of["figures"]["layers"]] == layers
+    assert server.asked == [("digits", "world", first) for first in (0, 2, 4)]
+
+
+def test_a_group_that_has_none_has_no_entry_and_an_elastic_one_is_not_asked_for():
+    server, groups = Server(["stem"]), [group(job="new"), group(min_members=1)]
+    add_figures(server, groups)
+    assert server.asked == [("new", "world", 0)]
+    assert not any("figures" in of for of in groups)
+
+
+def test_a_server_that_refuses_for_now_leaves_them_out():
+    of = group()
+    add_figures(lambda _: encode(Failure(LimitExceeded.code, "too much", {})), [of])
+    assert "figures" not in of
+
+
+def test_a_server_with_very_many_groups_is_not_asked_for_all_of_them(monkeypatch):
+    times = iter(np.arange(100.0))
+    monkeypatch.setattr(figures, "SECONDS", 2.0)
+    monkeypatch.setattr(figures.time, "monotonic", lambda: next(times))
+    groups = [group() for _ in range(4)]
+    add_figures(Server(["stem"]), groups)
+    assert ["figures" in of for of in groups] == [True, True, False, False]
+
+
+def test_a_server_that_always_has_more_is_not_asked_for_ever():
+    server, of = Server(["stem"] * 2 * limits.MAX_FIGURES_LAYERS, each=100), group()
+    add_figures(server, [of])
+    assert len(server.asked) == limits.MAX_FIGURES_LAYERS // 100 + 1
+
+
+def test_an_answer_that_makes_no_sense_is_an_error():
+    with pytest.raises(ServerUnreachable, match="expected figures of this version"):
+        add_figures(lambda _: b"garbage", [group()])
