@@ -472,7 +472,7 @@ class Figures:
         group: which of its groups.
         first: how many layers come before these.
         total: how many layers there are; 0 where there are no figures, or no such group.
-        layers: the names of these layers in the order of a step, a line each; empty where there are none.
+        layers: the names of these layers in the order of a step, a line each; empty without layers.
         values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
     """
 

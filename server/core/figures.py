@@ -30,7 +30,7 @@ class FiguresAnswers:
             now: the time.
             tenant: who asks.
             request: what it asks for.
-            master: of the group; None if there is none that it may see, which has no figures.
+            master: of the group; None if the tenant may see no such group.
 
         Raises:
             LimitExceeded: it has asked for too much lately.

@@ -1,4 +1,4 @@
-"""Metrics: a snapshot as Prometheus reads it. Labels are bounded: the first ranks of a group."""
+"""Metrics: a snapshot as Prometheus reads it. Labels are bounded: a group's first ranks and most skewed layers."""
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate, chain, repeat
@@ -8,12 +8,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from server.insight.histogram import BOUNDS
+from server.view.skewed import most_skewed
 from server.view.snapshot import Snapshot
 
 GROUP = ("job", "group")
 
 # Ranks of a group with a series of their own. Prometheus keeps each series that it ever saw in memory.
 MAX_RANKS = 64
+
+# Layers of a group likewise, the most skewed ones.
+MAX_LAYERS = 20
 
 
 class Metrics:
@@ -51,6 +55,7 @@ class Metrics:
         yield from _of_groups(groups)
         yield from _of_ranks(groups)
         yield _round_seconds(groups)
+        yield _skew(groups)
 
 
 def _of_groups(groups: list[dict[str, Any]]) -> Iterator[Metric]:
@@ -103,6 +108,15 @@ def _round_seconds(groups: list[dict[str, Any]]) -> Metric:
             buckets = [(repr(bound), total) for bound, total in zip(BOUNDS, up_to, strict=False)]
             family.add_metric(_labels(group), [*buckets, ("+Inf", sum(told["counts"]))], told["sum"])
     return family
+
+
+def _skew(groups: list[dict[str, Any]]) -> Metric:
+    text = "The share of a layer's variance that lies between the ranks, 0 to 1."
+    gauge = GaugeMetricFamily("statsd_bn_skew_eta2", text, labels=(*GROUP, "layer"))
+    for group in groups:
+        for layer in most_skewed(group, MAX_LAYERS):
+            gauge.add_metric((*_labels(group), layer.name), layer.eta2)
+    return gauge
 
 
 def _labels(group: dict[str, Any]) -> tuple[str, str]:

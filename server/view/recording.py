@@ -1,10 +1,13 @@
 """Recording: snapshots in a file of SQLite, to look at after the run."""
 
 import json
+import math
 import sqlite3
+import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from server.view.snapshot import Snapshot
 from statsd_bn.errors import ConfigurationError
@@ -13,11 +16,15 @@ from statsd_bn.errors import ConfigurationError
 APPLICATION_ID = 0x7374626E
 FIRST_BYTES = b"SQLite format 3\x00"
 
+# Figures are averages over some ten seconds, and the largest part of a snapshot.
+FIGURES_SECONDS = 10.0
+
 
 class Recorder:
     """Appends snapshots to a file, each durable before the next one.
 
-    Events stand in a table of their own, each once, and not in the snapshots.
+    Events stand in a table of their own, each once, and not in the snapshots. So do the figures of the groups, packed
+    and one set in FIGURES_SECONDS.
 
     Args:
         path: of the file; it is made, or added to.
@@ -37,18 +44,31 @@ class Recorder:
             self._base.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             self._base.execute("CREATE TABLE IF NOT EXISTS snapshots (time REAL, snapshot TEXT)")
             self._base.execute("CREATE TABLE IF NOT EXISTS events (time REAL, event TEXT)")
+            self._base.execute("CREATE TABLE IF NOT EXISTS figures (time REAL PRIMARY KEY, figures BLOB)")
             self._base.commit()
         except sqlite3.Error as error:
             raise ConfigurationError(f"--record: cannot write {path!r}: {error}") from error
         self._last_event = 0.0
+        self._last_figures = -math.inf
 
     def add(self, snapshot: Snapshot) -> None:
         """Keep a snapshot."""
         new = [event for event in snapshot["events"] if event["time"] > self._last_event]
         self._last_event = max((event["time"] for event in new), default=self._last_event)
         with self._base:
-            self._base.execute("INSERT INTO snapshots VALUES (?, ?)", (snapshot["time"], _text(snapshot, events=[])))
+            text = _text(snapshot, events=[], groups=[_without_figures(group) for group in snapshot["groups"]])
+            self._base.execute("INSERT INTO snapshots VALUES (?, ?)", (snapshot["time"], text))
+            self._add_figures(snapshot)
             self._base.executemany("INSERT INTO events VALUES (?, ?)", [(e["time"], json.dumps(e)) for e in new])
+
+    def _add_figures(self, snapshot: Snapshot) -> None:
+        now = snapshot["time"]
+        if now < self._last_figures + FIGURES_SECONDS:
+            return
+        if figures := [[*_name(group), group["figures"]] for group in snapshot["groups"] if "figures" in group]:
+            packed = zlib.compress(json.dumps(figures, separators=(",", ":")).encode())
+            self._base.execute("INSERT OR REPLACE INTO figures VALUES (?, ?)", (now, packed))
+            self._last_figures = now
 
     def close(self) -> None:
         """Close the file."""
@@ -66,7 +86,7 @@ def is_recording(path: str) -> bool:
 
 
 def recorded(path: str) -> Iterator[Snapshot]:
-    """The snapshots of a recording, from the first to the last, each with the events until then.
+    """The snapshots of a recording, from the first to the last, each with the events and the last figures until then.
 
     Raises:
         ConfigurationError: this is not a recording.
@@ -76,9 +96,27 @@ def recorded(path: str) -> Iterator[Snapshot]:
             events = [json.loads(row[0]) for row in base.execute("SELECT event FROM events ORDER BY time")]
             for (text,) in base.execute("SELECT snapshot FROM snapshots ORDER BY time"):
                 snapshot: Snapshot = json.loads(text)
-                yield {**snapshot, "events": [event for event in events if event["time"] <= snapshot["time"]]}
-    except (sqlite3.Error, ValueError) as error:
+                told = [event for event in events if event["time"] <= snapshot["time"]]
+                groups = _with_figures(base, snapshot["time"], snapshot["groups"])
+                yield {**snapshot, "events": told, "groups": groups}
+    except (sqlite3.Error, zlib.error, ValueError) as error:
         raise ConfigurationError(f"expected a recording of --record, got {path!r}: {error}") from error
+
+
+def _with_figures(base: sqlite3.Connection, now: float, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    # Those that are older are of a group that has none any more.
+    query = "SELECT figures FROM figures WHERE time > ? AND time <= ? ORDER BY time DESC LIMIT 1"
+    row = base.execute(query, (now - 2 * FIGURES_SECONDS, now)).fetchone()
+    known = {tuple(name): figures for *name, figures in json.loads(zlib.decompress(row[0]))} if row else {}
+    return [{**group, "figures": known[_name(group)]} if _name(group) in known else group for group in groups]
+
+
+def _without_figures(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "figures"}
+
+
+def _name(group: dict[str, Any]) -> tuple[str, str, int]:
+    return group["job"], group["group"], group["epoch"]
 
 
 def _text(snapshot: Snapshot, **other: object) -> str:

@@ -7,11 +7,15 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from server.view.skewed import Skewed, most_skewed
 from server.view.snapshot import Snapshot
 from statsd_bn.text import plain
 
 # Lines that a terminal of 24 rows has room for: ranks of each group, findings and events.
 TOLD_RANKS, TOLD_FINDINGS, TOLD_EVENTS = 10, 2, 3
+
+# Layers of each group, the most skewed ones.
+TOLD_LAYERS = 5
 
 BAD = {"lost", "left", "mismatch", "non-finite", "restart", "silent"}
 
@@ -67,7 +71,13 @@ def _group(group: dict[str, Any], ranks: int) -> list[RenderableType]:
     parts.append(_ranks(group, ranks))
     if (left_out := present - min(ranks, len(group["members"]))) > 0:
         parts.append(_line(f"  and {left_out} ranks more"))
+    parts += [_skewed(layer) for layer in most_skewed(group, TOLD_LAYERS)]
     return parts
+
+
+def _skewed(layer: Skewed) -> Text:
+    who = "" if layer.rank is None else f", rank {layer.rank} brings {layer.part:.3f}"
+    return _line(f"  skew {layer.eta2:.3f}{who}: {layer.name}")
 
 
 def _ranks(group: dict[str, Any], ranks: int) -> Table:

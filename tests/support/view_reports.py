@@ -28,3 +28,13 @@ def group(*members: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def report(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"server": "abcd", "seconds": 60.0, "received": 9, "bad_frames": 0, "groups": list(groups), **more}
+
+
+def layer(name: str, *parts: float) -> dict[str, Any]:
+    """A layer's figures in a snapshot."""
+    ones = [1.0] * len(parts)
+    return {"name": name, "eta2": sum(parts), "parts": list(parts), "means": ones, "variances": ones}
+
+
+def figures(*layers: dict[str, Any]) -> dict[str, Any]:
+    return {"layers": list(layers)}

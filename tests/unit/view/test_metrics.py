@@ -9,10 +9,10 @@ pytest.importorskip("prometheus_client", reason="needs the extra view")
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.insight.histogram import BOUNDS
-from server.view.metrics import MAX_RANKS, Metrics
+from server.view.metrics import MAX_LAYERS, MAX_RANKS, Metrics
 from server.view.snapshot import Watcher
 from support.paths import ROOT
-from support.view_reports import group, member, report
+from support.view_reports import figures, group, layer, member, report
 
 NAMED = {"job": 'a "job"\n\\ <script>', "group": "world"}
 HISTOGRAM = {"counts": [3, 2, *[0] * (len(BOUNDS) - 2), 1], "sum": 0.5}
@@ -56,6 +56,14 @@ def test_labels_are_bounded():
     assert sum(s.name == "statsd_bn_rank_step" for s in of) == MAX_RANKS
 
 
+def test_the_most_skewed_layers_have_a_series():
+    layers = [layer(f"bn{number}", number / 1000, 0.0) for number in range(100)]
+    of = samples(report(group(figures=figures(*layers), **NAMED), group(job="other")))
+    assert value(of, "statsd_bn_skew_eta2", layer="bn99", **NAMED) == 0.099
+    assert value(of, "statsd_bn_skew_eta2", layer="bn80", **NAMED) == 0.08
+    assert sum(s.name == "statsd_bn_skew_eta2" for s in of) == MAX_LAYERS
+
+
 def test_a_series_keeps_the_buckets_that_it_has():
     of = samples(report(group(member(0), round_seconds={"counts": [4], "sum": 1e-5})))
     buckets = [s.value for s in of if s.name == "statsd_bn_round_seconds_bucket"]
@@ -73,7 +81,8 @@ def test_a_silent_server_has_no_numbers_that_stand_still():
 
 def test_the_dashboard_and_the_rules_ask_for_what_is_told():
     paced = member(0, waiting=0.2, score=0.5)
-    told = {sample.name for sample in samples(report(), report(group(paced, round_seconds=HISTOGRAM)))}
+    of = group(paced, round_seconds=HISTOGRAM, figures=figures(layer("bn", 0.1)))
+    told = {sample.name for sample in samples(report(), report(of))}
     folder = ROOT / "docker/monitoring"
     board = json.loads((folder / "dashboard.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
@@ -92,7 +101,9 @@ PROMTOOL = shutil.which("promtool")
 
 @pytest.mark.skipif(not PROMTOOL, reason="needs promtool, of Debian's package prometheus")
 def test_promtool_accepts_the_metrics_and_the_rules():
-    snapshot = Watcher("x").take(0.0, report(group(member(0), round_seconds=HISTOGRAM)))
+    snapshot = Watcher("x").take(
+        0.0, report(group(member(0), round_seconds=HISTOGRAM, figures=figures(layer("bn", 0.1))))
+    )
     text = Metrics(lambda: snapshot).text()
     # The exit code is 3 where promtool only advises, so 0 says that it has no advice either.
     checked = subprocess.run([PROMTOOL, "check", "metrics"], input=text, capture_output=True, check=False)

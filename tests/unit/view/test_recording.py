@@ -1,12 +1,13 @@
 import sqlite3
 
+import numpy as np
 import pytest
 
 from server.__main__ import main
-from server.view.recording import Recorder, is_recording, recorded
+from server.view.recording import FIGURES_SECONDS, Recorder, is_recording, recorded
 from server.view.snapshot import Watcher
 from statsd_bn.errors import ConfigurationError
-from support.view_reports import group, member, report
+from support.view_reports import figures, group, layer, member, report
 
 
 def recording(path):
@@ -24,6 +25,37 @@ def test_what_was_recorded_comes_back(tmp_path):
     snapshots = recording(tmp_path / "run.db")
     assert list(recorded(str(tmp_path / "run.db"))) == snapshots
     assert len(snapshots[2]["events"]) == 1
+
+
+def test_figures_are_kept_once_in_ten_seconds_and_come_back_until_the_next(tmp_path):
+    path, watcher = str(tmp_path / "run.db"), Watcher("tcp://x:1")
+    recorder = Recorder(path)
+    times = [1.0, 2.0, FIGURES_SECONDS + 1.0, FIGURES_SECONDS + 2.0]
+    for now in times:
+        of_now = figures(layer("bn1", now / 100, 0.0))
+        recorder.add(watcher.take(now, report(group(figures=of_now), group(job="other"))))
+    recorder.add(watcher.take(4 * FIGURES_SECONDS, report(group(), group(job="other"))))
+    recorder.close()
+    groups = [snapshot["groups"] for snapshot in recorded(path)]
+    told = [first["figures"]["layers"][0]["parts"][0] for first, _ in groups[:-1]]
+    assert told == [0.01, 0.01, 0.11, 0.11]
+    assert "figures" not in groups[-1][0], "they are old"
+    assert all("figures" not in other for _, other in groups)
+
+
+def test_a_minute_of_figures_takes_little_room(tmp_path):
+    """Of a ResNet-50 on 16 ranks; one set is 30 kB as JSON, and there is one each second."""
+    sizes = []
+    for each in (1, 60):
+        path, rng = tmp_path / f"{each}.db", np.random.default_rng(0)
+        recorder, watcher = Recorder(str(path)), Watcher("tcp://x:1")
+        for second in range(60):
+            layers = [layer(f"layer{number}.bn", *rng.random(16).round(6).tolist()) for number in range(53)]
+            told = {"figures": figures(*layers)} if second % each == 0 else {}
+            recorder.add(watcher.take(float(second), report(group(**told))))
+        recorder.close()
+        sizes.append(path.stat().st_size)
+    assert sizes[0] - sizes[1] < 5 * 15_000
 
 
 def test_view_shows_a_recording_again(tmp_path, capsys):

@@ -1,6 +1,6 @@
 from server.view.snapshot import Watcher
 from server.view.terminal import TOLD_EVENTS, as_text
-from support.view_reports import group, member, report
+from support.view_reports import figures, group, layer, member, report
 
 
 def shown(*reports, width=80):
@@ -33,6 +33,17 @@ def test_a_job_fits_into_80_columns_and_24_lines_with_all_its_facts():
     assert [line.split()[1] for line in lines[-TOLD_EVENTS:]] == ["mismatch:", "non-finite:", "straggler:"]
     assert "joined:" not in text
     assert "\x1b" not in text
+
+
+def test_the_five_most_skewed_layers_are_told_with_the_rank_that_brings_most():
+    layers = [layer(f"layer{number}." + "x" * 60 * (number == 6), 0.01, number / 10, 0.02) for number in range(7)]
+    text = shown(report(group(*map(member, range(3)), figures=figures(*layers))))
+    told = [line for line in text.splitlines() if "skew" in line]
+    assert [line.split(":")[0].strip() for line in told] == [
+        f"skew 0.{number}30, rank 1 brings 0.{number}00" for number in (6, 5, 4, 3, 2)
+    ]
+    assert [line.split(": ")[1].strip()[:7] for line in told] == [f"layer{number}." for number in (6, 5, 4, 3, 2)]
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_names_are_neither_markup_nor_control_a_terminal():
