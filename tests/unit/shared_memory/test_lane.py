@@ -152,7 +152,7 @@ def test_members_in_different_layers_are_told_so_by_the_server():
         assert isinstance(error, RoundMismatch)
         assert "bn of 0" in str(error)
         assert "bn of 1" in str(error)
-    assert seen.is_set()
+    assert seen.wait(20)
 
 
 def test_members_with_other_channel_counts_are_told_the_numbers():
