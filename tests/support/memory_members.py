@@ -46,8 +46,10 @@ class MemoryMaster:
         return [contributor["member"] for contributor in self.report(group)["members"]]
 
     def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        self.transport.deliver(self.dispatcher.tick(self.now))
+        with self.transport._master:
+            self.now += seconds
+            replies = self.dispatcher.tick(self.now)
+        self.transport.deliver(replies)
 
 
 def in_threads(programs: list[Callable[[], Any]], seconds: float = 30.0) -> list[Any]:
