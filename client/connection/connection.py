@@ -69,7 +69,6 @@ class Connection:
     Attributes:
         member: who this process is.
         transport: how it reaches the server.
-        unsettled: the rounds of which the server has not heard.
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
         watch: told of each exchange, by the layer's name and the round's key; or None.
@@ -86,7 +85,6 @@ class Connection:
         self.rounds = 0
         self.transport = transport
         self._sessions = Sessions(transport, member)
-        self.unsettled = self._sessions.unsettled
         self._world = groups.world(member.world_size)
         # Looked up now where that can be done: torch.compile follows a layer to its group, but not to the host's name.
         self._local: Group | None = None
@@ -334,7 +332,6 @@ class Connection:
 
     def _run(self, trip: RoundTrip) -> Aggregate:
         with self.transport.channel() as channel:
-            self._sessions.settle(channel)
             return driver.run(trip, channel)
 
     def round_trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:

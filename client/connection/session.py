@@ -9,7 +9,7 @@ forward rounds within the step. A backward round keeps the key of its forward ro
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeAlias, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 
@@ -49,21 +49,6 @@ BEGINNINGS = (FORWARD, GATHER)
 
 # What is about a round.
 _ANSWERS = (Aggregate, Pending)
-
-
-Unsettled: TypeAlias = "dict[Session, RoundKey]"
-"""By session, the latest round that members have had among themselves, where the server has not heard of that."""
-
-
-def taken(unsettled: Unsettled) -> list[bytes]:
-    """Takes all out, and returns the frames that tell the server.
-
-    They go before whatever this member waits for at the server. Else another one that has contributed to such a round,
-    and has not been awake since, would seem to wait there for this one, and this one here for it.
-    """
-    sessions = list(unsettled)
-    # Another thread may be quicker.
-    return [session.settled(key) for session in sessions if (key := unsettled.pop(session, None))]
 
 
 class Steps:

@@ -15,8 +15,8 @@ from client.connection.groups import Group
 from client.connection.heartbeat import Heartbeat
 from client.connection.member import BY_JOIN, Member
 from client.connection.registration import Registration, cause_of
-from client.connection.session import Session, Unsettled, taken
-from client.connection.transport import Channel, Transport
+from client.connection.session import Session
+from client.connection.transport import Transport
 from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
 from client.whereabouts.termination import Termination
@@ -42,7 +42,6 @@ class Sessions:
         member: who this process is.
 
     Attributes:
-        unsettled: the latest rounds that the members have had among themselves, and of which the server has not heard.
         job: what is known of the job's end.
         termination: holds up the signal to end this process; None where there is no news to wait for.
     """
@@ -52,7 +51,6 @@ class Sessions:
         self._member = member
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self.unsettled: Unsettled = {}
         self._closed = False
         # Those that need no lock and no wait any more, which is what all rounds but the first find.
         self._open_sessions: dict[Group, Session] = {}
@@ -100,12 +98,6 @@ class Sessions:
                 self._open_sessions[group] = entry.session
         return entry.session
 
-    def settle(self, channel: Channel) -> None:
-        """Tells the server of unsettled rounds, before a wait for it."""
-        if self.unsettled:
-            for frame in taken(self.unsettled):
-                channel.send(frame)
-
     def change_stand(self, group: Group, stand: Stand) -> None:
         """Tells the server how this member stands to a group's rounds from now on; BACK waits for all others.
 
@@ -150,7 +142,6 @@ class Sessions:
     def _register(self, session: Session, timeout: float) -> None:
         try:
             with self._transport.channel() as channel:
-                self.settle(channel)
                 driver.run(Registration(session, self._transport.endpoint, timeout), channel)
         except ServerUnreachable as error:
             seconds = cast("float", error.fields["seconds"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from client.connection.machine import Turn
 from client.connection.round_trip import RoundTrip
-from client.connection.session import Session, Unsettled, taken
+from client.connection.session import Session
 from client.lanes.key_digest import digest_of
 from client.shared_memory.group_memory import GroupMemory
 from statsd_bn import limits
@@ -44,7 +44,6 @@ class RoundInMemory:
         key: of the round.
         rows: what this member brings.
         memory: of the group. It is closed if the round fails, since whoever leaves a round early is out of step.
-        unsettled: of all groups, see `client.connection.sessions.Sessions`.
         begin_trip: returns what takes part in the round over the server, not begun.
         listen_seconds: how often to look at both, memory and server, once the server has heard of it.
     """
@@ -55,7 +54,6 @@ class RoundInMemory:
         key: RoundKey,
         rows: Rows,
         memory: GroupMemory,
-        unsettled: Unsettled,
         begin_trip: Callable[[], RoundTrip],
         listen_seconds: float = LISTEN_SECONDS,
     ) -> None:
@@ -63,7 +61,6 @@ class RoundInMemory:
         self._key = key
         self._rows = rows
         self._memory = memory
-        self._unsettled = unsettled
         self._begin_trip = begin_trip
         self._listen_seconds = listen_seconds
         self._trip: RoundTrip | None = None
@@ -99,7 +96,7 @@ class RoundInMemory:
             return over
         self._trip = self._begin_trip()
         frames, self._due, aggregate = self._trip.begin(now)
-        return (*taken(self._unsettled), *frames), self._next(now), aggregate
+        return frames, self._next(now), aggregate
 
     def _next(self, now: float) -> float:
         return min(self._due, now + self._listen_seconds)
@@ -119,9 +116,9 @@ class RoundInMemory:
         self._session.lane.rounds_in_memory += self._trip is None
         self._session.lane.seconds_in_memory += now - self._began
         if self._memory.is_told:
-            # Everybody says so: what the teller says may be lost, and it would seem to wait there still.
+            # Everybody says so, and at once: the teller may be asleep, or what it says may be lost. It would seem to
+            # wait there still for this member, and this one in the next round for it.
             return (self._session.settled(self._key),), now, aggregate
-        self._unsettled[self._session] = self._key
         return (), now, aggregate
 
     def _at_server(self) -> AtServer:

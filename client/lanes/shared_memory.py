@@ -92,7 +92,7 @@ def _take_part(connection: Connection, memory: GroupMemory, session: Session, ke
         if memory.is_closed:
             found: Aggregate | AtServer = AtServer(begin_trip())
         else:
-            round_ = RoundInMemory(session, key, rows, memory, connection.unsettled, begin_trip)
+            round_ = RoundInMemory(session, key, rows, memory, begin_trip)
             found = _run(round_, memory, connection)
     # Without the lock: two threads may wait for each other there, on this member and on another.
     return found if isinstance(found, Aggregate) else connection.run(found.trip)

@@ -19,6 +19,7 @@ from client.connection.round_trip import GRACE_SECONDS, RoundTrip
 from client.connection.session import Session
 from client.lanes import round_in_memory
 from client.lanes.round_in_memory import RoundInMemory
+from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.region import Region
 from server.core import collectives, deadlock, inquiry, mismatches
 from server.core.dispatcher import Dispatcher
@@ -33,7 +34,6 @@ from server.group.open_rounds import OpenRounds
 from server.group.recovery import Recovery
 from server.group.rounds import Round
 from server.group.seals import Seals
-from simulation import simulated_process
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Whereabouts
@@ -470,8 +470,19 @@ def memory_of_one_slot() -> Any:
 
 @bug
 def settled_rounds_untold() -> Any:
-    """The server is not told that a round is over in memory before it is asked for another."""
-    return mock.patch.object(simulated_process, "taken", return_value=[])
+    """The server is not told that a round is over in memory."""
+    return mock.patch.object(GroupMemory, "is_told", new=False)
+
+
+@bug
+def settled_by_the_teller_alone() -> Any:
+    """Of a round that is over in memory only those tell the server who have sent it their rows."""
+
+    def look(right: Any, self: RoundInMemory, now: float) -> Any:
+        over = right(self, now)
+        return ((), *over[1:]) if over and self._trip is None else over
+
+    return instead(RoundInMemory, "_look", look)
 
 
 @bug

@@ -294,7 +294,6 @@ class Process(SimulatedProcess):
                     key,
                     rows,
                     memory,
-                    self.unsettled,
                     lambda: self._trip(session, key, rows),
                     LISTEN_SECONDS,
                 )

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from client.connection.machine import Machine
 from client.connection.pulse import Pulse
-from client.connection.session import Unsettled, taken
 from client.connection.transport import WATCH_SECONDS
-from client.lanes.round_in_memory import RoundInMemory
 from client.whereabouts.place import Place
 from simulation.simulated_network import BEACON_RECONNECT_SECONDS, Clock, Network, SimulatedChannel
 from statsd_bn.errors import StatsdBNError
@@ -29,7 +27,6 @@ class SimulatedProcess:
         frozen_seconds: how long it did not run, in all.
         slowness: how much longer its program takes between two rounds, in seconds.
         sessions: its sessions, by group.
-        unsettled: the rounds in memory of which the server has not heard.
     """
 
     def __init__(self, clock: Clock, network: Network) -> None:
@@ -38,7 +35,6 @@ class SimulatedProcess:
         self.frozen_seconds = 0.0
         self.slowness = 0.0
         self.sessions: dict[str, Session] = {}
-        self.unsettled: Unsettled = {}
         self._clock, self._network = clock, network
         self._idle: list[SimulatedChannel] = []
         self._beacon: SimulatedChannel | None = None
@@ -160,9 +156,6 @@ class SimulatedProcess:
                 self._wait_until(self._clock.now + wanted)
                 return
             self._machine, self._channel = wanted, self._lend()
-            if not isinstance(wanted, RoundInMemory):
-                for frame in taken(self.unsettled):
-                    self._channel.send(frame)
             try:
                 ended = self._turn(wanted, *wanted.begin(self._clock.now))
             except StatsdBNError as error:
