@@ -279,7 +279,7 @@ class Process(SimulatedProcess):
             return (yield found.trip)
         aggregate = yield self._trip(session, key, rows)
         if key.phase != GATHER:
-            yield from self._agree(group, session)
+            yield from self._agree(group, session, key)
         return aggregate
 
     def _trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
@@ -302,11 +302,12 @@ class Process(SimulatedProcess):
             memory.close()
             raise
 
-    def _agree(self, group: Group, session: Session) -> Part:
+    def _agree(self, group: Group, session: Session, key: RoundKey) -> Part:
         """Does what `agreement.agree` does, where all members of a group share memory."""
         plan = self.world.plan
         if not plan.in_memory or plan.min_members or session.is_uneven or group.name in self._memories:
             return
+        self.world.agreements.add(key)
         members = list(session.members)
         me = members.index(self.number)
         offered = self.world.offer_memory(len(members)) if me == 0 else 0

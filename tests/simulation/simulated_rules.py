@@ -116,6 +116,9 @@ def _ends_within_its_bound(world: "World", outcome: "Outcome") -> None:
     bound = plan.deadline + GRACE_SECONDS if outcome.what == "exchange" else filling
     if outcome.group != "world":
         bound += filling
+    if outcome.key in world.agreements:
+        # Then the members agree on memory, in two gathers.
+        bound += 2 * (plan.deadline + GRACE_SECONDS)
     took = outcome.ended - outcome.started - outcome.process.frozen_seconds
     if took > bound + MARGIN:
         world.find("every wait ends in time", f"{outcome.process} {outcome.what} {outcome.key}: {took} s, not {bound}")

@@ -116,6 +116,8 @@ class World:
         self.timeouts: dict[RoundKey, str] = {}
         self.rounds = 0
         self.memories: list[SimulatedMemory] = []
+        # The rounds after which members have agreed on memory.
+        self.agreements: set[RoundKey] = set()
         self._events = 0
         self._finding: Finding | None = None
         self._numbers = self._draw_numbers()
