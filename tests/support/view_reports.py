@@ -1,5 +1,6 @@
 """Reports of a pretended server, for the tests of the view."""
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -38,3 +39,12 @@ def layer(name: str, *parts: float) -> dict[str, Any]:
 
 def figures(*layers: dict[str, Any]) -> dict[str, Any]:
     return {"layers": list(layers)}
+
+
+def figures_of(layers: Iterable[str], members: int, mean: float = 0.0, odd: int | None = None) -> dict[str, Any]:
+    """What a snapshot says of layers; the members' means count up from `mean`; `odd` is the index of a skewed one."""
+    parts = [0.2 if at == odd else 0.01 for at in range(members)]
+    means = [mean + at for at in range(members)]
+    variances = [25.0 if at == odd else 1.0 for at in range(members)]
+    told = {"eta2": 0.25, "parts": parts, "means": means, "variances": variances}
+    return {"layers": [{"name": name, **told} for name in layers]}
