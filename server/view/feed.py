@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from server.view.history import History
 from server.view.recording import Recorder
 from server.view.snapshot import Snapshot, Watcher
 from statsd_bn.error_text import in_log
@@ -19,13 +20,20 @@ class Feed:
     Args:
         endpoint: of the server, for people.
         report: asks the server.
-        recorder: keeps each snapshot; None keeps none.
+        recorder: keeps each snapshot in a file.
+        history: keeps what layers were like.
     """
 
-    def __init__(self, endpoint: str, report: Callable[[], dict[str, Any]], recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        report: Callable[[], dict[str, Any]],
+        recorder: Recorder | None = None,
+        history: History | None = None,
+    ) -> None:
         self._watcher = Watcher(endpoint)
         self._report = report
-        self._recorder = recorder
+        self._keepers = [keeper for keeper in (recorder, history) if keeper]
         self._stopped = threading.Event()
         self._changed = threading.Condition()
         self._number = 0
@@ -44,8 +52,8 @@ class Feed:
             if not self.snapshot:
                 raise
             snapshot = self._watcher.fail(time.time(), in_log(error))
-        if self._recorder:
-            self._recorder.add(snapshot)
+        for keeper in self._keepers:
+            keeper.add(snapshot)
         with self._changed:
             self.snapshot = snapshot
             self._number += 1

@@ -1,8 +1,8 @@
 """History: what the layers were like in the last hour, in memory, thinner with age.
 
 Snapshots come once a second, and each may have a few figures of hundreds of layers and a thousand ranks. So they are
-kept as float32, one array for a group and a moment, and fewer of them the older they are. Where even these are too many,
-the group that takes most room keeps every second moment, then every third, and so on, until all fit.
+kept as float32, one array for a group and a moment, and fewer of them the older they are. Where even these are too
+many, the group that takes most room keeps every second moment, then every third, and so on, until all fit.
 """
 
 import threading
@@ -22,7 +22,7 @@ MOST_SECONDS = PACES[-1][0]
 EARLY_SECONDS = 0.5
 
 # Bytes of all arrays: 1,000 ranks with 200 layers have a moment each three seconds, 30 seconds and three minutes.
-MOST_BYTES = 2**27
+MOST_BYTES = 100_000_000
 
 MOST = float(np.finfo(np.float32).max)
 
@@ -126,7 +126,7 @@ class History:
             name: of the layer.
 
         Returns:
-            `times` (seconds since 1970), `eta2` of each, and `means` and `variances`: for each time those of all members.
+            `times` (seconds since 1970), `eta2` at each, and `means` and `variances`: at each those of all members.
         """
         with self._lock:
             series = self._series.get((job, group), Series())

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from server.view.feed import PERIOD_SECONDS, Feed
+from server.view.history import History
 from server.view.recording import Recorder, is_recording, recorded
 from server.view.snapshot import Snapshot
 from statsd_bn.errors import ConfigurationError
@@ -44,10 +45,11 @@ def show(
         ServerUnreachable: there was no server from the beginning.
     """
     with closing(Recorder(record)) if record else nullcontext() as recorder:
-        feed = Feed(endpoint, report, recorder)
+        history = History() if http else None
+        feed = Feed(endpoint, report, recorder, history)
         first = feed.ask()
         if http:
-            _module("web").serve(feed, http, names=names, token=token)
+            _module("web").serve(feed, history, http, names=names, token=token)
         elif once or as_json:
             _write([first] if once else _following(feed, first), as_json=as_json)
         else:

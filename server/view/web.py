@@ -1,4 +1,4 @@
-"""Web: the page, its stream of snapshots, and `/metrics`, on one port."""
+"""Web: the page, its stream of snapshots, what it asks for beside them, and `/metrics`, on one port."""
 
 import json
 import logging
@@ -8,16 +8,19 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from server.view.feed import Feed
 from server.view.guard import App, Guard
+from server.view.heat import heat, without_figures
+from server.view.history import History
 from server.view.metrics import Metrics
 from statsd_bn.errors import ConfigurationError
 
@@ -26,6 +29,8 @@ FILES = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/heat.js": ("heat.js", "text/javascript"),
+    "/layer.js": ("layer.js", "text/javascript"),
 }
 
 # Streams that are open at once. Each holds one thread while it waits, of anyio's 40.
@@ -38,11 +43,12 @@ SILENCE_SECONDS = 5.0
 END_SECONDS = 1
 
 
-def app(feed: Feed, token: str = "", names: Iterable[str] = ()) -> App:
+def app(feed: Feed, history: History, token: str = "", names: Iterable[str] = ()) -> App:
     """The page of a feed, as an ASGI application.
 
     Args:
         feed: where snapshots come from.
+        history: what has come from it.
         token: what readers have to bring; "" asks for none.
         names: of this host, beside its addresses and `localhost`.
     """
@@ -57,8 +63,14 @@ def app(feed: Feed, token: str = "", names: Iterable[str] = ()) -> App:
     async def scrape(_: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def now(request: Request) -> Response:
+        return await _found(lambda job, group: heat(feed.snapshot, job, group), request, "job", "group")
+
+    async def past(request: Request) -> Response:
+        return await _found(history.layer, request, "job", "group", "layer")
+
     routes = [Route(path, _file(*named)) for path, named in FILES.items()]
-    routes += [Route("/events", events), Route("/metrics", scrape)]
+    routes += [Route("/events", events), Route("/metrics", scrape), Route("/heat", now), Route("/history", past)]
     return Guard(Starlette(routes=routes), token, names)
 
 
@@ -71,22 +83,37 @@ def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]
     return answer
 
 
+async def _found(look: Callable[..., dict[str, Any] | None], request: Request, *names: str) -> Response:
+    """What a look-up by the address's arguments finds, as JSON. It runs in a thread: of many ranks it takes a while."""
+    missing = [name for name in names if name not in request.query_params]
+    if missing:
+        return Response(f"expected {', '.join(names)}; there is no {missing[0]}", 400, media_type="text/plain")
+
+    def answer() -> Response:
+        found = look(*(request.query_params[name] for name in names))
+        return JSONResponse(found) if found else Response("not known", 404, media_type="text/plain")
+
+    return await run_in_threadpool(answer)
+
+
 async def _stream(feed: Feed, streams: threading.BoundedSemaphore) -> AsyncIterator[str]:
     """Server-sent events: each snapshot; a comment where there was no new one."""
     number = -1
     try:
         while not feed.stopped:
             last, (number, snapshot) = number, await run_in_threadpool(feed.next, number, SILENCE_SECONDS)
-            yield f"data: {json.dumps(snapshot, separators=(',', ':'))}\n\n" if number > last else ": no news\n\n"
+            text = json.dumps(without_figures(snapshot), separators=(",", ":")) if number > last else ""
+            yield f"data: {text}\n\n" if text else ": no news\n\n"
     finally:
         streams.release()
 
 
-def serve(feed: Feed, address: str, *, names: Iterable[str] = (), token: str = "") -> None:
+def serve(feed: Feed, history: History, address: str, *, names: Iterable[str] = (), token: str = "") -> None:
     """Serve a feed until Ctrl-C; the feed runs in a thread.
 
     Args:
         feed: it has a snapshot already.
+        history: what the feed fills.
         address: `HOST:PORT`; an address that is not loopback asks readers for a token.
         names: of this host, beside its addresses and `localhost`.
         token: what readers have to bring; "" makes one where one is needed.
@@ -101,7 +128,7 @@ def serve(feed: Feed, address: str, *, names: Iterable[str] = (), token: str = "
     sys.stderr.write(f"statsd_bn view: {link}{f'?token={token}' if token else ''}\n")
     # Requests are not logged: the first one's address has the token.
     config = uvicorn.Config(
-        app(feed, token, names),
+        app(feed, history, token, names),
         host=host,
         port=port,
         log_level=logging.WARNING,

@@ -19,6 +19,7 @@ if not shutil.which("chromedriver"):
 
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from support.paths import ROOT
@@ -27,17 +28,21 @@ from support.ports import free_port
 # The view asks once a second, and the page has a second more.
 SHOWN_SECONDS = 2.0
 
+# The heat map comes with the first snapshot, and is asked for each two seconds.
+HEAT_SECONDS = 5.0
+
 # Until four processes have imported torch on a busy machine.
 START_SECONDS = 25.0
 
-SIZES = {"light": ("light", 1200), "dark": ("dark", 1200), "phone": ("light", 390)}
+SIZES = {"light": ("light", 900), "dark": ("dark", 900), "phone": ("light", 390)}
 
 pytestmark = [pytest.mark.alone, pytest.mark.processes]
 
 
 @contextmanager
 def process(*arguments):
-    started = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    started = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
     try:
         yield started
     finally:
@@ -69,13 +74,13 @@ def wait_for(driver, fact, seconds):
     )
 
 
-def picture(driver, folder, name):
+def picture(driver, folder, name, of="view"):
     scheme, width = SIZES[name]
     media = [{"name": "prefers-color-scheme", "value": scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    size = {"width": width, "height": 760, "deviceScaleFactor": 1, "mobile": width < 500}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    driver.save_screenshot(str(folder / f"view-{name}.png"))
+    driver.save_screenshot(str(folder / f"{of}-{name}.png"))
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), (
         f"{name} scrolls sideways"
     )
@@ -121,5 +126,53 @@ def test_a_browser_shows_a_training_as_it_goes(tmp_path):
         ranks[3].wait()
         # The others end at once, so the job may have ended before the view asks again.
         wait_for(driver, "lost: <script>alert(1)</script>: rank 3", SHOWN_SECONDS)
-        errors = [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
-        assert errors == []
+        assert errors(driver) == []
+
+
+def errors(driver):
+    return [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def chosen(driver):
+    return driver.switch_to.active_element
+
+
+def test_a_skewed_rank_is_seen_and_a_layer_opened_by_keyboard():
+    port, job = free_port(), "<script>alert(1)</script>"
+    with ExitStack() as stack:
+        program = str(ROOT / "tests/programs/heat_program.py")
+        stack.enter_context(process(program, f"127.0.0.1:{port}", job))
+        driver = stack.enter_context(browser())
+        open_page(driver, port)
+        wait_for(driver, "most in layer4.1.bn2, rank 5 with 0.3", HEAT_SECONDS)
+        assert f"Layers of job {job}, group world" in text(driver)
+        rows = driver.find_elements(By.CSS_SELECTOR, ".cells tbody tr")
+        assert len(rows) == 20
+        assert [row.get_attribute("data-high") for row in rows] == ["5"] * 13 + [""] * 7  # most skewed layers first
+        while chosen(driver).get_attribute("title") != "layer4.1.bn1":  # the second row
+            chosen(driver).send_keys(Keys.TAB)
+        chosen(driver).send_keys(Keys.ENTER)
+        wait_for(driver, "Now, those who differ most first", HEAT_SECONDS)
+        assert chosen(driver).text == "Layer layer4.1.bn1"
+        told = [chart.get_attribute("aria-label") for chart in driver.find_elements(By.CSS_SELECTOR, ".layer canvas")]
+        assert [label.split(";")[1][:11] for label in told] == [" now rank 5"] * 2
+        assert told[0].startswith("mean over 6")  # the ten minutes that the history has
+        chosen(driver).send_keys(Keys.ESCAPE)
+        assert chosen(driver).get_attribute("title") == "layer4.1.bn1"
+        assert not driver.find_element(By.CSS_SELECTOR, ".layer").is_displayed()
+        assert errors(driver) == []
+
+
+def test_pictures_of_the_layers_fit_each_screen(tmp_path):
+    folder, port = Path(os.environ.get("STATSD_BN_SCREENSHOTS") or tmp_path), free_port()
+    with ExitStack() as stack:
+        program = str(ROOT / "tests/programs/heat_program.py")
+        stack.enter_context(process(program, f"127.0.0.1:{port}", "digits"))
+        driver = stack.enter_context(browser())
+        for name in SIZES:
+            open_page(driver, port)
+            wait_for(driver, "rank 5 with", HEAT_SECONDS)
+            driver.find_element(By.CSS_SELECTOR, ".cells button").send_keys(Keys.ENTER)
+            wait_for(driver, "Now, those who differ most first", HEAT_SECONDS)
+            driver.execute_script("document.querySelector('.heat').scrollIntoView()")
+            picture(driver, folder, name, "layers")

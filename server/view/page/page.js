@@ -5,6 +5,8 @@ const BAD = new Set(["lost", "left", "mismatch", "non-finite", "restart", "silen
 const TOLD_EVENTS = 50;
 const TOLD_RANKS = 200;
 
+const heats = new Map();
+
 const byId = (id) => document.getElementById(id);
 
 function make(tag, text = "", name = "") {
@@ -100,20 +102,38 @@ function fail(text) {
   if (line.textContent !== text) line.textContent = text;
 }
 
+// A group keeps its heat map as long as it has figures: what the reader has scrolled to and opened stays.
+function drawHeats(groups) {
+  const known = new Set(groups.filter((told) => told.has_figures).map((told) => JSON.stringify([told.job, told.group])));
+  for (const [key, heat] of heats) {
+    if (!known.has(key)) {
+      heat.end();
+      heats.delete(key);
+    }
+  }
+  for (const key of known) {
+    if (heats.has(key)) continue;
+    const heat = new Heat(...JSON.parse(key));
+    heats.set(key, heat);
+    byId("heat").append(heat.section);
+  }
+}
+
 function draw(snapshot) {
   byId("server").textContent =
     `${snapshot.endpoint}, server ${snapshot.server}, up ${snapshot.seconds.toFixed(0)} s, ` +
     `seen ${new Date(snapshot.time * 1000).toLocaleTimeString()}`;
   fail(snapshot.error);
   const held = document.activeElement?.getAttribute("aria-label");
-  const places = [...document.querySelectorAll(".scroll")].map((scroll) => scroll.scrollLeft);
+  const places = [...document.querySelectorAll("#jobs .scroll")].map((scroll) => scroll.scrollLeft);
   const jobs = snapshot.groups.length ? snapshot.groups.map(group) : [make("p", "no jobs now")];
   byId("jobs").replaceChildren(...jobs, ...snapshot.ended.map(ended));
   // Each second all is drawn anew; where the reader was, by keyboard or sideways, stays.
-  document.querySelectorAll(".scroll").forEach((scroll, at) => {
+  document.querySelectorAll("#jobs .scroll").forEach((scroll, at) => {
     scroll.scrollLeft = places[at] || 0;
     if (held && scroll.getAttribute("aria-label") === held) scroll.focus({ preventScroll: true });
   });
+  drawHeats(snapshot.groups);
   byId("timeline").replaceChildren(...snapshot.events.slice(-TOLD_EVENTS).reverse().map(event));
 }
 

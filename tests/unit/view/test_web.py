@@ -1,0 +1,155 @@
+"""What the page's server answers, address by address."""
+
+import asyncio
+import base64
+import json
+import struct
+from urllib.parse import urlencode
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra view")
+
+from server.view.feed import Feed
+from server.view.history import History
+from server.view.web import FILES, MAX_STREAMS, app
+from support.view_reports import figures, group, member, report
+
+TOKEN = "s3cret"  # noqa: S105 - it opens nothing
+JOB = "<script>alert(1)</script>"
+LAYER = 'bn"<b>&1'
+
+
+class Page:
+    """The application over a pretended server's one answer, without sockets."""
+
+    def __init__(self, token=""):
+        told = figures(["bn0", LAYER], 3, odd=2)
+        answer = report(group(*(member(rank) for rank in range(3)), job=JOB, figures=told), group(member(0)))
+        self.history = History()
+        self.feed = Feed("tcp://127.0.0.1:4555", lambda: answer, history=self.history)
+        self.feed.ask()
+        self.app = app(self.feed, self.history, token)
+
+    def get(self, path, method="GET", headers=(), **query):
+        return asyncio.run(self.answer(path, method, headers, **query))
+
+    async def answer(self, path, method="GET", headers=(), until=None, **query):
+        told = []
+
+        async def send(message):
+            told.append(message)
+            if until and until in message.get("body", b""):
+                self.feed.stop()
+
+        async def receive():
+            await asyncio.sleep(60)
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "method": method,
+            "path": path,
+            "query_string": urlencode(query).encode(),
+            "headers": [(b"host", b"localhost"), *headers],
+        }
+        await self.app(scope, receive, send)
+        body = b"".join(message.get("body", b"") for message in told[1:])
+        return told[0]["status"], dict(told[0]["headers"]), body
+
+
+ASKS = {"/history": {"job": JOB, "group": "world", "layer": LAYER}, "/heat": {"job": JOB, "group": "world"}}
+
+
+@pytest.mark.parametrize("path", [*FILES, "/metrics", *ASKS])
+def test_each_address_asks_for_the_token(path):
+    page = Page(TOKEN)
+    status, _, body = page.get(path, **ASKS.get(path, {}))
+    assert (status, JOB.encode() in body) == (401, False)
+    bearer = [(b"authorization", f"Bearer {TOKEN}".encode())]
+    status, headers, _ = page.get(path, headers=bearer, **ASKS.get(path, {}))
+    assert status == 200
+    assert b"default-src 'none'" in headers[b"content-security-policy"]
+
+
+def test_the_stream_asks_for_the_token_too():
+    assert Page(TOKEN).get("/events")[0] == 401
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/", "/events", *ASKS])
+def test_it_only_reads(path, method):
+    status, headers, _ = Page().get(path, method)
+    assert (status, headers[b"allow"]) == (405, b"GET, HEAD")
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/page", "/../feed.py", "/heat.css", "/js/page.js"])
+def test_an_unknown_address_is_not_found(path):
+    assert Page().get(path)[0] == 404
+
+
+def test_names_come_in_json_alone_and_no_browser_takes_that_for_a_page():
+    page = Page()
+    for path in [*FILES, *ASKS]:
+        _, headers, body = page.get(path, **ASKS.get(path, {}))
+        assert headers[b"x-content-type-options"] == b"nosniff"
+        assert (JOB.encode() in body) == (headers[b"content-type"] == b"application/json"), path
+
+
+def test_the_stream_tells_each_snapshot_without_its_figures():
+    page = Page()
+    _, headers, body = asyncio.run(page.answer("/events", until=b"\n\n"))
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    first = body.decode().split("\n\n")[0]
+    assert first.startswith("data: ")
+    told = json.loads(first.removeprefix("data: "))
+    assert told["groups"][0]["job"] == JOB
+    assert [told_group["has_figures"] for told_group in told["groups"]] == [True, False]
+    assert "variances" not in first
+
+
+def test_streams_are_bounded():
+    async def open_too_many():
+        page = Page()
+        open_ = [asyncio.ensure_future(page.answer("/events")) for _ in range(MAX_STREAMS)]
+        await asyncio.sleep(0)
+        refused = await page.answer("/events")
+        page.feed.stop()
+        await asyncio.gather(*open_)
+        return refused[0], (await page.answer("/events"))[0]
+
+    assert asyncio.run(open_too_many()) == (503, 200)
+
+
+def test_the_history_of_a_layer_is_json():
+    status, headers, body = Page().get("/history", **ASKS["/history"])
+    assert (status, headers[b"content-type"]) == (200, b"application/json")
+    told = json.loads(body)
+    assert (told["job"], told["layer"]) == (JOB, LAYER)
+    assert told["means"] == [[0.0, 1.0, 2.0]]
+    assert told["variances"] == [[1.0, 1.0, 25.0]]
+
+
+def test_the_heat_has_all_layers_and_ranks():
+    told = json.loads(Page().get("/heat", **ASKS["/heat"])[2])
+    assert (told["layers"], told["members"], told["eta2"]) == (["bn0", LAYER], 3, [0.25, 0.25])
+    parts = struct.unpack("<6f", base64.b64decode(told["parts"]))
+    assert parts == pytest.approx([0.01, 0.01, 0.2] * 2)
+
+
+@pytest.mark.parametrize("path", ASKS)
+@pytest.mark.parametrize("wrong", [{"job": "other"}, {"group": "other"}])
+def test_what_is_not_known_is_not_found(path, wrong):
+    status, headers, body = Page().get(path, **ASKS[path] | wrong)
+    assert (status, headers[b"content-type"], body) == (404, b"text/plain; charset=utf-8", b"not known")
+
+
+def test_a_group_without_figures_has_neither():
+    for path in ASKS:
+        assert Page().get(path, **ASKS[path] | {"job": "digits"})[0] == 404
+
+
+def test_a_question_without_its_arguments_is_told_which():
+    status, headers, body = Page().get("/history", job=JOB, group="world")
+    assert (status, body) == (400, b"expected job, group, layer; there is no layer")
+    assert headers[b"x-content-type-options"] == b"nosniff"
