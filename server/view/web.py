@@ -84,14 +84,17 @@ def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]
 
 
 async def _found(look: Callable[..., dict[str, Any] | None], request: Request, *names: str) -> Response:
-    """What a look-up by the address's arguments finds, as JSON. It runs in a thread: of many ranks it takes a while."""
+    """What a look-up by the address's arguments finds, as JSON; nothing (204) where it finds nothing.
+
+    It runs in a thread: of many ranks it takes a while.
+    """
     missing = [name for name in names if name not in request.query_params]
     if missing:
         return Response(f"expected {', '.join(names)}; there is no {missing[0]}", 400, media_type="text/plain")
 
     def answer() -> Response:
         found = look(*(request.query_params[name] for name in names))
-        return JSONResponse(found) if found else Response("not known", 404, media_type="text/plain")
+        return JSONResponse(found) if found else Response(status_code=204)
 
     return await run_in_threadpool(answer)
 

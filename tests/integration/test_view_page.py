@@ -18,6 +18,7 @@ if not shutil.which("chromedriver"):
     pytest.skip("needs chromium and chromedriver; scripts/browser-test installs them", allow_module_level=True)
 
 from selenium import webdriver
+from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
@@ -34,7 +35,10 @@ HEAT_SECONDS = 5.0
 # Until four processes have imported torch on a busy machine.
 START_SECONDS = 25.0
 
-SIZES = {"light": ("light", 900), "dark": ("dark", 900), "phone": ("light", 390)}
+# A picture is taken behind the drawing anew that a change of size brings.
+DRAWN_SECONDS = 0.5
+
+SIZES = {"light": ("light", 800), "dark": ("dark", 800), "phone": ("light", 390)}
 
 pytestmark = [pytest.mark.alone, pytest.mark.processes]
 
@@ -74,16 +78,23 @@ def wait_for(driver, fact, seconds):
     )
 
 
-def picture(driver, folder, name, of="view"):
+def picture(driver, folder, name, of="view", height=540):
     scheme, width = SIZES[name]
     media = [{"name": "prefers-color-scheme", "value": scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-    size = {"width": width, "height": 760, "deviceScaleFactor": 1, "mobile": width < 500}
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    time.sleep(DRAWN_SECONDS)
     driver.save_screenshot(str(folder / f"{of}-{name}.png"))
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), (
         f"{name} scrolls sideways"
     )
+
+
+def assert_canvases_fit(driver):
+    """They are drawn again for the new width, and in the new colours."""
+    script = "return [...document.querySelectorAll('figure')].map((one) => one.scrollWidth - one.clientWidth)"
+    WebDriverWait(driver, SHOWN_SECONDS).until(lambda _: driver.execute_script(script) == [0, 0])
 
 
 def open_page(driver, port):
@@ -115,6 +126,9 @@ def test_a_browser_shows_a_training_as_it_goes(tmp_path):
         assert [row.get_attribute("data-rank") for row in rows] == ["0", "1", "2", "3"]
         assert all(f"pid {rank.pid}" in row.text for rank, row in zip(ranks, rows, strict=True))
         wait_for(driver, "first non-finite: layer 2, forward, step 20, rank 2 (", START_SECONDS)
+        wait_for(driver, "5 layers, 4 ranks: 5 layers with a rank that stands out", START_SECONDS)
+        high = [row.get_attribute("data-high") for row in driver.find_elements(By.CSS_SELECTOR, ".cells tbody tr")]
+        assert high == ["1"] * 5
         for name in SIZES:
             picture(driver, folder, name)
         server.kill()
@@ -150,14 +164,14 @@ def test_a_skewed_rank_is_seen_and_a_layer_opened_by_keyboard():
         assert len(rows) == 20
         assert [row.get_attribute("data-high") for row in rows] == ["5"] * 13 + [""] * 7  # most skewed layers first
         while chosen(driver).get_attribute("title") != "layer4.1.bn1":  # the second row
-            chosen(driver).send_keys(Keys.TAB)
-        chosen(driver).send_keys(Keys.ENTER)
+            ActionChains(driver).send_keys(Keys.TAB).perform()
+        ActionChains(driver).send_keys(Keys.ENTER).perform()
         wait_for(driver, "Now, those who differ most first", HEAT_SECONDS)
         assert chosen(driver).text == "Layer layer4.1.bn1"
         told = [chart.get_attribute("aria-label") for chart in driver.find_elements(By.CSS_SELECTOR, ".layer canvas")]
         assert [label.split(";")[1][:11] for label in told] == [" now rank 5"] * 2
         assert told[0].startswith("mean over 6")  # the ten minutes that the history has
-        chosen(driver).send_keys(Keys.ESCAPE)
+        ActionChains(driver).send_keys(Keys.ESCAPE).perform()
         assert chosen(driver).get_attribute("title") == "layer4.1.bn1"
         assert not driver.find_element(By.CSS_SELECTOR, ".layer").is_displayed()
         assert errors(driver) == []
@@ -175,4 +189,5 @@ def test_pictures_of_the_layers_fit_each_screen(tmp_path):
             driver.find_element(By.CSS_SELECTOR, ".cells button").send_keys(Keys.ENTER)
             wait_for(driver, "Now, those who differ most first", HEAT_SECONDS)
             driver.execute_script("document.querySelector('.heat').scrollIntoView()")
-            picture(driver, folder, name, "layers")
+            picture(driver, folder, name, "layers", 700)
+            assert_canvases_fit(driver)

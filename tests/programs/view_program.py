@@ -1,4 +1,7 @@
-"""A rank that trains until it is killed; rank 2 brings infinity into its third layer in step 20: `RANK ENDPOINT`."""
+"""A rank that trains until it is killed: `RANK ENDPOINT`.
+
+Rank 2 brings infinity into its third layer in step 20, and rank 1 has data that are shifted.
+"""
 
 import logging
 import sys
@@ -13,6 +16,7 @@ import client
 from statsd_bn.errors import StatsdBNError
 
 WORLD_SIZE, SICK_RANK, SICK_LAYER, SICK_STEP = 4, 2, 2, 20
+SHIFTED_RANK, SHIFT = 1, 3.0
 LAYERS, CHANNELS = 5, 8
 
 # Some twenty steps a second, so that a person or a test can follow them.
@@ -27,7 +31,7 @@ def main(rank: int, endpoint: str) -> None:
     where = {"endpoint": endpoint, "rank": rank, "world_size": WORLD_SIZE, "job": "<script>alert(1)</script>"}
     with suppress(StatsdBNError), client.connect(**where):
         for step in count():
-            x = torch.randn(6, CHANNELS)
+            x = torch.randn(6, CHANNELS) + (SHIFT if rank == SHIFTED_RANK else 0.0)
             if (rank, step) == (SICK_RANK, SICK_STEP):
                 hook = model[SICK_LAYER].register_forward_pre_hook(lambda _, inputs: (spoilt(inputs[0]),))
                 y = model(x)

@@ -124,7 +124,7 @@ class Heat {
   async ask() {
     try {
       const answer = await fetch(`heat?${new URLSearchParams(this.names)}`);
-      if (answer.ok) this.show(await answer.json());
+      if (answer.status === 200) this.show(await answer.json());
     } catch {
       // The stream of snapshots says on the page that the view does not answer.
     }
@@ -146,11 +146,9 @@ class Heat {
       return { name, eta2: eta2[at], parts: own, high: judged(own).high };
     });
     told.sort((a, b) => b.eta2 - a.eta2);
+    this.told = told;
     this.tell(told, members);
-    const room = this.scroll.clientWidth - this.ranks.parentElement.offsetLeft - 16;
-    const width = Math.max(CELL.least, Math.min(CELL.most, Math.floor(room / members)));
-    drawRanks(this.ranks, members, width);
-    for (const layer of told) this.row(layer, width);
+    this.draw();
     for (const name of this.rows.keys()) {
       if (!layers.includes(name)) this.forget(name);
     }
@@ -158,6 +156,16 @@ class Heat {
     if (!this.scroll.matches(":focus-within, :hover")) {
       this.body.append(...told.map((layer) => this.rows.get(layer.name).row));
     }
+  }
+
+  draw() {
+    if (!this.told) return;
+    const members = this.told[0].parts.length;
+    const room = this.scroll.clientWidth - this.ranks.parentElement.offsetLeft - 16;
+    const width = Math.max(CELL.least, Math.min(CELL.most, Math.floor(room / members)));
+    drawRanks(this.ranks, members, width);
+    for (const layer of this.told) this.row(layer, width);
+    this.layer.draw();
   }
 
   tell(told, members) {

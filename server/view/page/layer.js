@@ -61,7 +61,7 @@ class Layer {
 
   open(name, button) {
     this.close();
-    [this.name, this.button] = [name, button];
+    [this.name, this.button, this.told] = [name, button, null];
     button.setAttribute("aria-expanded", "true");
     const title = make("h3", `Layer ${name}`);
     title.tabIndex = -1;
@@ -95,17 +95,22 @@ class Layer {
   async ask(name) {
     try {
       const answer = await fetch(`history?${new URLSearchParams({ ...this.names, layer: name })}`);
-      const told = answer.ok ? await answer.json() : null;
+      const told = answer.status === 200 ? await answer.json() : null;
       if (this.name !== name) return; // closed meanwhile, or another one is open
-      if (told) this.show(told);
-      else this.ranks.replaceChildren(make("p", "nothing is kept of this layer yet"));
+      if (told) {
+        this.told = told;
+        this.draw();
+      }
+      if (!this.told) this.ranks.replaceChildren(make("p", "nothing is kept of this layer yet"));
     } catch {
       // The stream of snapshots says on the page that the view does not answer.
     }
     if (this.name === name) this.timer = setTimeout(() => this.ask(name), LAYER_MS);
   }
 
-  show({ times, means, variances }) {
+  draw() {
+    if (this.section.hidden || !this.told) return;
+    const { times, means, variances } = this.told;
     const now = { mean: means[means.length - 1], variance: variances[variances.length - 1] };
     const [byMean, byVariance] = [distances(now.mean), distances(now.variance)];
     const score = byMean.map((value, rank) => Math.max(value, byVariance[rank]));

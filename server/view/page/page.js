@@ -102,19 +102,21 @@ function fail(text) {
   if (line.textContent !== text) line.textContent = text;
 }
 
-// A group keeps its heat map as long as it has figures: what the reader has scrolled to and opened stays.
+// A group keeps its heat map while it is there, so what the reader has scrolled to and opened stays, and also where the
+// view had no time to ask for its figures.
 function drawHeats(groups) {
-  const known = new Set(groups.filter((told) => told.has_figures).map((told) => JSON.stringify([told.job, told.group])));
-  for (const [key, heat] of heats) {
-    if (!known.has(key)) {
+  const key = (told) => JSON.stringify([told.job, told.group]);
+  const known = new Set(groups.map(key));
+  for (const [name, heat] of heats) {
+    if (!known.has(name)) {
       heat.end();
-      heats.delete(key);
+      heats.delete(name);
     }
   }
-  for (const key of known) {
-    if (heats.has(key)) continue;
-    const heat = new Heat(...JSON.parse(key));
-    heats.set(key, heat);
+  for (const told of groups) {
+    if (!told.has_figures || heats.has(key(told))) continue;
+    const heat = new Heat(told.job, told.group);
+    heats.set(key(told), heat);
     byId("heat").append(heat.section);
   }
 }
@@ -136,6 +138,11 @@ function draw(snapshot) {
   drawHeats(snapshot.groups);
   byId("timeline").replaceChildren(...snapshot.events.slice(-TOLD_EVENTS).reverse().map(event));
 }
+
+// A canvas has its size and its colours from when it was drawn.
+const drawCanvases = () => heats.forEach((heat) => heat.draw());
+addEventListener("resize", drawCanvases);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCanvases);
 
 const source = new EventSource("events");
 source.onmessage = (message) => draw(JSON.parse(message.data));

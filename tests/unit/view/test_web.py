@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn", reason="needs the extra view")
 from server.view.feed import Feed
 from server.view.history import History
 from server.view.web import FILES, MAX_STREAMS, app
-from support.view_reports import figures, group, member, report
+from support.view_reports import figures_of, group, member, report
 
 TOKEN = "s3cret"  # noqa: S105 - it opens nothing
 JOB = "<script>alert(1)</script>"
@@ -24,7 +24,7 @@ class Page:
     """The application over a pretended server's one answer, without sockets."""
 
     def __init__(self, token=""):
-        told = figures(["bn0", LAYER], 3, odd=2)
+        told = figures_of(["bn0", LAYER], 3, odd=2)
         answer = report(group(*(member(rank) for rank in range(3)), job=JOB, figures=told), group(member(0)))
         self.history = History()
         self.feed = Feed("tcp://127.0.0.1:4555", lambda: answer, history=self.history)
@@ -139,14 +139,14 @@ def test_the_heat_has_all_layers_and_ranks():
 
 @pytest.mark.parametrize("path", ASKS)
 @pytest.mark.parametrize("wrong", [{"job": "other"}, {"group": "other"}])
-def test_what_is_not_known_is_not_found(path, wrong):
-    status, headers, body = Page().get(path, **ASKS[path] | wrong)
-    assert (status, headers[b"content-type"], body) == (404, b"text/plain; charset=utf-8", b"not known")
+def test_of_what_is_not_known_there_is_nothing(path, wrong):
+    status, _, body = Page().get(path, **ASKS[path] | wrong)
+    assert (status, body) == (204, b"")
 
 
 def test_a_group_without_figures_has_neither():
     for path in ASKS:
-        assert Page().get(path, **ASKS[path] | {"job": "digits"})[0] == 404
+        assert Page().get(path, **ASKS[path] | {"job": "digits"})[0] == 204
 
 
 def test_a_question_without_its_arguments_is_told_which():
