@@ -1,6 +1,6 @@
 """Reports of a pretended server, for the tests of the view."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -41,10 +41,13 @@ def figures(*layers: dict[str, Any]) -> dict[str, Any]:
     return {"layers": list(layers)}
 
 
-def figures_of(layers: Iterable[str], members: int, mean: float = 0.0, odd: int | None = None) -> dict[str, Any]:
-    """What a snapshot says of layers; the members' means count up from `mean`; `odd` is the index of a skewed one."""
+def figures_of(layers: Sequence[str], members: int, mean: float = 0.0, odd: int | None = None) -> dict[str, Any]:
+    """What a snapshot says of layers.
+
+    Means count up from `mean`, and from 10 more in each next layer; `odd` is the index of a skewed member.
+    """
     parts = [0.2 if at == odd else 0.01 for at in range(members)]
-    means = [mean + at for at in range(members)]
     variances = [25.0 if at == odd else 1.0 for at in range(members)]
-    told = {"eta2": 0.25, "parts": parts, "means": means, "variances": variances}
-    return {"layers": [{"name": name, **told} for name in layers]}
+    told = {"eta2": 0.25, "parts": parts, "variances": variances}
+    means = [[mean + 10 * layer + at for at in range(members)] for layer, _ in enumerate(layers)]
+    return {"layers": [{"name": name, "means": own, **told} for name, own in zip(layers, means, strict=True)]}

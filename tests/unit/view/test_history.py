@@ -22,7 +22,7 @@ def test_a_layer_comes_back_with_its_times():
     history.add(snapshot(2, ["bn0", "bn1"], value=1.5))  # a layer came in before
     told = history.layer("digits", "world", "bn1")
     assert told["times"] == [1.0, 2.0]
-    assert told["means"] == [[0.5, 1.5, 2.5], [1.5, 2.5, 3.5]]
+    assert told["means"] == [[0.5, 1.5, 2.5], [11.5, 12.5, 13.5]]
     assert told["variances"] == [[1.0, 1.0, 1.0]] * 2
     assert told["eta2"] == [0.25, 0.25]
     assert history.layer("digits", "world", "bn2")["times"] == [1.0]

@@ -126,7 +126,7 @@ def test_the_history_of_a_layer_is_json():
     assert (status, headers[b"content-type"]) == (200, b"application/json")
     told = json.loads(body)
     assert (told["job"], told["layer"]) == (JOB, LAYER)
-    assert told["means"] == [[0.0, 1.0, 2.0]]
+    assert told["means"] == [[10.0, 11.0, 12.0]]
     assert told["variances"] == [[1.0, 1.0, 25.0]]
 
 
