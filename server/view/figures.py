@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from server.cli.asking import Ask
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, ServerUnreachable
@@ -17,6 +19,9 @@ SECONDS = 1.0
 
 # Digits of a number: a page and a recording need no more.
 DIGITS = 6
+
+# Powers of ten that a float64 can be multiplied by; 0 has no first digit.
+_MOST_PLACES = 300
 
 
 def add_figures(ask: Ask, groups: list[dict[str, Any]]) -> None:
@@ -51,21 +56,21 @@ def _layers(ask: Ask, job: str, group: str) -> Iterator[dict[str, Any]]:
         answer = decode(ask(FiguresRequest(job, group, first)))
         if not isinstance(answer, Figures) or not answer.names:
             return
-        yield from (_layer(name, values) for name, values in zip(answer.names, answer.values, strict=True))
+        eta2 = _rounded(answer.values[..., PART].sum(axis=1)).tolist()
+        columns = _rounded(answer.values[..., [PART, MEAN, VARIANCE]]).swapaxes(1, 2).tolist()
+        for name, share, (parts, means, variances) in zip(answer.names, eta2, columns, strict=True):
+            yield {"name": name, "eta2": share, "parts": parts, "means": means, "variances": variances}
         first += len(answer.names)
         if first >= answer.total:
             return
 
 
-def _layer(name: str, values: FloatArray) -> dict[str, Any]:
-    return {
-        "name": name,
-        "eta2": _short(float(values[:, PART].sum())),
-        "parts": [_short(value) for value in values[:, PART].tolist()],
-        "means": [_short(value) for value in values[:, MEAN].tolist()],
-        "variances": [_short(value) for value in values[:, VARIANCE].tolist()],
-    }
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+def _rounded(values: FloatArray) -> FloatArray:
+    """The values with so many digits; all at once, since a large group has 200,000 of them each second."""
+    with np.errstate(divide="ignore"):
+        places = DIGITS - 1 - np.floor(np.log10(abs(values)))
+    places = places.clip(-_MOST_PLACES, _MOST_PLACES)
+    # By whole powers of ten, so that what is printed is short.
+    up, down = 10.0 ** places.clip(min=0), 10.0 ** -places.clip(max=0)
+    found: FloatArray = np.round(values * up / down) / up * down
+    return found

@@ -40,6 +40,16 @@ def test_a_group_has_its_layers_in_order_with_numbers_of_each_member():
     assert shown["figures"] == of["figures"]
 
 
+def test_numbers_have_six_digits_however_large_or_small_they_are(monkeypatch):
+    shown = {1 / 3: 0.333333, -2e7 / 3: -6666670.0, 4.56789123e-200: 4.56789e-200, 1.7e308: 1.7e308, 0.0: 0.0}
+    monkeypatch.setattr(f"{__name__}.VALUES", np.array([[1.0, mean, 1.0, 0.1] for mean in shown]))
+    of = group()
+    add_figures(lambda asked: encode(Figures(asked.job, asked.group, 0, 1, "stem", VALUES[np.newaxis])), [of])
+    (layer,) = of["figures"]["layers"]
+    assert layer["means"] == pytest.approx(list(shown.values()), rel=1e-12, abs=0.0)
+    assert layer["means"][0] == 0.333333
+
+
 def test_all_pages_are_asked_for():
     layers = [f"layer{number}" for number in range(5)]
     server, of = Server(layers), group()
