@@ -7,6 +7,7 @@ import pytest
 
 from programs.anywhere_programs import STEPS
 from support.groups_of_processes import run_to_its_end
+from support.launched import PATIENT
 from support.newer_torch import needs
 from support.paths import ROOT, TESTS
 
@@ -59,7 +60,7 @@ def test_under_torchrun_the_broadcast_is_turned_off_and_the_training_is_the_same
 
 
 def test_under_torchrun_the_broadcast_is_turned_off_whatever_ddp_is_told(start):
-    lines = start(*TORCHRUN, ",".join((*TURNED_OFF, "rank_0_evaluates")))
+    lines = start(*TORCHRUN, ",".join((*TURNED_OFF, "rank_0_evaluates")), **PATIENT)
     for program in TURNED_OFF:
         for (said,) in found_by(lines, program):
             assert said.startswith("broadcasts 1"), program
@@ -118,7 +119,7 @@ def test_under_spawn_the_ranks_of_a_host_find_one_another(start, tmp_path):
     for machine in "ab":
         (tmp_path / machine).write_text(machine)
     machines = ",".join(str(tmp_path / machine) for machine in "aba")
-    lines = start(sys.executable, PROGRAMS, "local", "3", str(tmp_path / "store"), MACHINES=machines)
+    lines = start(sys.executable, PROGRAMS, "local", "3", str(tmp_path / "store"), MACHINES=machines, **PATIENT)
     first, second, third = found_by(lines, "local", 3)
     assert first == third == ["Group(name='local host of rank 0', size=2) 2"]
     assert second == ["Group(name='local host of rank 1', size=1) 1"], "alone, its second layer sends nothing"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from programs import compiled_ddp_program as program
-from support.launched import Launched
+from support.launched import PATIENT, Launched
 from support.newer_torch import needs
 from support.paths import ROOT
 from support.whole_batch import assert_equal
@@ -19,7 +19,7 @@ SCRIPT = ROOT / "tests" / "programs" / "compiled_ddp_program.py"
 @pytest.mark.timeout(300)
 def test_a_network_of_several_buckets_trains_as_on_the_whole_batch(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]
-    with Launched([*command, tmp_path / "saved.npz", "inductor"], {}, tmp_path / "errors") as run:
+    with Launched([*command, tmp_path / "saved.npz", "inductor"], PATIENT, tmp_path / "errors") as run:
         assert run.end() == 0, run.errors
     saved = np.load(tmp_path / "saved.npz")
     expected = program.train_on_the_whole_batch()

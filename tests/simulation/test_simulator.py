@@ -36,6 +36,8 @@ FOUND_LAST = {
     "settled-rounds-begin-anew": 1226,
     "refused-begins-recovery": 999,
     "settled-by-the-teller-alone": 1270,
+    "no-introduction-in-a-round": 222,
+    "memory-keys-not-compared": 320,
 }
 
 

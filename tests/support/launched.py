@@ -22,6 +22,10 @@ PROC = Path("/proc")
 MARK = "STATSD_BN_TEST_MARK"
 
 
+# For jobs that compile: a compiler holds Python's lock, and on a busy machine a process may stand still for seconds.
+PATIENT = {"STATSD_BN_SILENCE_SECONDS": "60"}
+
+
 class Launched:
     """A command and all that descends from it; a context manager that leaves nothing behind.
 
