@@ -154,12 +154,14 @@ class History:
             if now - series.moments[-1].time > MOST_SECONDS:
                 del self._series[name]
         while self._size() > self._most_bytes:
-            name = max(self._series, key=lambda name: self._series[name].size)
-            if len(self._series[name].moments) == 1:
+            name, series = max(self._series.items(), key=lambda item: item[1].size)
+            if len(series.moments) > 2:
+                series.factor += 1
+                series.thin(now)
+            elif len(series.moments) == 2:
+                del series.moments[0]  # the oldest and the newest are never too close
+            else:
                 del self._series[name]  # nothing of it can be left out
-                continue
-            self._series[name].factor += 1
-            self._series[name].thin(now)
 
 
 def _moment(now: float, figures: dict[str, Any]) -> Moment:

@@ -62,6 +62,14 @@ def test_a_group_that_does_not_fit_at_all_is_left_out():
     assert history.layer("digits", "world", "bn1")["times"] == [2.0]
 
 
+@pytest.mark.timeout(10)
+def test_where_two_moments_do_not_fit_the_newest_stays():
+    history = History(most_bytes=40)  # a moment takes 28
+    for time in (1, 2, 3):
+        history.add(snapshot(time))
+    assert history.layer("digits", "world", "bn1")["times"] == [3.0]
+
+
 def test_an_hour_after_its_end_a_job_is_forgotten():
     history = History()
     history.add(snapshot(0))
