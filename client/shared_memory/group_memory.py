@@ -88,7 +88,7 @@ class GroupMemory:
 
     @property
     def is_told(self) -> bool:
-        """Whether some member, perhaps this one, has told the server that it waits."""
+        """Whether some member, perhaps this one, may have told the server that it waits."""
         return self._region.is_told(self._number)
 
     def brought(self) -> Brought | None:

@@ -132,10 +132,13 @@ class Region:
         fence()  # of one that tells and one that comes last at the same time, one at least sees the other
 
     def is_told(self, turn: int) -> bool:
-        """Whether some member has told the server of a turn."""
+        """Whether some member may have told the server of a turn.
+
+        One that has told of the next turn may have told of this one before: it has gone on while this member slept.
+        """
         words, found = self._words, False
         for place in self._told:  # a loop, as above
-            if words[place] == turn:
+            if words[place] >= turn:
                 found = True
         return found
 
