@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from server.view.skewed import ranks_of
 from server.view.snapshot import Snapshot
 
 
@@ -17,8 +18,8 @@ def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
         group: which of its groups.
 
     Returns:
-        `layers` (names, in the order of a step), `eta2` of each, `members` (how many), and `parts`: little-endian
-        float32 in base64, of shape (layers, members).
+        `layers` (names, in the order of a step), `eta2` of each, `members` (how many), `ranks` (of each member, None
+        where it is not known), and `parts`: little-endian float32 in base64, of shape (layers, members).
     """
     for told in snapshot["groups"]:
         layers = told.get("figures", {}).get("layers", [])
@@ -30,6 +31,7 @@ def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
                 "layers": [layer["name"] for layer in layers],
                 "eta2": [layer["eta2"] for layer in layers],
                 "members": parts.shape[1],
+                "ranks": ranks_of(told, parts.shape[1]),
                 "parts": base64.b64encode(parts.tobytes()).decode(),
             }
     return None

@@ -38,17 +38,23 @@ def most_skewed(group: dict[str, Any], number: int) -> list[Skewed]:
     return [_skewed(group, layer) for layer in nlargest(number, layers, key=lambda layer: layer["eta2"])]
 
 
+def ranks_of(group: dict[str, Any], members: int) -> list[int | None]:
+    """Rank of each of a group's members, in their order; None for those that are not known.
+
+    Args:
+        group: of the snapshot.
+        members: how many the figures are of.
+    """
+    if group["group"] == WORLD:
+        return list(range(members))
+    known = sorted(member["member"] for member in group["members"])
+    left_out = group.get("members_left_out", 0)
+    # Where some have left, nobody knows whose place is whose.
+    return [*known, *[None] * left_out] if len(known) + left_out == members else [None] * members
+
+
 def _skewed(group: dict[str, Any], layer: dict[str, Any]) -> Skewed:
     parts = layer["parts"]
     part = max(parts)
-    return Skewed(layer["name"], layer["eta2"], _rank(group, parts.index(part), len(parts)), part)
-
-
-def _rank(group: dict[str, Any], index: int, members: int) -> int | None:
-    if members < LEAST_MEMBERS:
-        return None
-    if group["group"] == WORLD:
-        return index
-    known = sorted(member["member"] for member in group["members"])
-    are_all = len(known) + group.get("members_left_out", 0) == members
-    return known[index] if are_all and index < len(known) else None
+    rank = ranks_of(group, len(parts))[parts.index(part)] if len(parts) >= LEAST_MEMBERS else None
+    return Skewed(layer["name"], layer["eta2"], rank, part)

@@ -12,6 +12,9 @@ const CELL = { least: 3, most: 44, number: 30, height: 36, head: 18 };
 const HEAT_MS = 2000;
 const TOLD_HIGH = 3;
 
+// In a smaller group than the job the second member may be rank 5.
+const called = (ranks, member) => (Number.isInteger(ranks[member]) ? `rank ${ranks[member]}` : `member ${member}`);
+
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function median(values) {
@@ -83,11 +86,11 @@ function mark(pen, middle, width, part, ink, ground) {
   if (width >= CELL.number) pen.fillText(part.toFixed(2), middle, y + 4);
 }
 
-function drawRanks(canvas, members, width) {
-  const pen = sized(canvas, width * members, CELL.head);
+function drawRanks(canvas, ranks, width) {
+  const pen = sized(canvas, width * ranks.length, CELL.head);
   const every = [1, 2, 5, 10, 20, 50, 100].find((step) => step * width >= 30) || 100;
   pen.fillStyle = colour("--faint");
-  for (let rank = 0; rank < members; rank += every) pen.fillText(String(rank), rank * width + 1, 13);
+  for (let at = 0; at < ranks.length; at += every) pen.fillText(String(ranks[at] ?? "?"), at * width + 1, 13);
 }
 
 class Heat {
@@ -138,7 +141,7 @@ class Heat {
     this.section.remove();
   }
 
-  show({ layers, eta2, members, parts }) {
+  show({ layers, eta2, members, ranks, parts }) {
     const bytes = Uint8Array.from(atob(parts), (letter) => letter.charCodeAt(0));
     const numbers = new Float32Array(bytes.buffer);
     const told = layers.map((name, at) => {
@@ -146,7 +149,7 @@ class Heat {
       return { name, eta2: eta2[at], parts: own, high: judged(own).high };
     });
     told.sort((a, b) => b.eta2 - a.eta2);
-    this.told = told;
+    [this.told, this.named, this.layer.named] = [told, ranks, ranks];
     this.tell(told, members);
     this.draw();
     for (const name of this.rows.keys()) {
@@ -163,7 +166,7 @@ class Heat {
     const members = this.told[0].parts.length;
     const room = this.scroll.clientWidth - this.ranks.parentElement.offsetLeft - 16;
     const width = Math.max(CELL.least, Math.min(CELL.most, Math.floor(room / members)));
-    drawRanks(this.ranks, members, width);
+    drawRanks(this.ranks, this.named, width);
     for (const layer of this.told) this.row(layer, width);
     this.layer.draw();
   }
@@ -175,16 +178,16 @@ class Heat {
       const [first] = odd;
       const part = first.parts[first.high[0]].toFixed(2);
       text = `${told.length} layers, ${members} ranks: ${odd.length} layers with a rank that stands out; most in `;
-      text += `${first.name}, rank ${first.high[0]} with ${part} of the variance`;
+      text += `${first.name}, ${called(this.named, first.high[0])} with ${part} of the variance`;
     }
     if (this.summary.textContent !== text) this.summary.textContent = text;
   }
 
   row(layer, width) {
     const made = this.rows.get(layer.name) || this.insert(layer.name);
-    const high = layer.high.slice(0, TOLD_HIGH).join(", ");
+    const high = layer.high.slice(0, TOLD_HIGH).map((at) => called(this.named, at)).join(", ");
     const more = layer.high.length > TOLD_HIGH ? ` and ${layer.high.length - TOLD_HIGH} more` : "";
-    made.told.textContent = `${high ? `high: rank ${high}${more}; ` : ""}η² ${layer.eta2.toFixed(2)}`;
+    made.told.textContent = `${high ? `high: ${high}${more}; ` : ""}η² ${layer.eta2.toFixed(2)}`;
     made.row.dataset.high = layer.high.join(" ");
     made.parts = layer.parts;
     made.width = width;
@@ -209,8 +212,8 @@ class Heat {
     const made = { row, told, canvas };
     canvas.onclick = () => this.layer.open(name, button);
     canvas.onmousemove = (at) => {
-      const rank = Math.min(made.parts.length - 1, Math.floor(at.offsetX / made.width));
-      canvas.title = `rank ${rank}: ${made.parts[rank].toFixed(3)} of the variance`;
+      const member = Math.min(made.parts.length - 1, Math.floor(at.offsetX / made.width));
+      canvas.title = `${called(this.named, member)}: ${made.parts[member].toFixed(3)} of the variance`;
     };
     this.rows.set(name, made);
     return made;

@@ -15,7 +15,7 @@ function distances(values) {
   return away.map((value) => value / rule);
 }
 
-function drawChart(canvas, times, rows, odd) {
+function drawChart(canvas, times, rows, odd, name) {
   const width = Math.max(260, canvas.parentElement.clientWidth);
   const pen = sized(canvas, width, CHART.height);
   const low = rows.reduce((least, row) => Math.min(least, ...row), Infinity);
@@ -48,7 +48,7 @@ function drawChart(canvas, times, rows, odd) {
   line(odd);
   pen.fillStyle = colour("--bad");
   pen.textAlign = "left";
-  pen.fillText(`rank ${odd}`, x(last) + 4, y(rows[rows.length - 1][odd]) + 4);
+  pen.fillText(name, x(last) + 4, y(rows[rows.length - 1][odd]) + 4);
 }
 
 class Layer {
@@ -116,15 +116,16 @@ class Layer {
     const score = byMean.map((value, rank) => Math.max(value, byVariance[rank]));
     const order = [...score.keys()].sort((a, b) => score[b] - score[a]);
     const odd = score.length > 2 && score[order[0]] >= 6 ? order[0] : -1;
+    const name = called(this.named, odd);
     for (const { kind, canvas } of this.charts) {
-      drawChart(canvas, times, kind === "mean" ? means : variances, odd);
+      drawChart(canvas, times, kind === "mean" ? means : variances, odd, name);
       const usual = `median ${short(median(now[kind]))}`;
-      const text = odd < 0 ? `no rank is far from the others, ${usual}` : `rank ${odd} ${short(now[kind][odd])}, ${usual}`;
+      const text = odd < 0 ? `no rank is far from the others, ${usual}` : `${name} ${short(now[kind][odd])}, ${usual}`;
       canvas.setAttribute("aria-label", `${kind} over ${Math.round(times[times.length - 1] - times[0])} s; now ${text}`);
     }
     const rows = order.slice(0, TOLD_DIFFERING).map((rank) => {
       const row = make("tr");
-      row.append(...[String(rank), short(now.mean[rank]), short(now.variance[rank])].map((text) => make("td", text, "number")));
+      row.append(...[String(this.named[rank] ?? "?"), short(now.mean[rank]), short(now.variance[rank])].map((text) => make("td", text, "number")));
       return row;
     });
     this.ranks.replaceChildren(make("p", "Now, those who differ most first"), table("Figures of ranks", ["rank", "mean", "variance"], rows));

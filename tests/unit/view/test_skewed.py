@@ -1,6 +1,6 @@
 """The most skewed layers come first, and a rank is named only where it is known."""
 
-from server.view.skewed import Skewed, most_skewed
+from server.view.skewed import Skewed, most_skewed, ranks_of
 from support.view_reports import figures, group, layer, member
 
 LAYERS = figures(layer("stem", 0.01, 0.0, 0.02), layer("bn1", 0.0, 0.25, 0.05), layer("bn2", 0.1, 0.0, 0.0))
@@ -26,6 +26,12 @@ def test_ranks_of_another_group_are_those_of_its_members():
     assert most_skewed(of | {"members": of["members"][1:]}, 1)[0].rank is None, "one has left"
     cut = of | {"members": of["members"][:1], "members_left_out": 2}
     assert most_skewed(cut, 1)[0].rank is None, "the report has no room for it"
+
+
+def test_ranks_that_a_report_has_no_room_for_are_not_known():
+    of = group(member(5), member(3), group="odd", members_left_out=2)
+    assert ranks_of(of, 4) == [3, 5, None, None]
+    assert ranks_of(of, 5) == [None] * 5, "one has left"
 
 
 def test_a_rank_of_the_world_is_known_even_if_others_have_left():

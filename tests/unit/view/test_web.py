@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
 from server.view.feed import Feed
+from server.view.heat import heat
 from server.view.history import History
 from server.view.web import FILES, MAX_STREAMS, app
 from support.view_reports import figures_of, group, member, report
@@ -133,8 +134,14 @@ def test_the_history_of_a_layer_is_json():
 def test_the_heat_has_all_layers_and_ranks():
     told = json.loads(Page().get("/heat", **ASKS["/heat"])[2])
     assert (told["layers"], told["members"], told["eta2"]) == (["bn0", LAYER], 3, [0.25, 0.25])
+    assert told["ranks"] == [0, 1, 2]
     parts = struct.unpack("<6f", base64.b64decode(told["parts"]))
     assert parts == pytest.approx([0.01, 0.01, 0.2] * 2)
+
+
+def test_the_heat_of_a_smaller_group_names_its_ranks_as_in_the_job():
+    of = group(member(5), member(3), group="odd", figures=figures_of(["bn"], 2))
+    assert heat(report(of), "digits", "odd")["ranks"] == [3, 5]
 
 
 @pytest.mark.parametrize("path", ASKS)
