@@ -19,6 +19,9 @@ FIRST_BYTES = b"SQLite format 3\x00"
 # Figures are averages over some ten seconds, and the largest part of a snapshot.
 FIGURES_SECONDS = 10.0
 
+ALL = "SELECT snapshot FROM snapshots ORDER BY time"
+LAST = "SELECT snapshot FROM snapshots ORDER BY time DESC LIMIT 1"
+
 
 class Recorder:
     """Appends snapshots to a file, each durable before the next one.
@@ -85,8 +88,12 @@ def is_recording(path: str) -> bool:
         return False
 
 
-def recorded(path: str) -> Iterator[Snapshot]:
+def recorded(path: str, *, last: bool = False) -> Iterator[Snapshot]:
     """The snapshots of a recording, from the first to the last, each with the events and the last figures until then.
+
+    Args:
+        path: of the file. That of a day has 86,400 snapshots, which take gigabytes all together.
+        last: give the last one alone.
 
     Raises:
         ConfigurationError: this is not a recording.
@@ -94,7 +101,7 @@ def recorded(path: str) -> Iterator[Snapshot]:
     try:
         with closing(sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True)) as base:
             events = [json.loads(row[0]) for row in base.execute("SELECT event FROM events ORDER BY time")]
-            for (text,) in base.execute("SELECT snapshot FROM snapshots ORDER BY time"):
+            for (text,) in base.execute(LAST if last else ALL):
                 snapshot: Snapshot = json.loads(text)
                 told = [event for event in events if event["time"] <= snapshot["time"]]
                 groups = _with_figures(base, snapshot["time"], snapshot["groups"])

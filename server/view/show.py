@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 from server.view.feed import PERIOD_SECONDS, Feed
@@ -62,10 +63,11 @@ def replay(path: str, *, once: bool = False, as_json: bool = False) -> None:
     Raises:
         ConfigurationError: this is not a recording, or an empty one.
     """
-    snapshots = list(recorded(path))
-    if not snapshots:
+    snapshots = recorded(path, last=once or not as_json)
+    first = next(snapshots, None)
+    if first is None:
         raise ConfigurationError(f"expected a recording with a snapshot, got an empty one: {path!r}")
-    _write(snapshots if as_json and not once else snapshots[-1:], as_json=as_json)
+    _write(chain([first], snapshots), as_json=as_json)
 
 
 def is_file(endpoint: str | None) -> bool:

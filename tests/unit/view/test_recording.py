@@ -1,4 +1,6 @@
+import json
 import sqlite3
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -41,6 +43,26 @@ def test_figures_are_kept_once_in_ten_seconds_and_come_back_until_the_next(tmp_p
     assert told == [0.01, 0.01, 0.11, 0.11]
     assert "figures" not in groups[-1][0], "they are old"
     assert all("figures" not in other for _, other in groups)
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["--json", "--once"]])
+def test_a_long_recording_is_not_read_into_memory(tmp_path, capfd, arguments):
+    path, watcher = str(tmp_path / "run.db"), Watcher("tcp://x:1")
+    recorder = Recorder(path)
+    of_one = figures(*(layer(f"bn{number}", *[0.01] * 16) for number in range(20)))
+    for now in range(100):
+        recorder.add(watcher.take(float(now), report(group(figures=of_one))))
+    recorder.close()
+    tracemalloc.start()
+    try:
+        assert main(["view", path, *arguments]) == 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    said = capfd.readouterr().out.splitlines()
+    assert len(said) == (1 if "--once" in arguments else 100)
+    assert json.loads(said[-1])["time"] == 99.0
+    assert peak < 1_000_000  # all together take 4 MB
 
 
 def test_a_minute_of_figures_takes_little_room(tmp_path):
