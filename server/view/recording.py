@@ -3,6 +3,7 @@
 import json
 import math
 import sqlite3
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,6 +19,9 @@ FIRST_BYTES = b"SQLite format 3\x00"
 
 # Figures are averages over some ten seconds, and the largest part of a snapshot.
 FIGURES_SECONDS = 10.0
+
+# How long to wait for whoever reads the file meanwhile: the page waits too.
+BUSY_SECONDS = 0.5
 
 ALL = "SELECT snapshot FROM snapshots ORDER BY time"
 LAST = "SELECT snapshot FROM snapshots ORDER BY time DESC LIMIT 1"
@@ -38,7 +42,7 @@ class Recorder:
 
     def __init__(self, path: str) -> None:
         try:
-            self._base = sqlite3.connect(path, check_same_thread=False)
+            self._base = sqlite3.connect(path, BUSY_SECONDS, check_same_thread=False)
             known = self._base.execute("PRAGMA application_id").fetchone()[0]
             tables = self._base.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if tables and known != APPLICATION_ID:
@@ -53,25 +57,33 @@ class Recorder:
             raise ConfigurationError(f"--record: cannot write {path!r}: {error}") from error
         self._last_event = 0.0
         self._last_figures = -math.inf
+        self._fails = False
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot."""
+        """Keep a snapshot. Where that fails, as on a full disk, it is left out, with a warning for the first of several."""
+        try:
+            self._write(snapshot)
+        except sqlite3.Error as error:
+            if not self._fails:
+                sys.stderr.write(f"statsd_bn view: --record: leaves out what it cannot write: {error}\n")
+            self._fails = True
+        else:
+            self._fails = False
+
+    def _write(self, snapshot: Snapshot) -> None:
         new = [event for event in snapshot["events"] if event["time"] > self._last_event]
-        self._last_event = max((event["time"] for event in new), default=self._last_event)
+        are_due = snapshot["time"] >= self._last_figures + FIGURES_SECONDS
+        figures = _figures(snapshot) if are_due else []
         with self._base:
             text = _text(snapshot, events=[], groups=[_without_figures(group) for group in snapshot["groups"]])
             self._base.execute("INSERT INTO snapshots VALUES (?, ?)", (snapshot["time"], text))
-            self._add_figures(snapshot)
+            if figures:
+                packed = zlib.compress(json.dumps(figures, separators=(",", ":")).encode())
+                self._base.execute("INSERT OR REPLACE INTO figures VALUES (?, ?)", (snapshot["time"], packed))
             self._base.executemany("INSERT INTO events VALUES (?, ?)", [(e["time"], json.dumps(e)) for e in new])
-
-    def _add_figures(self, snapshot: Snapshot) -> None:
-        now = snapshot["time"]
-        if now < self._last_figures + FIGURES_SECONDS:
-            return
-        if figures := [[*_name(group), group["figures"]] for group in snapshot["groups"] if "figures" in group]:
-            packed = zlib.compress(json.dumps(figures, separators=(",", ":")).encode())
-            self._base.execute("INSERT OR REPLACE INTO figures VALUES (?, ?)", (now, packed))
-            self._last_figures = now
+        # Only now: what could not be written comes with the next one.
+        self._last_event = max((event["time"] for event in new), default=self._last_event)
+        self._last_figures = snapshot["time"] if figures else self._last_figures
 
     def close(self) -> None:
         """Close the file."""
@@ -116,6 +128,10 @@ def _with_figures(base: sqlite3.Connection, now: float, groups: list[dict[str, A
     row = base.execute(query, (now - 2 * FIGURES_SECONDS, now)).fetchone()
     known = {tuple(name): figures for *name, figures in json.loads(zlib.decompress(row[0]))} if row else {}
     return [{**group, "figures": known[_name(group)]} if _name(group) in known else group for group in groups]
+
+
+def _figures(snapshot: Snapshot) -> list[list[Any]]:
+    return [[*_name(group), group["figures"]] for group in snapshot["groups"] if "figures" in group]
 
 
 def _without_figures(group: dict[str, Any]) -> dict[str, Any]:

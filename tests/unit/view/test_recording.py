@@ -65,6 +65,25 @@ def test_a_long_recording_is_not_read_into_memory(tmp_path, capfd, arguments):
     assert peak < 1_000_000  # all together take 4 MB
 
 
+def test_what_cannot_be_written_is_left_out_with_a_warning_but_no_event_is(tmp_path, capsys):
+    path, watcher = str(tmp_path / "run.db"), Watcher("tcp://x:1")
+    recorder = Recorder(path)
+    recorder.add(watcher.take(1.0, report(group(member(0)))))
+    reader = sqlite3.connect(path)
+    assert reader.execute("SELECT time FROM snapshots").fetchone() == (1.0,)
+    reader.execute("BEGIN IMMEDIATE")  # as long as another process holds the file
+    for now in (2.0, 3.0):
+        recorder.add(watcher.take(now, report(group(member(0), member(1)))))
+    reader.close()
+    recorder.add(watcher.take(4.0, report(group(member(0), member(1)))))
+    recorder.close()
+    found = list(recorded(path))
+    assert [snapshot["time"] for snapshot in found] == [1.0, 4.0]
+    assert [event["text"] for event in found[-1]["events"]] == ["rank 1 (host-1, pid 801) joined"]
+    text = "statsd_bn view: --record: leaves out what it cannot write: database is locked\n"
+    assert capsys.readouterr().err == text
+
+
 def test_a_minute_of_figures_takes_little_room(tmp_path):
     """Of a ResNet-50 on 16 ranks; one set is 30 kB as JSON, and there is one each second."""
     sizes = []
