@@ -23,8 +23,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
+from server.view.snapshot import Watcher
 from support.paths import ROOT
 from support.ports import free_port
+from support.view_reports import group, member, report
 
 # The view asks once a second, and the page has a second more.
 SHOWN_SECONDS = 2.0
@@ -175,6 +177,24 @@ def test_a_skewed_rank_is_seen_and_a_layer_opened_by_keyboard():
         assert chosen(driver).get_attribute("title") == "layer4.1.bn1"
         assert not driver.find_element(By.CSS_SELECTOR, ".layer").is_displayed()
         assert errors(driver) == []
+
+
+def test_with_several_jobs_the_reader_stays_at_the_ranks_of_one():
+    snapshot = Watcher("tcp://x:1").take(1.0, report(group(member(0)), group(member(0), job="other")))
+    port = free_port()
+    with ExitStack() as stack:
+        stack.enter_context(process(str(ROOT / "tests/programs/heat_program.py"), f"127.0.0.1:{port}", "job"))
+        driver = stack.enter_context(browser())
+        open_page(driver, port)
+        script = """
+            source.close();
+            draw(arguments[0]);
+            const tables = () => [...document.querySelectorAll("#jobs .scroll")];
+            tables()[0].focus();
+            draw(arguments[0]);
+            return tables().indexOf(document.activeElement);
+        """
+        assert driver.execute_script(script, snapshot) == 0
 
 
 def test_pictures_of_the_layers_fit_each_screen(tmp_path):

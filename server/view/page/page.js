@@ -75,7 +75,9 @@ function group(told) {
   for (const text of told.non_finite || []) section.append(make("p", text, "bad"));
   for (const finding of told.findings || []) section.append(make("p", finding.text, "bad"));
   const heads = ["rank", "where", "state", "step", "steps/s", "waits, of a minute", "score", "doing"];
-  section.append(make("h3", "Ranks"), table("Ranks", heads, told.members.slice(0, TOLD_RANKS).map(rank)));
+  // Each table has a label of its own: by it the reader is found again.
+  const label = `Ranks of job ${told.job}, group ${told.group}`;
+  section.append(make("h3", "Ranks"), table(label, heads, told.members.slice(0, TOLD_RANKS).map(rank)));
   if (present > TOLD_RANKS) section.append(make("p", `and ${present - TOLD_RANKS} ranks more`));
   return section;
 }
