@@ -18,6 +18,9 @@ from server.view.snapshot import Snapshot
 PACES = ((60.0, 1.0), (600.0, 10.0), (3600.0, 60.0))
 MOST_SECONDS = PACES[-1][0]
 
+# The oldest moment and the newest, which are never too close.
+ENDS = 2
+
 # The feed does not come to the tick.
 EARLY_SECONDS = 0.5
 
@@ -155,11 +158,11 @@ class History:
                 del self._series[name]
         while self._size() > self._most_bytes:
             name, series = max(self._series.items(), key=lambda item: item[1].size)
-            if len(series.moments) > 2:
+            if len(series.moments) > ENDS:
                 series.factor += 1
                 series.thin(now)
-            elif len(series.moments) == 2:
-                del series.moments[0]  # the oldest and the newest are never too close
+            elif len(series.moments) == ENDS:
+                del series.moments[0]
             else:
                 del self._series[name]  # nothing of it can be left out
 
