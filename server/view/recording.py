@@ -60,7 +60,7 @@ class Recorder:
         self._fails = False
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot. One that cannot be written, as on a full disk, is left out; of several the first with a warning."""
+        """Keep a snapshot. One that cannot be written, as on a full disk, is left out; the first of several warns."""
         try:
             self._write(snapshot)
         except sqlite3.Error as error:
