@@ -43,26 +43,31 @@ def add_figures(ask: Ask, groups: list[dict[str, Any]]) -> None:
         if time.monotonic() > ends:
             return
         try:
-            layers = list(_layers(ask, group["job"], group["group"]))
+            layers = _layers(ask, group["job"], group["group"])
         except ProtocolError as error:
             raise ServerUnreachable(f"expected figures of this version, got others: {error.message}") from error
         if layers:
             group["figures"] = {"layers": layers}
 
 
-def _layers(ask: Ask, job: str, group: str) -> Iterator[dict[str, Any]]:
-    first = 0
-    while first < limits.MAX_FIGURES_LAYERS:
-        answer = decode(ask(FiguresRequest(job, group, first)))
-        if not isinstance(answer, Figures) or not answer.names:
-            return
-        eta2 = _rounded(answer.values[..., PART].sum(axis=1)).tolist()
-        columns = _rounded(answer.values[..., [PART, MEAN, VARIANCE]]).swapaxes(1, 2).tolist()
-        for name, share, (parts, means, variances) in zip(answer.names, eta2, columns, strict=True):
-            yield {"name": name, "eta2": share, "parts": parts, "means": means, "variances": variances}
-        first += len(answer.names)
-        if first >= answer.total:
-            return
+def _layers(ask: Ask, job: str, group: str) -> list[dict[str, Any]]:
+    """All layers of a group; none where the server does not tell of all."""
+    found: list[dict[str, Any]] = []
+    while len(found) < limits.MAX_FIGURES_LAYERS:
+        answer = decode(ask(FiguresRequest(job, group, len(found))))
+        if not isinstance(answer, Figures):
+            return []
+        found += _told(answer)
+        if not answer.names or len(found) >= answer.total:
+            break
+    return found
+
+
+def _told(answer: Figures) -> Iterator[dict[str, Any]]:
+    eta2 = _rounded(answer.values[..., PART].sum(axis=1)).tolist()
+    columns = _rounded(answer.values[..., [PART, MEAN, VARIANCE]]).swapaxes(1, 2).tolist()
+    for name, share, (parts, means, variances) in zip(answer.names, eta2, columns, strict=True):
+        yield {"name": name, "eta2": share, "parts": parts, "means": means, "variances": variances}
 
 
 def _rounded(values: FloatArray) -> FloatArray:

@@ -71,6 +71,13 @@ def test_a_server_that_refuses_for_now_leaves_them_out():
     assert "figures" not in of
 
 
+def test_a_group_is_shown_whole_or_not_at_all():
+    server, of = Server(["stem", "block", "head"]), group()
+    add_figures(lambda asked: server(asked) if not asked.first else encode(Failure(LimitExceeded.code, "no", {})), [of])
+    assert server.asked
+    assert "figures" not in of
+
+
 def test_a_server_with_very_many_groups_is_not_asked_for_all_of_them(monkeypatch):
     times = iter(np.arange(100.0))
     monkeypatch.setattr(figures, "SECONDS", 2.0)
