@@ -142,6 +142,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if place in _sources:
             continue
         _sources[place] = path
+        if path.startswith(DOCS) and not place.endswith(".md"):
+            continue  # mkdocs has it, such as an image
         text = _text(path)
         if not path.startswith(DOCS):
             files.append(File.generated(config, place, content=text))
