@@ -1,16 +1,19 @@
-"""Asking: a connection to a running server over which anybody may ask, and the next answer to each question."""
+"""Asking: a connection to a running server over which anybody may ask, and the next answer to each question.
+
+A server that ends may take a question with it; the one that is started in its place is asked again.
+"""
 
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from server.secrets.keygen import check_curve
 from statsd_bn.errors import ServerUnreachable
-from statsd_bn.handshake import EVENTS, Handshakes
+from statsd_bn.handshake import EVENTS, Handshakes, SocketHandshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import Message
 from statsd_bn.reach import check_is_open_to_us, why_silent
@@ -39,7 +42,34 @@ def asking(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | No
         ServerUnreachable: no answer within `seconds`, or this is not an endpoint, or it is closed to this user.
     """
     check_is_open_to_us(endpoint)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    handshakes = Handshakes(endpoint, has_key=keys is not None)
+    with zmq.Context() as context, ExitStack() as opened:
+
+        def open_line() -> "_Line":
+            return opened.enter_context(_line(context, endpoint, keys, handshakes.socket()))
+
+        line = open_line()
+
+        def ask(question: Message) -> bytes:
+            nonlocal line
+            frame = encode(question)
+            expiry = time.monotonic() + seconds
+            while (answer := line.answer(frame, expiry)) is None:
+                if time.monotonic() >= expiry:
+                    raise ServerUnreachable(why_silent(endpoint, seconds, socket), endpoint=endpoint, seconds=seconds)
+                # Over another socket, since this one may still bring the answer to the first question.
+                opened.close()
+                line = open_line()
+            return answer
+
+        yield ask
+
+
+@contextmanager
+def _line(
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: ClientKeys | None, handshakes: SocketHandshakes
+) -> Iterator["_Line"]:
+    with context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         # A port of ours whose former connection the server has not done with yet leads nowhere; another one does.
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
@@ -50,15 +80,6 @@ def asking(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | No
             dealer.curve_publickey = keys.pair.public.encode()
             dealer.curve_secretkey = keys.pair.secret.encode()
         with dealer.get_monitor_socket(EVENTS) as monitor:
-            handshakes = Handshakes(endpoint, has_key=keys is not None)
-
-            def ask(question: Message) -> bytes:
-                dealer.send(encode(question))
-                frame = _receive(dealer, monitor, handshakes, seconds)
-                if frame is None:
-                    raise ServerUnreachable(why_silent(endpoint, seconds, socket), endpoint=endpoint, seconds=seconds)
-                return frame
-
             try:
                 dealer.connect(endpoint)
             except zmq.ZMQError as error:
@@ -66,24 +87,30 @@ def asking(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | No
                 text = f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({problem})"
                 raise ServerUnreachable(text, endpoint=endpoint) from error
             try:
-                yield ask
+                yield _Line(dealer, monitor, handshakes)
             finally:
                 dealer.disable_monitor()
 
 
-def _receive(
-    dealer: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", handshakes: Handshakes, seconds: float
-) -> bytes | None:
-    poller = zmq.Poller()
-    poller.register(dealer, zmq.POLLIN)
-    poller.register(monitor, zmq.POLLIN)
-    of_this_socket = handshakes.socket()
-    expiry = time.monotonic() + seconds
-    while (left := expiry - time.monotonic()) > 0:
-        ready = dict(poller.poll(int(left * 1000) + 1))
-        if dealer in ready:
-            return dealer.recv()
-        if monitor in ready:
-            told = recv_monitor_message(monitor)
-            of_this_socket.take(time.monotonic(), int(told["event"]), int(told["value"]))
-    return None
+class _Line:
+    """One socket to the server, and what its monitor tells."""
+
+    def __init__(self, dealer: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", handshakes: SocketHandshakes) -> None:
+        self._dealer = dealer
+        self._monitor = monitor
+        self._handshakes = handshakes
+        self._poller = zmq.Poller()
+        self._poller.register(dealer, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+
+    def answer(self, question: bytes, expiry: float) -> bytes | None:
+        """The next frame that comes; None at `expiry`, or once the connection was made anew."""
+        self._dealer.send(question)
+        while self._handshakes.successes <= 1 and (left := expiry - time.monotonic()) > 0:
+            ready = dict(self._poller.poll(int(left * 1000) + 1))
+            if self._dealer in ready:
+                return self._dealer.recv()
+            if self._monitor in ready:
+                told = recv_monitor_message(self._monitor)
+                self._handshakes.take(time.monotonic(), int(told["event"]), int(told["value"]))
+        return None

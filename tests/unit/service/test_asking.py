@@ -1,0 +1,95 @@
+"""A question whose server ends: the one in its place is asked, and each answer belongs to its question."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+
+from server.cli.asking import asking
+from statsd_bn.errors import ServerUnreachable
+from statsd_bn.messages import FiguresRequest, StatusRequest
+from statsd_bn.wire import decode
+
+WAIT_MILLISECONDS = 20_000
+
+# A new server that never answers: time enough for the socket to find it.
+UNANSWERED_SECONDS = 2.0
+
+
+class Fake:
+    """Servers at one endpoint, one after the other, that do as they are told."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.questions: list[str] = []
+
+    def takes(self, *answers: bytes) -> None:
+        """A server that takes as many questions and one more, answers but the last, and ends."""
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.linger = 0
+            router.bind(self.endpoint)
+            for answer in answers:
+                router.send_multipart([self._question(router), answer])
+            self._question(router)
+
+    def answers(self, *answers: bytes) -> None:
+        """A server that takes as many questions, answers each, and ends."""
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.linger = WAIT_MILLISECONDS
+            router.bind(self.endpoint)
+            for answer in answers:
+                router.send_multipart([self._question(router), answer])
+
+    def _question(self, router: "zmq.Socket[bytes]") -> bytes:
+        assert router.poll(WAIT_MILLISECONDS), "nobody asks"
+        who, question = router.recv_multipart()
+        self.questions.append(type(decode(question)).__name__)
+        return who
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Fake:
+    return Fake(f"ipc://{tmp_path}/server")
+
+
+def test_a_question_that_a_server_took_with_it_is_put_to_the_next(fake):
+    def in_turn() -> None:
+        fake.takes()
+        fake.answers(b"first", b"second")
+
+    with ThreadPoolExecutor(1) as pool:
+        servers = pool.submit(in_turn)
+        with asking(fake.endpoint, WAIT_MILLISECONDS / 1000) as ask:
+            assert ask(StatusRequest()) == b"first"
+            assert ask(FiguresRequest("job", "world", 0)) == b"second"
+        servers.result()
+    assert fake.questions == ["StatusRequest", "StatusRequest", "FiguresRequest"]
+
+
+def test_answers_before_and_after_belong_to_their_questions(fake):
+    def in_turn() -> None:
+        fake.takes(b"first")
+        fake.answers(b"second")
+
+    with ThreadPoolExecutor(1) as pool:
+        servers = pool.submit(in_turn)
+        with asking(fake.endpoint, WAIT_MILLISECONDS / 1000) as ask:
+            assert ask(StatusRequest()) == b"first"
+            assert ask(FiguresRequest("job", "world", 0)) == b"second"
+        servers.result()
+    assert fake.questions == ["StatusRequest", "FiguresRequest", "FiguresRequest"]
+
+
+def test_servers_that_all_take_the_question_with_them_are_given_up_in_time(fake):
+    def in_turn() -> None:
+        fake.takes()
+        fake.takes()
+
+    with ThreadPoolExecutor(1) as pool:
+        servers = pool.submit(in_turn)
+        with asking(fake.endpoint, UNANSWERED_SECONDS) as ask, pytest.raises(ServerUnreachable) as caught:
+            ask(StatusRequest())
+        servers.result()
+    assert caught.value.fields["seconds"] == UNANSWERED_SECONDS
+    assert fake.questions == ["StatusRequest", "StatusRequest"]
