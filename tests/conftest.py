@@ -22,6 +22,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # The programs that tests start import from the folders beside this file.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
+# A run in the background of a shell script ignores Ctrl-C, and so would the programs that the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import torch
 from hypothesis import HealthCheck, settings
 
