@@ -73,6 +73,9 @@ MAX_DIGEST_LAYERS = 64
 # The names of these layers, each with the end of its line.
 MAX_DIGEST_BYTES = MAX_DIGEST_LAYERS * (MAX_NAME_BYTES + 1)
 
+# How far a member's means lie to one side, in a Digest: one value among MAX_COUNT, in each of MAX_CHANNELS channels.
+MAX_SHIFT = 2**35
+
 # Layers in one Figures: as many as the server keeps for a group.
 MAX_FIGURES_LAYERS = 1024
 

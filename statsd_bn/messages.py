@@ -17,7 +17,7 @@ from statsd_bn.members import NOBODY, Members
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.skew import check_figures
+from statsd_bn.skew import FIGURES, NUMBERS, check_figures
 
 # The group of all members of a job; they are numbered from 0.
 WORLD = "world"
@@ -415,7 +415,7 @@ class Digest:
         session: who speaks.
         step: in which the rounds were.
         layers: the layers' names in the order of the rounds, a line each.
-        values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
+        values: shape (layers, members, 8), float64: the figures of all members of the group, see `statsd_bn.skew`.
     """
 
     type: ClassVar[int] = 15
@@ -438,7 +438,7 @@ class Digest:
         check_integer("number of layers", len(names), 1, limits.MAX_DIGEST_LAYERS)
         for name in names:
             check_name("layer", name, limits.MAX_NAME_BYTES)
-        check_figures(self.values, len(names))
+        check_figures(self.values, len(names), NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,7 +500,7 @@ class Figures:
         check_integer("number of layers", len(names), 0, limits.MAX_FIGURES_LAYERS)
         for name in names:
             check_name("layer", name, limits.MAX_NAME_BYTES)
-        check_figures(self.values, len(names))
+        check_figures(self.values, len(names), FIGURES)
 
 
 # The most frequent first: it is looked for in this order.

@@ -50,7 +50,8 @@ def different(who: Contributor, found: Different) -> str:
     """What a member's data do that the others' do not, and where."""
     others = (
         f"{found.eta2:.2g} of the variance lies between ranks, {found.part:.2g} by this one and {found.usual:.2g} by "
-        f"another as a rule; its own variance is {found.variance:.2g} times theirs"
+        f"another as a rule; its own variance is {found.variance:.2g} times theirs, and its means lie "
+        f"{found.shift:.2g} standard deviations to one side"
     )
     more = f", the earliest of {found.layers} layers" if found.layers > 1 else ""
     return f"{who} differs from the other ranks since step {found.since}: {found.layer} ({others}){more}"

@@ -32,7 +32,7 @@ class Comparison:
             now: the time, in seconds.
             step: the step.
             layers: the layers' names, in the order of the rounds.
-            values: their figures, shape (layers, members, 4).
+            values: their figures, shape (layers, members, 8).
 
         Returns:
             Members that are different, and members that are the same as another, as far as that is news.

@@ -41,7 +41,7 @@ class Copies:
         self._told: set[tuple[int, int]] = set()
 
     def look(self, step: int, values: FloatArray) -> list[Same]:
-        """Take the figures of some layers in a step, shape (layers, members, 4); returns what is news."""
+        """Take the figures of some layers in a step, shape (layers, members, 8); returns what is news."""
         before = self._pairs
         self._pairs = {}
         for pair in _same_pairs(values):

@@ -1,9 +1,9 @@
 """Skew: whose data differ from those of the other members, layer by layer.
 
 Each layer has a decaying average of the members' figures, see `statsd_bn.skew`. A member stands out where it brings
-much more of the variance between the members than the others do, or where its own variance is another. What is usual is
-said by the others, not by the past: a member may have been different from the first step on. With two members nobody
-can tell which of them is the odd one.
+much more of the variance between the members than the others do, where its own variance is another, or where its means
+lie to one side, see `server.insight.shift`. What is usual is said by the others, not by the past: a member may have
+been different from the first step on. With two members nobody can tell which of them is the odd one.
 """
 
 import math
@@ -13,8 +13,10 @@ from itertools import accumulate
 
 import numpy as np
 
+from server.insight import shift
+from server.insight.shift import Shift
 from statsd_bn.reduction import FloatArray
-from statsd_bn.skew import COUNT, FIGURES, PART, VARIANCE
+from statsd_bn.skew import COUNT, FIGURES, PART, SHIFTS, VARIANCE
 
 # What a look weighs beside the next one: an average over some ten looks.
 DECAY = 0.9
@@ -35,10 +37,10 @@ MOST_RATIO, MOST_LOGS = 6.0, (-math.log(10.0), math.log(10.0))
 # Nobody can be named among fewer.
 LEAST_MEMBERS = 3
 
-# Layers that are kept for a group at most, and layers times members: 4 MB altogether. What one layer takes for each
-# member, and beside that, with a long name: 0.8 kB.
+# Layers that are kept for a group at most, and layers times members: 9 MB altogether. What one layer takes for each
+# member, and beside that, with a long name.
 MOST_LAYERS, MOST_NUMBERS = 1024, 2**16
-NUMBERS_BYTES, LAYER_BYTES = 8 * (FIGURES + 2), 1024
+NUMBERS_BYTES, LAYER_BYTES = 8 * (FIGURES + 2 + shift.NUMBERS), 1536
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class Layer:
         average: of each member's figures, weighed by counts and by age, shape (members, 4).
         judged: such an average of each member's part, and of the logarithm of its variance beside the others'. What one
             look adds is limited, so that one odd batch is soon forgotten; shape (members, 2).
+        shift: how far each member's means lie to one side.
         weight: of all looks, the older ones counting less.
         looks: how many there were.
         who: the member that stands out, by its index; None if nobody does.
@@ -58,6 +61,7 @@ class Layer:
 
     average: FloatArray
     judged: FloatArray
+    shift: Shift
     weight: float = 0.0
     looks: int = 0
     who: int | None = None
@@ -83,7 +87,8 @@ class Layer:
         new = weight / self.weight
         # So that nothing overflows, whatever a member says.
         self.judged = (1 - new) * self.judged + new * judged
-        self.average = (1 - new) * self.average + new * figures
+        self.average = (1 - new) * self.average + new * figures[:, :FIGURES]
+        self.shift.add(_shifts(figures))
         self.looks += 1
         who = self._outlier()
         if who is None or who != self.who:
@@ -98,7 +103,8 @@ class Layer:
         who = with_a_greater_part(parts)
         if who is not None and self.average[who, PART] > LEAST_PART:
             return who
-        return with_another_variance(logs)
+        odd = with_another_variance(logs)
+        return self.shift.outlier() if odd is None else odd
 
     def _within_limits(self, figures: FloatArray) -> FloatArray:
         parts = figures[:, PART]
@@ -122,6 +128,7 @@ class Different:
         part: the member's part of it.
         usual: what the other members' parts are as a rule.
         variance: how many times theirs its own variance is.
+        shift: how far its means lie to one side of theirs, in standard deviations.
     """
 
     member: int
@@ -132,6 +139,7 @@ class Different:
     part: float
     usual: float
     variance: float
+    shift: float
 
 
 class Skew:
@@ -154,7 +162,7 @@ class Skew:
         Args:
             step: the step.
             layers: the layers' names, in the order of the rounds.
-            values: their figures, shape (layers, members, 4).
+            values: their figures, shape (layers, members, 8).
 
         Returns:
             Members that are different, as far as that is news.
@@ -206,7 +214,8 @@ class Skew:
             elif name not in order and len(order) < self._most:
                 order.insert(next_one, name)
         self._layers = {
-            name: self._layers.get(name) or Layer(np.zeros((self._members, FIGURES)), np.zeros((self._members, 2)))
+            name: self._layers.get(name)
+            or Layer(np.zeros((self._members, FIGURES)), np.zeros((self._members, 2)), Shift(self._members))
             for name in order
         }
 
@@ -218,8 +227,16 @@ class Skew:
         own = average[member]
         times = float(own[VARIANCE]) / max(float(others[VARIANCE]), 1e-300)
         since = min(layer.since for layer in showing.values())
-        told = (float(average[:, PART].sum()), float(own[PART]), float(others[PART]), times)
+        shifted = showing[first].shift.of(member)
+        told = (float(average[:, PART].sum()), float(own[PART]), float(others[PART]), times, shifted)
         return Different(member, first, len(showing), since, *told)
+
+
+def _shifts(figures: FloatArray) -> FloatArray:
+    """Returns the members' shifts, shape (directions, members); who has no data is where the others are."""
+    has_data = figures[:, COUNT] > 0
+    shifts = figures[:, SHIFTS].T
+    return np.where(has_data, shifts, np.median(shifts[:, has_data], axis=1, keepdims=True))
 
 
 def with_a_greater_part(parts: FloatArray) -> int | None:

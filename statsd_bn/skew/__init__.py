@@ -5,6 +5,17 @@ belongs in `server.insight`.
 """
 
 from statsd_bn.skew.check import check_figures
-from statsd_bn.skew.figures import COUNT, FIGURES, MEAN, PART, VARIANCE, figures_of
+from statsd_bn.skew.figures import COUNT, DIRECTIONS, FIGURES, MEAN, NUMBERS, PART, SHIFTS, VARIANCE, figures_of
 
-__all__ = ["COUNT", "FIGURES", "MEAN", "PART", "VARIANCE", "check_figures", "figures_of"]
+__all__ = [
+    "COUNT",
+    "DIRECTIONS",
+    "FIGURES",
+    "MEAN",
+    "NUMBERS",
+    "PART",
+    "SHIFTS",
+    "VARIANCE",
+    "check_figures",
+    "figures_of",
+]

@@ -17,6 +17,7 @@ import zmq
 from server.insight.comparison import LEAST_SECONDS
 from statsd_bn import limits
 from statsd_bn.messages import Digest
+from statsd_bn.skew import DIRECTIONS, NUMBERS
 from statsd_bn.wire import encode
 from support.paths import ROOT
 from support.ports import free_port
@@ -81,7 +82,7 @@ def test_what_ranks_have_told_the_server_is_in_a_snapshot(server, job):
     """Of more layers than one answer has room for."""
     members, layers = 128, [f"layer{number}" for number in range(limits.MAX_DIGEST_LAYERS)]
     named = ["\n".join(f"{part}.{layer}" for layer in layers) for part in "abcdefgh"]
-    values = np.full((len(layers), members, 4), [8.0, 0.5, 1.0, 0.001])
+    values = np.full((len(layers), members, NUMBERS), [8.0, 0.5, 1.0, 0.001, *[0.0] * DIRECTIONS])
     values[:, 7, 3] = 0.1
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(server.endpoint)

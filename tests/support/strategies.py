@@ -31,6 +31,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.skew import FIGURES, NUMBERS
 
 
 def session_of(member: int, job: str = "job") -> bytes:
@@ -149,7 +150,7 @@ def aggregates(draw: st.DrawFn) -> Aggregate:
 def digests(draw: st.DrawFn) -> Digest:
     """Any digest of few layers and members."""
     layers = draw(st.lists(names, min_size=1, max_size=3))
-    shape = len(layers), draw(st.integers(1, 4)), 4
+    shape = len(layers), draw(st.integers(1, 4)), NUMBERS
     figures = draw(hnp.arrays(np.float64, shape, elements=st.floats(0, 1)))
     return Digest(draw(tokens), draw(counters), "\n".join(layers), figures)
 
@@ -158,7 +159,7 @@ def digests(draw: st.DrawFn) -> Digest:
 def figures(draw: st.DrawFn) -> Figures:
     """Any figures of few layers and members, or of none."""
     layers = draw(st.lists(names, max_size=3))
-    shape = len(layers), draw(st.integers(min(1, len(layers)), 4)), 4
+    shape = len(layers), draw(st.integers(min(1, len(layers)), 4)), FIGURES
     values = draw(hnp.arrays(np.float64, shape, elements=st.floats(0, 1)))
     return Figures(draw(names), draw(names), draw(counters), draw(counters), "\n".join(layers), values)
 

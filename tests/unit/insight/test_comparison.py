@@ -3,9 +3,11 @@
 import numpy as np
 
 from server.insight.comparison import LEAST_SECONDS, Comparison
+from statsd_bn.skew import NUMBERS
 
 # The third member's data differ much, and the second's are the first's.
-FIGURES = np.array([[[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4], [10.0, 0.1, 1.1, 0.01]]])
+FIGURES = np.zeros((1, 4, NUMBERS))
+FIGURES[0, :, :4] = [[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4], [10.0, 0.1, 1.1, 0.01]]
 
 
 def looks(comparison, times):

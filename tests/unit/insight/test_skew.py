@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from server.insight import skew
+from server.insight.shift import LEAST_SHIFT
 from server.insight.skew import Skew
-from statsd_bn.skew import figures_of
+from statsd_bn.skew import COUNT, NUMBERS, PART, SHIFTS, VARIANCE, figures_of
 
 LAYERS = ["stem", "block", "head"]
 
@@ -55,11 +56,28 @@ def test_honest_ones_are_not(members, seed):
 
 
 def test_beside_others_that_are_constant_one_is_infinitely_different():
-    of_group, values = Skew(3), np.zeros((1, 3, 4))
+    of_group, values = Skew(3), np.zeros((1, 3, NUMBERS))
     values[..., skew.COUNT] = 1.0
     values[0, 2, skew.VARIANCE] = 1e10
     (found,) = [one for look in range(20) for one in of_group.look(look, ["stem"], values)]
     assert (found.member, found.variance) == (2, math.inf)
+
+
+def test_one_whose_channels_are_a_little_shifted_is_found_in_the_end():
+    assert looks(Skew(8), 8, 200, odd=2, shift=0.0) == []
+    ((look, found),) = looks(Skew(8), 8, 200, odd=2, shift=[0.5, -0.5, -0.5, -0.5])
+    assert found.member == 2
+    assert 20 <= look < 150
+    assert found.shift > LEAST_SHIFT
+
+
+def test_members_without_data_are_where_the_others_are():
+    of_group, figures_of_8 = Skew(8), figures(np.random.default_rng(0), 8)
+    figures_of_8[:, PART] = 0.01
+    figures_of_8[:7, SHIFTS] = 0.3
+    figures_of_8[:, VARIANCE] = 1.0
+    figures_of_8[7, COUNT] = 0.0
+    assert [one for look in range(60) for one in of_group.look(look, ["stem"], figures_of_8[np.newaxis])] == []
 
 
 def test_it_is_told_once():
@@ -85,17 +103,17 @@ def test_the_earliest_layer_is_found_in_whichever_order_they_come_first():
 
 def test_what_is_kept_is_bounded():
     of_group = Skew(64)
-    one = np.zeros((1, 64, 4))
+    one = np.zeros((1, 64, NUMBERS))
     for n in range(5000):
         more = of_group.more_for([str(n)])
         before = of_group.kept
         of_group.look(n, [str(n)], one)
         assert of_group.kept - before <= more
-    assert of_group.kept <= 2**22 + 1024 * skew.LAYER_BYTES
+    assert of_group.kept <= skew.MOST_NUMBERS * skew.NUMBERS_BYTES + 1024 * skew.LAYER_BYTES
 
 
 def test_members_without_data_are_no_reason():
-    empty = np.zeros((5, 4))
+    empty = np.zeros((5, NUMBERS))
     of_group = Skew(5)
     for n in range(50):
         assert of_group.look(n, ["a"], empty[np.newaxis]) == []
