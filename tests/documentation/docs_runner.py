@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 from torch import distributed
 
@@ -94,8 +95,10 @@ def _play(told: Run, environ: Mapping[str, str], log: Path) -> None:
     with log.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
+    # A model in DDP that goes after its process group can wait for ever, over gloo: this one's does not go.
+    names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        _execute(told)
+        _execute(told, names)
         code = 0
     except BaseException:  # noqa: BLE001 - whatever it is, it is shown
         traceback.print_exc()
@@ -105,16 +108,16 @@ def _play(told: Run, environ: Mapping[str, str], log: Path) -> None:
     os._exit(code)
 
 
-def _execute(told: Run) -> None:
+def _execute(told: Run, names: dict[str, Any]) -> None:
     from documentation import docs_stand_ins  # noqa: PLC0415 - it is another one in each process, by its environment
 
-    given = docs_stand_ins.names(told.text)
+    names |= docs_stand_ins.names(told.text)
     if "DistributedDataParallel(" in told.text and "init_process_group" not in told.text:
         distributed.init_process_group("gloo")
     # Empty lines, so that a traceback names the page's own.
     code = compile("\n" * (told.line - 1) + told.text, told.page, "exec")
     try:
-        exec(code, {"__name__": "__main__", **given})  # noqa: S102 - that is what it is for
+        exec(code, names)  # noqa: S102 - that is what it is for
     except docs_stand_ins.ReplicaLost as error:
         if error is not docs_stand_ins.lost:
             raise
