@@ -10,7 +10,7 @@ from statsd_bn.skew import DIRECTIONS
 NOISE = 0.2
 
 
-def outliers(members, looks, seed=0, noise=NOISE, shifts=None, odd=(), usual=None):
+def outliers(members, looks, seed=0, noise=NOISE, shifts=None, odd=(), kept=None):
     """What is found after each look, as (look, member).
 
     `shifts` lie under the noise in the last direction, and in the looks that are `odd` the first member is far off.
@@ -25,8 +25,8 @@ def outliers(members, looks, seed=0, noise=NOISE, shifts=None, odd=(), usual=Non
         of_layer.add(values - values.mean(axis=1, keepdims=True))
         who = of_layer.outlier()
         found += [(look, who)] if who is not None else []
-    if usual is not None:
-        usual.append(of_layer)
+    if kept is not None:
+        kept.append(of_layer)
     return found
 
 
@@ -47,7 +47,7 @@ def test_where_looks_hardly_vary_it_is_found_too():
 
 def test_its_distance_from_the_others_is_told():
     kept = []
-    outliers(8, 400, shifts=[0.0] * 7 + [0.3], usual=kept)
+    outliers(8, 400, shifts=[0.0] * 7 + [0.3], kept=kept)
     assert kept[0].of(7) == pytest.approx(0.3, abs=0.08)
     assert abs(kept[0].of(0)) < 0.08
 
