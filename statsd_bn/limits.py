@@ -73,6 +73,9 @@ MAX_DIGEST_LAYERS = 64
 # The names of these layers, each with the end of its line.
 MAX_DIGEST_BYTES = MAX_DIGEST_LAYERS * (MAX_NAME_BYTES + 1)
 
+# Buckets of a histogram, of which each is twice as wide as the one before: from 20 us up to 84 s, and one beyond.
+BUCKETS = 24
+
 # How far a member's means lie to one side, in a Digest: one value among MAX_COUNT, in each of MAX_CHANNELS channels.
 MAX_SHIFT = 2**35
 

@@ -7,6 +7,7 @@ Each message checks itself when it is built, so one that exists is sound, whethe
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, ClassVar, get_args
 
@@ -173,6 +174,66 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """The rows of several members for one round, which one of them brings for all.
+
+    It says what a contribution of each of them would say. Only the one that speaks is answered.
+
+    Attributes:
+        session: who speaks.
+        sessions: those whose rows they are, one behind the other.
+        key: which round.
+        rows: of all of them, in the order of `sessions`, as many of each.
+    """
+
+    type: ClassVar[int] = 20
+
+    session: bytes
+    sessions: bytes
+    key: RoundKey
+    rows: Rows
+
+    @property
+    def tokens(self) -> tuple[bytes, ...]:
+        """The sessions, one by one."""
+        return _tokens(self.sessions)
+
+    def of(self, session: bytes) -> Contribution:
+        """Returns what one of the members would have sent itself; a copy, which does not keep the others' rows."""
+        place, replicas = self.tokens.index(session), self.replicas
+        part = self.rows.part(place * replicas, replicas)
+        return Contribution(session, self.key, 0, Rows(part.counts, part.values.copy()))
+
+    @property
+    def replicas(self) -> int:
+        """How many rows each of the members brings."""
+        return len(self.rows.counts) // len(self.tokens)
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        if type(self.sessions) is not bytes:
+            raise ProtocolError(f"sessions: expected bytes, got {shown(self.sessions)}")
+        tokens = _tokens(self.sessions)
+        if len(self.rows.counts) % len(tokens):
+            raise ProtocolError(
+                f"rows: expected as many of each of {len(tokens)} members, got {len(self.rows.counts)} in all"
+            )
+
+
+# Those of one host are the same in every round. Strangers may name any: 4 kB each time, which no account counts.
+@lru_cache(maxsize=1024)
+def _tokens(sessions: bytes) -> tuple[bytes, ...]:
+    size, most = limits.TOKEN_BYTES, limits.TOKEN_BYTES * limits.MAX_REPLICAS
+    tokens = tuple(sessions[start : start + size] for start in range(0, len(sessions), size))
+    # No error shows them: they are secrets.
+    if not 0 < len(sessions) <= most or len(sessions) % size or len(set(tokens)) < len(tokens):
+        raise ProtocolError(
+            f"sessions: expected {size} to {most} bytes, {size} for each, all different, got {len(sessions)} bytes"
+        )
+    return tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Aggregate:
     """The sum of all rows of one round, the same bytes for every member.
 
@@ -203,6 +264,28 @@ class Aggregate:
         check_values(self.values, 2)
         if type(self.seal) is not bytes or len(self.seal) != limits.SEAL_BYTES:
             raise ProtocolError(f"seal: expected {limits.SEAL_BYTES} bytes, got {shown(self.seal)}")
+
+
+def sound_aggregate(
+    key: RoundKey, replicas: int, count: int, members: Members, values: FloatArray, non_finite: Members
+) -> Aggregate:
+    """Returns an aggregate that needs no check, because it was made here of rows that have passed theirs."""
+    aggregate = _new(Aggregate)
+    _set_key(aggregate, key)
+    _set_replicas(aggregate, replicas)
+    _set_count(aggregate, count)
+    _set_members(aggregate, members)
+    _set_values(aggregate, values)
+    _set_seal(aggregate, NO_SEAL)
+    _set_non_finite(aggregate, non_finite)
+    return aggregate
+
+
+# What sets the fields of a frozen dataclass.
+_new = object.__new__
+_set_key, _set_replicas, _set_count, _set_members, _set_values, _set_seal, _set_non_finite = (
+    getattr(Aggregate, field.name).__set__ for field in fields(Aggregate)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,9 +586,60 @@ class Figures:
         check_figures(self.values, len(names), FIGURES)
 
 
+@dataclass(frozen=True, slots=True)
+class RoundTrips:
+    """A member tells how long its rounds have taken, as it has seen them, since it registered. It has no answer.
+
+    Attributes:
+        session: who speaks.
+        microseconds: that all of them took.
+        counts: how many there were in each bucket, see `statsd_bn.timing.histogram`; the last is beyond all bounds.
+    """
+
+    type: ClassVar[int] = 18
+
+    session: bytes
+    microseconds: int
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_integer("microseconds", self.microseconds, 0, limits.MAX_COUNTER)
+        if type(self.counts) is not tuple or len(self.counts) != limits.BUCKETS:
+            raise ProtocolError(f"counts: expected {limits.BUCKETS} integers, got {shown(self.counts)}")
+        for count in self.counts:
+            check_integer("count", count, 0, limits.MAX_COUNTER)
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteRound:
+    """A member tells of a round that has passed the server by, and whose aggregate was not finite. It has no answer.
+
+    Attributes:
+        session: who speaks.
+        key: the round.
+        members: who brought NaN or infinity; somebody.
+        what: how many channels were not finite, for people.
+    """
+
+    type: ClassVar[int] = 19
+
+    session: bytes
+    key: RoundKey
+    members: Members
+    what: str
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_name("what", self.what, limits.MAX_NAME_BYTES)
+        if not self.members.runs:
+            raise ProtocolError("members: expected who brought what is not finite, got nobody")
+
+
 # The most frequent first: it is looked for in this order.
 Request = (
     Contribution
+    | Carried
     | Register
     | Leave
     | StatusRequest
@@ -514,6 +648,8 @@ Request = (
     | Whereabouts
     | Settled
     | Digest
+    | RoundTrips
+    | NonFiniteRound
     | FiguresRequest
 )
 """What a member says."""

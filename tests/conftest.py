@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ import client
 from programs.ddp_programs import process_group_of
 from server import Config, Service
 from server.limits.quota import Quota
-from support.lanes import PROCESS_GROUP
+from support.lanes import ON_DEVICE, PROCESS_GROUP, rows_on_devices
 
 MEMBERS = 4
 WAIT_SECONDS = 100.0
@@ -179,9 +179,9 @@ def ranks(pool: ProcessPoolExecutor, tmp_path: Path) -> Callable[..., list[Any]]
     """Runs `program(rank, *arguments)` in n processes of a process group; returns their results by rank."""
     stores = itertools.count()
 
-    def run(n: int, program: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(n: int, program: Callable[..., Any], *arguments: Any, on_devices: bool = False) -> list[Any]:
         store = str(tmp_path / f"store-{next(stores)}")
-        futures = [pool.submit(_rank, program, store, rank, n, arguments) for rank in range(n)]
+        futures = [pool.submit(_rank, program, store, rank, n, arguments, on_devices) for rank in range(n)]
         return [future.result(timeout=WAIT_SECONDS) for future in futures]
 
     return run
@@ -199,6 +199,8 @@ def over(members: Callable[..., list[Any]], ranks: Callable[..., list[Any]], job
     def run(lane: str, n: int, program: Callable[..., Any], *arguments: Any, **given: Any) -> list[Any]:
         if lane == PROCESS_GROUP:
             return ranks(n, program, *arguments)
+        if lane == ON_DEVICE:
+            return ranks(n, program, *arguments, on_devices=True)
         return members(n, program, *arguments, job=f"{job} over {lane} {next(runs)}", lane=lane, **given)
 
     return run
@@ -213,8 +215,8 @@ def _member(program: Callable[..., Any], endpoint: str, member: int, given: dict
         return program(connection, *arguments)
 
 
-def _rank(program: Callable[..., Any], store: str, rank: int, n: int, arguments: Any) -> Any:
-    with process_group_of(store, rank, n):
+def _rank(program: Callable[..., Any], store: str, rank: int, n: int, arguments: Any, on_devices: bool) -> Any:
+    with process_group_of(store, rank, n), rows_on_devices() if on_devices else nullcontext():
         return program(Rank(rank, n), *arguments)
 
 

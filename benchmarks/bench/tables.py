@@ -165,14 +165,15 @@ TABLES = {
     ),
     "skew": Table(
         "",
-        ("data", "the last of 8 replicas", "runs", "named in", "another named in", "after looks"),
+        ("data", "the last of 8 replicas", "from step", "runs", "named in", "wrong in", "after looks"),
         lambda found: (
             (
                 row["data"],
                 row["case"],
-                row["runs"],
-                "-" if row["case"] == "all alike" else f"{row['named']:.0%}",
-                f"{row['others']:.1%}",
+                f"{row['from']}",
+                f"{row['runs']}",
+                "-" if row["case"] == "all alike" else f"{row['named']}",
+                f"{row['wrong']}",
                 "-" if row["after"] is None else f"{row['after']:.0f}",
             )
             for row in found

@@ -1,10 +1,11 @@
 """Replicas: forward and backward of virtual replicas in one process beside `nn.BatchNorm2d` on the whole batch.
 
 The model is one layer; "wrapper" is `nn.Identity` in its place: what splitting, threads and joining cost. All take
-turns in one run, call by call, so that what else the machine does falls on all; the claim is the ratio of medians, not
-a time. `--peer PATH` names a checkout of Synchronized-BatchNorm-PyTorch, whose folder `sync_batchnorm` is measured as
-well. It knows only CUDA devices, so on a CPU its layer runs in our wrapper, replicas registered by its own callbacks,
-and its two collectives, which on one device have nothing to carry, are plain additions.
+turns in one run, call by call, so that what else the machine does falls on all. Each call begins with another of them,
+since the first finds its tensors gone from the caches. The claim is the ratio of medians, not a time. `--peer PATH`
+names a checkout of Synchronized-BatchNorm-PyTorch, whose folder `sync_batchnorm` is measured as well. It knows only
+CUDA devices, so on a CPU its layer runs in our wrapper, replicas registered by its own callbacks, and its two
+collectives, which on one device have nothing to carry, are plain additions.
 """
 
 import argparse
@@ -74,10 +75,11 @@ def measure(replicas: int, shape: list[int], threads: int, calls: int, peer: Pat
     if peer is not None:
         layers["seed"] = _seed(peer, shape[1], replicas)
     times: dict[str, list[float]] = {name: [] for name in layers}
+    names = list(layers)
     for call in range(WARM_UP + calls):
         outputs = {}
-        for name, layer in layers.items():
-            milliseconds, outputs[name] = _timed(layer, x, factors)
+        for name in names[call % len(names) :] + names[: call % len(names)]:
+            milliseconds, outputs[name] = _timed(layers[name], x, factors)
             times[name] += [milliseconds] if call >= WARM_UP else []
         del outputs["wrapper"]
         for output in outputs.values():

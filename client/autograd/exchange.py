@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from client.autograd import non_finite
 from client.autograd.backward_passes import phase_of
+from client.kernels import on_host
 from client.kernels.statistics import Statistics
 from client.lanes.lane import Lane
 from statsd_bn.error_text import broken
@@ -16,9 +18,8 @@ from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
+from statsd_bn.rows import Rows, sound_rows
 
 _numbers = itertools.count()
 
@@ -54,6 +55,7 @@ class Exchange:
     """One layer's call: how it reaches the other replicas, and what they know together.
 
     Attributes:
+        kernels: what computes the steps, by where its vectors are.
         lane: the way to the others.
         layer: the layer's name, for errors.
         eps: the layer's.
@@ -62,24 +64,28 @@ class Exchange:
         key: of the forward round; None before it.
         members: who took part in the forward round.
         moments: of the whole batch.
-        statistics: what they make of it.
+        statistics: what they make of it; rows, moments and statistics are such as the kernels have.
         number: grows with each call that this process makes.
         turns: when it was computed, first and again.
         computed_again: the local replicas whose checkpoints have run it a second time.
+        streams: in which the devices of the local replicas work; empty where they have none.
     """
+
+    kernels: ClassVar[Any] = on_host
 
     lane: Lane
     layer: str
     eps: float
     eps_mode: str
-    rows: Rows = field(init=False)
+    rows: Any = field(init=False)
     key: RoundKey | None = None
     members: Members = field(init=False)
-    moments: Moments = field(init=False)
-    statistics: Statistics = field(init=False)
+    moments: Any = field(init=False)
+    statistics: Any = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
     turns: list[Turn] = field(init=False, default_factory=lambda: [Turn()])
     computed_again: set[int] = field(default_factory=set)
+    streams: tuple[Any, ...] = ()
     _passes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -87,11 +93,10 @@ class Exchange:
         """Whether the forward round has taken place."""
         return self.key is not None
 
-    def forward(self, local: list[Moments]) -> None:
+    def forward(self, local: list[Any]) -> None:
         """Exchanges the local replicas' moments for those of the whole batch."""
-        rows = Rows(
-            tuple(moments.count for moments in local), np.array([(moments.sums, moments.squares) for moments in local])
-        )
+        values = np.array([(moments.sums, moments.squares) for moments in local])
+        rows = Rows(tuple([moments.count for moments in local]), values)
         aggregate = self.lane.run_slave(rows)
         non_finite.check(self.lane, rows, aggregate)
         self.take(rows, aggregate)
@@ -104,35 +109,45 @@ class Exchange:
         self.moments = Moments.from_vectors(aggregate.count, aggregate.values)
         self.statistics = Statistics.of(self.moments, self.eps, self.eps_mode)
 
-    def backward(self, phase: str, local: FloatArray) -> FloatArray:
+    def backward(self, phase: str, local: list[Any]) -> Any:
         """Returns the sums over all replicas.
 
         Args:
             phase: "backward" or "second backward". Each further backward pass through a graph that is kept has a round
                 of its own: "backward 2", ...
-            local: shape (replicas, vectors, C).
+            local: shape (vectors, C) for each replica.
         """
-        if len(local) != len(self.rows.counts):
+        key = self.next_key(phase, len(local))
+        before, values = self.rows, np.array(local)
+        rows = (sound_rows if values.shape == before.values.shape else Rows)(before.counts, values)
+        aggregate = self.lane.run_slave(rows, key)
+        non_finite.check(self.lane, rows, aggregate)
+        return aggregate.values
+
+    def next_key(self, phase: str, replicas: int) -> RoundKey:
+        """Returns the key of the next round of this phase, to which so many local replicas bring something."""
+        if replicas != len(self.rows.counts):
             raise ConfigurationError(
                 f"layer {self.layer!r}: expected gradients of all {len(self.rows.counts)} replicas of this process "
-                f"together, got those of {len(local)}; a reentrant checkpoint computes one replica at a time, so pass "
+                f"together, got those of {replicas}; a reentrant checkpoint computes one replica at a time, so pass "
                 "use_reentrant=False to torch.utils.checkpoint"
             )
         number = self._passes[phase] = self._passes.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
-        key = self.key.of_phase(phase_of(phase, number))
-        rows = Rows(self.rows.counts, local)
-        aggregate = self.lane.run_slave(rows, key)
-        non_finite.check(self.lane, rows, aggregate)
-        return aggregate.values
+        return self.key.of_phase(phase_of(phase, number))
 
     def check_count(self, x: Tensor) -> None:
         """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`."""
         if self.moments.count > 1 or (self.moments.count == 0 and x.numel() == 0):
             return
-        raise ValueError(
-            broken(
-                f"layer {self.layer!r}: expected more than 1 value per channel over all replicas when training, got "
-                f"{self.moments.count} (this replica's input has shape {tuple(x.shape)})"
-            )
+        raise too_few(self.layer, self.moments.count, tuple(x.shape))
+
+
+def too_few(layer: str, count: int, shape: tuple[int, ...]) -> ValueError:
+    """Returns the error for a whole batch with so few values per channel."""
+    return ValueError(
+        broken(
+            f"layer {layer!r}: expected more than 1 value per channel over all replicas when training, got {count} "
+            f"(this replica's input has shape {shape})"
         )
+    )

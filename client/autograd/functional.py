@@ -5,20 +5,21 @@ replica would wait forever for a sibling that only the same thread can run.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from client.autograd import saved_tensor_hooks
 from client.autograd.exchange import Exchange
 from client.autograd.second_order import SecondOrder
 from client.border import make_readable
-from client.kernels import dispatch, vectors
+from client.kernels import streams
 from statsd_bn.error_text import broken
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.reduction import FloatArray, quietly
+from statsd_bn.reduction import quietly
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
 
 
@@ -31,7 +32,9 @@ class Slice:
         weight: the replica's copy, shape (C,) or None.
         bias: likewise.
         mask: shape (N, *), bool: which positions count for the statistics; None for all.
-        holder: the node that has saved the input, where the batch norm must not save it; see `held`.
+        holder: who keeps the input, weight and mask for backward: None for the batch norm's node, which saves them;
+            `NOBODY` where they are not saved; or a node that has saved input and weight, see `held`.
+        stream: in which the replica's device works for it, see `client.kernels.streams`; None where it has none.
     """
 
     input: Tensor
@@ -39,13 +42,17 @@ class Slice:
     bias: Tensor | None
     mask: Tensor | None = None
     holder: Any = None
+    stream: Any = None
+
+
+NOBODY = "nobody"
 
 
 def held(slice_: Slice) -> Slice:
-    """Saves the input now, in the calling thread, where a checkpoint around this replica can see it.
+    """Saves the input now, in the calling thread, where a checkpoint around this replica would see it saved.
 
-    The last thread makes the batch norm for all replicas. What that saved, the last thread's checkpoint would take for
-    its own.
+    The last thread makes the batch norm for all replicas. What that saved, a checkpoint would take for the last
+    thread's, or not see. Checkpoints are hooks of their thread; without any, the batch norm may save it.
 
     The weight is saved too, so that autograd notices if it changes before backward: on the module's device the copies
     share its memory.
@@ -54,23 +61,28 @@ def held(slice_: Slice) -> Slice:
     """
     if not torch.is_grad_enabled():
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
-        return Slice(slice_.input.detach(), weight, bias, slice_.mask)
-    x = _Hold.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach())
-    return replace(slice_, input=x, holder=x.grad_fn)
+        return Slice(slice_.input.detach(), weight, bias, slice_.mask, NOBODY, slice_.stream)
+    if not saved_tensor_hooks.may_be_there() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001 - private
+        return slice_
+    if slice_.input.requires_grad:
+        x = _Hold.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach(), None)
+        return replace(slice_, input=x, holder=x.grad_fn)
+    # The output is of no use: with it for its input, the batch norm would take a round for a gradient nobody wants.
+    return replace(slice_, holder=_Hold.apply(slice_.input, slice_.weight, slice_.bias).grad_fn)
 
 
 class _Hold(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor | None) -> Tensor:  # noqa: ARG004 - for `setup_context`
+    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:  # noqa: ARG004 - for `setup_context`
         return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:  # noqa: ARG004 - torch's
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:  # noqa: ARG004 - torch's
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004 - torch's signature
+        return grad, None, None
 
 
 def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
@@ -88,17 +100,9 @@ def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
         ValueError: the whole batch has one value per channel, or none where there are positions to normalise.
         StatsdBNError: the exchange failed; most kinds are RoundFailed.
     """
-    return list(
-        _apply(
-            _BatchNorm,
-            exchange,
-            [slice_.holder for slice_ in slices],
-            *[slice_.input for slice_ in slices],
-            *[slice_.weight for slice_ in slices],
-            *[slice_.bias for slice_ in slices],
-            *[slice_.mask for slice_ in slices],
-        )
-    )
+    parts = [(each.input, each.weight, each.bias, each.mask, each.holder) for each in slices]
+    inputs, weights, biases, masks, holders = zip(*parts, strict=True)
+    return list(_apply(_BatchNorm, exchange, holders, *inputs, *weights, *biases, *masks))
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -136,39 +140,54 @@ class _BatchNorm(_Exchanging):
     def forward(exchange: Exchange, holders: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
         inputs, weights, biases, masks = _split(tensors, 4)
         if not exchange.is_done:
-            exchange.forward([dispatch.moments(x, mask) for x, mask in zip(inputs, masks, strict=True)])
-        return tuple(_normalise(exchange, Slice(*parts)) for parts in zip(inputs, weights, biases, masks, strict=True))
+            exchange.forward([exchange.kernels.moments(x, mask) for x, mask in zip(inputs, masks, strict=True)])
+        return tuple([_normalise(exchange, *parts) for parts in zip(inputs, weights, biases, strict=True)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.exchange, ctx.holders, *tensors = inputs
         xs, weights, _, masks = _split(tensors, 4)
         ctx.replicas = len(output)
-        if any(ctx.holders):
-            unheld = (None if holder else x for x, holder in zip(xs, ctx.holders, strict=True))
-            ctx.unsaved = (*unheld, *weights, *masks)
-        else:
+        if not any(ctx.holders):
             ctx.unsaved = None
             ctx.save_for_backward(*xs, *weights, *masks)
+            return
+        unheld = (x if holder in {None, NOBODY} else None for x, holder in zip(xs, ctx.holders, strict=True))
+        kept = [*zip((*unheld, *weights, *masks), ctx.holders * 3, strict=True)]
+        ctx.unsaved = [None if holder is None else tensor for tensor, holder in kept]
+        ctx.save_for_backward(*(tensor if holder is None else None for tensor, holder in kept))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = _split(ctx.needs_input_grad[2 : 2 + 3 * ctx.replicas], 3)
-        xs, weights, masks = _split(ctx.unsaved or ctx.saved_tensors, 3)
-        xs = [holder.saved_tensors[0] if holder else x for x, holder in zip(xs, ctx.holders, strict=True)]
+        xs, weights, masks = _split(_kept(ctx), 3)
         arguments = _BackwardPass(ctx.exchange, needs), *grads, *xs, *weights, *masks
         # A graph of this pass, and so a node for it, is made only where someone asks for it.
         try:
-            gradients = _apply(_Backward, *arguments) if torch.is_grad_enabled() else _Backward.forward(*arguments)
+            with streams.entered(ctx.exchange.streams) if ctx.exchange.streams else nullcontext():
+                gradients = _apply(_Backward, *arguments) if torch.is_grad_enabled() else _Backward.forward(*arguments)
         except StatsdBNError as error:
             make_readable(error)
             raise
         return None, None, *gradients, *[None] * ctx.replicas
 
 
-def _normalise(exchange: Exchange, slice_: Slice) -> Tensor:
-    exchange.check_count(slice_.input)
-    return dispatch.normalise(slice_.input, exchange.statistics, slice_.weight, slice_.bias)
+def _normalise(exchange: Exchange, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    exchange.check_count(x)
+    output: Tensor = exchange.kernels.normalise(x, exchange.statistics, weight, bias)
+    return output
+
+
+def _kept(ctx: Any) -> Sequence[Tensor | None]:
+    """Returns inputs, weights and masks, wherever they have been kept."""
+    if ctx.unsaved is None:
+        saved: Sequence[Tensor | None] = ctx.saved_tensors
+        return saved
+    kept = [here if there is None else there for here, there in zip(ctx.saved_tensors, ctx.unsaved, strict=True)]
+    for number, holder in enumerate(ctx.holders):
+        if holder not in {None, NOBODY}:
+            kept[number], _ = holder.saved_tensors
+    return kept
 
 
 @dataclass(slots=True)
@@ -178,14 +197,14 @@ class _BackwardPass:
     Attributes:
         exchange: the call's.
         needs: whether the inputs, weights and biases need gradients.
-        local: shape (2, C) per local replica: its Σdy and Σdy·(x-mean).
+        local: shape (2, C) per local replica: its Σdy and Σdy·(x-mean), as the kernels of the exchange return them.
         total: their sums over all replicas; None if no input needs a gradient.
     """
 
     exchange: Exchange
     needs: list[tuple[bool, ...]]
-    local: list[FloatArray] = field(default_factory=list)
-    total: FloatArray | None = None
+    local: list[Any] = field(default_factory=list)
+    total: Any = None
 
 
 class _Backward(_Exchanging):
@@ -195,16 +214,15 @@ class _Backward(_Exchanging):
     @quietly
     def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         grads, inputs, weights, masks = _split(tensors, 4)
-        statistics = this.exchange.statistics
+        kernels, statistics = this.exchange.kernels, this.exchange.statistics
         this.local = [
-            dispatch.backward_sums(grad, x, statistics, mask)
-            for grad, x, mask in zip(grads, inputs, masks, strict=True)
+            kernels.backward_sums(grad, x, statistics, mask) for grad, x, mask in zip(grads, inputs, masks, strict=True)
         ]
         _, needs_weight, needs_bias = this.needs
         return (
             *_input_gradients(this, grads, inputs, weights, masks),
-            *_where_needed(needs_weight, [sums[1] * statistics.invstd for sums in this.local], inputs),
-            *_where_needed(needs_bias, [sums[0] for sums in this.local], inputs),
+            *_where_needed(needs_weight, [kernels.by_weight(sums, statistics) for sums in this.local], inputs, kernels),
+            *_where_needed(needs_bias, [sums[0] for sums in this.local], inputs, kernels),
         )
 
     @staticmethod
@@ -215,8 +233,10 @@ class _Backward(_Exchanging):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         replicas = len(ctx.backward_pass.local)
+        streams_of_replicas = ctx.backward_pass.exchange.streams
         try:
-            found = _SecondBackward.apply(ctx.backward_pass, *ctx.saved_tensors, *gradients)
+            with streams.entered(streams_of_replicas) if streams_of_replicas else nullcontext():
+                found = _SecondBackward.apply(ctx.backward_pass, *ctx.saved_tensors, *gradients)
         except StatsdBNError as error:
             make_readable(error)
             raise
@@ -229,13 +249,15 @@ class _SecondBackward(_Exchanging):
     @staticmethod
     @quietly
     def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
-        statistics = this.exchange.statistics
+        kernels, statistics = this.exchange.kernels, this.exchange.statistics
         *saved, by_input, by_weight, by_bias = _split(tensors, 7)
-        parts = [SecondOrder(*part) for part in zip(*saved, this.local, by_input, by_weight, by_bias, strict=True)]
+        parts = [
+            SecondOrder(kernels, *part) for part in zip(*saved, this.local, by_input, by_weight, by_bias, strict=True)
+        ]
         if this.total is None:
             return *(part.without_input(statistics) for part in parts), *[None] * 2 * len(parts)
         local = [part.sums(statistics) for part in parts]
-        second = this.exchange.backward(SECOND_BACKWARD, np.stack(local))
+        second = this.exchange.backward(SECOND_BACKWARD, local)
         found = [part.gradients(statistics, this.total, second, sums) for part, sums in zip(parts, local, strict=True)]
         by_grad, by_input, by_weight = zip(*found, strict=True)
         return *by_grad, *by_input, *by_weight
@@ -259,18 +281,18 @@ def _input_gradients(
     """Only the inputs' gradients need the other replicas; parameters keep their local sums, as under DDP."""
     if not any(this.needs[0]):
         return [None] * len(inputs)
-    this.total = total = this.exchange.backward(BACKWARD, np.array(this.local))
+    this.total = total = this.exchange.backward(BACKWARD, this.local)
     return [
-        dispatch.input_gradient(grad, x, this.exchange.statistics, total, weight, mask)
+        this.exchange.kernels.input_gradient(grad, x, this.exchange.statistics, total, weight, mask)
         for grad, x, weight, mask in zip(grads, inputs, weights, masks, strict=True)
     ]
 
 
 def _where_needed(
-    needs: tuple[bool, ...], found: list[FloatArray], inputs: Sequence[Tensor]
+    needs: tuple[bool, ...], found: list[Any], inputs: Sequence[Tensor], kernels: Any
 ) -> Iterator[Tensor | None]:
     for need, values, x in zip(needs, found, inputs, strict=True):
-        yield vectors.vector(values, x) if need else None
+        yield kernels.vector(values, x) if need else None
 
 
 def _split(values: Any, parts: int) -> list[Any]:

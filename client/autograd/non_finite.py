@@ -47,10 +47,30 @@ def check(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
         _meet(lane, brought, aggregate)
 
 
-def _meet(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
-    connection = lane.connection if isinstance(lane, SlavePipe) else current_connection()
+def is_awaited(lane: Lane) -> bool:
+    """Whether it matters whether an aggregate of this lane is finite: whether something would be told, or refused."""
+    connection = _connection_of(lane)
     policy = _policy(connection)
-    told = _told_here if connection is None else connection.told_non_finite
+    return policy == RAISE or (policy == WARN and NON_FINITE not in _told_over(connection))
+
+
+def raises(lane: Lane) -> bool:
+    """Whether an aggregate of this lane that is not finite is refused, before anything is made of it."""
+    return _policy(_connection_of(lane)) == RAISE
+
+
+def _connection_of(lane: Lane) -> Connection | None:
+    return lane.connection if isinstance(lane, SlavePipe) else current_connection()
+
+
+def _told_over(connection: Connection | None) -> set[str]:
+    return _told_here if connection is None else connection.told_non_finite
+
+
+def _meet(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
+    connection = _connection_of(lane)
+    policy = _policy(connection)
+    told = _told_over(connection)
     if policy == IGNORE or (policy == WARN and NON_FINITE in told):
         return
     if aggregate.key.phase != FORWARD and _is_overflow(told):

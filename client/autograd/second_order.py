@@ -12,13 +12,11 @@ five of them, so a second backward takes one round too.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from client.kernels import elementwise, vectors
-from client.kernels.statistics import Statistics
-from statsd_bn.reduction import FloatArray
+from client.kernels import elementwise
 
 VECTORS = 5
 
@@ -28,49 +26,55 @@ class SecondOrder:
     """One replica's part in a second backward.
 
     Attributes:
+        kernels: `on_host` or `on_device`, by where the vectors are.
         grad: g, shape (N, C, *).
         input: x, same shape.
         weight: w, shape (C,), or None for 1.
         mask: shape (N, *), bool, or None.
-        first: shape (2, C): this replica's Σg and Σg·z.
+        first: shape (2, C): this replica's Σg and Σg·z, where its vectors are.
         by_input: v, the shape of x; None if the first backward gave no dx, and so took no round.
         by_weight: u, shape (C,), or None for 0.
         by_bias: t, shape (C,), or None for 0.
     """
 
+    kernels: Any
     grad: Tensor
     input: Tensor
     weight: Tensor | None
     mask: Tensor | None
-    first: FloatArray
+    first: Any
     by_input: Tensor | None
     by_weight: Tensor | None
     by_bias: Tensor | None
 
-    def sums(self, statistics: Statistics) -> FloatArray:
+    def sums(self, statistics: Any) -> Any:
         """Returns Σv·g, Σm·v, Σm·v·z, u·Σg and u·Σg·z of this replica: shape (5, C)."""
-        by_weight = _host(self.by_weight, 0.0, self.first[0])
+        kernels = self.kernels
         if self.input.numel() == 0:
-            return np.zeros((VECTORS, self.input.shape[1]))
-        centred, rest = elementwise.centred(self.input, statistics)
+            return kernels.zeros(VECTORS, self.input)
+        statistics, _ = kernels.near(self.input, statistics)
+        by_weight = kernels.parameter(self.by_weight, 0.0, statistics)
+        centred, rest = kernels.centred(self.input, statistics)
         assert self.by_input is not None  # noqa: S101 - see its description
         by_input = self.by_input.to(centred.dtype)
         counted = elementwise.where(self.mask, by_input)
-        product, total, moment = vectors.to_host(
+        product, total, moment = kernels.rows(
             elementwise.total(by_input * self.grad),
             elementwise.total(counted),
             elementwise.total(counted * elementwise.where(self.mask, centred)),
         )
-        return np.stack((product, total, moment - rest * total, *(by_weight * self.first)))
+        return kernels.stack((product, total, moment - rest * total, *(by_weight * self.first)))
 
-    def without_input(self, statistics: Statistics) -> Tensor:
+    def without_input(self, statistics: Any) -> Tensor:
         """Returns the gradient of g where the first backward gave dw and dbias only."""
-        by_weight, by_bias = _host(self.by_weight, 0.0, self.first[0]), _host(self.by_bias, 0.0, self.first[0])
-        return elementwise.affine(self.input, statistics, statistics.invstd * by_weight, by_bias).to(self.grad.dtype)
+        kernels, x = self.kernels, self.input
+        statistics, _ = kernels.near(x, statistics)
+        by_weight = kernels.parameter(self.by_weight, 0.0, statistics)
+        by_bias = kernels.parameter(self.by_bias, 0.0, statistics)
+        found: Tensor = kernels.affine(x, statistics, statistics.invstd * by_weight, by_bias)
+        return found.to(self.grad.dtype)
 
-    def gradients(
-        self, statistics: Statistics, first: FloatArray, second: FloatArray, local: FloatArray
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def gradients(self, statistics: Any, first: Any, second: Any, local: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the gradients of g, x and w.
 
         Args:
@@ -80,38 +84,33 @@ class SecondOrder:
             local: shape (5, C): this replica's `sums`.
         """
         assert self.by_input is not None  # noqa: S101 - see its description
-        x, n, invstd = self.input, statistics.count, statistics.invstd
-        like = statistics.mean
+        kernels, x = self.kernels, self.input
+        statistics, (first, second, local) = kernels.near(x, statistics, first, second, local)
+        n, invstd = statistics.count, statistics.invstd
         weight, by_weight, by_bias = (
-            _host(self.weight, 1.0, like),
-            _host(self.by_weight, 0.0, like),
-            _host(self.by_bias, 0.0, like),
+            kernels.parameter(self.weight, 1.0, statistics),
+            kernels.parameter(self.by_weight, 0.0, statistics),
+            kernels.parameter(self.by_bias, 0.0, statistics),
         )
         grads, moments = first
         products, totals, second_moments, weighted_grads, weighted_moments = second
-        cubic = statistics.slope * invstd**3 / n
-        square = statistics.slope * invstd**2 / n
+        # No powers: numpy and torch round them differently.
+        cubic = statistics.slope * (invstd * invstd * invstd) / n
+        square = statistics.slope * (invstd * invstd) / n
         # What g gives x and x gives g: the same, as in any second derivative.
         mixed = invstd * by_weight - weight * cubic * second_moments
         by_centred = -weight * cubic * (products - totals * grads / n - 3 * square * second_moments * moments)
         by_centred = by_centred - cubic * weighted_moments
         constant = weight * cubic * (moments * totals + second_moments * grads) / n - invstd * weighted_grads / n
 
-        grad_of_grad = elementwise.affine(x, statistics, mixed, by_bias - weight * invstd * totals / n)
-        grad_of_grad.add_(elementwise.scaled(self.by_input, weight * invstd))
-        counted = elementwise.affine(x, statistics, by_centred, constant)
-        counted.add_(elementwise.scaled(self.by_input, -weight * cubic * moments))
-        grad_of_input = elementwise.where(self.mask, counted).add_(elementwise.scaled(self.grad, mixed))
+        grad_of_grad: Tensor = kernels.affine(x, statistics, mixed, by_bias - weight * invstd * totals / n)
+        grad_of_grad.add_(kernels.scaled(self.by_input, weight * invstd))
+        counted: Tensor = kernels.affine(x, statistics, by_centred, constant)
+        counted.add_(kernels.scaled(self.by_input, -weight * cubic * moments))
+        grad_of_input = elementwise.where(self.mask, counted).add_(kernels.scaled(self.grad, mixed))
         grad_of_weight = invstd * (local[0] - local[1] * grads / n - square * local[2] * moments)
         return (
             grad_of_grad.to(self.grad.dtype),
             grad_of_input.to(x.dtype),
-            None if self.weight is None else vectors.vector(grad_of_weight, x),
+            None if self.weight is None else kernels.vector(grad_of_weight, x),
         )
-
-
-def _host(vector: Tensor | None, default: float, like: FloatArray) -> FloatArray:
-    """Returns a parameter-like vector as float64 on the host."""
-    if vector is None:
-        return np.full_like(like, default)
-    return vectors.on_host(vector)

@@ -19,7 +19,7 @@ import numpy as np
 from client.border import at_border, make_readable
 from client.connection import all_gather, driver, groups
 from client.connection.groups import Group
-from client.connection.member import SHARED_MEMORY, ZEROMQ, LaneInUse, Member
+from client.connection.member import RELAY, SHARED_MEMORY, ZEROMQ, LaneInUse, Member
 from client.connection.registration import cause_of
 from client.connection.round_trip import RoundTrip
 from client.connection.session import Session
@@ -135,17 +135,18 @@ class Connection:
     def lane(self) -> str:
         """How rows reach the other members of the job now.
 
-        "zeromq", over the server; "shared_memory", from the second round on where they share a host; "in process" where
-        there is no other.
+        "zeromq", over the server; "shared_memory", from the second round on where they share a host; "relay" where some
+        do, and one of each host carries their rows to the server; "in process" where there is no other.
         """
         if self.is_in_process:
             return IN_PROCESS
-        return SHARED_MEMORY if any(lane.is_in_memory for lane in self._lanes()) else ZEROMQ
+        names = {lane.name for lane in self._lanes()}
+        return next((name for name in (SHARED_MEMORY, RELAY) if name in names), ZEROMQ)
 
     @property
     def why_not_faster(self) -> str:
         """Why `lane` is not "shared_memory", for people; empty if it is, or before the first round has shown it."""
-        if self.lane != ZEROMQ:
+        if self.lane not in {ZEROMQ, RELAY}:
             return ""
         return next((why for lane in self._lanes() if (why := lane.why_not_faster)), "")
 
@@ -401,8 +402,11 @@ class Connection:
             aggregate = (way or self.over_server)(session, key, rows)
         finally:
             switching.end()
-        self._round_trips.append(time.perf_counter() - started)
-        self.rounds += counts  # those of layers and of users do
+        seconds = time.perf_counter() - started
+        self._round_trips.append(seconds)
+        if counts:  # those of layers and of users do
+            self.rounds += 1
+            session.times.add(seconds)
         return aggregate
 
     def explain(self, error: BaseException) -> None:

@@ -66,6 +66,7 @@ class Heartbeat:
                 self._listen()
                 self._beat()
                 self._guarded(self._tell_figures)
+                self._guarded(self._tell_round_trips)
                 if is_anew:
                     # After the heartbeat: a server that sees other connections close must know of this one.
                     if self._has_connected:
@@ -100,6 +101,10 @@ class Heartbeat:
 
     def _tell_figures(self) -> None:
         for frame in self._pulse.figures(time.monotonic(), self._sessions()):
+            self._beacon.send(frame)
+
+    def _tell_round_trips(self) -> None:
+        for frame in self._pulse.round_trips(time.monotonic(), self._sessions()):
             self._beacon.send(frame)
 
     def _beat(self) -> None:

@@ -18,6 +18,11 @@ ELASTIC = "elastic"
 # How rows reach the other members: over the server, or in memory that the processes of a host share.
 ZEROMQ = "zeromq"
 SHARED_MEMORY = "shared_memory"
+
+# Where a group is spread over hosts: in the memory of each host, and from there over the server. Only by request, until
+# the simulator plays it.
+RELAY = "relay"
+
 LANES = (ZEROMQ, SHARED_MEMORY)
 
 # What to do about the first aggregate that is not finite.
@@ -25,7 +30,7 @@ WARN, RAISE, IGNORE = ON_NONFINITE = ("warn", "raise", "ignore")
 
 # What a process may ask for: one of them, or the fastest that all members of a group can use.
 AUTO = "auto"
-LANE_CHOICES = (AUTO, *LANES)
+LANE_CHOICES = (AUTO, *LANES, RELAY)
 
 # Why a group is not in memory, or no longer.
 BY_ELASTIC = "the job is elastic"
@@ -106,10 +111,16 @@ class LaneInUse:
         self.samples: Samples | None = None
         self._memory: Memory | None = None
         self._refusal = ""
+        self._why_relayed = ""
 
-    def use(self, memory: Memory) -> None:
-        """The group shares memory, unless something has been in the way meanwhile."""
-        self._memory = memory
+    def use(self, memory: Memory, why_relayed: str = "") -> None:
+        """The group shares memory, unless something has been in the way meanwhile.
+
+        Args:
+            memory: in which its members meet, all of them or those of this host.
+            why_relayed: why not all of them do; empty if they do.
+        """
+        self._memory, self._why_relayed = memory, why_relayed
 
     def refuse(self, why: str) -> None:
         """The group stays at the server from now on."""
@@ -117,14 +128,14 @@ class LaneInUse:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the next round takes place in memory."""
+        """Whether the next round takes place in memory, of all members or of those of this host."""
         return self._memory is not None and not self._refusal and not self._memory.is_given_up
 
     @property
     def name(self) -> str:
-        """One of `LANES`; empty while the members have not agreed on one."""
+        """One of `LANES`, or `RELAY`; empty while the members have not agreed on one."""
         if self.is_in_memory:
-            return SHARED_MEMORY
+            return RELAY if self._why_relayed else SHARED_MEMORY
         return ZEROMQ if self._memory or self._refusal else ""
 
     @property
@@ -132,4 +143,4 @@ class LaneInUse:
         """Why it is not the fastest lane; empty if it is, or the members have not agreed."""
         if self._refusal or self._memory is None:
             return self._refusal
-        return BY_A_RANK if self._memory.is_given_up else ""
+        return BY_A_RANK if self._memory.is_given_up else self._why_relayed

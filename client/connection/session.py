@@ -22,6 +22,7 @@ from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     NO_SERVER,
     Aggregate,
+    Carried,
     Contribution,
     Digest,
     Failure,
@@ -33,6 +34,7 @@ from statsd_bn.messages import (
     Register,
     Registered,
     Result,
+    RoundTrips,
     Settled,
     Stand,
     Whereabouts,
@@ -41,6 +43,7 @@ from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew.samples import Sample, told_by
 from statsd_bn.text import told
+from statsd_bn.timing.round_trip_times import RoundTripTimes
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
@@ -95,6 +98,7 @@ class Session:
         members: who belongs to the group, as it last heard.
         is_uneven: whether members of the group have been away, or may have been, so that not all are in each round.
         lane: how the group's rows travel.
+        times: how long its rounds took.
         spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
         decode: what reads the server's frames.
     """
@@ -109,6 +113,7 @@ class Session:
         self.first_step = 0
         self.members = NOBODY
         self.lane = LaneInUse()
+        self.times = RoundTripTimes(member.world_size)
         # What they are made of is checked once for each layer.
         self._keys: dict[tuple[str, str], RoundKey] = {}
         if member.is_elastic:
@@ -184,6 +189,10 @@ class Session:
         """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
         return encode(Contribution(self.token, key, attempt, rows))
 
+    def carried(self, key: RoundKey, sessions: bytes, rows: Rows) -> bytes:
+        """Returns the frame that brings the rows of several members, this one among them, to the round `key`."""
+        return encode(Carried(self.token, sessions, key, rows))
+
     def settled(self, key: RoundKey) -> bytes:
         """Returns the frame that says that the round `key` is over for this member, which got its rows elsewhere."""
         return encode(Settled(self.token, key))
@@ -194,6 +203,14 @@ class Session:
             return None
         step, figures = told
         return encode(Digest(self.token, step, "\n".join(figures), np.stack(list(figures.values()))))
+
+    def round_trips(self, now: float) -> bytes | None:
+        """Returns the frame that tells how long its rounds took; None where there is no news, or none is due."""
+        self.times.count()
+        if not self.times.is_due(now):
+            return None
+        told = self.times.tell(now)
+        return encode(RoundTrips(self.token, int(1e6 * told.sum), tuple(told.counts)))
 
     def registered(self, frame: bytes) -> Registered | None:
         """Returns the answer to `register`; None if `frame` is about something else.

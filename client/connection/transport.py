@@ -91,10 +91,12 @@ class Transport:
 
     Args:
         endpoint: where the server is, for people.
+        key: this client's public key; empty for a server that asks for none.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, key: str = "") -> None:
         self.endpoint = endpoint
+        self.key = key
         # Its ends are safe to use from any thread, without a lock.
         self._idle: deque[Channel] = deque()
 
@@ -145,7 +147,7 @@ class ZmqTransport(Transport):
     """
 
     def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
-        super().__init__(endpoint)
+        super().__init__(endpoint, keys.pair.public if keys else "")
         self._keys = keys
         self._handshakes = Handshakes(endpoint, has_key=keys is not None)
         self._context = zmq.Context()

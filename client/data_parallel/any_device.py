@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,9 @@ def scatter(
     Returns:
         Positional and keyword arguments per replica; fewer than devices if the batch is smaller.
     """
+    if inputs and not kwargs and all(isinstance(value, Tensor) for value in inputs):  # walking trees is slow
+        parts = list(zip(*(_split_leaf(value, devices, dim) for value in inputs), strict=False))
+        return tuple(parts), tuple({} for _ in parts)
     if not pytree.tree_leaves((inputs, kwargs)):
         return (), ()
     arguments = _split((inputs, kwargs), devices, dim)
@@ -173,8 +176,7 @@ def parallel_apply(
             if torch.get_num_threads() != nr_threads:  # the worker is older than the number
                 torch.set_num_threads(nr_threads)
             with ExitStack() as stack:
-                for mode in modes[number]():
-                    stack.enter_context(mode)
+                modes[number](stack)
                 outputs[number] = replicas[number](*inputs[number], **kwargs[number])
             finish(number)
         except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
@@ -193,25 +195,31 @@ def is_inside_replica() -> bool:
     return getattr(_thread, "runs_replicas", False)
 
 
-def _modes(device: Device) -> Callable[[], list[AbstractContextManager[Any]]]:
-    """Reads the calling thread's modes; the result enters them in another thread."""
+def _modes(device: Device) -> Callable[[ExitStack], None]:
+    """Reads the calling thread's modes; the result enters them in another thread, until the stack is closed."""
     kind = device.type
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    cache = torch.is_autocast_cache_enabled()
+    autocast = _autocast(kind)
     stream = torch.cuda.current_stream(device) if kind == "cuda" else None
 
-    def enter() -> list[AbstractContextManager[Any]]:
-        modes: list[AbstractContextManager[Any]] = [
-            torch.inference_mode(inference),  # it sets the grad mode too, so it comes first
-            torch.set_grad_enabled(grad),
-            torch.autocast(kind, dtype=dtype, enabled=autocast, cache_enabled=cache),
-        ]
+    def enter(stack: ExitStack) -> None:
+        # The thread is in most of them already, and to enter one costs more than to ask.
+        if torch.is_inference_mode_enabled() != inference:
+            stack.enter_context(torch.inference_mode(inference))  # it sets the grad mode too, so it comes first
+        if torch.is_grad_enabled() != grad:
+            stack.enter_context(torch.set_grad_enabled(grad))
+        if _autocast(kind) != autocast:
+            enabled, dtype, cache = autocast
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
         if stream is not None:
-            modes += [torch.cuda.device(device), torch.cuda.stream(stream)]
-        return modes
+            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.cuda.stream(stream))
 
     return enter
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int) -> Any:
@@ -221,6 +229,8 @@ def gather(outputs: Sequence[Any], device: Device, dim: int) -> Any:
         TypeError: an output is neither tensor nor None nor a container of these.
         ValueError: the replicas' outputs differ in structure.
     """
+    if all(isinstance(output, Tensor) for output in outputs):
+        return _join(list(outputs), device, dim)
     flat = [pytree.tree_flatten(output) for output in outputs]
     structures = [structure for _, structure in flat]
     if any(structure != structures[0] for structure in structures):

@@ -94,9 +94,13 @@ class Cpu:
         """Scales without centring."""
         if not statistics.is_near_zero:
             return _ELEMENTWISE.normalise(x, statistics, weight, bias)
+        x = dense(x)
+        output = cpu.normalise_small(x, statistics.mean, statistics.invstd, weight, bias)
+        if output is not None:
+            return output
         factor = _weighted(statistics, weight)
         addend = -factor * statistics.mean
-        return cpu.scale(dense(x), factor, addend if bias is None else addend + on_host(bias))
+        return cpu.scale(x, factor, addend if bias is None else addend + on_host(bias))
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: Statistics) -> FloatArray:
         """Sums without centring, and takes the mean's part off."""

@@ -27,6 +27,13 @@ _normalise = torch.ops.aten.native_batch_norm.out
 _reduce_planes = torch.ops.aten.native_group_norm_backward.default
 _reduce_rows = torch.ops.aten.native_batch_norm_backward.default
 
+# The types that are computed in, as numpy has them.
+_NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
+
+# Their least numbers. One is added to variances, which changes no normal one, since one that is rounded to 0 would make
+# NaN of an input of 0.
+_LEAST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
+
 # Which of their three results the two reductions compute: not the gradient of the input.
 _REDUCTIONS = [False, True, True]
 
@@ -51,6 +58,11 @@ NEAR = 4.0
 
 # Planes up to this length have more overhead than arithmetic in eval mode: `mul` and `add` take 0.7 times as long.
 SHORT_PLANE = 64
+
+# Slices up to so many values take less time in arithmetic than in calls. So their planes are normalised by one operator
+# that takes mean, deviation, weight and bias as they are, and the sums of up to so many samples are left to the
+# reduction: no more of them are added one by one in float32 than rows are.
+SMALL, FEW_SAMPLES = 2**15, 2**6
 
 # From which size on huge pages are asked for, in bytes: numpy's.
 HUGE, PAGE = 2**22, mmap.PAGESIZE
@@ -101,7 +113,12 @@ def sums(grad: Tensor, x: Tensor) -> FloatArray:
 
 def _sums_of_planes(grad: Tensor, x: Tensor) -> FloatArray:
     """Takes each plane for a channel of one group with mean 0 and deviation 1, and asks for the affine gradients."""
-    length = _plane(x)
+    length, samples, channels = _plane(x), x.shape[0], x.shape[1]
+    if samples <= FEW_SAMPLES and length * samples * channels == x.numel() <= SMALL:
+        mean, deviation = _zero_and_one((samples, 1), _wide(x))
+        _, weight = _zero_and_one((channels,), _wide(x))
+        _, second, first = _reduce_planes(grad, x, mean, deviation, weight, samples, channels, length, 1, _REDUCTIONS)
+        return np.array((first.numpy(), second.numpy()), dtype=np.float64)
     planes = x.numel() // length
     mean, deviation = _zero_and_one((1, 1), _wide(x))
     _, weight = _zero_and_one((planes,), _wide(x))
@@ -136,6 +153,30 @@ def _sums_of_columns(grad: Tensor, rows: Tensor) -> FloatArray:
 def _zero_and_one(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     with no_dispatch():  # what a mode makes, such as a fake tensor, would stay for all later calls
         return torch.zeros(shape, dtype=dtype, device="cpu"), torch.ones(shape, dtype=dtype, device="cpu")
+
+
+def normalise_small(
+    x: Tensor, mean: FloatArray, invstd: FloatArray, weight: Tensor | None, bias: Tensor | None
+) -> Tensor | None:
+    """Returns the output for a dense `x`; None where it is large, or lies or is typed otherwise than this is fast for.
+
+    Args:
+        x: shape (N, C, *).
+        mean: shape (C,), so few deviations from 0 that x need not be centred before it is scaled.
+        invstd: shape (C,).
+        weight: shape (C,) or None for 1.
+        bias: shape (C,) or None for 0.
+    """
+    dtype = x.dtype
+    if x.numel() > SMALL or x.dim() < 3 or dtype not in _NUMPYS or not x.is_contiguous():  # noqa: PLR2004 - no planes
+        return None
+    if (weight is not None and weight.dtype != dtype) or (bias is not None and bias.dtype != dtype):
+        return None
+    numpys = _NUMPYS[dtype]
+    center, variance = torch.from_numpy(mean.astype(numpys)), torch.from_numpy((1 / (invstd * invstd)).astype(numpys))
+    training, momentum = False, 0.0
+    output: Tensor = torch.native_batch_norm(x, weight, bias, center, variance, training, momentum, _LEAST[dtype])[0]
+    return output
 
 
 def scale(x: Tensor, factor: FloatArray, addend: FloatArray) -> Tensor:

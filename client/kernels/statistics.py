@@ -1,7 +1,7 @@
 """Statistics: what the moments of the whole batch say of each channel."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class Statistics:
         if eps_mode == "clamp":
             slope = (variance >= eps).astype(np.float64)
             return cls(moments.count, moments.mean, 1 / np.sqrt(np.maximum(variance, eps)), slope)
-        return cls(moments.count, moments.mean, 1 / np.sqrt(variance + eps), np.ones_like(variance))
+        return cls(moments.count, moments.mean, 1 / np.sqrt(variance + eps), _ones(len(variance)))
 
     @cached_property
     def is_near_zero(self) -> bool:
@@ -58,6 +58,13 @@ class Statistics:
         """Returns the mean rounded to the compute type of `like`."""
         rounded = torch.from_numpy(self.mean).to(compute_type(like))
         return rounded.to(torch.float64).numpy()
+
+
+@lru_cache(maxsize=64)
+def _ones(channels: int) -> FloatArray:
+    ones = np.ones(channels)
+    ones.flags.writeable = False
+    return ones
 
 
 @quietly

@@ -9,7 +9,7 @@ from functools import lru_cache
 from client.connection.current import current_connection
 from client.whereabouts.collectives import rank_in_torch
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Aggregate
+from statsd_bn.messages import Aggregate, sound_aggregate
 from statsd_bn.reduction import bearers, is_finite, sum_in_order
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
@@ -27,12 +27,13 @@ class LocalPipe:
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Adds the rows in replica order."""
-        total = sum_in_order(contribution.values)
-        counts = contribution.counts
+        counts, values = contribution.counts, contribution.values
+        total = sum_in_order(values)
         rank = self.rank
-        whose = NOBODY if is_finite(total) else bearers([(rank, contribution.values)])
-        key = key or self.key(0, 0, FORWARD)
-        return Aggregate(key, len(counts), sum(counts), Members.of([rank]), total, non_finite=whose)
+        whose = NOBODY if is_finite(total) else bearers([(rank, values)])
+        return sound_aggregate(
+            key or _key(self.layer, 0, 0, FORWARD), len(counts), sum(counts), _alone(rank), total, whose
+        )
 
     @property
     def rank(self) -> int:
@@ -43,6 +44,11 @@ class LocalPipe:
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
         return _key(self.layer, step, call, phase)
+
+
+@lru_cache(maxsize=64)
+def _alone(rank: int) -> Members:
+    return Members.of([rank])
 
 
 @lru_cache(maxsize=1024)

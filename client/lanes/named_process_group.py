@@ -7,6 +7,9 @@ from torch import distributed
 
 from statsd_bn.errors import ConfigurationError
 
+# Of this build of torch.
+_IS_AVAILABLE = distributed.is_available()
+
 
 @dataclass(frozen=True)
 class NamedProcessGroup:
@@ -50,7 +53,7 @@ def default() -> NamedProcessGroup | None:
 
     Where a call is traced, the compiler watches what is read here, as it does not watch `is_initialized`.
     """
-    if not distributed.is_available():
+    if not _IS_AVAILABLE:
         return None
     world = distributed.group.WORLD
     if world is None or world.size() == 1:

@@ -7,6 +7,7 @@ wrong is told by the group: its errors and its deadline are torch's.
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from client.border import make_readable
 from client.connection.all_gather import MAX_BYTES
 from client.connection.current import current_connection, has_been_alone, has_been_connected
 from client.connection.session import Steps
+from client.lanes.group_insight import insight_of
 from client.lanes.key_digest import digest_of
 from client.lanes.named_process_group import NamedProcessGroup
 from statsd_bn import limits
@@ -77,8 +79,8 @@ class ProcessGroupPipe:
             RuntimeError: torch's, for whatever goes wrong in the process group.
         """
         try:
-            group = _group(self)
-            rounds = _rounds_of(group)
+            group = group_of(self)
+            rounds = rounds_of(group)
             with rounds.lock:
                 key = key or self.key(*rounds.steps.next(self.layer), FORWARD)
                 rounds.steps.begins(key.phase)
@@ -97,7 +99,12 @@ class ProcessGroupPipe:
         return RoundKey("torch", "process group", 0, step, self.layer, call, phase)
 
 
-def _group(pipe: ProcessGroupPipe) -> Any:
+def group_of(pipe: ProcessGroupPipe) -> Any:
+    """Returns the process group of a lane.
+
+    Raises:
+        ConfigurationError: this process has no such group, or is not in it.
+    """
     if not pipe.process_group.size:
         raise ConfigurationError(
             f"layer {pipe.layer!r}: expected a process group that this process is in, where it trains, got another"
@@ -118,12 +125,12 @@ def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> d
         ProtocolError: on all ranks: one has told a length that none can have.
     """
     group = process_group.find()
-    rounds = _rounds_of(group)
+    rounds = rounds_of(group)
     with rounds.lock:
         step, call = rounds.steps.next(name)
         key = RoundKey("torch", "process group", 0, step, name, call, GATHER)
         # What others send is never unpickled, as torch's `all_gather_object` would.
-        lengths = _met(group, key, (1, 1), 1, np.array([len(message)], np.int64))[:, FIRST_ROW]
+        lengths = met(group, key, (1, 1), 1, np.array([len(message)], np.int64))[:, FIRST_ROW]
         _check(group, key, "bytes", lengths, 0, MAX_BYTES)
         words = np.frombuffer(message.ljust(_up_to_words(max(lengths)), b"\0"), np.int64)
         messages = _gathered(group, words)
@@ -134,26 +141,33 @@ def _up_to_words(size: int) -> int:
     return -(-size // WORD_BYTES) * WORD_BYTES
 
 
-class _Rounds:
+class Rounds:
     """The rounds of this process in one process group.
 
     Attributes:
         lock: held while a round is under way: collectives have no names, so two rounds must not mix.
         steps: counts them, as for a server.
+        insight: takes rows of them; None on all ranks but one.
+        on_device: of the layers whose ranks have agreed on it, how many rows each brings on its device; 0 where they go
+            over the host.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any) -> None:
         self.lock = threading.Lock()
         self.steps = Steps()
+        ranks = distributed.get_process_group_ranks(group)
+        self.insight = insight_of(group.group_name, ranks, group.rank())
+        self.on_device: dict[str, int] = {}
 
 
-_rounds: "WeakKeyDictionary[Any, _Rounds]" = WeakKeyDictionary()
+_rounds: "WeakKeyDictionary[Any, Rounds]" = WeakKeyDictionary()
 
 
-def _rounds_of(group: Any) -> _Rounds:
+def rounds_of(group: Any) -> Rounds:
+    """Returns the rounds of this process in a group; the first time they are counted, the log says so."""
     rounds = _rounds.get(group)
     if rounds is None:
-        rounds = _rounds.setdefault(group, _Rounds())
+        rounds = _rounds.setdefault(group, Rounds(group))
         # Whoever was connected to others may mean to be alone now, and the others may still be connected.
         has_had_others = has_been_connected() and not has_been_alone()
         is_after_connection = has_had_others and current_connection() is None
@@ -172,7 +186,7 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     """Returns the sum over all ranks."""
     shape = contribution.values.shape[1:]
     first, *others = _as_words(contribution)
-    messages = _met(group, key, shape, 1 + len(others), first)
+    messages = met(group, key, shape, 1 + len(others), first)
     firsts = messages[:, FIRST_ROW : FIRST_ROW + len(first)]
     rows = _with_others(group, firsts, others, messages[:, ROWS])
     counts = [int(row[0]) for row in rows]
@@ -182,7 +196,14 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     total = sum_in_order(values)
     ranks = distributed.get_process_group_ranks(group)
     whose = NOBODY if is_finite(total) else bearers(zip(_of_rows(ranks, messages[:, ROWS]), values, strict=True))
-    return Aggregate(key, len(rows), sum(counts), Members.of(ranks), total, non_finite=whose)
+    aggregate = Aggregate(key, len(rows), sum(counts), Members.of(ranks), total, non_finite=whose)
+    if insight := rounds_of(group).insight:
+        now = time.monotonic()
+        if whose.runs:
+            insight.tell(aggregate)
+        elif insight.samples.is_due(now, key):
+            insight.samples.look(now, key, counts, messages[:, ROWS].tolist(), np.stack(values))
+    return aggregate
 
 
 def _of_rows(ranks: list[int], numbers: Words) -> list[int]:
@@ -190,8 +211,13 @@ def _of_rows(ranks: list[int], numbers: Words) -> list[int]:
     return [int(rank) for rank in np.repeat(ranks, numbers)]
 
 
-def _met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
-    """Returns the messages of all ranks, which have come to the same round with rows of the same shape."""
+def met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
+    """Returns the messages of all ranks, which have come to the same round with rows of the same shape.
+
+    Raises:
+        RoundMismatch: on all ranks: they have not.
+        ProtocolError: on all ranks: one has told numbers that none can have.
+    """
     head = np.array([np.uint64(digest_of(key)).view(np.int64), nr_rows, *shape], np.int64)
     messages = _gathered(group, np.concatenate((head, first)))
     if (messages[:, (DIGEST, VECTORS, CHANNELS)] != head[[DIGEST, VECTORS, CHANNELS]]).any():

@@ -15,14 +15,15 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 from client.border import make_readable
-from client.connection.connection import Connection
+from client.connection.connection import Connection, Way
 from client.connection.groups import Group
 from client.connection.machine import Turn
 from client.connection.session import Session
-from client.lanes import agreement
+from client.lanes import agreement, relay
 from client.lanes.round_in_memory import AtServer, RoundInMemory
 from client.lanes.zeromq import SlavePipe
 from client.shared_memory.group_memory import GroupMemory
+from client.shared_memory.host_memory import HostMemory
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import RoundKey
@@ -56,12 +57,19 @@ class SharedMemoryPipe(SlavePipe):
         group = connection.group(self.group)
         agreed = _agreed.get(connection, {}).get(group.name)
         if agreed is not None:
-            memory = agreed.result()
-            return self._exchange(contribution, key, partial(_take_part, connection, memory) if memory else None)
+            return self._exchange(contribution, key, _way(connection, agreed.result()))
         aggregate = self._exchange(contribution, key, None)
         if not connection.session(group).is_uneven:
             _agree(connection, group)
         return aggregate
+
+
+def _way(connection: Connection, memory: GroupMemory | None) -> Way | None:
+    if memory is None:
+        return None
+    if isinstance(memory, HostMemory):
+        return partial(relay.take_part, connection, memory)
+    return partial(_take_part, connection, memory)
 
 
 def _agree(connection: Connection, group: Group) -> None:

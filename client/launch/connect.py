@@ -96,7 +96,8 @@ def connect(
         lane: how rows reach the other processes. "auto": in memory if all processes of a strict job share a host and
             can, else over the server; a line at level INFO says why. "zeromq": over the server; one process that asks
             for it is enough. "shared_memory": as "auto", also where nobody has tried it yet, and what says why not is a
-            warning. Else STATSD_BN_LANE, else "auto".
+            warning. "relay": likewise, and where all processes ask for it and are on several hosts, one process of each
+            host brings the rows of all that are there to the server. Else STATSD_BN_LANE, else "auto".
         on_nonfinite: what to do when NaN or infinity comes into the statistics, the same for all processes. "warn": log
             once whose they were. "raise": raise NonFinite on all ranks, before a running statistic has moved.
             "ignore": nothing. Else STATSD_BN_ON_NONFINITE, else "warn".

@@ -19,7 +19,7 @@ from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
 from client.layers.batchnorm import BONDS, SynchronizedBatchNorm
 from client.layers.conversion_report import has_own_forward, why_left, why_not
-from client.layers.interception import Handed, Interception, unseen
+from client.layers.interception import Handed, Interception, pop, push, unseen
 from client.layers.synchronized import CONVERSIONS
 
 logger = logging.getLogger("statsd_bn.client")
@@ -55,8 +55,11 @@ class Intercepted(Adopted):
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
         vars(self).pop(_CAME, None)  # from a call that raised, or was made in eval
         interception = Interception(self, self._normalise_handed, self._counted())
-        with interception:
+        push(interception)
+        try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            pop()
         if interception.nr_without_tensors > 1:
             self._tell("ambiguous")
         if not (vars(self).pop(_CAME, False) or interception.is_reached):

@@ -20,6 +20,7 @@ from client.lanes.lane import Lane
 from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import custom_op, input_checks, unconnected, unsynchronized
 from client.layers.call import Call
+from client.layers.compiled import device_op
 from client.layers.convert import convert
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.synchronized import Synchronized, check_eps_mode, twin_of
@@ -150,7 +151,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         if way is Way.TORCHS:
             return unsynchronized.forward(of, input, self._deferred_now())
         if way is Way.COMPILED:
-            return custom_op.forward(of, input, mask, self._deferred_now())
+            forward = device_op.forward if device_op.suits(self, input) else custom_op.forward
+            return forward(of, input, mask, self._deferred_now())
         assert lane is not None  # noqa: S101 - the other ways exchange
         input_checks.check_local(self, input, of.weight)
         mine = Slice(input, of.weight, of.bias, mask)

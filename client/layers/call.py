@@ -4,22 +4,26 @@ It takes part in a forward round, or finds the call that a checkpoint computes a
 statistics.
 """
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from client.autograd import saved_tensor_hooks
 from client.autograd.checkpointing import exchanges, is_inside_backward
+from client.autograd.device_exchange import DeviceExchange
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm, held
 from client.data_parallel.barrier import Barrier
-from client.kernels import dispatch
+from client.kernels import on_device, on_host, streams
+from client.kernels.device_statistics import DeviceMoments
+from client.lanes import device_rows
 from client.lanes.lane import Lane
 from client.layers import ddp_buffers, running_stats
 from client.layers.micro_batches import Deferred
 from client.layers.recalibration_moments import Tally
-from statsd_bn.moments import Moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Call:
     def as_replica(self, mine: Slice, barrier: Barrier, replica: int) -> Tensor:
         """Normalises the slice of replica number `replica` of a process, together with its siblings at the barrier."""
         mine = held(mine)
+        if stream := streams.current(mine.input):
+            mine = replace(mine, stream=stream)
         if earlier := self._earlier(mine, replica):
             return batch_norm([mine], earlier)[0]
         output, due = barrier.meet(replica, f"layer {self.layer.layer_name!r}", mine, self._normalise_replicas)
@@ -57,27 +63,45 @@ class Call:
         """Returns the call that a checkpoint computes again, if this is one of its second runs."""
         if self.tally is not None or not is_inside_backward():
             return None
+        kernels = on_device if device_rows.stay(self.lane, [mine.input]) else on_host
         with torch.no_grad():
-            moments = dispatch.moments(mine.input, mine.mask)
+            moments = kernels.moments(mine.input, mine.mask)
         return exchanges.find(self.layer.layer_name, self.lane, replica, moments)
 
-    def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Moments | None]]:
-        """Runs in the thread of the last replica to come, and not in that thread's grad mode."""
-        with torch.enable_grad():
-            return self._normalise(slices)
+    def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Any]]:
+        """Runs in the last replica's thread, but not in its grad and inference modes, hooks and streams."""
+        of_replicas = [slice_.stream for slice_ in slices if slice_.stream is not None]
+        with (
+            torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext(),
+            torch.enable_grad(),
+            saved_tensor_hooks.set_aside(),
+            streams.entered(of_replicas) if of_replicas else nullcontext(),
+        ):
+            return self._normalise(slices, *of_replicas)
 
-    def _normalise(self, slices: list[Slice]) -> list[tuple[Tensor, Moments | None]]:
+    def _normalise(self, slices: list[Slice], *of_replicas: Any) -> list[tuple[Tensor, Any]]:
         """Returns an output for each slice, and what its running statistics move by now, if they move."""
-        layer = self.layer
-        exchange = Exchange(self.lane, layer.layer_name, layer.eps, layer.eps_mode)
+        exchange = self._exchange(slices)
+        exchange.streams = of_replicas
         outputs = batch_norm(slices, exchange)
         if self.tally is None:
             ddp_buffers.settle(exchange)
             exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
         due = self._due(exchange.moments)
+        if isinstance(due, DeviceMoments):
+            return [(output, due.on(output.device)) for output in outputs]
         return [(output, due) for output in outputs]
 
-    def _due(self, batch: Moments) -> Moments | None:
+    def _exchange(self, slices: list[Slice]) -> Exchange:
+        """Returns the call's exchange: over the host, or on the devices of its slices."""
+        lane, layer = self.lane, self.layer
+        if self.tally is None and device_rows.may_stay(lane, slices[0].input):
+            capacity = device_rows.capacity_of(lane, [slice_.input for slice_ in slices])
+            if capacity:
+                return DeviceExchange(lane, layer.layer_name, layer.eps, layer.eps_mode, capacity=capacity)
+        return Exchange(lane, layer.layer_name, layer.eps, layer.eps_mode)
+
+    def _due(self, batch: Any) -> Any:
         """Counts a batch once for all replicas."""
         if self.tally is not None:
             self.tally.add(batch)
@@ -86,7 +110,7 @@ class Call:
             return None
         return batch if self.deferred is None else self.deferred.add(batch)
 
-    def _moved(self, output: Tensor, due: Moments | None) -> Tensor:
+    def _moved(self, output: Tensor, due: Any) -> Tensor:
         if due is not None:
             running_stats.move_by(self.layer, due)
         return output

@@ -29,7 +29,7 @@ from client.layers import ddp_buffers, running_stats
 from client.layers.micro_batches import Deferred, numbered
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.moments import Moments
-from statsd_bn.round_key import BACKWARD
+from statsd_bn.round_key import BACKWARD, RoundKey
 from statsd_bn.rows import Rows
 
 # Rows of the statistics: those of `Statistics`, and what the running statistics move towards.
@@ -61,7 +61,7 @@ def named(group: With) -> tuple[str, int]:
     return group or "", 0
 
 
-def _lane(layer: str, group: str, size: int) -> Lane:
+def lane_of(layer: str, group: str, size: int) -> Lane:
     """Returns the lane of a layer whose group is written as `named` does it, or as `THIS_PROCESS`."""
     if (group, size) == THIS_PROCESS:
         return LocalPipe(layer)
@@ -128,16 +128,15 @@ def batch_norm(
         The output; the statistics, shape (5, C), float64; the ticket, shape (6,), int64; their rows and entries are
         named above.
     """
-    fresh = Exchange(_lane(layer, group, size), layer, eps, eps_mode)
+    fresh = Exchange(lane_of(layer, group, size), layer, eps, eps_mode)
     try:
-        exchange = _exchange(x, mask, fresh)
+        exchange = exchanged(x, mask, fresh)
     except StatsdBNError as error:
         make_readable(error)
         raise
-    exchange.check_count(x)
     assert exchange.key is not None  # noqa: S101 - the forward round has set it
     found = exchange.statistics
-    due = _due(exchange.moments, deferred) if exchange is fresh else None
+    due = due_after(exchange.moments, deferred) if exchange is fresh else None
     newest = due or Moments.empty(x.shape[1])
     count, key = exchange.moments.count, exchange.key
     ticket = count, key.step, key.call, due is not None, newest.count, exchange.number
@@ -148,14 +147,20 @@ def batch_norm(
     )
 
 
-def _due(moments: Moments, deferred: int) -> Moments | None:
-    """Returns what the running statistics move by after a call with these moments, if they move."""
+def due_after(moments: Any, deferred: int) -> Any:
+    """Returns what the running statistics move by after a call with these moments; None if they do not move."""
     return moments if deferred == NOT_DEFERRED else numbered(deferred).add(moments)
 
 
-def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
+def exchanged(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
     """Returns an exchange that has had its forward round; an earlier one if a checkpoint computes again."""
-    local = dispatch.moments(x, mask)
+    exchange = _exchange(x, mask, fresh)
+    exchange.check_count(x)
+    return exchange
+
+
+def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
+    local = fresh.kernels.moments(x, mask)
     if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.lane, 0, local)):
         return earlier
     fresh.forward([local])
@@ -199,11 +204,29 @@ def batch_norm_backward(
     """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are `batch_norm`'s."""
     count, step, call, _, _, number = ticket.tolist()
     found = Statistics(max(count, 1), *statistics.numpy()[:NEWEST_MEAN])
+    lane = lane_of(layer, group, size)
+    key = backward_key(lane, step, call, number) if needs_input else None
+    return gradients(grad, x, weight, mask, found, lane, key)
+
+
+def backward_key(lane: Lane, step: int, call: int, number: int) -> RoundKey:
+    """Returns the key of the next backward round of a call, which the ticket says."""
+    return lane.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
+
+
+def gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    found: Statistics,
+    lane: Lane,
+    key: RoundKey | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of input, weight and bias; that of the input is empty if there is no key for its round."""
     local = dispatch.backward_sums(grad, x, found, mask)
     by_input = x.new_empty(0)
-    if needs_input:
-        lane = _lane(layer, group, size)
-        key = lane.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
+    if key is not None:
         rows = Rows((dispatch.count(x, mask),), local[np.newaxis])
         aggregate = lane.run_slave(rows, key)
         non_finite.check(lane, rows, aggregate)

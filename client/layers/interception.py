@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 _BATCH_NORM, _OPERATOR = F.batch_norm, torch.batch_norm
 
-# They have no public names, and no types.
+# They have no public names, and no types. The last two are what a mode's own `with` calls, which takes longer.
 _innermost: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
-_pop: Callable[[], Any] = overrides._pop_mode  # noqa: SLF001
-_push: Callable[[Any], None] = overrides._push_mode  # noqa: SLF001
+pop: Callable[[], Any] = torch._C._pop_torch_function_stack  # noqa: SLF001
+push: Callable[[Any], None] = torch._C._push_on_torch_function_stack  # noqa: SLF001
 
 
 @dataclass(slots=True)
@@ -149,11 +149,11 @@ def unseen(function: Callable[..., T], *arguments: Any) -> T:
     """Calls a function of ours out of sight of an interception: our arithmetic calls hundreds of torch's functions."""
     if not isinstance(_innermost(), Interception):
         return function(*arguments)
-    interception = _pop()
+    interception = pop()
     try:
         return function(*arguments)
     finally:
-        _push(interception)
+        push(interception)
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:

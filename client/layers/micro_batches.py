@@ -7,9 +7,8 @@ faster, and never see how far the pieces' means lie apart. So the pieces' moment
 
 import itertools
 import threading
+from typing import Any
 from weakref import WeakValueDictionary
-
-from statsd_bn.moments import Moments
 
 _numbers = itertools.count(1)
 _numbered: "WeakValueDictionary[int, Deferred]" = WeakValueDictionary()
@@ -32,24 +31,27 @@ class Deferred:
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
         self.number = next(_numbers)
-        self._pending: Moments | None = None
+        self._pending: Any = None
         self._calls = 0
         self._lock = threading.Lock()
         _numbered[self.number] = self
 
-    def add(self, micro_batch: Moments) -> Moments | None:
-        """Adds a micro-batch; returns the moments of the mini-batch if this was the last of its `chunks`."""
+    def add(self, micro_batch: Any) -> Any:
+        """Adds a micro-batch; returns the moments of the mini-batch if this was the last of its `chunks`, else None.
+
+        They are `Moments`, or `DeviceMoments` where they stay on a device.
+        """
         with self._lock:
             self._pending = micro_batch if self._pending is None else self._pending.merge(micro_batch)
             self._calls += 1
             return self._taken() if self._calls == self.chunks else None
 
-    def take(self) -> Moments | None:
+    def take(self) -> Any:
         """Returns the moments of what came since the last mini-batch ended, None for nothing; the next one begins."""
         with self._lock:
             return self._taken()
 
-    def _taken(self) -> Moments | None:
+    def _taken(self) -> Any:
         taken, self._pending, self._calls = self._pending, None, 0
         return taken
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from client.kernels.device_statistics import DeviceMoments
 from client.kernels.vectors import compute_type, to_device
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
@@ -19,11 +20,22 @@ def newest(batch: Moments) -> tuple[FloatArray, FloatArray]:
     return batch.mean, batch.variance(unbiased=True)
 
 
-def move_by(layer: Any, batch: Moments) -> None:
+def move_by(layer: Any, batch: Moments | DeviceMoments) -> None:
     """Moves a layer's running statistics towards those of this batch."""
-    kept = torch.empty(0) if layer.running_mean is None else layer.running_mean
-    mean, variance = to_device(kept, *newest(batch))
+    if isinstance(batch, DeviceMoments):
+        _move_on_device(layer, batch)
+        return
+    kept = layer.running_mean
+    mean, variance = to_device(torch.empty(0) if kept is None else kept, *newest(batch))
     move(layer, mean, variance, has_values=batch.count > 0)
+
+
+def _move_on_device(layer: Any, batch: DeviceMoments) -> None:
+    """Leaves it to the device whether anything moves: a round that has failed moves nothing."""
+    if layer.running_mean is not None:
+        batch = batch.on(layer.running_mean.device)
+    has_ended_well = (~batch.count.isnan()).long()
+    move(layer, batch.mean(), batch.variance(unbiased=True), is_due=has_ended_well, has_values=batch.has_values)
 
 
 def move(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:
@@ -51,8 +63,10 @@ def move(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1
         return
     weight = _weight_of_newest(layer)
     for running, batch in ((running_mean, mean), (running_var, variance)):
-        wide = running.to(compute_type(running))  # in half precision the newest may overflow where the average does not
-        target = batch.to(wide)
+        # In half precision the newest may overflow where the average does not.
+        dtype = compute_type(running)
+        wide = running if running.dtype == dtype else running.to(dtype)
+        target = batch if batch.dtype == dtype and batch.is_cpu and wide.is_cpu else batch.to(wide)
         by = weight.to(wide) if isinstance(weight, Tensor) else weight
         if isinstance(moves, Tensor):  # a weight of 0 would make NaN of infinity
             wide = torch.where(moves.bool().to(wide.device), wide.lerp(target, by), wide)
@@ -68,5 +82,6 @@ def _weight_of_newest(layer: Any) -> float | Tensor:
     tracked = layer.num_batches_tracked
     if tracked is None:
         return 0.0
-    number: Tensor = tracked.cpu().double()
+    # MPS has no float64, and from there the host has to fetch it.
+    number: Tensor = (tracked.cpu() if tracked.device.type == "mps" else tracked).double()
     return 1.0 / number.clamp(min=1)  # none is tracked yet while the first mini-batch goes on

@@ -7,7 +7,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from client.autograd.checkpointing import is_inside_backward
-from client.kernels import dispatch
+from client.kernels import on_device, on_host
+from client.lanes import device_rows
 from client.layers import running_stats
 from client.layers.interception import Handed
 from client.layers.micro_batches import Deferred
@@ -41,7 +42,9 @@ def _without_moving(layer: Any, x: Tensor) -> Tensor:
 
 def _deferred(layer: Any, x: Tensor, deferred: Deferred) -> Tensor:
     output = _without_moving(layer, x)
-    if due := deferred.add(dispatch.moments(x.detach())):
+    # As for calls with company or a mask: a mini-batch may have both kinds.
+    kernels = on_device if device_rows.are_on_devices([x]) else on_host
+    if due := deferred.add(kernels.moments(x.detach())):
         running_stats.move_by(layer, due)
     return output
 

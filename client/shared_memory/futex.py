@@ -8,6 +8,7 @@ import ctypes
 import platform
 import sys
 import threading
+from collections.abc import Callable
 from functools import cache
 from mmap import PAGESIZE, mmap
 
@@ -41,6 +42,14 @@ def fence() -> None:
         pass
 
 
+@cache
+def _syscall() -> Callable[..., int]:
+    # The library's functions let go of Python's global lock.
+    call = ctypes.CDLL(None).syscall
+    call.restype = ctypes.c_long
+    return call
+
+
 class Futex:
     """One word of 32 bits.
 
@@ -52,9 +61,7 @@ class Futex:
     def __init__(self, memory: mmap, at: int) -> None:
         self._word = ctypes.c_uint32.from_buffer(memory, at)
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
-        # The library's functions let go of Python's global lock.
-        self._call = ctypes.CDLL(None).syscall
-        self._call.restype = ctypes.c_long
+        self._call = _syscall()
 
     @property
     def value(self) -> int:

@@ -13,6 +13,7 @@ be had here.
 import os
 import threading
 import time
+from collections.abc import Callable
 from mmap import mmap
 
 from client.shared_memory.futex import Futex, fence
@@ -54,9 +55,7 @@ class GroupMemory:
             digest: of what it is about, 64 bits; the same for all members.
             rows: what this member brings.
         """
-        self._number += 1
-        self._region.bring(self._number, digest, rows)
-        if self._region.have_all_come(self._number):
+        if self._bring(digest, rows):
             self._futex.wake(self._number & _LOW_BITS)
 
     def wait(self, seconds: float) -> bool:
@@ -64,12 +63,21 @@ class GroupMemory:
 
         It ends at once, with False, when a member comes no more.
         """
+        return self._wait(self._region.have_all_come, seconds)
+
+    def _bring(self, digest: int, rows: Rows) -> bool:
+        """Comes to the next turn; returns whether all have come."""
+        self._number += 1
+        self._region.bring(self._number, digest, rows)
+        return self._region.have_all_come(self._number)
+
+    def _wait(self, is_over: Callable[[int], bool], seconds: float) -> bool:
         region, number = self._region, self._number
         started = time.perf_counter()
         while True:
             value = self._futex.value
             fence()  # else it could be the value after the last wake-up, and the arrivals of before
-            if region.have_all_come(number):
+            if is_over(number):
                 return True
             waited = time.perf_counter() - started
             if waited >= seconds or region.is_closed:
@@ -119,4 +127,8 @@ class GroupMemory:
 
     def _close(self, reason: int) -> None:
         self._region.close(reason)
-        self._futex.wake((self._number + 2**31) & _LOW_BITS)
+        self._wake(2**31)
+
+    def _wake(self, more: int) -> None:
+        """Wakes all that sleep; the word must change, by as much as no turns do."""
+        self._futex.wake((self._number + more) & _LOW_BITS)

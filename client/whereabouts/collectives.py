@@ -155,8 +155,12 @@ def group_named(name: str) -> TorchGroup | None:
 
 def rank_in_torch() -> int | None:
     """Returns this process's rank in torch's default process group; None without such a group."""
+    torchs = sys.modules.get(_C10D)
+    # Asked in each round of a process without a connection, and mostly there is no such group.
+    if torchs is None or getattr(getattr(torchs, "GroupMember", None), "WORLD", torchs) is None:
+        return None
     try:
-        rank = sys.modules[_C10D].get_rank()
+        rank = torchs.get_rank()
     except Exception:  # noqa: BLE001 - it is not loaded, or not initialised, or of an unknown version
         return None
     return rank if isinstance(rank, int) else None

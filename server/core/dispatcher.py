@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from server.core import deadlock, report
+from server.core.carried import company
 from server.core.eviction import Eviction
 from server.core.figures import FiguresAnswers
 from server.core.inquiry import Inquiry
@@ -27,7 +28,7 @@ from server.group.seals import Seals
 from server.limits.access import ANYBODY, REVOKED, Access, Tenant
 from server.limits.account import FUTURE_BYTES, ROUND_BYTES, Account
 from server.limits.fair_share import STRANGERS
-from server.limits.quota import Budget, Quota, size_of
+from server.limits.quota import Budget, Quota, bytes_carried, size_of
 from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
@@ -41,15 +42,18 @@ from statsd_bn.errors import (
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import (
     NO_SERVER,
+    Carried,
     Contribution,
     Digest,
     FiguresRequest,
     Heartbeat,
     Leave,
+    NonFiniteRound,
     Register,
     Registered,
     Request,
     Result,
+    RoundTrips,
     Settled,
     StatusRequest,
     Whereabouts,
@@ -222,7 +226,7 @@ class Dispatcher:
             **asdict(self.tally),
         }
 
-    def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> Received:
+    def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> Received:  # noqa: PLR0911 - one for each kind of message
         if isinstance(message, StatusRequest | FiguresRequest):
             return Received([(peer, self._tell(now, message, tenant))])
         record = self._registry.sessions.get(message.session)
@@ -231,13 +235,15 @@ class Dispatcher:
         match message:
             case Contribution():
                 return self._contribute(now, message, record, peer)
+            case Carried():
+                return self._carry(now, message, record, peer)
             case Heartbeat() | Whereabouts():
                 return self._beat(now, message, record, peer)
             case Register():
                 replies = self._registration.register(now, message, peer, tenant)
                 self._registry.liveness.begin(now, message.session, peer)
                 return Received(replies, message.session)
-            case Result() | Settled() | Digest():
+            case Result() | Settled() | Digest() | RoundTrips() | NonFiniteRound():
                 return self._hear_of(now, message, record, peer)
             case Leave():
                 return Received(self._registry.leave(now, message.session, message.cause))
@@ -284,29 +290,56 @@ class Dispatcher:
         self._registry.liveness.hear(now, session, peer)
         if self._budget.narrows_contributions:
             try:
-                self._budget.check_contribution(contribution)
+                self._budget.check_contribution(contribution.key, contribution.rows.values.shape)
             except LimitExceeded as error:
                 return Received([(peer, failure(error, contribution.key))], session)
-        made_room = self._make_room(record, contribution) if self._budget.is_crowded else []
+        made_room = self._make_room(record, size_of(contribution.rows)) if self._budget.is_crowded else []
         replies = record.master.contribute(now, record.contributor, contribution, peer)
         return Received(made_room + replies if made_room else replies, session)
 
-    def _make_room(self, record: SessionRecord, contribution: Contribution) -> list[Reply]:
-        size = size_of(contribution.rows) + ROUND_BYTES + FUTURE_BYTES * record.master.nr_slaves
+    def _carry(self, now: float, carried: Carried, record: SessionRecord | None, peer: bytes) -> Received:
+        """Take the rows of several members; only the one that speaks has said that it is alive."""
+        session, key = carried.session, carried.key
+        if record is None:
+            return self._refuse_stranger([(peer, failure(self._why_not(session), key))])
+        self._registry.liveness.hear(now, session, peer)
+        members = company(carried, record, self._registry)
+        if self._budget.narrows_contributions:
+            try:
+                self._budget.check_contribution(key, (carried.replicas, *carried.rows.values.shape[1:]))
+            except LimitExceeded as error:
+                return Received([(peer, failure(error, key))], session)
+        made_room = self._make_room(record, bytes_carried(carried.rows, members)) if self._budget.is_crowded else []
+        replies = record.master.carry(now, record.contributor, members, carried, peer)
+        return Received(made_room + replies if made_room else replies, session)
+
+    def _make_room(self, record: SessionRecord, size: int) -> list[Reply]:
+        size += ROUND_BYTES + FUTURE_BYTES * record.master.nr_slaves
         return self._eviction.for_bytes(record.master.owner, size, has_key=bool(record.key))
 
     def _hear_of(
-        self, now: float, told: Result | Settled | Digest, record: SessionRecord | None, peer: bytes
+        self,
+        now: float,
+        told: Result | Settled | Digest | RoundTrips | NonFiniteRound,
+        record: SessionRecord | None,
+        peer: bytes,
     ) -> Received:
         """Take what a member tells of rounds that are over for it."""
         if record is None:
             # Many come together, and each answer would ask for all again. A contribution will be answered.
             return self._refuse_stranger([])
-        self._registry.liveness.hear(now, told.session, peer)
+        liveness = self._registry.liveness
+        # What comes over the heartbeats' socket must not hide the other one, to which a member may be reached still.
+        note = liveness.beat if isinstance(told, RoundTrips | Digest) else liveness.hear
+        note(now, told.session, peer)
         if isinstance(told, Result):
             return Received(record.master.recall(now, record.contributor, told.aggregate, peer), told.session)
         if isinstance(told, Settled):
             record.master.settle(now, record.contributor, told.key)
+        elif isinstance(told, RoundTrips):
+            record.master.count(record.contributor, told)
+        elif isinstance(told, NonFiniteRound):
+            record.master.note(record.contributor, told)
         else:
             record.master.file(now, told)
         return Received([], told.session)

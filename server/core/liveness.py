@@ -19,8 +19,9 @@ class Pulse:
 
     Attributes:
         heard: when it last spoke.
-        peer: where its last message came from, heartbeats aside; b"" once it cannot be reached there.
-        beacon: where its last heartbeat came from; b"" before the first, and once it cannot be reached there.
+        peer: where its last message came from, but for those of the beacon; b"" once it cannot be reached there.
+        beacon: where its last heartbeat came from, or what follows heartbeats; b"" before the first, and once it cannot
+            be reached there.
         cut: since when it cannot be reached anywhere; None while it may be.
     """
 
@@ -78,7 +79,7 @@ class Liveness:
             self._revive(session, pulse)
 
     def beat(self, now: float, session: bytes, peer: bytes) -> None:
-        """Note a session's heartbeat; one of an unknown session is ignored."""
+        """Note a session's heartbeat, or what follows one; one of an unknown session is ignored."""
         if pulse := self._pulses.get(session):
             pulse.heard, pulse.beacon = now, peer
             self._revive(session, pulse)

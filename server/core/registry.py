@@ -44,6 +44,7 @@ class Registry:
     Attributes:
         masters: of the groups, by job and group.
         sessions: those that are registered.
+        companies: members that share a host, by their sessions one behind the other, see `server.core.carried`.
         founders: the peer that began each group.
         ended: the sessions and groups that have ended.
         ended_jobs: the latest jobs that have ended, for people.
@@ -54,6 +55,7 @@ class Registry:
     def __init__(self, started: float, silence_seconds: float) -> None:
         self.masters: dict[Name, SyncMaster] = {}
         self.sessions: dict[bytes, SessionRecord] = {}
+        self.companies: dict[bytes, tuple[Contributor, ...]] = {}
         self.founders: dict[Name, bytes] = {}
         self.ended = Ended()
         self.ended_jobs = EndedJobs()
@@ -68,6 +70,7 @@ class Registry:
     def add(self, session: bytes, record: SessionRecord) -> None:
         """Register a session."""
         self.sessions[session] = record
+        self.companies.clear()
         self.has_had_members = True
         self.ended.begin_session(session)
 
@@ -169,6 +172,7 @@ class Registry:
 
     def _remove(self, session: bytes) -> SessionRecord | None:
         self.liveness.forget(session)
+        self.companies.clear()
         return self.sessions.pop(session, None)
 
     def _take_out(self, now: float, session: bytes, record: SessionRecord, cause: str) -> list[Reply]:

@@ -19,10 +19,10 @@ from statsd_bn.wire import encode
 
 # What entries take at most in msgpack, beside their texts: the server's own counts, a job that has ended, a group, a
 # member, a round, and a number in a list.
-HEAD_BYTES, JOB_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES, NUMBER_BYTES = 1024, 128, 340, 192, 96, 3
+HEAD_BYTES, JOB_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES, NUMBER_BYTES = 1024, 128, 340, 240, 96, 3
 
 # The same of what a group has only once it has had rounds, and of a finding.
-PACE_BYTES, FINDING_BYTES = 512, 64
+PACE_BYTES, FINDING_BYTES = 1024, 64
 
 # Rounds shown for each group, the oldest; and for each round, how many of the members that it waits for.
 TOLD_ROUNDS, TOLD_MISSING = 16, 64
@@ -87,8 +87,10 @@ def _head(master: SyncMaster) -> dict[str, Any]:
 def _pace(master: SyncMaster) -> dict[str, Any]:
     """What a group has to tell of its rounds."""
     lengths, minute, findings = master.open_rounds.lengths, master.pace.minute, master.findings.told
+    trips = master.round_trips
     return {
         **({"round_seconds": lengths.told} if lengths.total else {}),
+        **({"round_trip_seconds": trips.told} if trips.total else {}),
         **({"slowest": minute.slowest, "held": minute.held} if minute.slowest is not None else {}),
         **({"findings": findings} if findings else {}),
     }
@@ -101,7 +103,8 @@ def _names(head: dict[str, Any]) -> tuple[str, ...]:
 
 def _more(head: dict[str, Any]) -> int:
     """Number of bytes for what not every group has."""
-    return PACE_BYTES * ("round_seconds" in head) + FINDING_BYTES * len(head.get("findings", ()))
+    has_pace = "round_seconds" in head or "round_trip_seconds" in head
+    return PACE_BYTES * has_pace + FINDING_BYTES * len(head.get("findings", ()))
 
 
 def _entries(master: SyncMaster) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from server.group.contributor import Contributor
 from server.group.results import Room
 from server.group.rounds import Round
-from server.limits.account import CONTRIBUTION_BYTES
+from server.limits.account import CONTRIBUTION_BYTES, RUN_BYTES
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
 from statsd_bn.members import Members
@@ -39,7 +39,7 @@ class Claim:
     @property
     def size(self) -> int:
         """Number of bytes that it takes."""
-        return self.aggregate.values.nbytes + CONTRIBUTION_BYTES
+        return self.aggregate.values.nbytes + CONTRIBUTION_BYTES + RUN_BYTES * len(self.aggregate.non_finite.runs)
 
 
 class Claims:

@@ -5,10 +5,10 @@ from typing import Any
 
 from server.group.life import MemberState
 from server.group.sighting import Sighting
-from server.insight.histogram import Histogram
 from statsd_bn.messages import Register
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import plain
+from statsd_bn.timing.histogram import Histogram
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class Contributor:
         late: how much later than the first member it has come to its rounds, in seconds altogether.
         waited: how long it has waited in rounds of which the server saw nothing, in seconds, as it says.
         behind: how much later than all others it has come, each time that it came last.
+        trips: how long its rounds took, as it says.
         recalled: the rounds whose results have come.
         sighting: where it was when it was asked; None while nobody waits for it.
     """
@@ -57,6 +58,7 @@ class Contributor:
     late: float = 0.0
     waited: float = 0.0
     behind: Histogram = field(default_factory=Histogram)
+    trips: Histogram = field(default_factory=Histogram)
     sighting: Sighting | None = None
 
     def __str__(self) -> str:
@@ -89,8 +91,7 @@ class Contributor:
     def _late(self) -> dict[str, Any]:
         """How often it came last, and by how much."""
         last = self.behind.total
-        late = {"median": self.behind.quantile(0.5), "p99": self.behind.quantile(0.99)}
-        return {"last": last, "late": late} if last else {}
+        return {"last": last, "late": _in_brief(self.behind)} if last else {}
 
     def report(self, now: float) -> dict[str, Any]:
         """Entry of the status report."""
@@ -102,6 +103,11 @@ class Contributor:
             "step": max(self.step, self.told_step),
             "replicas": self.replicas,
             **self._late(),
+            **({"round_trip": _in_brief(self.trips)} if self.trips.total else {}),
             **({"lane": self.lane} if self.lane else {}),
             **({"where": where} if where else {}),
         }
+
+
+def _in_brief(times: Histogram) -> dict[str, float]:
+    return {"median": times.quantile(0.5), "p99": times.quantile(0.99)}

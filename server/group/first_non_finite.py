@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from itertools import islice
 
 from server.group.contributor import Contributor
+from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import not_finite_in_words
-from statsd_bn.round_key import FORWARD, first_non_finite
+from statsd_bn.round_key import FORWARD, RoundKey, first_non_finite
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -31,14 +32,24 @@ class FirstNonFinite:
 
     def take(self, aggregate: Aggregate, contributors: Mapping[int, Contributor]) -> None:
         """Note an aggregate that is not finite; only the first in each direction counts."""
-        is_forward = aggregate.key.phase == FORWARD
+        self.note(aggregate.key, aggregate.non_finite, not_finite_in_words(aggregate.values), contributors)
+
+    def note(self, key: RoundKey, bearers: Members, what: str, contributors: Mapping[int, Contributor]) -> None:
+        """Likewise, where a member has told of it.
+
+        Args:
+            key: of the round.
+            bearers: who brought what is not finite.
+            what: how many channels were not, in words.
+            contributors: of the group, by number.
+        """
+        is_forward = key.phase == FORWARD
         if is_forward in self._texts:
             return
-        bearers = aggregate.non_finite
         names = [str(contributors.get(member, f"rank {member}")) for member in islice(bearers, TOLD_OF)]
         others = f" and {len(bearers) - TOLD_OF} more" if len(bearers) > TOLD_OF else ""
-        text = first_non_finite(aggregate.key, ", ".join(names) + others, not_finite_in_words(aggregate.values))
+        text = first_non_finite(key, ", ".join(names) + others, what)
         self._texts[is_forward] = text = text[:MOST_TEXT]
         # Training in float16 begins with such gradients, which only its own process can tell from others.
         level = logging.WARNING if is_forward else logging.INFO
-        logger.log(level, "job %r, group %r: %s", aggregate.key.job, aggregate.key.group, text)
+        logger.log(level, "job %r, group %r: %s", key.job, key.group, text)

@@ -1,11 +1,9 @@
-"""Late: who has not come to a round, who waits there, and who is late or different again and again, for people."""
+"""Late: who has not come to a round, who waits there, and who is late again and again, for people."""
 
 from collections.abc import Mapping, Sequence
 
 from server.group.contributor import Contributor
 from server.group.rounds import Round
-from server.insight.copies import Same
-from server.insight.skew import Different
 from statsd_bn.error_text import MOST_ROWS, Place, Row
 
 # Rounds at the server that say something; of members that share memory it sees few.
@@ -44,25 +42,6 @@ def held_up(slow: Contributor, part: float) -> str:
     median, most = (1e3 * slow.behind.quantile(of_all) for of_all in (0.5, 0.99))
     when = f"by up to {median:.3g} ms in the median and {most:.3g} ms in 99 of 100 rounds"
     return f"{text}; where it came last, it was {when}"
-
-
-def different(who: Contributor, found: Different) -> str:
-    """What a member's data do that the others' do not, and where."""
-    others = (
-        f"{found.eta2:.2g} of the variance lies between ranks, {found.part:.2g} by this one and {found.usual:.2g} by "
-        f"another as a rule; its own variance is {found.variance:.2g} times theirs, and its means lie "
-        f"{found.shift:.2g} standard deviations to one side"
-    )
-    more = f", the earliest of {found.layers} layers" if found.layers > 1 else ""
-    return f"{who} differs from the other ranks since step {found.since}: {found.layer} ({others}){more}"
-
-
-def same(who: Contributor, other: Contributor, found: Same) -> str:
-    """Whose data a member has."""
-    return (
-        f"{who} has brought the same statistics as {other} in every layer since step {found.since}: "
-        "both may read the same part of the data"
-    )
 
 
 def _late(now: float, member: int, contributors: Mapping[int, Contributor], where: str) -> Row:

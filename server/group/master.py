@@ -13,7 +13,7 @@ import numpy as np
 
 from server.group.claims import Claims
 from server.group.contributor import Contributor
-from server.group.late import different, held_up, same
+from server.group.late import held_up
 from server.group.life import GroupState, MemberState, Told
 from server.group.membership import Membership
 from server.group.open_rounds import OpenRounds, pending
@@ -22,8 +22,7 @@ from server.group.reduction import reduce_round
 from server.group.results import Archive, Room
 from server.group.rounds import Reply, Round, failure, unknown
 from server.group.seals import Seals
-from server.insight.comparison import Comparison
-from server.insight.findings import Findings
+from server.insight.findings import NOBODY, Findings
 from server.insight.pace import Pace
 from server.limits.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
 from server.limits.quota import Budget
@@ -36,10 +35,24 @@ from statsd_bn.errors import (
     ReplicaLost,
     StatsdBNError,
 )
-from statsd_bn.messages import Aggregate, Contribution, Digest, Heartbeat, Register, Registered
+from statsd_bn.messages import (
+    Aggregate,
+    Carried,
+    Contribution,
+    Digest,
+    Heartbeat,
+    NonFiniteRound,
+    Register,
+    Registered,
+    RoundTrips,
+)
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
+from statsd_bn.skew.comparison import Comparison
+from statsd_bn.skew.few import Apart
+from statsd_bn.skew.in_words import in_words
+from statsd_bn.timing.histogram import Histogram
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
@@ -66,6 +79,7 @@ class SyncMaster:
         pace: how the group gets on.
         comparison: what the members' data show beside each other.
         findings: what was noticed.
+        round_trips: how long the rounds of all members took, as these say.
         owner: as given.
         logged_cause: why a member has left, as the log has told it last.
         loss_is_told: whether all who wait in other groups for a member of this one were told why it is broken.
@@ -91,6 +105,7 @@ class SyncMaster:
         self.pace = Pace()
         self.comparison = Comparison(register.world_size)
         self.findings = Findings(f"job {register.job!r}, group {register.group!r}")
+        self.round_trips = Histogram()
         self._rounds_without = 0
         self._moved = -math.inf
         self._server = server
@@ -157,6 +172,28 @@ class SyncMaster:
         replies = self.open_rounds.contribute(now, contributor, contribution, peer)
         return replies + self._tell_news() if self.membership.news else replies
 
+    def carry(
+        self, now: float, speaker: Contributor, members: Sequence[Contributor], carried: Carried, peer: bytes
+    ) -> list[Reply]:
+        """Take the rows of several members for one round from one of them.
+
+        The others hear of the aggregate from that one. Where there is more to tell, their rows do not count, and each
+        speaks for itself.
+
+        Args:
+            now: the time.
+            speaker: who has brought them.
+            members: whose rows they are, in the order of the rows; nobody where not all of them are known.
+            carried: the message.
+            peer: where it came from.
+        """
+        is_usual = self.membership.state is GroupState.OPEN and not self.membership.is_elastic
+        if members and is_usual and not self._archive.get(carried.key):
+            replies = self.open_rounds.carry(now, speaker, members, carried, peer)
+            if replies is not None:
+                return replies + self._tell_news() if self.membership.news else replies
+        return self.contribute(now, speaker, carried.of(speaker.session), peer)
+
     def hear(self, now: float, contributor: Contributor, said: Heartbeat) -> None:
         """Take what a member says of itself."""
         if said.rounds > self._rounds_without or said.step != contributor.told_step:
@@ -166,6 +203,23 @@ class SyncMaster:
         # A round that one of them has told the server of is not counted by all.
         self._rounds_without = max(self._rounds_without, said.rounds)
         contributor.waited = said.waited / 1e3
+
+    def count(self, contributor: Contributor, told: RoundTrips) -> None:
+        """Take how long a member's rounds have taken, if it is news: it always tells of all of them."""
+        before, seconds = contributor.trips, told.microseconds / 1e6
+        if seconds < before.sum or any(new < old for new, old in zip(told.counts, before.counts, strict=True)):
+            return
+        for counted in (self.round_trips, before):
+            counted.grow(tuple(before.counts), told.counts, seconds - before.sum)
+
+    def note(self, contributor: Contributor, told: NonFiniteRound) -> None:
+        """Take whose NaN or infinity came to a round that the members have had among themselves.
+
+        Raises:
+            ProtocolError: the round is not of the group that the member has registered in.
+        """
+        self.open_rounds.check_key(contributor, told.key)
+        self.open_rounds.non_finite.note(told.key, told.members, told.what, self.membership.contributors)
 
     def file(self, now: float, told: Digest) -> None:
         """Take the figures of rounds that the members have had among themselves.
@@ -195,13 +249,10 @@ class SyncMaster:
             return
         with suppress(LimitExceeded):  # then they are not kept
             self._room.check(self.comparison.more_for(layers))
-            differing, copies = self.comparison.look(now, step, layers, values)
-            for found in differing:
-                who = members[found.member]
-                self.findings.add("skew", who.member, step, different(who, found), found.layer)
-            for copy in copies:
-                who = members[copy.member]
-                self.findings.add("skew", who.member, step, same(who, members[copy.other], copy), layers[0])
+            for found in self.comparison.look(now, step, layers, values):
+                whose = NOBODY if isinstance(found, Apart) else members[found.member].member
+                text = in_words(found, [str(member) for member in members])
+                self.findings.add("skew", whose, step, text, found.layer)
 
     def settle(self, now: float, contributor: Contributor, key: RoundKey) -> None:
         """Forget a round that the members have had among themselves; those of an elastic group have none such.

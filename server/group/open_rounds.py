@@ -1,7 +1,7 @@
 """The open rounds of one group: how they begin, what they take, and how they end."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -16,10 +16,9 @@ from server.group.results import Archive
 from server.group.rounds import FutureResult, Reply, Round, failed, failure, unknown
 from server.group.seals import Seals
 from server.insight import looks
-from server.insight.histogram import Histogram
 from server.insight.looks import Looks
 from server.limits.account import FUTURE_BYTES, ROUND_BYTES
-from server.limits.quota import Budget, size_of
+from server.limits.quota import Budget, bytes_carried, size_of
 from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,
@@ -30,11 +29,12 @@ from statsd_bn.errors import (
     StatsdBNError,
 )
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Contribution, Pending
+from statsd_bn.messages import Aggregate, Carried, Contribution, Pending
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew.samples import KNOWN_BYTES
 from statsd_bn.text import told
+from statsd_bn.timing.histogram import Histogram
 from statsd_bn.wire import encode
 
 # How many late members a message names.
@@ -104,7 +104,7 @@ class OpenRounds:
                 if is_first:
                     self._reserve(round_, size_of(rows))
             else:
-                round_ = self._begin(now, contributor, contribution)
+                round_ = self._begin(now, contributor, key, size_of(rows))
                 future, is_first = round_.futures[contributor.member], True
         except StatsdBNError as error:
             return [(peer, failure(error, key))]
@@ -113,8 +113,39 @@ class OpenRounds:
             future.since = now
             round_.behind, round_.latest = now - round_.latest, now
             contributor.late += now - round_.opened
-            self._count_threads(contributor, contribution)
+            self._count_threads(contributor, contribution.attempt)
         return self._put(now, round_, contributor, contribution, peer)
+
+    def carry(
+        self, now: float, speaker: Contributor, members: Sequence[Contributor], carried: Carried, peer: bytes
+    ) -> list[Reply] | None:
+        """Take the rows of several members for one round; None, with nothing taken, if not all of them are to be had.
+
+        See `SyncMaster.carry`.
+        """
+        key, rows, size = carried.key, carried.rows, bytes_carried(carried.rows, members)
+        begun = self._open.get(key)
+        try:
+            round_ = begun or self._begin(now, speaker, key, size)
+            if not round_.takes_all(members, rows):
+                if not begun:
+                    self._drop(round_)
+                return None
+            if begun:
+                self._reserve(round_, size)
+        except StatsdBNError as error:
+            return [(peer, failure(error, key))]
+        if len(self._open) > 1:
+            for contributor in members:
+                self._count_threads(contributor, 0)
+        round_.put_all(now, members, rows, peer)
+        late = now - round_.opened
+        round_.behind, round_.latest = now - round_.latest, now
+        replicas = len(rows.counts) // len(members)
+        for contributor in members:
+            contributor.step, contributor.replicas = key.step, replicas
+            contributor.late += late
+        return self._complete(now, round_, speaker) if self._is_ready(round_) else []
 
     def withdraw(self, contributor: Contributor) -> list[Reply]:
         """Wait no longer for a member, and end the rounds that waited for it alone."""
@@ -143,9 +174,9 @@ class OpenRounds:
         A contribution that is still under way must not begin it anew.
         """
         self._archive.remember(key)
-        if round_ := self._open.pop(key, None):
+        if round_ := self._open.get(key):
             self.answered = now
-            self._archive.room.keep(-round_.held)
+            self._drop(round_)
 
     def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
         """End a round with an error."""
@@ -171,8 +202,8 @@ class OpenRounds:
             f"group {key.group!r} of job {key.job!r} has {most} open rounds already", most, "open rounds"
         )
 
-    def _begin(self, now: float, contributor: Contributor, contribution: Contribution) -> Round:
-        membership, key = self._membership, contribution.key
+    def _begin(self, now: float, contributor: Contributor, key: RoundKey, size: int) -> Round:
+        membership = self._membership
         if membership.state is GroupState.BROKEN:
             self.was_refused = True
             raise membership.why_broken
@@ -188,11 +219,16 @@ class OpenRounds:
         if contributor.member not in members:
             raise failed(key, f"{contributor} is not one of the ranks that take part, {Members.of(members)}")
         round_ = Round(key, members, now, contributor.deadline)
-        self._reserve(round_, ROUND_BYTES + FUTURE_BYTES * len(members) + size_of(contribution.rows))
+        self._reserve(round_, ROUND_BYTES + FUTURE_BYTES * len(members) + size)
         membership.reach(key.step)
         self._next_deadline = min(self._next_deadline, now + contributor.deadline)
         self._open[key] = round_
         return round_
+
+    def _drop(self, round_: Round) -> None:
+        """Forget a round, as if it had not begun."""
+        del self._open[round_.key]
+        self._archive.room.keep(-round_.held)
 
     def _future(self, round_: Round, contributor: Contributor) -> FutureResult:
         if contributor.member not in round_.futures:
@@ -205,9 +241,9 @@ class OpenRounds:
         self._archive.room.take(size)
         round_.held += size
 
-    def _count_threads(self, contributor: Contributor, contribution: Contribution) -> None:
+    def _count_threads(self, contributor: Contributor, attempt: int) -> None:
         # What is sent again may come in a bunch, from one thread.
-        if len(self._open) > contributor.threads and not contribution.attempt:
+        if len(self._open) > contributor.threads and not attempt:
             futures = (round_.futures.get(contributor.member) for round_ in self)
             contributor.threads = max(
                 contributor.threads, 1 + sum(future is not None and future.done for future in futures)
@@ -225,18 +261,23 @@ class OpenRounds:
             self.answered = now
             return self._break(round_, error, also=[peer])
         if self._is_ready(round_):
-            self.answered = now
-            self.lengths.add(now - round_.opened)
-            contributor.behind.add(round_.behind)
-            if self._looks.are_due(now, round_.key):
-                self._look(now, round_)
-            return self._finish(round_)
+            return self._complete(now, round_, contributor)
         return [(peer, self._pending(now, round_))] if contribution.attempt else []
+
+    def _complete(self, now: float, round_: Round, last: Contributor) -> list[Reply]:
+        """End a round as its last rows come."""
+        self.answered = now
+        self.lengths.add(now - round_.opened)
+        last.behind.add(round_.behind)
+        if self._looks.are_due(now, round_.key):
+            self._look(now, round_)
+        return self._finish(round_)
 
     def _look(self, now: float, round_: Round) -> None:
         """Keep some rows for the figures of skew, if all members of a strict group have brought some."""
         membership, room = self._membership, self._archive.room
-        if membership.is_elastic or not round_.is_complete or len(round_.futures) < membership.world_size:
+        # A lone member has nobody to differ from.
+        if membership.is_elastic or not round_.is_complete or len(round_.futures) < max(2, membership.world_size):
             return
         before = self._looks.kept
         with suppress(LimitExceeded):  # then they are not kept

@@ -12,6 +12,7 @@ Whatever the table below does not name cannot happen, and raises if it does.
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
+from server.group.contributor import Contributor
 from statsd_bn import limits
 from statsd_bn.error_text import Place, error_text
 from statsd_bn.errors import (
@@ -24,6 +25,7 @@ from statsd_bn.errors import (
 )
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure
+from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.text import told
@@ -71,19 +73,23 @@ class FutureResult:
     Attributes:
         peer: whom to answer.
         since: when the member first waited for the answer; a repetition does not change it.
+        brought: the rows that came, perhaps with those of other members; None before.
+        first: which of them are this member's, where others' are among them: the first one,
+        number: and how many; 0 where all are.
     """
 
-    __slots__ = ("_rows", "peer", "since")
+    __slots__ = ("brought", "first", "number", "peer", "since")
 
     def __init__(self) -> None:
-        self._rows: Rows | None = None
+        self.brought: Rows | None = None
+        self.first = self.number = 0
         self.peer = b""
         self.since = 0.0
 
     @property
     def done(self) -> bool:
         """Whether the contribution has come."""
-        return self._rows is not None
+        return self.brought is not None
 
     def put(self, rows: Rows, peer: bytes) -> bool:
         """Take a contribution; `peer` is whom to answer from now on.
@@ -91,9 +97,10 @@ class FutureResult:
         Returns:
             True if these are the rows kept: the first, or the same bytes again. False if they differ.
         """
-        if self._rows is not None and not same(self._rows, rows):
+        if self.brought is None:
+            self.brought = rows
+        elif not same(self.get(), rows):
             return False
-        self._rows = self._rows or rows
         self.peer = peer
         return True
 
@@ -103,9 +110,9 @@ class FutureResult:
         Raises:
             LookupError: it has not come yet.
         """
-        if self._rows is None:
+        if self.brought is None:
             raise LookupError("this contributor has not contributed yet")
-        return self._rows
+        return self.brought.part(self.first, self.number) if self.number else self.brought
 
 
 def conflict(key: RoundKey, member: int) -> ContributionConflict:
@@ -192,6 +199,29 @@ class Round:
         self._pending -= 1
         self.advance(Event.CONTRIBUTED)
 
+    def takes_all(self, members: Sequence[Contributor], rows: Rows) -> bool:
+        """Whether rows of several members are the first of each, and fit; then there is nothing to tell about them."""
+        futures = self.futures
+        for contributor in members:
+            future = futures.get(contributor.member)
+            if future is None or future.brought is not None:
+                return False
+        shape = rows.values.shape[1:]
+        fits = shape == self.shape or not self.shape
+        return fits and self.key.phase != GATHER and self.count + sum(rows.counts) <= limits.MAX_COUNT
+
+    def put_all(self, now: float, members: Sequence[Contributor], rows: Rows, peer: bytes) -> None:
+        """Take the rows of several members, of whom `takes_all` is true."""
+        futures, number = self.futures, len(rows.counts) // len(members)
+        for place, contributor in enumerate(members):
+            future = futures[contributor.member]
+            future.brought, future.first, future.number = rows, place * number, number
+            future.peer, future.since = peer, now
+        self.shape = rows.values.shape[1:]
+        self.count += sum(rows.counts)
+        self._pending -= len(members)
+        self.advance(Event.CONTRIBUTED)
+
     def withdraw(self, member: int) -> None:
         """Wait no longer for a member. Its rows stay if they have come."""
         future = self.futures.get(member)
@@ -212,6 +242,26 @@ class Round:
         """End with an error as the answer."""
         self.advance(Event.BROKEN)
         self.answer = failure(error, self.key)
+
+    def rows(self) -> list[FloatArray]:
+        """All rows in replica order, of a round that is complete; views.
+
+        Raises:
+            LookupError: a contribution is missing.
+        """
+        found: list[FloatArray] = []
+        # Rows that came together are taken apart together.
+        apart: dict[int, list[FloatArray]] = {}
+        for future in self.futures.values():
+            brought = future.brought
+            if brought is None or not future.number:
+                found.extend(future.get().values)
+                continue
+            views = apart.get(id(brought))
+            if views is None:
+                views = apart[id(brought)] = list(brought.values)
+            found.extend(views[future.first : future.first + future.number])
+        return found
 
     @property
     def is_complete(self) -> bool:

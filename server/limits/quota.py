@@ -4,13 +4,15 @@ The protocol's own limits (docs/protocol.md) are the highest values: both sides 
 this server. What exceeds a limit is answered with a `limit` Failure, and counted.
 """
 
+from collections.abc import Sized
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from server.limits.account import CONTRIBUTION_BYTES, Account
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, LimitExceeded
-from statsd_bn.messages import Contribution, Register
+from statsd_bn.messages import Register
+from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 
 # Frames of one connection that wait to be read, by the peer or by the server: a member has one or two in flight.
@@ -205,10 +207,9 @@ class Budget:
         # A member of an elastic group may have any rank, and so make the group larger than it began.
         self._check("rank", register.member + 1, self.quota.max_members, "members")
 
-    def check_contribution(self, contribution: Contribution) -> None:
-        """Refuse a contribution that is too large, with LimitExceeded."""
-        shape = contribution.rows.values.shape
-        self._check("layer", len(contribution.key.layer.encode()), self.quota.max_name_bytes, "bytes in its name")
+    def check_contribution(self, key: RoundKey, shape: tuple[int, ...]) -> None:
+        """Refuse a contribution that is too large, with LimitExceeded; `shape` is that of its values."""
+        self._check("layer", len(key.layer.encode()), self.quota.max_name_bytes, "bytes in its name")
         self._check("contribution", shape[2], self.quota.max_channels, "channels")
         self._check("contribution", shape[0], self.quota.max_replicas, "replicas")
 
@@ -260,3 +261,8 @@ class Budget:
 def size_of(rows: Rows) -> int:
     """Bytes that a contribution takes while it is kept."""
     return rows.values.nbytes + CONTRIBUTION_BYTES
+
+
+def bytes_carried(rows: Rows, members: Sized) -> int:
+    """Bytes that the rows of several members take, which came together."""
+    return rows.values.nbytes + CONTRIBUTION_BYTES * len(members)

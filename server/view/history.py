@@ -6,7 +6,7 @@ many, the group that takes most room keeps every second moment, then every third
 """
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,11 @@ class Series:
         """Whether the last moment is old enough for another one."""
         return not self.moments or now - self.moments[-1].time >= PACES[0][1] * self.factor - EARLY_SECONDS
 
+    def set_back(self, now: float) -> None:
+        """Where the clock was set back, the moments go with it; else nothing would be due for so long."""
+        if self.moments and (seconds := self.moments[-1].time - now) > 0:
+            self.moments = [replace(moment, time=moment.time - seconds) for moment in self.moments]
+
     def thin(self, now: float) -> None:
         """Forget what is too old, or too close to an older moment; the newest stays."""
         kept: list[Moment] = []
@@ -114,6 +119,8 @@ class History:
         """Keep what a snapshot says of the layers, and forget what has become old."""
         now = snapshot["time"]
         with self._lock:
+            for series in self._series.values():
+                series.set_back(now)
             for group in snapshot["groups"]:
                 series = self._series.get((group["job"], group["group"]), Series())
                 if group.get("figures", {}).get("layers") and not snapshot["error"] and series.is_due(now):

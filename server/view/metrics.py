@@ -7,9 +7,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from server.insight.histogram import BOUNDS
 from server.view.skewed import most_skewed
 from server.view.snapshot import Snapshot
+from statsd_bn.timing.histogram import BOUNDS
 
 GROUP = ("job", "group")
 
@@ -18,6 +18,13 @@ MAX_RANKS = 64
 
 # Layers of a group likewise, the most skewed ones.
 MAX_LAYERS = 20
+
+
+# A group's histograms in the report, and what they are about.
+HISTOGRAMS = (
+    ("round_seconds", "How long rounds at the server were open, from the first contribution to the last."),
+    ("round_trip_seconds", "How long rounds took, as all ranks saw them, from a contribution to its aggregate."),
+)
 
 
 class Metrics:
@@ -54,7 +61,7 @@ class Metrics:
         groups = [] if snapshot["error"] else snapshot["groups"]
         yield from _of_groups(groups)
         yield from _of_ranks(groups)
-        yield _round_seconds(groups)
+        yield from (_histogram(groups, *named) for named in HISTOGRAMS)
         yield _skew(groups)
 
 
@@ -87,6 +94,9 @@ def _of_ranks(groups: list[dict[str, Any]]) -> Iterator[Metric]:
     waiting = GaugeMetricFamily(
         "statsd_bn_rank_waiting", "The part of the last minute that a rank waited.", labels=labels
     )
+    trip = GaugeMetricFamily(
+        "statsd_bn_rank_round_trip_seconds", "The 99th percentile of how long a rank's rounds took.", labels=labels
+    )
     for group in groups:
         for member in group["members"][:MAX_RANKS]:
             of = (*_labels(group), str(member["member"]))
@@ -95,14 +105,15 @@ def _of_ranks(groups: list[dict[str, Any]]) -> Iterator[Metric]:
                 score.add_metric(of, member["score"])
             if member.get("waiting") is not None:
                 waiting.add_metric(of, member["waiting"])
-    yield from (step, score, waiting)
+            if member.get("round_trip"):
+                trip.add_metric(of, member["round_trip"]["p99"])
+    yield from (step, score, waiting, trip)
 
 
-def _round_seconds(groups: list[dict[str, Any]]) -> Metric:
-    text = "How long rounds at the server were open, from the first contribution to the last."
-    family = HistogramMetricFamily("statsd_bn_round_seconds", text, labels=GROUP)
+def _histogram(groups: list[dict[str, Any]], field: str, text: str) -> Metric:
+    family = HistogramMetricFamily(f"statsd_bn_{field}", text, labels=GROUP)
     for group in groups:
-        if told := group.get("round_seconds"):
+        if told := group.get(field):
             # The report leaves out the buckets behind the last that has any; a series keeps all that it has.
             up_to = accumulate(chain(told["counts"], repeat(0)))
             buckets = [(repr(bound), total) for bound, total in zip(BOUNDS, up_to, strict=False)]

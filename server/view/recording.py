@@ -23,15 +23,20 @@ FIGURES_SECONDS = 10.0
 # How long to wait for whoever reads the file meanwhile: the page waits too.
 BUSY_SECONDS = 0.5
 
-ALL = "SELECT snapshot FROM snapshots ORDER BY time"
-LAST = "SELECT snapshot FROM snapshots ORDER BY time DESC LIMIT 1"
+# A snapshot's number says what came first, and not its time: a clock may be set back.
+ALL = "SELECT rowid, snapshot FROM snapshots ORDER BY rowid"
+LAST = "SELECT rowid, snapshot FROM snapshots ORDER BY rowid DESC LIMIT 1"
+FIGURES = (
+    "SELECT figures FROM figures JOIN snapshots ON snapshots.rowid = figures.snapshot "
+    "WHERE figures.snapshot <= ? AND time > ? ORDER BY figures.snapshot DESC LIMIT 1"
+)
 
 
 class Recorder:
     """Appends snapshots to a file, each durable before the next one.
 
     Events stand in a table of their own, each once, and not in the snapshots. So do the figures of the groups, packed
-    and one set in FIGURES_SECONDS.
+    and one set in FIGURES_SECONDS. Both have the number of their snapshot.
 
     Args:
         path: of the file; it is made, or added to.
@@ -50,12 +55,12 @@ class Recorder:
                 raise ConfigurationError(f"--record: expected a recording or a new file, got {path!r}")
             self._base.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             self._base.execute("CREATE TABLE IF NOT EXISTS snapshots (time REAL, snapshot TEXT)")
-            self._base.execute("CREATE TABLE IF NOT EXISTS events (time REAL, event TEXT)")
-            self._base.execute("CREATE TABLE IF NOT EXISTS figures (time REAL PRIMARY KEY, figures BLOB)")
+            self._base.execute("CREATE TABLE IF NOT EXISTS events (snapshot INTEGER, event TEXT)")
+            self._base.execute("CREATE TABLE IF NOT EXISTS figures (snapshot INTEGER PRIMARY KEY, figures BLOB)")
             self._base.commit()
         except sqlite3.Error as error:
             raise ConfigurationError(f"--record: cannot write {path!r}: {error}") from error
-        self._last_event = 0.0
+        self._events = 0
         self._last_figures = -math.inf
         self._fails = False
 
@@ -71,18 +76,21 @@ class Recorder:
             self._fails = False
 
     def _write(self, snapshot: Snapshot) -> None:
-        new = [event for event in snapshot["events"] if event["time"] > self._last_event]
-        are_due = snapshot["time"] >= self._last_figures + FIGURES_SECONDS
-        figures = _figures(snapshot) if are_due else []
+        total = sum(snapshot["counts"].values())
+        events = snapshot["events"]
+        new = events[max(0, len(events) - (total - self._events)) :]
+        is_recent = self._last_figures <= snapshot["time"] < self._last_figures + FIGURES_SECONDS
+        figures = [] if is_recent else _figures(snapshot)
         with self._base:
             text = _text(snapshot, events=[], groups=[_without_figures(group) for group in snapshot["groups"]])
-            self._base.execute("INSERT INTO snapshots VALUES (?, ?)", (snapshot["time"], text))
+            row = self._base.execute("INSERT INTO snapshots VALUES (?, ?)", (snapshot["time"], text))
+            number = row.lastrowid or 0
             if figures:
                 packed = zlib.compress(json.dumps(figures, separators=(",", ":")).encode())
-                self._base.execute("INSERT OR REPLACE INTO figures VALUES (?, ?)", (snapshot["time"], packed))
-            self._base.executemany("INSERT INTO events VALUES (?, ?)", [(e["time"], json.dumps(e)) for e in new])
+                self._base.execute("INSERT INTO figures VALUES (?, ?)", (number, packed))
+            self._base.executemany("INSERT INTO events VALUES (?, ?)", [(number, json.dumps(event)) for event in new])
         # Only now: what could not be written comes with the next one.
-        self._last_event = max((event["time"] for event in new), default=self._last_event)
+        self._events = total
         self._last_figures = snapshot["time"] if figures else self._last_figures
 
     def close(self) -> None:
@@ -112,20 +120,22 @@ def recorded(path: str, *, last: bool = False) -> Iterator[Snapshot]:
     """
     try:
         with closing(sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True)) as base:
-            events = [json.loads(row[0]) for row in base.execute("SELECT event FROM events ORDER BY time")]
-            for (text,) in base.execute(LAST if last else ALL):
+            rows = base.execute("SELECT snapshot, event FROM events ORDER BY rowid")
+            events = [(number, json.loads(event)) for number, event in rows]
+            for number, text in base.execute(LAST if last else ALL):
                 snapshot: Snapshot = json.loads(text)
-                told = [event for event in events if event["time"] <= snapshot["time"]]
-                groups = _with_figures(base, snapshot["time"], snapshot["groups"])
+                told = [event for at, event in events if at <= number]
+                groups = _with_figures(base, number, snapshot["time"], snapshot["groups"])
                 yield {**snapshot, "events": told, "groups": groups}
     except (sqlite3.Error, zlib.error, ValueError) as error:
         raise ConfigurationError(f"expected a recording of --record, got {path!r}: {error}") from error
 
 
-def _with_figures(base: sqlite3.Connection, now: float, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_figures(
+    base: sqlite3.Connection, number: int, now: float, groups: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     # Those that are older are of a group that has none any more.
-    query = "SELECT figures FROM figures WHERE time > ? AND time <= ? ORDER BY time DESC LIMIT 1"
-    row = base.execute(query, (now - 2 * FIGURES_SECONDS, now)).fetchone()
+    row = base.execute(FIGURES, (number, now - 2 * FIGURES_SECONDS)).fetchone()
     known = {tuple(name): figures for *name, figures in json.loads(zlib.decompress(row[0]))} if row else {}
     return [{**group, "figures": known[_name(group)]} if _name(group) in known else group for group in groups]
 

@@ -108,7 +108,7 @@ def _live(feed: Feed) -> None:
             runner.start()
             while True:
                 number, snapshot = feed.next(number, PERIOD_SECONDS)
-                live.update(terminal.drawn(snapshot), refresh=True)
+                live.update(terminal.fitting(snapshot, console), refresh=True)
     except KeyboardInterrupt:
         pass
     finally:

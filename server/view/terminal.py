@@ -1,6 +1,7 @@
 """Terminal: a snapshot as text of a given width, with rich. Names are never markup, and never control a terminal."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -11,52 +12,98 @@ from server.view.skewed import Skewed, most_skewed
 from server.view.snapshot import Snapshot
 from statsd_bn.text import plain
 
-# Lines that a terminal of 24 rows has room for: ranks of each group, findings and events.
-TOLD_RANKS, TOLD_FINDINGS, TOLD_EVENTS = 10, 2, 3
-
-# Layers of each group, the most skewed ones.
-TOLD_LAYERS = 5
-
 BAD = {"lost", "left", "mismatch", "non-finite", "restart", "silent"}
 
 
-def drawn(snapshot: Snapshot, ranks: int = TOLD_RANKS) -> RenderableType:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much is shown; of what is left out, the number is.
+
+    Attributes:
+        groups: how many groups; those with something to tell come first.
+        ranks: of each group; 0: not even their table.
+        findings: of each group, and as many texts about non-finite rows.
+        layers: of each group, the most skewed ones.
+        events: the latest ones.
+    """
+
+    groups: int = 10**6
+    ranks: int = 10
+    findings: int = 2
+    layers: int = 5
+    events: int = 3
+
+
+# From the most that is shown to the least: the first that fits into a terminal is taken.
+ROOMS = (
+    Room(),
+    Room(layers=3, findings=1),
+    Room(layers=1, findings=1, ranks=6),
+    Room(layers=1, findings=1, ranks=4),
+    Room(layers=0, findings=1, ranks=2),
+    Room(layers=0, findings=1, ranks=0),
+    Room(layers=0, findings=0, ranks=0, events=2),
+    *(Room(groups=groups, layers=0, findings=0, ranks=0, events=1) for groups in (16, 12, 8, 4, 2, 1)),
+)
+
+
+def drawn(snapshot: Snapshot, room: Room = ROOMS[0]) -> RenderableType:
     """What rich shows of a snapshot.
 
     Args:
         snapshot: what is known.
-        ranks: of how many ranks of each group; the others are counted.
+        room: how much of it.
     """
     head = f"{snapshot['endpoint']}  server {snapshot['server']}, up {snapshot['seconds']:.0f} s"
     parts: list[RenderableType] = [_line(head, "bold")]
     if snapshot["error"]:
         parts.append(_line(f"! {snapshot['error']}", "bold red"))
-    for group in snapshot["groups"]:
-        parts += _group(group, ranks)
-    if not snapshot["groups"]:
+    groups = snapshot["groups"]
+    if len(groups) > room.groups:
+        groups = sorted(groups, key=_says_nothing)[: room.groups]
+    for group in groups:
+        parts += _group(group, room)
+    if not groups:
         parts.append(_line("no jobs now"))
+    if (left_out := len(snapshot["groups"]) - len(groups)) > 0:
+        parts.append(_line(f"and {left_out} groups more"))
     parts += [
         _line(f"job {job['job']!r} ended {job['seconds']:.0f} s ago" + (f": {job['lost']}" if job["lost"] else ""))
         for job in snapshot["ended"][:2]
     ]
-    parts += [_event(event) for event in snapshot["events"][-TOLD_EVENTS:]]
+    parts += [_event(event) for event in snapshot["events"][-room.events :]]
     return Group(*parts)
 
 
-def as_text(snapshot: Snapshot, width: int = 80) -> str:
+def fitting(snapshot: Snapshot, console: Console) -> RenderableType:
+    """What rich shows of a snapshot so that it fits into the console's height, if a line for a group does."""
+    for room in ROOMS:
+        shown = drawn(snapshot, room)
+        if len(console.render_lines(shown, pad=False)) <= console.height:
+            break
+    return shown
+
+
+def as_text(snapshot: Snapshot, width: int = 80, height: int | None = None) -> str:
     """A snapshot as plain text.
 
     Args:
         snapshot: what is known.
         width: columns.
+        height: lines that there are room for; None for all that is ever shown.
     """
-    console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console = Console(width=width, height=height, color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
-        console.print(drawn(snapshot))
+        console.print(drawn(snapshot) if height is None else fitting(snapshot, console))
     return capture.get()
 
 
-def _group(group: dict[str, Any], ranks: int) -> list[RenderableType]:
+def _says_nothing(group: dict[str, Any]) -> bool:
+    """Whether nothing is wrong with a group, as far as is known."""
+    return not (group["lost"] or group.get("non_finite") or group.get("findings") or group["waiting"])
+
+
+def _group(group: dict[str, Any], room: Room) -> list[RenderableType]:
     present = len(group["members"]) + group.get("members_left_out", 0)
     failed = f", {group['rounds_failed']} failed" if group["rounds_failed"] else ""
     head = (
@@ -66,13 +113,23 @@ def _group(group: dict[str, Any], ranks: int) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(plain(head), "bold cyan", overflow="fold")]
     if group["lost"]:
         parts.append(_line(f"! broken: {group['lost']}", "bold red"))
-    parts += [_line(f"! {text}", "bold red") for text in group.get("non_finite", ())[:TOLD_FINDINGS]]
-    parts += [_line(f"! {finding['text']}", "yellow") for finding in group.get("findings", ())[:TOLD_FINDINGS]]
-    parts.append(_ranks(group, ranks))
-    if (left_out := present - min(ranks, len(group["members"]))) > 0:
-        parts.append(_line(f"  and {left_out} ranks more"))
-    parts += [_skewed(layer) for layer in most_skewed(group, TOLD_LAYERS)]
+    parts += _found(group, room.findings)
+    if room.ranks:
+        parts.append(_ranks(group, room.ranks))
+        if (left_out := present - min(room.ranks, len(group["members"]))) > 0:
+            parts.append(_line(f"  and {left_out} ranks more"))
+    parts += [_skewed(layer) for layer in most_skewed(group, room.layers)]
     return parts
+
+
+def _found(group: dict[str, Any], most: int) -> list[RenderableType]:
+    """Lines about the rows that are not finite, and the latest findings."""
+    texts, findings = group.get("non_finite", ()), group.get("findings", ())
+    lines = [_line(f"! {text}", "bold red") for text in texts[:most]]
+    lines += [_line(f"! {finding['text']}", "yellow") for finding in findings[max(0, len(findings) - most) :]]
+    if (left_out := len(texts) + len(findings) - len(lines)) > 0:
+        lines.append(_line(f"! {left_out} finding{'s' * (left_out > 1)} more", "yellow"))
+    return [*lines]
 
 
 def _skewed(layer: Skewed) -> Text:

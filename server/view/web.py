@@ -57,7 +57,7 @@ def app(feed: Feed, history: History, token: str = "", names: Iterable[str] = ()
 
     async def events(_: Request) -> Response:
         if not streams.acquire(blocking=False):
-            return Response("too many readers", 503)
+            return Response(f"too many readers, {MAX_STREAMS} follow already", 503, media_type="text/plain")
         return StreamingResponse(_stream(feed, streams), media_type="text/event-stream")
 
     async def scrape(_: Request) -> Response:

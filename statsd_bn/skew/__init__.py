@@ -1,7 +1,8 @@
 """Skew: how far the members' data differ, from the rows that they bring to a forward round. Pure arithmetic.
 
-Which rounds are looked at is decided in `statsd_bn.skew.samples`; what follows from the figures over many rounds
-belongs in `server.insight`.
+`samples` decides which rounds are looked at, `figures` tells what they were like, and `comparison` what follows from
+that over many rounds. The server does all of it for members that it knows, and the members do it themselves where there
+is no server. What is done about a finding does not belong here.
 """
 
 from statsd_bn.skew.check import check_figures

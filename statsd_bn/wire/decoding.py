@@ -12,16 +12,19 @@ from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import (
     BY_TYPE,
     Aggregate,
+    Carried,
     Contribution,
     Digest,
     Failure,
     Figures,
     Message,
+    NonFiniteRound,
     Pending,
     Register,
     Registered,
     Request,
     Result,
+    RoundTrips,
     Settled,
     Status,
     Whereabouts,
@@ -100,6 +103,12 @@ def _contribution(fields: list[Any], frame: bytes, end: int) -> Contribution:
     return Contribution(session, unpacked_key(key), attempt, Rows(tuple(counts), values))
 
 
+def _carried(fields: list[Any], frame: bytes, end: int) -> Carried:
+    session, sessions, key, counts, vectors, channels = fields
+    values = _values(frame, end, (len(array("counts", counts)), vectors, channels))
+    return Carried(session, sessions, unpacked_key(key), Rows(tuple(counts), values))
+
+
 def _aggregate(fields: list[Any], frame: bytes, end: int) -> Aggregate:
     key, replicas, count, members, non_finite, vectors, channels = fields
     values, seal = _values(frame, end, (vectors, channels), limits.SEAL_BYTES), frame[-limits.SEAL_BYTES :]
@@ -142,6 +151,16 @@ def _settled(fields: list[Any]) -> Settled:
     return Settled(session, unpacked_key(key))
 
 
+def _round_trips(fields: list[Any]) -> RoundTrips:
+    session, microseconds, counts = fields
+    return RoundTrips(session, microseconds, tuple(array("counts", counts)))
+
+
+def _non_finite_round(fields: list[Any]) -> NonFiniteRound:
+    session, key, members, what = fields
+    return NonFiniteRound(session, unpacked_key(key), unpacked_members(members), what)
+
+
 def _failure(fields: list[Any]) -> Failure:
     code, text, facts, key = fields
     check_depth("fields", facts)
@@ -171,6 +190,7 @@ def _whereabouts(fields: list[Any]) -> Whereabouts:
 
 _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = {
     Contribution: _contribution,
+    Carried: _carried,
     Aggregate: _aggregate,
     Result: _result,
     Digest: _digest,
@@ -179,6 +199,8 @@ _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = 
 _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
     Pending: _pending,
     Settled: _settled,
+    RoundTrips: _round_trips,
+    NonFiniteRound: _non_finite_round,
     Failure: _failure,
     Status: _status,
     Register: _register,

@@ -10,11 +10,13 @@ from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import (
     Aggregate,
+    Carried,
     Contribution,
     Digest,
     Failure,
     Figures,
     Message,
+    NonFiniteRound,
     Pending,
     Register,
     Registered,
@@ -25,53 +27,69 @@ from statsd_bn.messages import (
     values_of,
 )
 from statsd_bn.reduction import FloatArray
-from statsd_bn.wire.frame import FLOAT, MAGIC, PRELUDE, PROTOCOL_VERSION, padded
+from statsd_bn.wire.frame import FLOAT, MAGIC, PRELUDE, PROTOCOL_VERSION
 from statsd_bn.wire.kept import packed_key, packed_members
 
 _REQUESTS = frozenset(get_args(Request))
 
+# One for all messages, since making one takes as long as packing a header. That in C keeps the interpreter's lock; into
+# one in Python, which msgpack has where it was not compiled, two threads would write at a time.
+_pack = msgpack.Packer().pack if msgpack.Packer.__module__ == "msgpack._cmsgpack" else msgpack.packb
+
 # What a message is on the wire: its values, if it has any, and the fields of its header.
 _Flat = tuple[FloatArray | None, list[Any]]
+
+# A frame without its seal: all before the values, and the values.
+_Parts = tuple[bytes, memoryview | bytes]
 
 
 def encode(message: Message) -> bytes:
     """Frame that carries `message`."""
-    head, values = _parts(message)
     if isinstance(message, Aggregate):
-        return b"".join((head, values, message.seal))
+        return b"".join((*unsealed(message), message.seal))
+    kind = type(message)
+    most = limits.MAX_REQUEST_HEADER_BYTES if kind in _REQUESTS else limits.MAX_HEADER_BYTES
+    values, header = _FLATTEN.get(kind, _flat_fields)(message)
+    parts = _parts([message.type, *header], values, most)
     if isinstance(message, Result):
-        return b"".join((head, values, message.aggregate.seal))
-    return b"".join((head, values))
+        return b"".join((*parts, message.aggregate.seal))
+    return b"".join(parts)
 
 
-def unsealed(aggregate: Aggregate) -> tuple[bytes, memoryview | bytes]:
+def unsealed(aggregate: Aggregate) -> _Parts:
     """The two parts of an aggregate's frame before its seal, which is made of them."""
-    return _parts(aggregate)
+    total, header = _flat_aggregate(aggregate)
+    return _parts([Aggregate.type, *header], total, limits.MAX_HEADER_BYTES)
 
 
-def _parts(message: Message) -> tuple[bytes, memoryview | bytes]:
-    """A frame without its seal: all before the values, and the values."""
-    values, header = _FLATTEN.get(type(message), _flat_fields)(message)
-    packed: bytes = msgpack.packb([message.type, *header])
-    most = limits.MAX_REQUEST_HEADER_BYTES if type(message) in _REQUESTS else limits.MAX_HEADER_BYTES
-    if len(packed) > most:
-        raise ProtocolError(f"header: expected at most {most} bytes, got {len(packed)}")
-    prelude = PRELUDE.pack(MAGIC, PROTOCOL_VERSION, len(packed))
+def _parts(header: list[Any], values: FloatArray | None, most: int) -> _Parts:
+    """Parts of a frame whose header, with the message's type, may have so many bytes."""
+    packed: bytes = _pack(header)
+    length = len(packed)
+    if length > most:
+        raise ProtocolError(f"header: expected at most {most} bytes, got {length}")
+    prelude = PRELUDE.pack(MAGIC, PROTOCOL_VERSION, length)
     if values is None:
         return prelude + packed, b""
-    body = np.ascontiguousarray(values, dtype=FLOAT)
-    size = padded(PRELUDE.size + len(packed)) + body.nbytes
-    if size > limits.MAX_FRAME_BYTES:
+    body = np.ascontiguousarray(values, FLOAT)
+    head = b"".join((prelude, packed, bytes(-length % 8)))
+    if (size := len(head) + body.nbytes) > limits.MAX_FRAME_BYTES:
         raise ProtocolError(
             f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size} for values of {values.shape}"
         )
-    return b"".join((prelude, packed, bytes(-len(packed) % 8))), body.data
+    return head, body.data
 
 
 def _flat_contribution(message: Contribution) -> _Flat:
     rows = message.rows
     shape = rows.values.shape
     return rows.values, [message.session, packed_key(message.key), message.attempt, rows.counts, shape[1], shape[2]]
+
+
+def _flat_carried(message: Carried) -> _Flat:
+    rows = message.rows
+    shape = rows.values.shape[1:]
+    return rows.values, [message.session, message.sessions, packed_key(message.key), rows.counts, *shape]
 
 
 def _flat_aggregate(message: Aggregate) -> _Flat:
@@ -92,6 +110,10 @@ def _flat_pending(message: Pending) -> _Flat:
 
 def _flat_settled(message: Settled) -> _Flat:
     return None, [message.session, packed_key(message.key)]
+
+
+def _flat_non_finite_round(message: NonFiniteRound) -> _Flat:
+    return None, [message.session, packed_key(message.key), packed_members(message.members), message.what]
 
 
 def _flat_digest(message: Digest) -> _Flat:
@@ -124,10 +146,11 @@ def _flat_fields(message: Message) -> _Flat:
 
 _FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
     Contribution: _flat_contribution,
-    Aggregate: _flat_aggregate,
+    Carried: _flat_carried,
     Result: _flat_result,
     Pending: _flat_pending,
     Settled: _flat_settled,
+    NonFiniteRound: _flat_non_finite_round,
     Digest: _flat_digest,
     Figures: _flat_figures,
     Failure: _flat_failure,

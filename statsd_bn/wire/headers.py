@@ -17,7 +17,7 @@ KEY_FIELDS = 7
 # The longest key that there is: four names, three integers of 9 bytes, and what says how long each is.
 MOST_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 * 3 + 1
 
-# A request with an array in its header, which only a contribution's counts are, has fewer bytes than this.
+# A request with an array in its header, which only counts are, has fewer bytes than this.
 SHORT_BYTES = 2048
 
 # Those of a Register, with its type.

@@ -33,9 +33,15 @@ def packed_key(key: RoundKey) -> bytes:
     """A round key as msgpack."""
     packed: bytes | None = _packed.get(key)
     if packed is None:
-        packed = _packed[key] = msgpack.packb(key)
-        _keep_key(packed, key)  # whoever sends it will receive it
+        packed = msgpack.packb(key)
+        keep_packed(key, packed)
     return packed
+
+
+def keep_packed(key: RoundKey, packed: bytes) -> None:
+    """Keep what `packed_key` returns for a key; whoever sends it will receive it."""
+    _keep_key(packed, key)
+    _packed[key] = packed
 
 
 def unpacked_key(value: Any) -> RoundKey:

@@ -28,6 +28,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import (
     BY_TYPE,
     Aggregate,
+    Carried,
     Contribution,
     Digest,
     Failure,
@@ -36,11 +37,13 @@ from statsd_bn.messages import (
     Heartbeat,
     Leave,
     Message,
+    NonFiniteRound,
     Pending,
     Question,
     Registered,
     Request,
     Result,
+    RoundTrips,
     Settled,
     Status,
     StatusRequest,
@@ -78,8 +81,11 @@ SAMPLES: dict[type[Message], Message] = {
         Whereabouts(b"session0", 0, "train.py:1 main", 1, "0", Members.of([0, 1]), 0),
         Settled(b"session0", key()),
         Digest(b"session0", 0, "bn1", np.zeros((1, 2, 8))),
+        RoundTrips(b"session0", 500, (0,) * 24),
+        NonFiniteRound(b"session0", key(), Members.of([0]), "1 of 3 channels (inf)"),
         FiguresRequest("job", "world"),
         Figures("job", "world", 0, 0, "", np.zeros((0, 2, 4))),
+        Carried(b"session0", b"session0", key(), Rows((1,), np.ones((1, 2, 3)))),
     )
 }
 
@@ -149,11 +155,12 @@ def frame_of(header: list[Any]) -> bytes:
         number = layers.count("\n") + 1 if isinstance(layers, str) and not is_empty else int(not is_empty)
         each = {Digest.type: 8, Figures.type: 4}[header[0]]
         return frame + bytes(-len(packed) % 8) + bytes(8 * each * max(0, number * members))
-    if header[0] not in {Contribution.type, Aggregate.type, Result.type}:
+    if header[0] not in {Contribution.type, Carried.type, Aggregate.type, Result.type}:
         return frame
     *_, counts, vectors, channels = header
-    replicas = len(counts) if header[0] == Contribution.type and isinstance(counts, list) else 1
-    seal = b"" if header[0] == Contribution.type else bytes(limits.SEAL_BYTES)
+    has_rows = header[0] in {Contribution.type, Carried.type}
+    replicas = len(counts) if has_rows and isinstance(counts, list) else 1
+    seal = b"" if has_rows else bytes(limits.SEAL_BYTES)
     return frame + bytes(-len(packed) % 8) + bytes(8 * max(0, replicas * vectors * channels)) + seal
 
 
@@ -214,6 +221,7 @@ def test_every_message_has_its_fields_in_order(message):
         Result: ["session", "key", "replicas", "count", "members", "non_finite", "vectors", "channels"],
         Digest: ["session", "step", "layers", "members"],
         Figures: ["job", "group", "first", "total", "layers", "members"],
+        Carried: ["session", "sessions", "key", "counts", "vectors", "channels"],
     }.get(message, [field.name for field in dataclasses.fields(message)])
     assert [field.name for field in documented(title_of(message))] == expected
 
@@ -240,6 +248,7 @@ TYPES = {
     "text": str,
     "names": str,
     "token": bytes,
+    "tokens": bytes,
     "integer": int,
     "float": float,
     "integers": list,
@@ -252,6 +261,7 @@ FOREIGN = {
     "text": b"x",
     "names": b"x",
     "token": "session0",
+    "tokens": "session0",
     "integer": True,
     "float": 5,
     "integers": 5,
@@ -278,6 +288,12 @@ def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
     if field.type == "token":
         size = limits.TOKEN_BYTES
         yield from ((True, bytes(size)), (False, bytes(size - 1)), (False, bytes(size + 1)))
+    elif field.type == "tokens":
+        most, size = number(re.fullmatch(r"1 to (.+) of them", field.limits)[1]), limits.TOKEN_BYTES
+        different = b"".join(one.to_bytes(size, "big") for one in range(most + 1))
+        yield from ((True, bytes(size)), (False, b""), (False, bytes(size - 1)), (False, bytes(2 * size)))
+        # More than there may be, and more than there are rows.
+        yield from ((False, different), (False, different[: 2 * size]))
     elif field.type == "float":
         low, high = map(number, re.fullmatch(r"above (.+), at most (.+)", field.limits).groups())
         yield from ((True, math.nextafter(low, high)), (True, float(high)), (False, math.nan))
@@ -299,13 +315,17 @@ def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
         low, high = map(number, re.fullmatch(r"(.+) to (.+)", field.limits).groups())
         yield from ((True, low), (True, high), (False, low - 1), (False, high + 1))
     elif field.type == "integers":
-        most, low, high = map(number, re.fullmatch(r"1 to (.+) of them, each (.+) to (.+)", field.limits).groups())
-        yield from ((True, [low]), (True, [high]), (False, [low - 1]), (False, [high + 1]))
-        yield from ((True, [low] * most), (False, [low] * (most + 1)), (False, []))
+        pattern = r"(?:(1) to )?(.+) of them, each (.+) to (.+)"
+        least, most, low, high = (text and number(text) for text in re.fullmatch(pattern, field.limits).groups())
+        least = least or most
+        yield from ((True, [low] * least), (True, [high] * least))
+        yield from ((False, [low - 1] * least), (False, [high + 1] * least))
+        yield from ((True, [low] * most), (False, [low] * (most + 1)), (False, [low] * (least - 1)))
     elif field.type == "members":
-        assert not field.limits
+        assert field.limits in {"", "not empty"}
         most = limits.MAX_MEMBERS
-        legal = [[], [0, most], [most - 1, 1], [0, 4, 7, 1]]
+        legal = [[0, most], [most - 1, 1], [0, 4, 7, 1]]
+        yield not field.limits, b""
         illegal = [[0], [0, most + 1], [most, 1], [65_535, 1], [0, 0], [0, 2, 2, 1], [7, 1, 0, 4]]
         yield from ((flat in legal, struct.pack(f"<{len(flat)}H", *flat)) for flat in legal + illegal)
         yield from ((False, bytes(size)) for size in (1, 3, 5, 2 * most + 4))
@@ -510,6 +530,7 @@ def test_the_times_of_questions_are_the_codes():
 
 def test_the_status_report_has_the_documented_entries(monkeypatch):
     lanes = [Heartbeat(session_of(number), 0, 0, "zeromq", "rank 0: on purpose") for number in range(2)]
+    lanes += [RoundTrips(session_of(number), 500, (0, 3, *[0] * 22)) for number in range(2)]
     first = (contribution(0), contribution(1))
     said = (*OPEN, *first, contribution(0, key=key(step=1)), *lanes, StatusRequest())
     (whole,) = play(*said)
@@ -524,6 +545,7 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
         ("Group", group),
         ("Group member", group["members"][0]),
         ("Histogram", group["round_seconds"]),
+        ("Histogram", group["round_trip_seconds"]),
         ("Open round", group["waiting"][0]),
         ("Ended job", after.report["ended"][0]),
     ):

@@ -64,6 +64,7 @@ def test_under_torchrun_the_broadcast_is_turned_off_and_the_training_is_the_same
     assert not warnings_in(lines + kept)
 
 
+@pytest.mark.long
 def test_under_torchrun_the_broadcast_is_turned_off_whatever_ddp_is_told(start):
     lines = start(*TORCHRUN, ",".join((*TURNED_OFF, "rank_0_evaluates")), **PATIENT)
     for program in TURNED_OFF:
@@ -93,6 +94,7 @@ def test_under_torchrun_a_broadcast_that_is_needed_stays(start):
     assert found_by(lines, "afterwards") == [[off, on, off, "on when reverted True", "on when reverted True"]] * 2
 
 
+@pytest.mark.long
 @needs("fully_shard")
 def test_under_torchrun_sharded_training_is_the_same_to_the_bit_whatever_is_asked_or_turned_off(start):
     lines = start(*TORCHRUN, "sharded,flat")
@@ -120,6 +122,7 @@ def test_under_spawn_connect_needs_no_argument(start, tmp_path):
     assert not warnings_in(lines)
 
 
+@pytest.mark.long
 def test_under_spawn_the_ranks_of_a_host_find_one_another(start, tmp_path):
     for machine in "ab":
         (tmp_path / machine).write_text(machine)
@@ -130,7 +133,7 @@ def test_under_spawn_the_ranks_of_a_host_find_one_another(start, tmp_path):
     assert second == ["Group(name='local host of rank 1', size=1) 1"], "alone, its second layer sends nothing"
 
 
-@pytest.mark.parametrize("program", ["unconnected", "too_early"])
+@pytest.mark.parametrize("program", ["unconnected", pytest.param("too_early", marks=pytest.mark.long)])
 def test_under_spawn_whoever_does_not_connect_synchronises_over_the_process_group(start, tmp_path, program):
     lines = start(sys.executable, PROGRAMS, program, "2", str(tmp_path / "store"))
     told = "INFO this process synchronises over torch's process group '0' of 2 ranks (gloo), without a server"

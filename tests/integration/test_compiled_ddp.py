@@ -16,6 +16,7 @@ SCRIPT = ROOT / "tests" / "programs" / "compiled_ddp_program.py"
 
 @needs("several buckets compiled")
 @pytest.mark.processes
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_network_of_several_buckets_trains_as_on_the_whole_batch(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]

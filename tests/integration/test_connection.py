@@ -19,7 +19,7 @@ from client.launch import connect as launch
 from client.launch.settings import resolve
 from programs import member_programs
 from server.core.received import Received
-from statsd_bn import Rows, limits, private_folder
+from statsd_bn import PROTOCOL_VERSION, Rows, limits, private_folder
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
@@ -236,7 +236,7 @@ def test_a_server_of_another_version_is_named(tmp_path):
         router.send_multipart([peer, frame[:3] + b"\x63" + frame[4:]])
         thread.join(timeout=20)
     assert isinstance(results[0], VersionMismatch)
-    assert results[0].fields == {"expected": 6, "got": 99}
+    assert results[0].fields == {"expected": PROTOCOL_VERSION, "got": 99}
 
 
 def test_an_exception_in_one_member_reaches_the_others_with_its_cause(members):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from client.connection.member import LANES
+from client.connection.member import LANES, RELAY, ZEROMQ
 from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 
@@ -21,11 +21,13 @@ STARTER.set_forkserver_preload(["client", "programs.death_programs"])
 class Company:
     """Three members, a process each, that do as they are told."""
 
-    def __init__(self, endpoint: str, job: str, lane: str) -> None:
+    def __init__(self, endpoint: str, job: str, lane: str, hosts: tuple[int | None, ...]) -> None:
         pairs = [STARTER.Pipe() for _ in range(3)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            STARTER.Process(target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3, lane))
+            STARTER.Process(
+                target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3, lane, hosts[member])
+            )
             for member, (_, theirs) in enumerate(pairs)
         ]
         for process, (_, theirs) in zip(self.processes, pairs, strict=True):
@@ -56,11 +58,23 @@ class Company:
             process.join(WAIT_SECONDS)
 
 
-@pytest.fixture(params=LANES)
+# The lane, and on which host each member pretends to be. In a relay member 2 dies, in company on its host or alone.
+COMPANIES = {
+    **{lane: (lane, (None,) * 3) for lane in LANES},
+    "relay, in company": (RELAY, (0, 1, 1)),
+    "relay, alone": (RELAY, (0, 0, 1)),
+}
+
+
+@pytest.fixture(params=COMPANIES.values(), ids=COMPANIES)
 def company(impatient_server, job, request) -> Iterator[Company]:
-    found = Company(impatient_server.endpoint, job, request.param)
+    lane, hosts = request.param
+    found = Company(impatient_server.endpoint, job, lane, hosts)
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
+        shared = {host for host in hosts if hosts.count(host) > 1}
+        expected = [RELAY if host in shared else ZEROMQ for host in hosts]
+        assert found.ask(death_programs.lane, 0, 1, 2) == ([lane] * 3 if lane in LANES else expected)
         yield found
     finally:
         found.end()

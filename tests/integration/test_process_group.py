@@ -140,3 +140,26 @@ def test_a_rank_outside_of_its_process_group_is_told(ranks):
 def test_one_of_group_and_process_group_is_enough():
     with pytest.raises(ValueError, match="expected group or process_group, got both"):
         client.SynchronizedBatchNorm1d(3, group="local", process_group="left")
+
+
+# Until the ranks have had some twenty looks. With a server it takes a second for each, as in the server.
+LOOKED_SECONDS = 40.0
+
+
+def test_a_rank_whose_data_differ_is_named_by_the_first_rank_without_a_server(ranks):
+    (first, _), *others = ranks(3, process_group_programs.differ, LOOKED_SECONDS)
+    (skew,) = (text for text in first if "skew" in text)
+    assert skew.startswith("process group '0': skew: rank 2 differs from the other ranks since step 0: ")
+    assert all("skew" not in text for texts, _ in others for text in texts)
+    told = [first, *(texts for texts, _ in others)]
+    assert [sum("first non-finite" in text for text in texts) for texts in told] == [1, 1, 1]
+
+
+def test_with_a_connection_as_well_the_server_is_told(ranks, server, job):
+    (first, found), *_ = ranks(3, process_group_programs.differ, LOOKED_SECONDS, server.endpoint, job)
+    skew, non_finite = found
+    assert (skew["kind"], skew["rank"]) == ("skew", 2)
+    assert "pid" in skew["text"]
+    assert ", forward, step 0, rank 1 (" in non_finite
+    assert non_finite.endswith("4 of 4 channels (inf)")
+    assert not any("skew" in text for text in first)

@@ -188,7 +188,7 @@ def patient() -> Iterator[str]:
 
 @pytest.fixture
 def company(patient, job) -> Iterator[Company]:
-    found = Company(patient, job, ZEROMQ)
+    found = Company(patient, job, ZEROMQ, (None,) * 3)
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
         yield found

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client.connection.member import SHARED_MEMORY, ZEROMQ, Member
+from client.connection.member import RELAY, SHARED_MEMORY, ZEROMQ, Member
 from client.connection.session import Session
 from programs import restart_programs
 from server.core.dispatcher import Dispatcher
@@ -31,7 +31,9 @@ from support.sentences import says
 # A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.
 STEPS = 150
 PAUSE_SECONDS = 0.01
-KILLS = {ZEROMQ: 8, SHARED_MEMORY: 2}  # members that share memory do not wait for the server to come back
+# Members that share memory do not wait for the server to come back. In a relay, two are on one host and one on another.
+KILLS = {ZEROMQ: 8, SHARED_MEMORY: 2, RELAY: 6}
+HOSTS = {ZEROMQ: [None] * 3, SHARED_MEMORY: [None] * 3, RELAY: [0, 0, 1]}
 
 
 @pytest.fixture
@@ -63,11 +65,12 @@ def servers(endpoint):
 
 def run_members(pool, endpoint, job, n, lane=ZEROMQ):
     return [
-        pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS, lane) for member in range(n)
+        pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS, lane, HOSTS[lane][member])
+        for member in range(n)
     ]
 
 
-@pytest.mark.parametrize(("seed", "lane"), [(0, ZEROMQ), (1, ZEROMQ), (2, SHARED_MEMORY)])
+@pytest.mark.parametrize(("seed", "lane"), [(0, ZEROMQ), (1, ZEROMQ), (2, SHARED_MEMORY), (3, RELAY)])
 def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, lane):
     server = servers()
     undisturbed = [future.result(timeout=60) for future in run_members(pool, endpoint, "undisturbed", 3)]

@@ -34,7 +34,7 @@ from statsd_bn.messages import (
     StatusRequest,
 )
 from statsd_bn.rows import Rows
-from statsd_bn.wire import decode, encode
+from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, encode
 from support.ports import free_port
 from support.strategies import contribution, key, register, rows, session_of
 
@@ -345,7 +345,7 @@ def test_garbage_is_counted_and_the_server_goes_on_serving(start, dial):
     garbage: list[list[bytes]] = [
         [b""],
         [b"hello"],
-        [b"SBN\x06\xff\xff\xff\xff"],
+        [MAGIC + bytes([PROTOCOL_VERSION]) + b"\xff\xff\xff\xff"],
         [b"", encode(StatusRequest())],
         [b"one", b"two", b"three"],
         [encode(StatusRequest()), b""],
@@ -362,7 +362,7 @@ def test_a_frame_that_python_cannot_print_does_not_end_the_server(start, dial):
     endpoint = start("--bind", ANY_PORT).endpoint()
     header = b"\x91" * 1000 + b"\xc0"
     stranger = dial(endpoint)
-    stranger.send(b"SBN\x06" + len(header).to_bytes(4, "little") + header)
+    stranger.send(MAGIC + bytes([PROTOCOL_VERSION]) + len(header).to_bytes(4, "little") + header)
     stranger.send(StatusRequest())
     assert stranger.receive().code == "protocol"
     assert isinstance(stranger.receive(), Status)
@@ -397,9 +397,9 @@ def test_what_is_not_zeromq_at_all_does_no_harm(start, dial):
 
 def test_another_protocol_version_is_answered_with_the_code_version(server, dial):
     frame = encode(register())
-    answer = dial(server.endpoint).ask(frame[:3] + b"\x07" + frame[4:])
+    answer = dial(server.endpoint).ask(frame[:3] + bytes([PROTOCOL_VERSION + 1]) + frame[4:])
     assert isinstance(answer, Failure)
-    assert (answer.code, answer.fields) == ("version", {"expected": 6, "got": 7})
+    assert (answer.code, answer.fields) == ("version", {"expected": PROTOCOL_VERSION, "got": PROTOCOL_VERSION + 1})
 
 
 def test_a_frame_beyond_the_limit_costs_its_sender_the_connection_and_nobody_else_anything(start, dial):

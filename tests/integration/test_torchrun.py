@@ -78,6 +78,7 @@ def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, 
 
 
 @pytest.mark.processes
+@pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
 def test_a_rank_with_brighter_images_is_named_over_the_default_lane_also_by_a_new_server(tmp_path):

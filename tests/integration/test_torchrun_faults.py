@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,14 +27,20 @@ pytestmark = [
     pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc"),
 ]
 
-foreign = pytest.mark.parametrize("foreign", [1, 0], ids=["with a foreign buffer", "with our buffers only"])
+# What else a model has beside our layers; the forward passes of shards gather parameters.
+FOREIGN, OURS, SHARDS = 1, 0, 3
+MODELS = {FOREIGN: "with a foreign buffer", OURS: "with our buffers only", SHARDS: "fully_shard"}
 
-# Also with shards, whose forward passes gather parameters.
-every_way = pytest.mark.parametrize(
-    "foreign",
-    [1, 0, pytest.param(3, marks=newer_torch.needs("fully_shard"))],
-    ids=["with a foreign buffer", "with our buffers only", "fully_shard"],
-)
+
+def cases(names: str, now: list[tuple[int, ...]], later: list[tuple[int, ...]]) -> pytest.MarkDecorator:
+    """Models and victims: `scripts/test` tries each with some of the others, `scripts/test --long` the other pairs."""
+    return pytest.mark.parametrize(names, [*map(_case, now), *(_case(values, pytest.mark.long) for values in later)])
+
+
+def _case(values: tuple[int, ...], *marks: pytest.MarkDecorator) -> Any:
+    foreign, *others = values
+    needs = [newer_torch.needs("fully_shard")] if foreign == SHARDS else []
+    return pytest.param(*values, id="-".join([MODELS[foreign], *map(str, others)]), marks=[*marks, *needs])
 
 
 class Faulty(Launched):
@@ -95,7 +102,7 @@ def _runs(number: int) -> bool:
         return False
 
 
-@foreign
+@cases("foreign", now=[(FOREIGN,)], later=[(OURS,)])
 def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tmp_path, foreign):
     with Faulty(tmp_path, "extra", 1, foreign) as run:
         said = run.survivor_ends(0)
@@ -107,8 +114,10 @@ def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tm
             assert "_sync_buffers, called from fault_programs.py" in run.stderr(1)
 
 
-@pytest.mark.parametrize("groups", [0, 1])
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize(
+    ("victim", "groups"),
+    [(1, 0), (0, 1), pytest.param(0, 0, marks=pytest.mark.long), pytest.param(1, 1, marks=pytest.mark.long)],
+)
 def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_of_the_other(tmp_path, victim, groups):
     """One waits in a round, the other in DistributedDataParallel's backward pass, whatever groups there are besides."""
     with Faulty(tmp_path, "reduces nothing", victim, 0, FAULT_GROUPS=str(groups)) as run:
@@ -120,8 +129,7 @@ def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_o
             assert "in forward of layer '1', step 7" in said
 
 
-@foreign
-@pytest.mark.parametrize("victim", [1, 0])
+@cases("foreign, victim", now=[(FOREIGN, 1), (OURS, 0)], later=[(FOREIGN, 0), (OURS, 1)])
 def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, foreign, victim):
     with Faulty(tmp_path, "fewer", victim, foreign) as run:
         said = run.survivor_ends(1 - victim)
@@ -129,7 +137,7 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, foreign, vic
         assert "left while others went on" in said
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_one_batch_fewer_is_said_where_the_others_are_in_a_broadcast_and_the_rank_waits_in_a_barrier(tmp_path, victim):
     """The barrier stands behind the connection, as in the documentation: a rank that waits there has left."""
     with Faulty(tmp_path, "fewer, then a barrier", victim, 1) as run:
@@ -138,7 +146,9 @@ def test_one_batch_fewer_is_said_where_the_others_are_in_a_broadcast_and_the_ran
         assert "left while others went on" in said
 
 
-@pytest.mark.parametrize(("at_the_end", "victim"), [("barrier", 0), ("barrier", 1), ("reduction", 1)])
+@pytest.mark.parametrize(
+    ("at_the_end", "victim"), [("barrier", 0), pytest.param("barrier", 1, marks=pytest.mark.long), ("reduction", 1)]
+)
 def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
     """The rank waits in the connection, in a collective of the script, and the other one in the forward's broadcast."""
     with Faulty(tmp_path, f"fewer, then a {at_the_end} inside", victim, 1) as run:
@@ -160,7 +170,7 @@ def test_one_batch_fewer_is_said_where_one_rank_waits_in_a_round_and_the_others_
         assert re.search(r"rank 1 \(.*\) is in torch/\S* barrier", said), said
 
 
-@every_way
+@cases("foreign", now=[(FOREIGN,), (SHARDS,)], later=[(OURS,)])
 def test_the_exception_of_one_rank_is_said_by_the_other(tmp_path, foreign):
     with Faulty(tmp_path, "raises", 1, foreign) as run:
         said = run.survivor_ends(0)
@@ -168,7 +178,7 @@ def test_the_exception_of_one_rank_is_said_by_the_other(tmp_path, foreign):
         assert "RuntimeError: augmentation ran out of memory" in said
 
 
-@every_way
+@cases("foreign", now=[(OURS,)], later=[(FOREIGN,), (SHARDS,)])
 def test_a_frozen_rank_is_named_and_the_other_ends(tmp_path, foreign):
     with Faulty(tmp_path, "frozen", 1, foreign) as run:
         said = run.survivor_ends(0)
@@ -176,8 +186,11 @@ def test_a_frozen_rank_is_named_and_the_other_ends(tmp_path, foreign):
         assert "was lost: no sign of life" in said
 
 
-@every_way
-@pytest.mark.parametrize("victim", [1, 0])
+@cases(
+    "foreign, victim",
+    now=[(FOREIGN, 0), (OURS, 1), (SHARDS, 1)],
+    later=[(FOREIGN, 1), (OURS, 0), (SHARDS, 0)],
+)
 def test_a_killed_rank_is_named_by_the_other(tmp_path, foreign, victim):
     """A launcher ends the survivor about 0.1 s later, before anybody can know who was lost; it says so all the same."""
     with Faulty(tmp_path, "killed", victim, foreign) as run:

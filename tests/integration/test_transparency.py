@@ -7,7 +7,7 @@ from torch import nn
 
 from programs import member_programs
 from support import whole_batch
-from support.lanes import LANES
+from support.lanes import HOST_LANES, LANES
 from support.whole_batch import KINDS, Case, assert_equal_to_whole_batch, joined
 
 EQUAL = {2: (3, 3), 3: (2, 2, 2), 4: (2, 2, 2, 2)}
@@ -74,8 +74,15 @@ def _textbook_variance(x: torch.Tensor) -> np.ndarray:
     return ((x.square().sum(over) - x.sum(over).square() / n) / (n - 1)).double().numpy()
 
 
-def test_running_statistics_are_bit_identical_after_100_steps_in_all_lanes(over):
-    buffers = [each for lane in LANES for each in over(lane, 3, member_programs.train, 100)]
+@pytest.mark.parametrize(
+    ("lanes", "train"),
+    [
+        pytest.param(HOST_LANES, member_programs.train, id="over the host, the CPU's kernels"),
+        pytest.param(LANES, member_programs.train_elementwise, id="over the host and on devices, elementwise kernels"),
+    ],
+)
+def test_running_statistics_are_bit_identical_after_100_steps_in_all_lanes(over, lanes, train):
+    buffers = [each for lane in lanes for each in over(lane, 3, train, 100)]
     for name in buffers[0]:
         assert len({each[name].tobytes() for each in buffers}) == 1, name
     assert buffers[0]["bn.num_batches_tracked"] == 100

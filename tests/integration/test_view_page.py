@@ -3,10 +3,12 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPConnection
 from itertools import count
 from pathlib import Path
 
@@ -23,19 +25,22 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
+from server.cli.status import ask
 from server.view.snapshot import Watcher
+from server.view.web import MAX_STREAMS
+from statsd_bn.errors import ServerUnreachable
 from support.paths import ROOT
 from support.ports import free_port
 from support.view_reports import group, member, report
 
-# The view asks once a second, and the page has a second more.
+# From when the server knows it: the view asks once a second, and the page has a second more.
 SHOWN_SECONDS = 2.0
 
 # The heat map comes with the first snapshot, and is asked for each two seconds.
 HEAT_SECONDS = 5.0
 
-# Until four processes have imported torch on a busy machine.
-START_SECONDS = 25.0
+# Until the server knows it: four processes import torch first, maybe on a busy machine.
+START_SECONDS = 40.0
 
 # A picture is taken behind the drawing anew that a change of size brings.
 DRAWN_SECONDS = 0.5
@@ -80,6 +85,29 @@ def wait_for(driver, fact, seconds):
     )
 
 
+def wait_for_server(endpoint, knows):
+    """Until its report fulfils a condition; returns what that gave."""
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        with suppress(ServerUnreachable):
+            if found := knows(ask(endpoint)):
+                return found
+        time.sleep(0.02)
+    pytest.fail("the server never came to know it")
+
+
+def of_group(field):
+    """What the report says of its one group."""
+    return lambda report: [told for one in report["groups"] for told in one.get(field, ())]
+
+
+def wait_for_soon(driver, endpoint, knows, fact):
+    """It is on the page within two seconds of when the server came to know it."""
+    found = wait_for_server(endpoint, knows)
+    wait_for(driver, fact, SHOWN_SECONDS)
+    return found
+
+
 def picture(driver, folder, name, of="view", height=540):
     scheme, width = SIZES[name]
     media = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -111,6 +139,14 @@ def open_page(driver, port):
             return
 
 
+def are_all_there(report):
+    return any(len(one["members"]) == one["world_size"] for one in report["groups"])
+
+
+def is_over(report):
+    return report["ended"] or any(one["lost"] for one in report["groups"])
+
+
 def test_a_browser_shows_a_training_as_it_goes(tmp_path):
     folder = Path(os.environ.get("STATSD_BN_SCREENSHOTS") or tmp_path)
     endpoint, port = f"tcp://127.0.0.1:{free_port()}", free_port()
@@ -122,26 +158,32 @@ def test_a_browser_shows_a_training_as_it_goes(tmp_path):
         driver = stack.enter_context(browser())
         stack.enter_context(process("-m", "server", "view", endpoint, "--http", f"127.0.0.1:{port}"))
         open_page(driver, port)
-        wait_for(driver, "4 of 4 ranks", START_SECONDS)
+        wait_for_soon(driver, endpoint, are_all_there, "4 of 4 ranks")
         assert "Job <script>alert(1)</script>" in text(driver)
         rows = driver.find_elements(By.CSS_SELECTOR, "tr[data-rank]")
         assert [row.get_attribute("data-rank") for row in rows] == ["0", "1", "2", "3"]
         assert all(f"pid {rank.pid}" in row.text for rank, row in zip(ranks, rows, strict=True))
-        wait_for(driver, "first non-finite: layer 2, forward, step 20, rank 2 (", START_SECONDS)
-        wait_for(driver, "5 layers, 4 ranks: 5 layers with a rank that stands out", START_SECONDS)
+        non_finite = "first non-finite: layer 2, forward, step 20, rank 2 ("
+        wait_for_soon(driver, endpoint, of_group("non_finite"), non_finite)
+        skewed = f"rank 1 ({socket.gethostname()}, pid {ranks[1].pid}) differs from the other ranks"
+        (finding,) = wait_for_soon(driver, endpoint, of_group("findings"), skewed)
+        assert (finding["kind"], finding["rank"], finding["layer"]) == ("skew", 1, "0")
+        wait_for(driver, "5 layers, 4 ranks: 5 layers with a rank that stands out", HEAT_SECONDS)
         high = [row.get_attribute("data-high") for row in driver.find_elements(By.CSS_SELECTOR, ".cells tbody tr")]
         assert high == ["1"] * 5
         for name in SIZES:
             picture(driver, folder, name)
+        before = ask(endpoint)["server"]
         server.kill()
         server.wait()
         stack.enter_context(process(*serve))
-        wait_for(driver, "the server started again", START_SECONDS)
-        wait_for(driver, "4 of 4 ranks", START_SECONDS)
+        is_another = lambda report: report["server"] != before  # noqa: E731 - it is said once
+        wait_for_soon(driver, endpoint, is_another, "the server started again")
+        wait_for_soon(driver, endpoint, are_all_there, "4 of 4 ranks")
         ranks[3].send_signal(signal.SIGKILL)
         ranks[3].wait()
         # The others end at once, so the job may have ended before the view asks again.
-        wait_for(driver, "lost: <script>alert(1)</script>: rank 3", SHOWN_SECONDS)
+        wait_for_soon(driver, endpoint, is_over, "lost: <script>alert(1)</script>: rank 3")
         assert errors(driver) == []
 
 
@@ -211,3 +253,21 @@ def test_pictures_of_the_layers_fit_each_screen(tmp_path):
             driver.execute_script("document.querySelector('.heat').scrollIntoView()")
             picture(driver, folder, name, "layers", 700)
             assert_canvases_fit(driver)
+
+
+def test_with_too_many_readers_the_page_says_so_and_comes_again():
+    port = free_port()
+    with ExitStack() as stack:
+        stack.enter_context(process(str(ROOT / "tests/programs/heat_program.py"), f"127.0.0.1:{port}", "digits"))
+        driver = stack.enter_context(browser())
+        open_page(driver, port)
+        driver.execute_script("source.close()")
+        with ExitStack() as readers:
+            for _ in range(MAX_STREAMS):
+                reader = readers.enter_context(closing(HTTPConnection("127.0.0.1", port)))
+                reader.request("GET", "/events")
+                assert reader.getresponse().status == 200
+            driver.refresh()
+            wait_for(driver, f"the view says: too many readers, {MAX_STREAMS} follow already", SHOWN_SECONDS)
+        wait_for(driver, "Job digits", START_SECONDS)
+        assert "too many readers" not in text(driver)

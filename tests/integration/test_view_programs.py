@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import zmq
 
-from server.insight.comparison import LEAST_SECONDS
 from statsd_bn import limits
 from statsd_bn.messages import Digest
 from statsd_bn.skew import DIRECTIONS, NUMBERS
+from statsd_bn.skew.comparison import LEAST_SECONDS
 from statsd_bn.wire import encode
 from support.paths import ROOT
 from support.ports import free_port

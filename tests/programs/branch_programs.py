@@ -76,7 +76,7 @@ def rounds_of(network: Network, *, is_compiled: bool) -> list[list[Round]]:
         rounds: list[Round] = []
         calls: dict[str, int] = {}
         with (
-            mock.patch.object(custom_op, "_lane", lambda layer, *_, r=rounds, c=calls: _Recorded(layer, r, c)),
+            mock.patch.object(custom_op, "lane_of", lambda layer, *_, r=rounds, c=calls: _Recorded(layer, r, c)),
             mock.patch.object(batchnorm.SynchronizedBatchNorm, "_route", _compiled),
         ):
             model = client.convert_model(network.model())

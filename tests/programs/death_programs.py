@@ -13,6 +13,7 @@ from client.connection.connection import Connection
 from client.lanes.choose import lane_over
 from statsd_bn import Rows
 from support.memory_members import outcome
+from support.pretended_hosts import pretend_to_be_on
 
 BUSY_SECONDS = 6.0
 HELD_SECONDS = 4.5
@@ -29,6 +30,10 @@ def exchange_and_fail(connection: Connection) -> None:
     outcome(lambda: lane_over(connection, "bn", None).run_slave(Rows((1,), np.ones((1, 2, 4)))))
 
 
+def lane(connection: Connection) -> str:
+    return connection.lane
+
+
 def compute(_: Connection) -> None:
     """No line of it lets go of Python's global lock by itself."""
     end = time.monotonic() + BUSY_SECONDS
@@ -42,12 +47,16 @@ def hold_the_lock(_: Connection) -> None:
 
 
 COMMANDS: dict[str, Callable[[Connection], Any]] = {
-    program.__name__: program for program in (exchange, exchange_and_fail, compute, hold_the_lock)
+    program.__name__: program for program in (exchange, exchange_and_fail, lane, compute, hold_the_lock)
 }
 
 
-def take_commands(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, lane: str) -> None:
+def take_commands(
+    pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, lane: str, host: int | None = None
+) -> None:
     """Connects, says so, and carries out what comes until the pipe ends."""
+    if host is not None:
+        pretend_to_be_on(host)
     who: dict[str, Any] = {"job": job, "rank": member, "world_size": world_size, "lane": lane}
     with client.connect(endpoint, **who, round_timeout=100.0) as connection:
         pipe.send("ready")

@@ -1,6 +1,7 @@
 """What processes do in `test_lanes.py`: every kind of call of a layer, over whichever lane they have."""
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import client
+from client.lanes import device_rows
 from client.training import recalibration
+from support.lanes import elementwise_kernels
 
 CHANNELS = 3
 
@@ -24,6 +27,24 @@ def every_kind_of_call(process: Any) -> dict[str, np.ndarray]:
         x = _samples(process.rank, seed=number).requires_grad_()
         for what, tensor in {**run(layer, x), **dict(layer.named_buffers())}.items():
             found[f"{name}, {what}"] = tensor
+    return {name: tensor.detach().numpy().copy() for name, tensor in found.items()}
+
+
+def elementwise(process: Any) -> dict[str, np.ndarray]:
+    """As `every_kind_of_call`, with kernels that round alike on all lanes."""
+    with elementwise_kernels():
+        return every_kind_of_call(process)
+
+
+def compiled_for_devices(process: Any) -> dict[str, np.ndarray]:
+    """A compiled layer whose input is on a device, but whose process group gathers on the host."""
+    with mock.patch.object(device_rows, "TYPES", frozenset({"cpu"})):
+        return compiled(process)
+
+
+def compiled(process: Any) -> dict[str, np.ndarray]:
+    """As `every_kind_of_call`, of a compiled layer only."""
+    found = _compiled(_layer(), _samples(process.rank, seed=0).requires_grad_())
     return {name: tensor.detach().numpy().copy() for name, tensor in found.items()}
 
 

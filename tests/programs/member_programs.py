@@ -15,6 +15,7 @@ from client.lanes.choose import lane_for
 from statsd_bn import Rows, StatsdBNError
 from statsd_bn.messages import Aggregate
 from support import whole_batch
+from support.lanes import elementwise_kernels
 
 Buffers = dict[str, np.ndarray]
 
@@ -29,6 +30,12 @@ def train(connection: client.Connection, steps: int) -> Buffers:
         x = torch.randn(4, 5, 3, 3, generator=generator, requires_grad=True)
         (model.bn(x) * torch.randn(4, 5, 3, 3, generator=generator)).sum().backward()
     return {name: buffer.numpy() for name, buffer in model.named_buffers()}
+
+
+def train_elementwise(connection: client.Connection, steps: int) -> Buffers:
+    """As `train`, with kernels that round alike on all lanes."""
+    with elementwise_kernels():
+        return train(connection, steps)
 
 
 def connected(endpoint: str, job: str, member: int, n: int, case: whole_batch.Case, times: int) -> whole_batch.Result:

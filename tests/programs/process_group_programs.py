@@ -2,9 +2,12 @@
 
 import copy
 import itertools
+import logging
 import math
 import os
 import pickle
+import time
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -14,11 +17,14 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from client.lanes import process_group
+from client.autograd import non_finite
+from client.lanes import group_insight, process_group
 from programs import ddp_programs
 from programs.ddp_programs import keep
 from programs.member_programs import Buffers
+from server.cli.status import ask
 from statsd_bn.errors import NonFinite, StatsdBNError
+from statsd_bn.skew import comparison, samples
 from support import whole_batch
 
 
@@ -222,3 +228,59 @@ def outside(rank: Any) -> str:
     except StatsdBNError as error:
         return str(error)
     return "no error"
+
+
+# Of a test with looks that come faster than once a second.
+LOOK_SECONDS = 0.02
+
+
+def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tuple[list[str], list[Any]]:
+    """The last rank's data are 25 times as large as the others', and in the end one's are infinite.
+
+    Returns what this rank has warned of, and what the server says of the group, if there is an endpoint.
+    """
+    told = _Warnings()
+    logging.getLogger("statsd_bn.client").addHandler(told)
+    size = distributed.get_world_size()
+    with ExitStack() as stack:
+        for module, name in ((samples, "SECONDS"), (samples, "SETTLED_SECONDS"), (group_insight, "SECONDS")):
+            stack.enter_context(mock.patch.object(module, name, LOOK_SECONDS))
+        stack.enter_context(mock.patch.object(comparison, "LEAST_SECONDS", 0.0))
+        # The process may have run another test before.
+        stack.enter_context(mock.patch.object(non_finite, "_told_here", set()))
+        where = {"endpoint": endpoint, "rank": rank.rank, "world_size": size, "job": job}
+        connection = stack.enter_context(client.connect(**where)) if endpoint else None
+        layer = client.convert_model(nn.BatchNorm1d(4), process_group=distributed.group.WORLD)
+        stop = torch.zeros(1)
+        until = time.monotonic() + seconds
+        while not stop:
+            layer(torch.randn(16, 4) * (25.0 if rank.rank == size - 1 else 1.0))
+            time.sleep(LOOK_SECONDS)
+            has_found = any("skew" in text for text in told.texts) or bool(_of_job(connection, "findings"))
+            stop[0] = float(rank.rank == 0 and (has_found or time.monotonic() > until))
+            distributed.broadcast(stop, 0)
+        layer(torch.full((16, 4), math.inf if rank.rank == 1 else 1.0))
+        while connection and rank.rank == 0 and not _of_job(connection, "non_finite") and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        found = _of_job(connection, "findings", "non_finite") if rank.rank == 0 else []
+        distributed.barrier()
+    logging.getLogger("statsd_bn.client").removeHandler(told)
+    return told.texts, found
+
+
+def _of_job(connection: client.Connection | None, *fields: str) -> list[Any]:
+    if connection is None:
+        return []
+    (group,) = (group for group in ask(connection.endpoint)["groups"] if group["job"] == connection.member.job)
+    return [entry for field in fields for entry in group.get(field, ())]
+
+
+class _Warnings(logging.Handler):
+    """Keeps the texts."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import tempfile
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.testing._internal.common_utils import TestCase, set_rng_seed
 from torch.testing._internal.distributed import distributed_test
 
 import client
-from support.lanes import LANES, PROCESS_GROUP
+from support.lanes import LANES, ON_DEVICE, PROCESS_GROUP, rows_on_devices
 from support.torchs_own_tests import names_for
 
 
@@ -84,11 +84,17 @@ def run() -> None:
     # Only this class: the tests take nn.BatchNorm1d for what ours is to be equal to.
     nn.SyncBatchNorm = client.SynchronizedBatchNorm
     for lane in LANES:
-        with nullcontext() if lane == PROCESS_GROUP else client.connect(lane=lane, job=lane):
+        with _way_to(lane):
             run_over(lane)
     # gloo's threads outlive the group, and now and then abort a process whose Python is going (pytorch#179291).
     sys.stdout.flush()
     os._exit(0)
+
+
+def _way_to(lane: str) -> AbstractContextManager[Any]:
+    if lane == ON_DEVICE:
+        return rows_on_devices()
+    return nullcontext() if lane == PROCESS_GROUP else client.connect(lane=lane, job=lane)
 
 
 def run_over(lane: str) -> None:

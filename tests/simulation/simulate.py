@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 
+import support.without_torch  # noqa: F401 - a world needs no torch, and starts at once without it
 from simulation import simulator
 from simulation.planted_bugs import BUGS
 from simulation.simulator import Finding, Tally, World

@@ -223,6 +223,9 @@ class Process(SimulatedProcess):
             yield seconds
 
     def _faults(self, kind: str, step: int = 0, place: int | None = None) -> list[Fault]:
+        if not self._own_faults:
+            # So it is for most, and each turn asks several times.
+            return self._own_faults
         return [
             fault
             for fault in self._own_faults

@@ -25,6 +25,9 @@ from server.network.service import TICK_SECONDS
 
 Trace = list[tuple[Any, ...]]
 
+# What may befall a frame, in the order in which the chances are drawn.
+FRAME_FAULTS = ("dropped", "doubled", "delayed", "reordered", "corrupted")
+
 # How soon a socket connects anew once the server is back or the network whole: ZeroMQ tries about so often.
 RECONNECT_SECONDS = 0.1
 BEACON_RECONNECT_SECONDS = 0.05
@@ -43,7 +46,7 @@ class Clock:
 
     def at(self, when: float, action: Callable[..., None], *args: Any) -> None:
         self._order += 1
-        heapq.heappush(self._due, (max(when, self.now), self._order, action, args))
+        heapq.heappush(self._due, (max(self.now, when), self._order, action, args))
 
     def after(self, seconds: float, action: Callable[..., None], *args: Any) -> None:
         self.at(self.now + seconds, action, *args)
@@ -67,7 +70,7 @@ class Weather:
 
     @property
     def is_fair(self) -> bool:
-        return not (self.dropped or self.doubled or self.delayed or self.reordered or self.corrupted)
+        return not any(getattr(self, fault) for fault in FRAME_FAULTS)
 
 
 class Link:
@@ -113,7 +116,8 @@ class Network:
         self.server: SimulatedServer
         self._rng = rng
         self._trace = trace
-        self._is_fair = weather.is_fair
+        # The faults that frames may meet, each with its chance.
+        self._chances = [(fault, chance) for fault in FRAME_FAULTS if (chance := getattr(weather, fault))]
         self._peers = 0
         self._links: dict[bytes, Link] = {}
         self._channels: list[SimulatedChannel] = []
@@ -205,12 +209,11 @@ class Network:
     def _carry(self, link: Link, frame: bytes, *, upwards: bool) -> None:
         weather, rng = self.weather, self._rng
         seconds = weather.latency * (1 + rng.random())
-        if self._is_fair:
+        if not self._chances:
             self._pass(link, frame, seconds, upwards=upwards)
             return
         fate = rng.random()
-        for fault in ("dropped", "doubled", "delayed", "reordered", "corrupted"):
-            chance = getattr(weather, fault)
+        for fault, chance in self._chances:
             if fate < chance:
                 self.count(fault)
                 self._trace.append((self.clock.now, fault, frame))

@@ -222,8 +222,10 @@ class SimulatedProcess:
             self._clock.at(due, self._ring, due)
 
     def _ring(self, alarm: float) -> None:
-        if alarm == self._alarm:
-            self._alarm = math.inf
+        if alarm != self._alarm:
+            # An earlier one was set after it, and has rung.
+            return
+        self._alarm = math.inf
         if not self.alive or self._clock.now < self.frozen_until:
             return
         if self._beat_due <= self._clock.now:

@@ -94,7 +94,7 @@ def no_look_after_the_word() -> AbstractContextManager[object]:
         arrival_before_rows,
         pytest.param(no_fence_in("bring"), id="no fence in bring"),
         pytest.param(no_fence_in("have_all_come"), id="no fence in have_all_come"),
-        pytest.param(no_fence_in("wait"), id="no fence in wait"),
+        pytest.param(no_fence_in("_wait"), id="no fence in wait"),
         one_slot,
         wake_up_lost,
         woken_before_the_word,

@@ -21,7 +21,7 @@ from statsd_bn.rows import Rows
 from support import oracle
 from support.paths import ROOT
 
-SEEDS = 3000
+QUICK_SEEDS, SEEDS = 500, 3000
 
 # Worlds of the last millions in which something was found, in the server, in the client or in a rule itself.
 FOUND = (
@@ -30,8 +30,20 @@ FOUND = (
 )
 MOST_SEEDS_FOR_A_BUG = 5000
 
-# Where the bugs that few worlds meet were found last. A change of the plan moves them: then all seeds are searched.
+# Where bugs were found last that few worlds meet, or that keep the first worlds which they meet busy for long. A change
+# of the plan moves them: then all seeds are searched.
 FOUND_LAST = {
+    "answers-mixed-up": 85,
+    "claims-are-ignored": 88,
+    "deadlock-unseen": 61,
+    "forged-result-believed": 302,
+    "kept-too-few": 5,
+    "late-answer-is-a-return": 45,
+    "late-rows-dropped": 315,
+    "reply-lost-on-restart": 19,
+    "ring-too-short": 86,
+    "session-not-checked": 23,
+    "too-few-go-on": 33,
     "deadline-counts-anew": 1622,
     "settled-rounds-begin-anew": 1226,
     "refused-begins-recovery": 999,
@@ -41,8 +53,9 @@ FOUND_LAST = {
 }
 
 
-def test_no_world_breaks_a_rule():
-    found = simulate.first_finding(simulate.run_seeds(0, SEEDS, jobs=os.cpu_count() or 1))
+@pytest.mark.parametrize(("first", "end"), [(0, QUICK_SEEDS), pytest.param(QUICK_SEEDS, SEEDS, marks=pytest.mark.slow)])
+def test_no_world_breaks_a_rule(first, end):
+    found = simulate.first_finding(simulate.run_seeds(first, end, jobs=os.cpu_count() or 1))
     assert found is None, found[1]
 
 
@@ -90,7 +103,7 @@ def test_a_bug_that_is_not_where_it_was_is_searched_for():
 
 def test_a_seed_repeats_to_the_byte_whatever_the_hash_seed():
     program = (
-        "import sys; from simulation.simulator import World; "
+        "import support.without_torch, sys; from simulation.simulator import World; "
         "w = World(9); w.run(); sys.stdout.write(chr(10).join(w.told()))"
     )
 

@@ -1,6 +1,28 @@
 """The lanes between processes, for tests that hold over each of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 from client.connection import member
+from client.kernels import backends
+from client.lanes import device_rows
 
 PROCESS_GROUP = "process group"
-LANES = (*member.LANES, PROCESS_GROUP)
+ON_DEVICE = "process group, on devices"
+HOST_LANES = (*member.LANES, PROCESS_GROUP)
+LANES = (*HOST_LANES, ON_DEVICE)
+
+
+@contextmanager
+def rows_on_devices() -> Iterator[None]:
+    """Takes the CPU for a device whose rows stay there, and gloo for a backend that gathers them there."""
+    with mock.patch.multiple(device_rows, TYPES=frozenset({"cpu"}), OVER_THE_HOST=frozenset()):
+        yield
+
+
+@contextmanager
+def elementwise_kernels() -> Iterator[None]:
+    """Has all lanes compute as rows on devices do without CUDA, since other kernels round otherwise."""
+    with mock.patch.object(backends, "_WITHOUT_MASK", ()):
+        yield

@@ -93,10 +93,9 @@ class Ledger:
     def complaint(self, aggregate: Aggregate, members: Iterable[int], receiver: Brought) -> str:
         """Returns what is wrong with an aggregate that must cover `members`; empty if nothing is."""
         brought = self._brought.get(aggregate.key, {})
-        if absent := sorted(set(members) - brought.keys()):
-            return f"{aggregate.key}: an aggregate, though members {absent} brought nothing"
+        if absent := set(members) - brought.keys():
+            return f"{aggregate.key}: an aggregate, though members {sorted(absent)} brought nothing"
         raw = aggregate.replicas, aggregate.count, aggregate.values.tobytes()
-        got = aggregate.values.ravel().tolist()
         for choice in self._choices(brought, members, receiver):
             lives = tuple((one.member, one.life) for one in choice)
             # What is right for one member is right for each further one that gets the same.
@@ -104,9 +103,9 @@ class Ledger:
                 return ""
             right = expected(aggregate.key.phase, choice)
             counts_match = (aggregate.replicas, aggregate.count) == (right.replicas, right.count)
-            if counts_match and is_same(right.values, got):
+            if counts_match and is_same(right.values, aggregate.values.ravel().tolist()):
                 return self._note(aggregate, choice, lives, raw)
-        return f"{aggregate.key}: got {_shown(aggregate, got)}, expected {right}"
+        return f"{aggregate.key}: got {_shown(aggregate)}, expected {right}"
 
     def _choices(
         self, brought: dict[int, list[Brought]], members: Iterable[int], receiver: Brought
@@ -125,8 +124,8 @@ class Ledger:
         return ""
 
 
-def _shown(aggregate: Aggregate, got: list[float]) -> Any:
-    return aggregate.replicas, aggregate.count, got
+def _shown(aggregate: Aggregate) -> Any:
+    return aggregate.replicas, aggregate.count, aggregate.values.ravel().tolist()
 
 
 class KeyCounter:

@@ -44,6 +44,11 @@ function table(label, heads, rows) {
   return scroll;
 }
 
+// Median and 99th percentile of what takes seconds; each is the upper bound of its bucket.
+function milliseconds(told) {
+  return told ? [told.median, told.p99].map((seconds) => (1000 * seconds).toPrecision(2)).join(" / ") : "–";
+}
+
 function rank(member) {
   const row = make("tr");
   row.dataset.rank = member.member;
@@ -53,6 +58,8 @@ function rank(member) {
     make("td", member.stand),
     make("td", String(member.step), "number"),
     make("td", member.steps_per_second.toFixed(1), "number"),
+    make("td", milliseconds(member.round_trip), "number"),
+    make("td", milliseconds(member.late), "number"),
     member.waiting === undefined ? make("td", "–", "number") : share(member.waiting),
     member.score === undefined ? make("td", "–", "number") : share(member.score),
     make("td", member.doing),
@@ -74,7 +81,7 @@ function group(told) {
   if (told.lost) section.append(make("p", `broken: ${told.lost}`, "bad"));
   for (const text of told.non_finite || []) section.append(make("p", text, "bad"));
   for (const finding of told.findings || []) section.append(make("p", finding.text, "bad"));
-  const heads = ["rank", "where", "state", "step", "steps/s", "waits, of a minute", "score", "doing"];
+  const heads = ["rank", "where", "state", "step", "steps/s", "round trip, ms", "late, ms", "waits, of a minute", "score", "doing"];
   // Each table has a label of its own: by it the reader is found again.
   const label = `Ranks of job ${told.job}, group ${told.group}`;
   section.append(make("h3", "Ranks"), table(label, heads, told.members.slice(0, TOLD_RANKS).map(rank)));
@@ -146,6 +153,29 @@ const drawCanvases = () => heats.forEach((heat) => heat.draw());
 addEventListener("resize", drawCanvases);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCanvases);
 
-const source = new EventSource("events");
-source.onmessage = (message) => draw(JSON.parse(message.data));
-source.onerror = () => fail("the view does not answer; what you see is its last word");
+const AGAIN_MILLISECONDS = 5000;
+let source;
+
+function follow() {
+  source = new EventSource("events");
+  source.onmessage = (message) => draw(JSON.parse(message.data));
+  source.onerror = () => {
+    fail("the view does not answer; what you see is its last word");
+    // A browser comes again by itself where nobody answers, and never where it was refused.
+    if (source.readyState === EventSource.CLOSED) refused();
+  };
+}
+
+async function refused() {
+  const asked = new AbortController();
+  try {
+    const answer = await fetch("events", { signal: asked.signal });
+    if (!answer.ok) fail(`the view says: ${await answer.text()}`);
+  } catch {
+    // Nobody answers now, as the page says already.
+  }
+  asked.abort();
+  setTimeout(follow, AGAIN_MILLISECONDS);
+}
+
+follow();

@@ -31,6 +31,7 @@ def test_members_compiled_whole_train_as_eager(members, momentum):
     assert_equal(members(2, member_programs.train_compiled, TRACE, momentum, 3))
 
 
+@pytest.mark.long
 def test_members_compiled_by_inductor_train_as_eager(members):
     assert_equal(members(2, member_programs.train_compiled, "inductor", None, 3))
 

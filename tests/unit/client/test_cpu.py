@@ -143,3 +143,49 @@ def test_several_threads_touch_pages_of_the_usual_size(asked, monkeypatch):
     assert torch.equal(cpu.scale(x, one, 0 * one), x)
     assert torch.equal(cpu.combine(x, x, one, 0 * one, 0 * one), x)
     assert asked == []
+
+
+@pytest.mark.parametrize("samples", [1, 2, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_small_slices_are_computed_to_what_large_ones_are(dtype, samples, monkeypatch):
+    """Planes of few samples are summed by one reduction, and normalised by one operator."""
+    x, grad = (random(samples, 5, 3, 4, seed=seed).to(dtype) for seed in range(2))
+    weight, bias = random(2, 5, seed=2).to(dtype)
+    mean, variance = exact(x)
+    statistics = Statistics(samples * 12, mean, (variance + 1e-5) ** -0.5, np.ones(5))
+
+    def computed():
+        return dispatch.backward_sums(grad, x, statistics), dispatch.normalise(x, statistics, weight, bias)
+
+    small = computed()
+    asked = []
+    monkeypatch.setattr(cpu, "scale", lambda *arguments, scale=cpu.scale: asked.append(1) or scale(*arguments))
+    monkeypatch.setattr(cpu, "SMALL", 0)
+    large = computed()
+    assert asked == [1]
+    np.testing.assert_allclose(small[0], large[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(small[1], large[1], rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    exactly = (x.double() - torch.tensor(mean).view(5, 1, 1)) * torch.tensor(statistics.invstd).view(5, 1, 1)
+    exactly = exactly * weight.double().view(5, 1, 1) + bias.double().view(5, 1, 1)
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(small[1].double(), exactly, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("x", [random(2, 5, 3, 4), random(2, 5, 3, 4).double()], ids=["float32", "float64"])
+def test_one_operator_normalises_a_small_slice(x, monkeypatch):
+    monkeypatch.setattr(cpu, "scale", None)
+    mean, variance = exact(x)
+    statistics = Statistics(24, mean, (variance + 1e-5) ** -0.5, np.ones(5))
+    expected = torch.nn.functional.batch_norm(x, None, None, training=True)
+    torch.testing.assert_close(dispatch.normalise(x, statistics, None, None), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_small_slice_whose_channel_is_zero_is_not_nan_with_a_tiny_eps(dtype):
+    """Float32 has no such number, but has one over its square root."""
+    x = random(4, 2, 5).to(dtype)
+    x[:, 0] = 0
+    statistics = Statistics.of(dispatch.moments(x), 1e-70, "plus")
+    output = dispatch.normalise(x, statistics, torch.ones(2, dtype=dtype), torch.ones(2, dtype=dtype))
+    assert torch.equal(output[:, 0], torch.ones(4, 5, dtype=dtype))
+    assert output.isfinite().all()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import client
+from client.autograd import saved_tensor_hooks
 from client.autograd.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
 from client.autograd.exchange import Exchange
 from client.lanes.in_process import LocalPipe
@@ -75,6 +76,45 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def test_a_checkpoint_around_a_first_layer_whose_input_needs_no_gradient():
+    """Nobody wants that gradient, so what the layer saves for its weight must be saved in the replica's thread too."""
+    inner = nn.Sequential(nn.BatchNorm2d(1), model()).double()
+    plain = copy.deepcopy(inner)
+    wrapped = client.DataParallelWithCallback(client.convert_model(Checkpointed(inner, reentrant=False)), ["cpu"] * 3)
+    x, factors = member_programs.batch(0)
+    for each in (wrapped, plain):
+        (each(x) * factors).sum().backward()
+    for found, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("can_tell", [True, False], ids=["", "torch before 2.8"])
+@pytest.mark.parametrize("number", range(3))
+def test_a_checkpoint_around_one_replica_and_not_its_siblings(number, can_tell, monkeypatch):
+    """Whichever of them comes last makes the layer for all, and must save nothing in the name of that checkpoint."""
+    if not can_tell:
+        monkeypatch.setattr(saved_tensor_hooks, "_top", None)
+    wrapped = client.DataParallelWithCallback(client.convert_model(OneCheckpointed(model(), number)), ["cpu"] * 3)
+    expected = train(model(), 2, lambda model, x: model(x))
+    found = train(wrapped, 2, lambda wrapped, x: wrapped(x))
+    assert_same({name.removeprefix("module.inner."): value for name, value in found.items()}, expected)
+
+
+class OneCheckpointed(nn.Module):
+    """One replica has a checkpoint, its siblings have none."""
+
+    def __init__(self, inner, number):
+        super().__init__()
+        self.inner = inner
+        self.chosen, self.number = number, 0
+
+    def __data_parallel_replicate__(self, _context, copy_id):
+        self.number = copy_id
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False) if self.number == self.chosen else self.inner(x)
 
 
 def test_several_replicas_in_a_reentrant_checkpoint_are_told_what_to_do():

@@ -1,6 +1,7 @@
 """The replication layer: the seed's callback protocol, and virtual replicas that behave as torch's."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -123,10 +124,11 @@ def test_a_layer_skipped_in_one_replica_is_reported_at_once():
 class GradModes(nn.Module):
     """Replicas run the layer with gradients or without, and those named in `last` reach it after the others."""
 
-    def __init__(self, last):
+    def __init__(self, last, without):
         super().__init__()
         self.bn = client.SynchronizedBatchNorm1d(1)
         self.last = last
+        self.without = without
         self.others_are_there = threading.Event()
 
     def forward(self, x, number, grad):
@@ -134,13 +136,14 @@ class GradModes(nn.Module):
             assert self.others_are_there.wait(10)
         else:
             self.others_are_there.set()
-        with torch.set_grad_enabled(bool(grad)):
+        with nullcontext() if grad else self.without():
             return self.bn(x)
 
 
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("last", [{0}, {1}])
-def test_each_replica_has_gradients_or_not_by_its_own_mode_whoever_comes_last(last):
-    model = GradModes(last)
+def test_each_replica_has_gradients_or_not_by_its_own_mode_whoever_comes_last(last, without):
+    model = GradModes(last, without)
     wrapped = DataParallelWithCallback(model, ["cpu"] * 2)
     x = torch.randn(4, 1, requires_grad=True)
     whole = x.detach().clone().requires_grad_()
@@ -178,6 +181,29 @@ def test_a_weight_that_changes_before_backward_is_an_error_as_with_torchs_layer(
     outputs = wrapped(torch.randn(8, 2, requires_grad=True))
     with torch.no_grad():
         wrapped.module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.square().sum().backward()
+
+
+class Spoiler(nn.Module):
+    """Changes the layer's input behind it, in one replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = client.SynchronizedBatchNorm1d(2)
+
+    def forward(self, x, is_spoilt):
+        x = x * 1
+        output = self.bn(x)
+        if is_spoilt:
+            x.mul_(2)
+        return output
+
+
+@pytest.mark.parametrize("spoilt", range(2))
+def test_an_input_that_changes_before_backward_is_an_error_as_with_torchs_layer(spoilt):
+    wrapped = DataParallelWithCallback(Spoiler(), ["cpu"] * 2)
+    outputs = wrapped(torch.randn(8, 2, requires_grad=True), torch.arange(2) == spoilt)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outputs.square().sum().backward()
 

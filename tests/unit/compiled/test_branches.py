@@ -42,6 +42,7 @@ def _orders() -> list[list[branch_programs.Round]]:
 
 
 # torch's own, while it imports inductor.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_ranks_with_other_batches_run_the_rounds_of_two_branches_in_one_order():
     expected = [(layer, 0, phase) for layer, phase in (("first.3", "forward"), ("second.3", "forward"))]
@@ -57,6 +58,7 @@ def test_random_networks_train_to_the_whole_batch(members, seed):
     assert branches.differences(Network(seed, ranks), results) == []
 
 
+@pytest.mark.long
 def test_a_network_compiled_by_inductor_trains_to_the_whole_batch(members):
     results = members(2, branch_programs.train, 0, 2, "inductor")
     assert branches.differences(Network(0, 2), results) == []

@@ -1,11 +1,13 @@
 """The account: what is kept counts with what it takes, and a full server has room for those who keep little."""
 
+import dataclasses
 import gc
 import os
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from server.core.dispatcher import Dispatcher
@@ -15,8 +17,9 @@ from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES,
 from server.limits.quota import Budget, Quota
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
-from statsd_bn.members import Members
-from statsd_bn.messages import Failure, Leave, Message, Result
+from statsd_bn.members import NOBODY, Members
+from statsd_bn.messages import NO_SEAL, Carried, Failure, Leave, Message, Result
+from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
 
@@ -71,6 +74,15 @@ def many_rows(play: Play) -> Callable[[], None]:
     return lambda: [play.dispatcher.receive(0.0, b"peer", bytes(bytearray(frame))).replies for frame in frames] and None
 
 
+def carried_for_strangers(play: Play) -> Callable[[], None]:
+    """The server takes only the speaker's part of what comes."""
+    play.open(2)
+    together = Rows((1,) * 8, np.ones((8, 2, 1000)))
+    strangers = os.urandom(7 * limits.TOKEN_BYTES)
+    messages = [Carried(session_of(0), session_of(0) + strangers, key(step=step), together) for step in range(20)]
+    return lambda: [play.say(message) for message in messages] and None
+
+
 def many_members(_: Play) -> list[Message]:
     return [register(member, 1000, session=os.urandom(8), place="h" * 250) for member in range(900)]
 
@@ -90,15 +102,26 @@ def scattered(_: Play) -> list[Message]:
     return said
 
 
-def dataclass_of(step: int, members: Members) -> Any:
+def scattered_bearers(_: Play) -> list[Message]:
+    """As many that are said to have brought what is not finite."""
+    bearers = Members(tuple((2 * number, 1) for number in range(4000)))
+    session = os.urandom(8)
+    results = [dataclass_of(step, Members.of(range(9)), Members(bearers.runs[step:])) for step in range(8)]
+    known = register(0, 9, session=session, server=b"server-9", known=Members.of(range(9)), results=8)
+    return [known, *(Result(session, result) for result in results)]
+
+
+def dataclass_of(step: int, members: Members, bearers: Members = NOBODY) -> Any:
     play = Play()
     play.open()
     play.say(contribution(0, key=key(step=step)))
     aggregate = play.say(contribution(1, key=key(step=step)))[session_of(1)]
-    return type(aggregate)(aggregate.key, aggregate.replicas, aggregate.count, members, aggregate.values)
+    return dataclasses.replace(aggregate, members=members, seal=NO_SEAL, non_finite=bearers)
 
 
-@pytest.mark.parametrize("ways", [many_futures, many_rows, many_members, many_groups, scattered])
+@pytest.mark.parametrize(
+    "ways", [many_futures, many_rows, carried_for_strangers, many_members, many_groups, scattered, scattered_bearers]
+)
 def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
     play = Play()
     act = ways(play)
@@ -113,6 +136,19 @@ def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
     taken = grown(act)
     counted = play.account.held - counted
     assert taken <= counted <= 8 * taken
+
+
+def test_sessions_that_strangers_name_take_little():
+    """No account counts them: to tell them apart, they are read before anybody knows who speaks."""
+    dispatcher, together = Dispatcher(b"server-0", 0.0), Rows((1,) * limits.MAX_REPLICAS, np.ones((64, 1, 1)))
+
+    def speak() -> None:
+        for _ in range(2500):
+            sessions = os.urandom(limits.MAX_REPLICAS * limits.TOKEN_BYTES)
+            message = Carried(sessions[: limits.TOKEN_BYTES], sessions, key(), together)
+            assert dispatcher.receive(0.0, b"", encode(message)).is_refused
+
+    assert grown(speak) < 5e6
 
 
 def test_a_group_counts_with_what_it_takes_beside_its_member():

@@ -13,7 +13,20 @@ from server.limits.quota import Quota
 from server.network import service
 from statsd_bn import limits
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import NO_SERVER, Aggregate, Failure, Heartbeat, Leave, Message, Registered, Result, Whereabouts
+from statsd_bn.messages import (
+    NO_SERVER,
+    Aggregate,
+    Digest,
+    Failure,
+    Heartbeat,
+    Leave,
+    Message,
+    Registered,
+    Result,
+    RoundTrips,
+    Whereabouts,
+)
+from statsd_bn.skew import NUMBERS
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from support.strategies import KEY, contribution, key, register, session_of
@@ -21,6 +34,10 @@ from support.strategies import KEY, contribution, key, register, session_of
 STRANGER = b"stranger"
 SILENCE = limits.SILENCE_SECONDS
 RESULT = Result(session_of(2), Aggregate(KEY, 1, 1, Members.of([2]), np.ones((1, 1))))
+
+# What goes over the socket of the heartbeats besides.
+ROUND_TRIPS = RoundTrips(session_of(0), 5, (1, *[0] * (limits.BUCKETS - 1)))
+DIGEST = Digest(session_of(0), 0, "bn", np.full((1, 2, NUMBERS), 0.5))
 
 Answers = list[tuple[bytes, Message]]
 
@@ -300,6 +317,16 @@ def test_a_member_that_closes_a_channel_is_tried_at_its_beacon_and_lives(clock):
 def test_a_member_without_a_beacon_yet_is_tried_where_it_last_spoke(clock):
     clock.open(2)
     clock.beat(0)
+    assert clock.cut(beacon(0)) == [peer(0)]
+    clock.pass_time(2.0, alive=(1,))
+    assert clock.present == [0, 1]
+
+
+@pytest.mark.parametrize("told", [ROUND_TRIPS, DIGEST])
+def test_what_comes_behind_a_heartbeat_hides_no_other_address(clock, told):
+    clock.open(2)
+    clock.beat(0)
+    assert clock.say(told, beacon(0)) == []
     assert clock.cut(beacon(0)) == [peer(0)]
     clock.pass_time(2.0, alive=(1,))
     assert clock.present == [0, 1]

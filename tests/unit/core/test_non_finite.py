@@ -7,7 +7,8 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.report import group
-from statsd_bn.messages import Aggregate
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Failure, NonFiniteRound
 from statsd_bn.reduction import bearers, is_finite, not_finite_in_words, sum_in_order
 from statsd_bn.round_key import BACKWARD, GATHER
 from statsd_bn.rows import Rows
@@ -63,6 +64,10 @@ class Group:
         (answer,) = {frame for _, frame in replies}
         return decode(answer)
 
+    def say(self, of, bearers, what):
+        told = NonFiniteRound(register(0).session, of, Members.of(bearers), what)
+        return [decode(frame) for _, frame in self.dispatcher.receive(0.0, b"peer 0", encode(told)).replies]
+
     @property
     def told(self) -> list[str]:
         (master,) = self.dispatcher._registry.masters.values()
@@ -99,3 +104,22 @@ def test_the_first_one_of_each_direction_is_logged_and_in_the_status(caplog):
         ("WARNING", f"job 'job', group 'world': {expected[0]}"),
         ("INFO", f"job 'job', group 'world': {expected[1]}"),
     ]
+
+
+def test_of_a_round_among_the_members_one_of_them_tells(caplog):
+    play = Group()
+    with caplog.at_level(logging.WARNING, "statsd_bn.server"):
+        assert play.say(key("b"), [1], "1 of 2 channels (inf)") == []
+    expected = "first non-finite: layer b, forward, step 0, rank 1 (place 1), 1 of 2 channels (inf)"
+    assert play.told == [expected]
+    assert f"job 'job', group 'world': {expected}" in caplog.text
+    play.say(key("c"), [0], "2 of 2 channels (NaN)")
+    assert play.told == [expected], "only the first counts"
+
+
+def test_of_another_groups_round_nobody_can_tell():
+    play = Group()
+    (answer,) = play.say(key("b")._replace(job="other"), [1], "1 of 2 channels (inf)")
+    assert isinstance(answer, Failure)
+    assert answer.code == "protocol"
+    assert play.told == []

@@ -15,15 +15,18 @@ from statsd_bn.errors import ProtocolError, VersionMismatch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     Aggregate,
+    Carried,
     Contribution,
     Digest,
     Failure,
     Leave,
+    NonFiniteRound,
     Pending,
     Question,
     Register,
     Registered,
     Result,
+    RoundTrips,
     Settled,
     Status,
     StatusRequest,
@@ -119,7 +122,7 @@ def test_the_golden_frame_of_a_contribution():
     header = [3, b"session0", PACKED_KEY, 0, [3, 0], 1, 2]
     assert encode(CONTRIBUTION) == hand_built(header, struct.pack("<4d", 1.5, -2.0, 0.0, 1e300))
     assert encode(CONTRIBUTION).hex() == (
-        "53424e06 2e000000"  # "SBN", version 6, a header of 46 bytes
+        "53424e07 2e000000"  # "SBN", version 7, a header of 46 bytes
         "97 03 c408 73657373696f6e30"  # 7 fields: type 3, the session
         "c41a 97 a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
         "00 920300 01 02"  # attempt, counts, vectors, channels
@@ -136,12 +139,32 @@ def test_the_golden_frame_of_a_digest():
     assert decode(frame).values.tolist() == values.tolist()
 
 
+def test_the_golden_frame_of_round_trips():
+    counts = (0, 3, *[0] * 21, 1)
+    frame = hand_built([18, b"session0", 500, list(counts)])
+    assert encode(RoundTrips(b"session0", 500, counts)) == frame
+    assert decode(frame) == RoundTrips(b"session0", 500, counts)
+
+
+def test_the_golden_frame_of_a_round_that_was_not_finite():
+    told = NonFiniteRound(b"session0", KEY, Members.of([0, 1, 3]), "1 of 3 channels (inf)")
+    frame = hand_built([19, b"session0", PACKED_KEY, packed_runs(0, 2, 3, 1), "1 of 3 channels (inf)"])
+    assert encode(told) == frame
+    assert decode(frame) == told
+
+
+def test_a_round_that_was_not_finite_names_somebody():
+    frame = hand_built([19, b"session0", PACKED_KEY, b"", "1 of 3 channels (inf)"])
+    with pytest.raises(ProtocolError, match="members: expected who brought what is not finite, got nobody"):
+        decode(frame)
+
+
 def test_the_golden_frame_of_an_aggregate():
     assert encode(AGGREGATE) == hand_built(
         [4, PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), packed_runs(2, 1), 1, 2], struct.pack("<2d", 1.5, 1e300) + SEAL
     )
     assert encode(AGGREGATE).hex() == (
-        "53424e06 32000000"  # "SBN", version 6, a header of 50 bytes
+        "53424e07 32000000"  # "SBN", version 7, a header of 50 bytes
         "98 04"  # 8 fields: type 4
         "c41a 97 a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
         "02 03 c408 0000 0100 0200 0100"  # replicas, count, members 0 and 2
@@ -157,6 +180,45 @@ def test_the_golden_frame_of_a_result_is_that_of_its_aggregate_with_the_session(
     frame = encode(Result(b"session0", AGGREGATE))
     assert frame == hand_built(header, struct.pack("<2d", 1.5, 1e300) + SEAL)
     assert encode(decode(frame).aggregate) == encode(AGGREGATE)
+
+
+def test_the_golden_frame_of_what_one_member_carries_for_two():
+    header = [20, b"session0", b"session1session0", PACKED_KEY, [3, 4], 1, 2]
+    values = struct.pack("<4d", 1.5, -2.0, 0.25, 1e300)
+    carried = Carried(b"session0", b"session1session0", KEY, Rows((3, 4), np.array([[[1.5, -2.0]], [[0.25, 1e300]]])))
+    assert encode(carried) == hand_built(header, values)
+    own = decode_request(hand_built(header, values)).of(b"session0")
+    assert encode(own) == encode(Contribution(b"session0", KEY, 0, Rows((4,), np.array([[[0.25, 1e300]]]))))
+
+
+def test_the_longest_header_of_what_is_carried_is_one_that_a_server_takes():
+    most, long = limits.MAX_REPLICAS, "é" * (limits.MAX_NAME_BYTES // 2)
+    key = RoundKey(
+        long, long, limits.MAX_COUNTER, limits.MAX_COUNTER, long, limits.MAX_COUNTER, "p" * limits.MAX_PHASE_BYTES
+    )
+    sessions = b"".join(number.to_bytes(limits.TOKEN_BYTES, "big") for number in range(most))
+    rows = Rows((limits.MAX_COUNT,) * most, np.ones((most, 1, 1)))
+    message = decode_request(encode(Carried(sessions[: limits.TOKEN_BYTES], sessions, key, rows)))
+    assert (message.sessions, message.rows.counts) == (sessions, rows.counts)
+
+
+@pytest.mark.parametrize(
+    ("sessions", "counts"),
+    [
+        (b"", [1]),
+        (b"session0s", [1]),
+        (b"session0" * 2, [1, 1]),
+        (b"session0session1", [1]),
+        (b"session0session1", [1] * 3),
+    ],
+)
+def test_what_is_carried_names_each_member_once_and_brings_as_many_rows_of_each(sessions, counts):
+    def frame(sessions, counts):
+        return hand_built([20, b"session0", sessions, PACKED_KEY, counts, 1, 1], bytes(8 * len(counts)))
+
+    assert decode(frame(b"session0session1", [1, 1])).replicas == 1
+    with pytest.raises(ProtocolError, match=r"sessions: expected|rows: expected"):
+        decode(frame(sessions, counts))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +300,7 @@ def test_garbage_is_refused(garbage):
 @relaxed
 @given(st.binary(max_size=200))
 def test_garbage_after_a_sound_prelude_is_refused_or_a_message(garbage):
-    decoded_or_refused(b"SBN\x06" + struct.pack("<I", len(garbage)) + garbage)
+    decoded_or_refused(MAGIC + bytes([PROTOCOL_VERSION]) + struct.pack("<I", len(garbage)) + garbage)
 
 
 @every_frame
@@ -292,12 +354,12 @@ def test_another_protocol_version_is_named(version):
 
 def test_a_frame_of_another_version_is_named_even_if_all_else_about_it_is_unknown():
     with pytest.raises(VersionMismatch):
-        decode(b"SBN\x07" + b"\xff" * 20)
+        decode(MAGIC + bytes([PROTOCOL_VERSION + 1]) + b"\xff" * 20)
 
 
 def test_a_frame_beyond_the_limit_is_refused():
     with pytest.raises(ProtocolError, match=f"expected at most {limits.MAX_FRAME_BYTES} bytes"):
-        decode(b"SBN\x06" + bytes(limits.MAX_FRAME_BYTES))
+        decode(MAGIC + bytes([PROTOCOL_VERSION]) + bytes(limits.MAX_FRAME_BYTES))
 
 
 def test_a_frame_beyond_the_limit_is_not_sent():
@@ -479,7 +541,7 @@ def test_deep_nesting_never_escapes_as_another_error(opener, depth):
 def test_an_announced_length_is_not_believed():
     for length in (limits.MAX_HEADER_BYTES, limits.MAX_HEADER_BYTES + 1, 2**32 - 1):
         with pytest.raises(ProtocolError, match="announced"):
-            decode(b"SBN\x06" + struct.pack("<I", length) + b"\x91\x07")
+            decode(MAGIC + bytes([PROTOCOL_VERSION]) + struct.pack("<I", length) + b"\x91\x07")
     huge_array, huge_text, huge_bytes = b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"
     for lie in (huge_array, huge_text, huge_bytes, b"\xdf\xff\xff\xff\xff"):
         with pytest.raises(ProtocolError):

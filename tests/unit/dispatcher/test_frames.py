@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from statsd_bn import PROTOCOL_VERSION
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Aggregate, Failure, Figures, Heartbeat, Leave, Pending, Registered, Status, StatusRequest
-from statsd_bn.wire import decode, encode
+from statsd_bn.wire import MAGIC, decode, encode
 from support.dispatcher_play import SERVER, Play, codes, peer, read
 from support.strategies import KEY, contribution, key, messages, register, rows, session_of
 
@@ -52,9 +52,9 @@ def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
 
 def test_another_protocol_version_is_answered_by_name(play):
     frame = bytearray(encode(register()))
-    frame[3] = 7
+    frame[3] = PROTOCOL_VERSION + 1
     (answer,) = read(play.dispatcher.receive(play.now, b"new", bytes(frame)).replies).values()
-    assert (answer.code, answer.fields) == ("version", {"expected": 6, "got": 7})
+    assert (answer.code, answer.fields) == ("version", {"expected": PROTOCOL_VERSION, "got": PROTOCOL_VERSION + 1})
     assert play.dispatcher.bad_frames == 1
 
 
@@ -62,7 +62,7 @@ def test_a_deeply_nested_frame_costs_its_sender_an_error_and_nobody_else_anythin
     """1 kB that msgpack unpacks and Python cannot print."""
     play.open()
     header = b"\x91" * 1000 + b"\xc0"
-    frame = b"SBN\x06" + len(header).to_bytes(4, "little") + header
+    frame = MAGIC + bytes([PROTOCOL_VERSION]) + len(header).to_bytes(4, "little") + header
     assert codes(read(play.dispatcher.receive(play.now, b"stranger", frame).replies)) == {b"stranger": "protocol"}
     assert play.bring(0) == {}
 

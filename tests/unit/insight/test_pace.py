@@ -7,9 +7,10 @@ import pytest
 
 from server.core.report import group as report_of
 from server.group.master import SyncMaster
-from server.insight.histogram import BOUNDS, Histogram
 from server.insight.pace import STARTUP_SECONDS, WINDOW_SECONDS
-from statsd_bn.messages import Heartbeat
+from statsd_bn import limits
+from statsd_bn.messages import Heartbeat, RoundTrips
+from statsd_bn.timing.histogram import BOUNDS, Histogram
 from support.strategies import contribution, key, register
 
 # What a rank computes between two rounds, in seconds.
@@ -139,6 +140,48 @@ def test_how_long_rounds_are_open_is_counted():
     told = job.report()["round_seconds"]
     assert sum(told["counts"]) == job.report()["rounds_done"]
     assert told["sum"] == pytest.approx(STEP * job.report()["rounds_done"])
+
+
+def trips(job, rank, *, of=0, times=0, microseconds=0):
+    counts = [0] * limits.BUCKETS
+    counts[of] = times
+    one = job.contributors[rank]
+    job.master.count(one, RoundTrips(one.session, microseconds, tuple(counts)))
+
+
+def test_round_trips_are_those_that_all_members_have_told_of():
+    job = Job(2)
+    assert "round_trip_seconds" not in job.report()
+    trips(job, 0, of=1, times=3, microseconds=90)
+    trips(job, 1, of=2, times=1, microseconds=70)
+    trips(job, 0, of=1, times=5, microseconds=150)  # it tells of all its rounds each time
+    told = job.report()["round_trip_seconds"]
+    assert (told["counts"], told["sum"]) == ([0, 5, 1], pytest.approx(220e-6))
+    first, second = job.report()["members"]
+    assert first["round_trip"] == {"median": BOUNDS[1], "p99": BOUNDS[1]}
+    assert second["round_trip"] == {"median": BOUNDS[2], "p99": BOUNDS[2]}
+
+
+def test_round_trips_never_become_fewer():
+    job = Job(2)
+    trips(job, 0, of=1, times=3, microseconds=90)
+    before = job.report()["round_trip_seconds"]
+    trips(job, 0, of=1, times=2, microseconds=100)
+    trips(job, 0, of=0, times=9, microseconds=100)
+    trips(job, 0, of=1, times=4, microseconds=80)
+    assert job.report()["round_trip_seconds"] == before
+    job.master.remove_contributor(job.now, job.contributors[0], "")
+    assert job.report()["round_trip_seconds"] == before
+
+
+def test_round_trips_that_are_more_than_can_be_counted_are_as_many_as_can():
+    """Whoever comes and goes in an elastic group can tell of any number, and tell it again as somebody else."""
+    job = Job(1)
+    job.master.round_trips.counts[3] = 2**64 - 3
+    trips(job, 0, of=3, times=1, microseconds=5)
+    trips(job, 0, of=3, times=limits.MAX_COUNTER, microseconds=6)
+    assert job.report()["round_trip_seconds"]["counts"] == [0, 0, 0, 2**64 - 1]
+    assert job.contributors[0].trips.counts[3] == limits.MAX_COUNTER
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_where_one_member_has_no_memory_all_use_the_server_and_say_why(monkeypat
     take = agreement.take
 
     def take_but_for_one(name, size):
-        if threading.current_thread().name == "member 2":
+        if threading.current_thread().name == "member 1":
             raise OSError("it cannot reach the memory of the others; on purpose")
         return take(name, size)
 
@@ -217,14 +217,14 @@ def test_where_one_member_has_no_memory_all_use_the_server_and_say_why(monkeypat
         threading.current_thread().name = f"member {connection.rank}"
         return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).values.tobytes()
 
-    assert len(set(run_members(3, program, lane=SHARED_MEMORY))) == 1
+    assert len(set(run_members(2, program, lane=SHARED_MEMORY))) == 1
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    why = "rank 2: it cannot reach the memory of the others; on purpose"
-    assert told == [f"group 'world' exchanges rows over the server, and not in shared memory: {why}"] * 3
+    why = "rank 1: it cannot reach the memory of the others; on purpose"
+    assert told == [f"group 'world' exchanges rows over the server, and not in shared memory: {why}"] * 2
 
 
 def test_a_name_of_memory_that_is_no_text_is_not_taken(monkeypatch, caplog):
-    monkeypatch.setattr(agreement, "_name", lambda offer: b"\xff\xfe" if offer else b"")
+    monkeypatch.setattr(agreement, "_ready", lambda *_: b"ready \xff\xfe")
     caplog.set_level("INFO", logger="statsd_bn.client")
 
     def program(connection):

@@ -86,6 +86,15 @@ def test_another_number_of_members_begins_anew():
     assert history.layer("digits", "world", "bn1")["times"] == [2.0]
 
 
+def test_a_clock_that_is_set_back_stops_nothing_and_takes_the_moments_along():
+    history = History()
+    for time in (7200, 7201, 7202, 3600, 3601, 3602):
+        history.add(snapshot(time, value=time))
+    told = history.layer("digits", "world", "bn1")
+    assert told["times"] == [3598.0, 3599.0, 3600.0, 3601.0, 3602.0]
+    assert [means[0] for means in told["means"]] == [7200.0, 7201.0, 7202.0, 3601.0, 3602.0]
+
+
 def test_while_the_server_is_silent_nothing_is_kept():
     history = History()
     history.add(snapshot(1))

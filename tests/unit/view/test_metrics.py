@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("prometheus_client", reason="needs the extra view")
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.insight.histogram import BOUNDS
 from server.view.metrics import MAX_LAYERS, MAX_RANKS, Metrics
 from server.view.snapshot import Watcher
+from statsd_bn.timing.histogram import BOUNDS
 from support.paths import ROOT
 from support.view_reports import figures, group, layer, member, report
 
@@ -51,6 +51,16 @@ def test_prometheus_own_parser_reads_what_a_group_says():
     assert value(of, "statsd_bn_round_seconds_sum", **NAMED) == 0.5
 
 
+def test_round_trips_are_a_histogram_of_their_own_from_20_microseconds_on():
+    told = {"counts": [7, 1], "sum": 2e-4}
+    of = samples(report(group(member(3, round_trip={"median": 2e-5, "p99": 4e-5}), **NAMED, round_trip_seconds=told)))
+    buckets = {float(s.labels["le"]): s.value for s in of if s.name == "statsd_bn_round_trip_seconds_bucket"}
+    assert list(buckets.items())[:3] == [(20e-6, 7), (40e-6, 8), (80e-6, 8)]
+    assert value(of, "statsd_bn_round_trip_seconds_sum", **NAMED) == 2e-4
+    assert value(of, "statsd_bn_rank_round_trip_seconds", rank="3") == 4e-5
+    assert not any(s.name.startswith("statsd_bn_round_seconds") for s in of)
+
+
 def test_labels_are_bounded():
     of = samples(report(group(*(member(rank) for rank in range(1000)))))
     assert sum(s.name == "statsd_bn_rank_step" for s in of) == MAX_RANKS
@@ -80,8 +90,8 @@ def test_a_silent_server_has_no_numbers_that_stand_still():
 
 
 def test_the_dashboard_and_the_rules_ask_for_what_is_told():
-    paced = member(0, waiting=0.2, score=0.5)
-    of = group(paced, round_seconds=HISTOGRAM, figures=figures(layer("bn", 0.1)))
+    paced = member(0, waiting=0.2, score=0.5, round_trip={"median": 2e-5, "p99": 4e-5})
+    of = group(paced, round_seconds=HISTOGRAM, round_trip_seconds=HISTOGRAM, figures=figures(layer("bn", 0.1)))
     told = {sample.name for sample in samples(report(), report(of))}
     folder = ROOT / "docker/monitoring"
     board = json.loads((folder / "dashboard.json").read_text())
@@ -102,7 +112,15 @@ PROMTOOL = shutil.which("promtool")
 @pytest.mark.skipif(not PROMTOOL, reason="needs promtool, of Debian's package prometheus")
 def test_promtool_accepts_the_metrics_and_the_rules():
     snapshot = Watcher("x").take(
-        0.0, report(group(member(0), round_seconds=HISTOGRAM, figures=figures(layer("bn", 0.1))))
+        0.0,
+        report(
+            group(
+                member(0, round_trip={"median": 2e-5, "p99": 4e-5}),
+                round_seconds=HISTOGRAM,
+                round_trip_seconds=HISTOGRAM,
+                figures=figures(layer("bn", 0.1)),
+            )
+        ),
     )
     text = Metrics(lambda: snapshot).text()
     # The exit code is 3 where promtool only advises, so 0 says that it has no advice either.

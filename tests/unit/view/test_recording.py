@@ -45,6 +45,21 @@ def test_figures_are_kept_once_in_ten_seconds_and_come_back_until_the_next(tmp_p
     assert all("figures" not in other for _, other in groups)
 
 
+def test_a_clock_that_is_set_back_loses_nothing(tmp_path):
+    path, watcher = str(tmp_path / "run.db"), Watcher("tcp://x:1")
+    recorder = Recorder(path)
+    for number, now in enumerate((7200.0, 3600.0, 3601.0)):
+        told = report(group(*map(member, range(number + 1)), figures=figures(layer("bn1", now / 1e4, 0.0))))
+        recorder.add(watcher.take(now, told))
+    recorder.close()
+    found = list(recorded(path))
+    assert [snapshot["time"] for snapshot in found] == [7200.0, 3600.0, 3601.0]
+    assert [len(snapshot["events"]) for snapshot in found] == [0, 1, 2]
+    shown = [snapshot["groups"][0]["figures"]["layers"][0]["parts"][0] for snapshot in found]
+    assert shown == [0.72, 0.36, 0.36]
+    assert [snapshot["time"] for snapshot in recorded(path, last=True)] == [3601.0]
+
+
 @pytest.mark.parametrize("arguments", [["--json"], ["--json", "--once"]])
 def test_a_long_recording_is_not_read_into_memory(tmp_path, capfd, arguments):
     path, watcher = str(tmp_path / "run.db"), Watcher("tcp://x:1")

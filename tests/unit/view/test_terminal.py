@@ -1,13 +1,17 @@
+import pytest
+
 from server.view.snapshot import Watcher
-from server.view.terminal import TOLD_EVENTS, as_text
+from server.view.terminal import as_text
 from support.view_reports import figures, group, layer, member, report
 
+EVENTS = 3
 
-def shown(*reports, width=80):
+
+def shown(*reports, width=80, height=None):
     watcher = Watcher("tcp://127.0.0.1:4555")
     for number, told in enumerate(reports):
         snapshot = watcher.take(float(number), told)
-    return as_text(snapshot, width)
+    return as_text(snapshot, width, height)
 
 
 def test_a_job_fits_into_80_columns_and_24_lines_with_all_its_facts():
@@ -30,7 +34,7 @@ def test_a_job_fits_into_80_columns_and_24_lines_with_all_its_facts():
     assert len(lines) <= 24
     for fact in ("'digits'", "host-2, pid", "21%", "0.40", "awaited 3.0 s", "rank 2 held the others up", "step 20"):
         assert fact in text, fact
-    assert [line.split()[1] for line in lines[-TOLD_EVENTS:]] == ["mismatch:", "non-finite:", "straggler:"]
+    assert [line.split()[1] for line in lines[-EVENTS:]] == ["mismatch:", "non-finite:", "straggler:"]
     assert "joined:" not in text
     assert "\x1b" not in text
 
@@ -65,3 +69,38 @@ def test_many_ranks_are_counted_and_the_awaited_one_is_shown():
     text = shown(report(group(*(member(rank) for rank in range(100)), waiting=waiting)))
     assert "host-77" in text
     assert "and 90 ranks more" in text
+
+
+def busy_group(number, ranks=12):
+    findings = [{"kind": "skew", "rank": rank, "step": 9, "text": f"rank {rank} differs"} for rank in range(8)]
+    layers = figures(*(layer(f"layer{at}", 0.01, 0.3, 0.02) for at in range(20)))
+    texts = [f"first non-finite: layer bn3, {phase}, step 20, rank 2" for phase in ("forward", "backward")]
+    members = map(member, range(ranks))
+    job = f"job-{number} with a name that needs one more line for its counts"
+    return group(*members, job=job, findings=findings, non_finite=texts, figures=layers, lost="rank 3 was lost")
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 5, 30, 200])
+@pytest.mark.parametrize("height", [10, 24, 60])
+def test_however_much_there_is_to_tell_it_fits_into_the_terminal(groups, height):
+    told = [report(*(busy_group(number, ranks) for number in range(groups))) for ranks in (12, 11, 10, 9)]
+    lines = shown(*told, height=height).splitlines()
+    assert len(lines) <= height
+    heads = sum("job-" in line and "group 'world'" in line for line in lines)
+    more = [int(line.split()[1]) for line in lines if line.endswith("groups more")]
+    assert heads + sum(more) == groups
+    assert lines[-1].split()[1] == "left:"
+
+
+def test_findings_that_have_no_room_are_counted():
+    lines = shown(report(busy_group(0)), height=60).splitlines()
+    told = [line for line in lines if line.startswith("!")]
+    assert [line.split(":")[0] for line in told[1:3]] == ["! first non-finite"] * 2
+    assert told[3:] == ["! rank 6 differs", "! rank 7 differs", "! 6 findings more"]
+
+
+def test_where_not_all_groups_fit_those_with_something_to_tell_come_first():
+    calm = [group(member(0), job=f"calm-{number}") for number in range(40)]
+    text = shown(report(*calm, group(member(0), job="sick", lost="rank 3 was lost")), height=24)
+    assert "job 'sick'" in text
+    assert "! broken: rank 3 was lost" in text

@@ -127,6 +127,7 @@ def test_a_failure_says_more_than_a_good_bye(play):
 
 
 END = """
+import support.without_torch
 import sys
 from client.whereabouts.broken_job import end_process
 sys.stderr.write("before\\n")
@@ -196,6 +197,7 @@ def test_what_is_ours_and_what_ends_the_process_on_purpose_stays_as_it_is(play, 
 
 def test_a_signal_to_end_waits_for_the_news_and_then_ends_the_process():
     code = """
+import support.without_torch
 import os, signal, threading
 from statsd_bn.errors import ReplicaLost
 from client.whereabouts import notes

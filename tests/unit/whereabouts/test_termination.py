@@ -10,6 +10,7 @@ import sys
 import pytest
 
 HEAD = """
+import support.without_torch
 import os, signal, threading, time
 from statsd_bn.errors import ReplicaLost
 from client.whereabouts.broken_job import BrokenJob

@@ -2,8 +2,9 @@
 
 Each layer has a decaying average of the members' figures, see `statsd_bn.skew`. A member stands out where it brings
 much more of the variance between the members than the others do, where its own variance is another, or where its means
-lie to one side, see `server.insight.shift`. What is usual is said by the others, not by the past: a member may have
-been different from the first step on. With two members nobody can tell which of them is the odd one.
+lie to one side, see `statsd_bn.skew.shift`. What is usual is said by the others, not by the past: a member may have
+been different from the first step on. With two members nobody can tell so which of them is the odd one, see
+`statsd_bn.skew.few`.
 """
 
 import math
@@ -13,10 +14,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from server.insight import shift
-from server.insight.shift import Shift
 from statsd_bn.reduction import FloatArray
-from statsd_bn.skew import COUNT, FIGURES, PART, SHIFTS, VARIANCE
+from statsd_bn.skew import COUNT, FIGURES, PART, SHIFTS, VARIANCE, shift
+from statsd_bn.skew.order import in_order
+from statsd_bn.skew.shift import Shift
 
 # What a look weighs beside the next one: an average over some ten looks.
 DECAY = 0.9
@@ -147,11 +148,14 @@ class Skew:
 
     Args:
         members: how many the group has.
+
+    Attributes:
+        most: how many layers it keeps at most.
     """
 
     def __init__(self, members: int) -> None:
         self._members = members
-        self._most = max(1, min(MOST_LAYERS, MOST_NUMBERS // members))
+        self.most = max(1, min(MOST_LAYERS, MOST_NUMBERS // members))
         self._layer_bytes = LAYER_BYTES + NUMBERS_BYTES * members
         self._layers: dict[str, Layer] = {}
         self._told: set[int] = set()
@@ -200,19 +204,13 @@ class Skew:
     def more_for(self, layers: Sequence[str]) -> int:
         """Number of bytes more that it would keep after a look at these layers, at most."""
         new = sum(name not in self._layers for name in layers)
-        return min(new, self._most - len(self._layers)) * self._layer_bytes
+        return min(new, self.most - len(self._layers)) * self._layer_bytes
 
     def _learn(self, names: Sequence[str]) -> None:
-        """Keep layers that are new, each in its place in a step: before the one that comes next in this look."""
-        if all(name in self._layers for name in names):
+        """Keep layers that are new, each in its place in a step."""
+        order = in_order(self._layers, names, self.most)
+        if len(order) == len(self._layers):
             return
-        order = list(self._layers)
-        next_one = len(order)
-        for name in reversed(names):
-            if name in self._layers:
-                next_one = order.index(name)
-            elif name not in order and len(order) < self._most:
-                order.insert(next_one, name)
         self._layers = {
             name: self._layers.get(name)
             or Layer(np.zeros((self._members, FIGURES)), np.zeros((self._members, 2)), Shift(self._members))

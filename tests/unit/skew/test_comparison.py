@@ -2,8 +2,10 @@
 
 import numpy as np
 
-from server.insight.comparison import LEAST_SECONDS, Comparison
 from statsd_bn.skew import NUMBERS
+from statsd_bn.skew.comparison import LEAST_SECONDS, Comparison
+from statsd_bn.skew.copies import Same
+from statsd_bn.skew.outliers import Different
 
 # The third member's data differ much, and the second's are the first's.
 FIGURES = np.zeros((1, 4, NUMBERS))
@@ -12,14 +14,11 @@ FIGURES[0, :, :4] = [[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0,
 
 def looks(comparison, times):
     """Members that were found to differ, and to be copies."""
-    differing, copies = [], []
-    for step, now in enumerate(times):
-        for found, all_found in zip(comparison.look(now, step, ["bn"], FIGURES), (differing, copies), strict=True):
-            all_found += [one.member for one in found]
-    return differing, copies
+    found = [one for step, now in enumerate(times) for one in comparison.look(now, step, ["bn"], FIGURES)]
+    return [[one.member for one in found if isinstance(one, kind)] for kind in (Different, Same)]
 
 
 def test_a_burst_of_looks_is_one():
     comparison = Comparison(4)
-    assert looks(comparison, [LEAST_SECONDS * look / 50 for look in range(50)]) == ([], [])
-    assert looks(comparison, [1.0 + LEAST_SECONDS * look for look in range(20)]) == ([2], [1])
+    assert looks(comparison, [LEAST_SECONDS * look / 50 for look in range(50)]) == [[], []]
+    assert looks(comparison, [1.0 + LEAST_SECONDS * look for look in range(20)]) == [[2], [1]]

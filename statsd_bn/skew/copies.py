@@ -4,6 +4,7 @@ Members with different samples do not have the same means and variances in every
 part of the data, or draw it with the same seed, do, as long as nothing in the model is random.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +25,13 @@ class Same:
     Attributes:
         member: its index in the group.
         other: the first member that has the same data.
+        layer: the earliest one in a step, of those that were looked at.
         since: the step in which that was seen first.
     """
 
     member: int
     other: int
+    layer: str
     since: int
 
 
@@ -40,7 +43,7 @@ class Copies:
         self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
         self._told: set[tuple[int, int]] = set()
 
-    def look(self, step: int, values: FloatArray) -> list[Same]:
+    def look(self, step: int, layers: Sequence[str], values: FloatArray) -> list[Same]:
         """Take the figures of some layers in a step, shape (layers, members, 8); returns what is news."""
         before = self._pairs
         self._pairs = {}
@@ -51,7 +54,7 @@ class Copies:
             pair: since for pair, (since, looks) in self._pairs.items() if looks == IN_A_ROW and pair not in self._told
         }
         self._told.update(news)
-        return [Same(member, other, since) for (member, other), since in news.items()]
+        return [Same(member, other, layers[0], since) for (member, other), since in news.items()]
 
 
 def _same_pairs(values: FloatArray) -> list[tuple[int, int]]:

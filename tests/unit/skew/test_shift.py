@@ -3,21 +3,20 @@
 import numpy as np
 import pytest
 
-from server.insight import shift
-from server.insight.shift import Shift
-from statsd_bn.skew import DIRECTIONS
+from statsd_bn.skew import DIRECTIONS, shift
+from statsd_bn.skew.shift import Shift
 
 NOISE = 0.2
 
 
-def outliers(members, looks, seed=0, noise=NOISE, shifts=None, odd=(), kept=None):
+def outliers(members, looks, seed=0, noise=NOISE, shifts=None, odd=(), kept=None, means=0.0):
     """What is found after each look, as (look, member).
 
     `shifts` lie under the noise in the last direction, and in the looks that are `odd` the first member is far off.
     """
     rng, of_layer, found = np.random.default_rng(seed), Shift(members), []
     for look in range(looks):
-        values = rng.normal(0, noise, (DIRECTIONS, members))
+        values = means + rng.normal(0, noise, (DIRECTIONS, members))
         if shifts is not None:
             values[-1] += shifts
         if look in odd:
@@ -62,6 +61,14 @@ def test_chance_is_not(members, seed):
 def test_members_that_all_differ_a_little_for_good_are_not(seed):
     shifts = np.random.default_rng(100 + seed).normal(0, 0.15 * NOISE, 8)
     assert outliers(8, 1000, seed=seed, shifts=shifts) == []
+
+
+@pytest.mark.parametrize("deviation", [0.3 * NOISE, NOISE])
+def test_of_four_that_each_read_the_same_samples_hardly_one_is(deviation):
+    """Without a look at all directions together, 11 and 19 of these 20 have an alarm."""
+    draws = [np.random.default_rng(seed).normal(0, deviation, (DIRECTIONS, 4)) for seed in range(20)]
+    alarms = sum(bool(outliers(4, 300, seed=seed, means=means)) for seed, means in enumerate(draws))
+    assert alarms == 0
 
 
 def test_what_is_there_for_good_but_tiny_is_not():

@@ -1,7 +1,8 @@
 """Shift: whose means lie to one side of the others', a little, in one look as in the next.
 
 One batch is brighter and the next one darker, so an honest member's shifts cancel out over many looks. Those of a
-member whose channels are swapped do not, even where each is too small for `server.insight.skew` to tell it from chance.
+member whose channels are swapped do not, even where each is too small for `statsd_bn.skew.outliers` to tell it from
+chance.
 """
 
 import math
@@ -19,11 +20,17 @@ LEAST_LOOKS = 20
 # each read the same few samples all the time some do differ for good, by chance; but one of them not that much more.
 LEAST_ERRORS, LEAST_RATIO = 7.0, 4.0
 
+# Among few members two or three are close together now and then, though all differ. But that is hardly so in all
+# directions: how many times as far off a member lies as the others do there, all directions taken together.
+LEAST_POOLED_RATIO = 9.0
+
 # Less is no harm to anybody: in standard deviations of a value.
 LEAST_SHIFT = 0.1
 
 # One look counts for at most so many times what is usual, or for so much where looks hardly vary.
 MOST_DEVIATIONS, MOST_SHIFT = 4.0, 0.5
+
+TINY = 1e-150
 
 # Among three, two that happen to be alike make the third one odd.
 LEAST_MEMBERS = 4
@@ -66,8 +73,21 @@ class Shift:
         """Returns the index of the member that lies to one side, in whichever direction, if one does."""
         if self._mean.shape[1] < LEAST_MEMBERS or self._looks < LEAST_LOOKS:
             return None
-        found = (_outlier(mean, square, self._share) for mean, square in zip(self._mean, self._square, strict=True))
-        return next((who for who in found if who is not None), None)
+        for at, (mean, square) in enumerate(zip(self._mean, self._square, strict=True)):
+            who = _outlier(mean, square, self._share)
+            if who is not None and self._pooled_ratio(who, at) > LEAST_POOLED_RATIO:
+                return who
+        return None
+
+    def _pooled_ratio(self, member: int, direction: int) -> float:
+        """How many times as far off a member lies in a direction as the others do in all."""
+        variances = np.maximum(self._square - self._mean**2, 0.0)
+        # In some directions looks differ more than in others.
+        usual = np.maximum(np.sqrt(np.median(variances, axis=1, keepdims=True)), TINY)
+        others = np.delete(self._mean, member, axis=1)
+        middle = np.median(others, axis=1, keepdims=True)
+        distance = abs(self._mean[direction, member] - middle[direction, 0]) / usual[direction, 0]
+        return float(distance / max(math.sqrt(float(np.mean(((others - middle) / usual) ** 2))), TINY))
 
     def of(self, member: int) -> float:
         """How far a member's average lies from the others', in standard deviations, where it lies farthest."""

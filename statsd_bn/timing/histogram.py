@@ -2,10 +2,16 @@
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
+from statsd_bn import limits
+
 # Upper bounds in seconds: 20 µs, 40 µs, ... 84 s. What took longer is in one bucket more.
-BOUNDS: tuple[float, ...] = tuple(20e-6 * 2**power for power in range(23))
+BOUNDS: tuple[float, ...] = tuple(20e-6 * 2**power for power in range(limits.BUCKETS - 1))
+
+# A bucket counts no further than this, whatever members tell of.
+MOST = 2**64 - 1
 
 
 class Histogram:
@@ -21,6 +27,18 @@ class Histogram:
     def __init__(self) -> None:
         self.counts: array[int] = array("Q", bytes(8 * (len(BOUNDS) + 1)))
         self.sum = 0.0
+
+    def grow(self, before: Sequence[int], counts: Sequence[int], seconds: float) -> None:
+        """Add what another one has counted since it had these counts.
+
+        Args:
+            before: its counts before.
+            counts: its counts now, none less.
+            seconds: by how much its sum has grown.
+        """
+        for bucket, (old, new) in enumerate(zip(before, counts, strict=True)):
+            self.counts[bucket] = min(self.counts[bucket] + new - old, MOST)
+        self.sum += seconds
 
     def add(self, seconds: float) -> None:
         """Count one."""

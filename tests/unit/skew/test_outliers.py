@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from server.insight import skew
-from server.insight.shift import LEAST_SHIFT
-from server.insight.skew import Skew
 from statsd_bn.skew import COUNT, NUMBERS, PART, SHIFTS, VARIANCE, figures_of
+from statsd_bn.skew import outliers as skew
+from statsd_bn.skew.outliers import Skew
+from statsd_bn.skew.shift import LEAST_SHIFT
 
 LAYERS = ["stem", "block", "head"]
 

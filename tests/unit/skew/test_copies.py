@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from server.insight.copies import IN_A_ROW, Copies, Same
 from statsd_bn.skew import COUNT, VARIANCE, figures_of
+from statsd_bn.skew.copies import IN_A_ROW, Copies, Same
 
 LAYERS, MEMBERS = 3, 4
+NAMES = ["a", "b", "c"]
 
 
 def figures(rng, copied=()):
@@ -19,14 +20,16 @@ def figures(rng, copied=()):
 
 def looks(copies, number, *copied, first=0, seed=0):
     rng = np.random.default_rng(seed)
-    return [found for look in range(first, first + number) for found in copies.look(10 * look, figures(rng, copied))]
+    return [
+        found for look in range(first, first + number) for found in copies.look(10 * look, NAMES, figures(rng, copied))
+    ]
 
 
 def test_a_copy_is_found_once_with_its_step():
     copies = Copies()
     assert looks(copies, 5) == []
     assert looks(copies, IN_A_ROW - 1, (3, 1), first=5) == []
-    assert looks(copies, 50, (3, 1), first=4 + IN_A_ROW, seed=1) == [Same(3, 1, 50)]
+    assert looks(copies, 50, (3, 1), first=4 + IN_A_ROW, seed=1) == [Same(3, 1, "a", 50)]
 
 
 def test_it_has_to_be_the_same_on_end():
@@ -38,7 +41,7 @@ def test_it_has_to_be_the_same_on_end():
 
 def test_a_pair_is_told_once_however_often_it_differs_meanwhile():
     copies = Copies()
-    assert looks(copies, IN_A_ROW, (3, 1)) == [Same(3, 1, 0)]
+    assert looks(copies, IN_A_ROW, (3, 1)) == [Same(3, 1, "a", 0)]
     for start in range(IN_A_ROW, 100, IN_A_ROW + 1):
         assert looks(copies, 1, first=start, seed=2) == []
         assert looks(copies, IN_A_ROW, (3, 1), first=start + 1, seed=3) == []
@@ -46,7 +49,7 @@ def test_a_pair_is_told_once_however_often_it_differs_meanwhile():
 
 def test_several_copies_are_each_found():
     found = looks(Copies(), IN_A_ROW, (1, 0), (3, 0))
-    assert found == [Same(1, 0, 0), Same(3, 0, 0)]
+    assert found == [Same(1, 0, "a", 0), Same(3, 0, "a", 0)]
 
 
 def test_one_layer_that_differs_is_enough_to_be_another():
@@ -54,7 +57,7 @@ def test_one_layer_that_differs_is_enough_to_be_another():
     for look in range(3 * IN_A_ROW):
         values = figures(rng, [(3, 1)])
         values[1, 3, VARIANCE] *= 1 + 1e-12
-        assert copies.look(look, values) == []
+        assert copies.look(look, NAMES, values) == []
 
 
 def test_constant_data_and_none_are_the_same_for_good_reason():
@@ -62,6 +65,6 @@ def test_constant_data_and_none_are_the_same_for_good_reason():
     for look in range(2 * IN_A_ROW):
         values = np.ones((LAYERS, MEMBERS, 4))
         values[..., VARIANCE] = 0.0
-        assert constant.look(look, values) == []
+        assert constant.look(look, NAMES, values) == []
         values[..., VARIANCE], values[..., COUNT] = 1.0, 0.0
-        assert empty.look(look, values) == []
+        assert empty.look(look, NAMES, values) == []

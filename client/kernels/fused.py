@@ -1,0 +1,77 @@
+"""`cuda` once more, with vectors that stay on the device: the fused operators of torch's own SyncBatchNorm.
+
+Where `cuda` looks at the mean to see whether it is near zero, nobody can look here. So all values are measured a second
+time, around the mean, which finds what its rounding to float32 has left: no digit is lost, but the input is read twice
+more.
+"""
+
+import torch
+from torch import Tensor
+
+from client.kernels.device_elementwise import center_and_rest
+from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
+from client.kernels.layout import alike, dense
+from client.kernels.vectors import along_channels, compute_type
+
+# Which of the sums to take: those for the input's gradient hold those for weight and bias.
+_FOR_THE_INPUT = (True, False, False)
+
+
+def takes(x: Tensor, mask: Tensor | None) -> bool:
+    """Whether a slice that is not empty may come here."""
+    return x.is_cuda and mask is None
+
+
+class Fused:
+    """The backend for CUDA, without masks."""
+
+    def moments(self, x: Tensor) -> DeviceMoments:
+        """Takes the mean first, then mean and variance of the centred values."""
+        x = dense(x)
+        center, _ = torch.batch_norm_update_stats(x, None, None, 0.0)
+        rest, variance = torch.batch_norm_update_stats(x - along_channels(center, x), None, None, 0.0)
+        number = x.numel() // x.shape[1]
+        center = center.double()
+        # An infinite center is the mean of what has infinity in it: the difference of the two would be NaN.
+        mean = torch.where(center.isinf(), center, center + rest.double())
+        return DeviceMoments.from_centred(number, mean, variance.double() * number, x)
+
+    def normalise(self, x: Tensor, statistics: DeviceStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Puts what the rounding of the mean has left over into the bias."""
+        x, wide = dense(x), compute_type(x)
+        center, rest = center_and_rest(x, statistics)
+        weight = _weight(x, weight)
+        addend = (-rest * statistics.invstd).to(wide) * weight
+        addend = addend if bias is None else addend + bias.detach()
+        return torch.batch_norm_elemt(x, weight, addend, center, statistics.invstd.to(wide), 0.0)
+
+    def backward_sums(self, grad: Tensor, x: Tensor, statistics: DeviceStatistics) -> Tensor:
+        """Returns Σdy and Σdy·(x - mean), shape (2, C)."""
+        grad, x = alike(grad, x)
+        center, rest = center_and_rest(x, statistics)
+        invstd = statistics.invstd.to(compute_type(x))
+        found = torch.batch_norm_backward_reduce(grad, x, center, invstd, _weight(x, None), *_FOR_THE_INPUT)
+        first, second = found[0].double(), found[1].double()
+        return torch.stack((first, second - rest * first))
+
+    def input_gradient(
+        self, grad: Tensor, x: Tensor, statistics: DeviceStatistics, means: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        """As `cuda.input_gradient`."""
+        grad, x = alike(grad, x)
+        wide = compute_type(x)
+        center, rest = center_and_rest(x, statistics)
+        invstd = statistics.invstd
+        first = means[0] - rest * (invstd * invstd * means[1])
+        # The operator would divide sums by a count of 32 bits.
+        one = torch.ones(1, dtype=torch.int32, device=x.device)
+        return torch.batch_norm_backward_elemt(
+            grad, x, center, invstd.to(wide), _weight(x, weight), first.to(wide), means[1].to(wide), one
+        )
+
+
+def _weight(x: Tensor, weight: Tensor | None) -> Tensor:
+    """The operators take the types of their statistics from the weight's, so there is always one."""
+    if weight is None:
+        return torch.ones(x.shape[1], dtype=compute_type(x), device=x.device)
+    return weight.detach().to(compute_type(x))

@@ -1,0 +1,194 @@
+"""Rows that stay on their device, where the lane can take them there.
+
+Replicas of one process hand their rows from device to device, and ranks of a process group gather them by a backend
+that works on devices, as NCCL does. They are added in the order of `statsd_bn.reduction`, so to the same bits. Nothing
+here waits for a device: what is wrong with a round is a tensor too, and `client.autograd.findings` tells of it later.
+
+Ranks that gather on devices must all do so, so the ranks of a process group agree over the host, once for each layer,
+before its first round. That also tells ranks apart that come to different layers there, or with other channels. Later
+rounds carry the digest of their key, by which each rank sees on its device that others have come to another round.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+
+from client.lanes.in_process import LocalPipe
+from client.lanes.key_digest import digest_of
+from client.lanes.lane import Lane
+from client.lanes.process_group import FIRST_ROW, ProcessGroupPipe, group_of, met, rounds_of
+from statsd_bn import limits
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.rows import Rows
+
+# Devices that compute in float64, and copy to each other without the host.
+TYPES = frozenset({"cuda"})
+
+# Backends of torch's process groups that take tensors of a device only to bring them to the host.
+OVER_THE_HOST = frozenset({"gloo", "mpi"})
+
+# Since torch 2.13 it has another name.
+_all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+# The phase of the round in which the ranks agree.
+FIRST_FORWARD = "first forward"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceRows:
+    """What the replicas of this process bring to a round, a row each; on the device of the first one.
+
+    Attributes:
+        counts: shape (replicas,), float64: exact integers.
+        values: shape (replicas, vectors, C), float64.
+    """
+
+    counts: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, counts: Sequence[Tensor], values: Sequence[Tensor]) -> "DeviceRows":
+        """Brings together what replicas have on devices of their own; the host does not wait for the copies."""
+        lead = values[0].device
+        return cls(
+            torch.stack([count.to(lead, non_blocking=True) for count in counts]),
+            torch.stack([vectors.to(lead, non_blocking=True) for vectors in values]),
+        )
+
+    def on_host(self) -> Rows:
+        """Returns the same on the host, which waits for the device."""
+        return Rows(tuple(map(int, self.counts.cpu().tolist())), self.values.cpu().numpy())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceAggregate:
+    """The sum of all rows of a round.
+
+    Attributes:
+        key: of the round.
+        count: shape ().
+        values: shape (vectors, C).
+        rows: what it is the sum of, shape (rows, 1 + vectors * C): the count, then the values.
+        ranks: whose rows these are, in their order; each has the same number of rows.
+        others: which ranks have come to another round, shape (ranks,), bool; None where none can.
+    """
+
+    key: RoundKey
+    count: Tensor
+    values: Tensor
+    rows: Tensor
+    ranks: list[int]
+    others: Tensor | None = None
+
+
+def may_stay(lane: Lane, x: Tensor) -> bool:
+    """Whether `capacity_of` has to be asked; most calls on a CPU need not, and this takes no time."""
+    return x.device.type in TYPES or isinstance(lane, ProcessGroupPipe)
+
+
+def capacity_of(lane: Lane, inputs: Sequence[Tensor]) -> int:
+    """Returns how many rows each rank brings to a layer's rounds on its device; 0 where rows go over the host.
+
+    Ranks of a process group agree on it in the first call of each layer.
+
+    Args:
+        lane: of the layer.
+        inputs: of the replicas of this process.
+
+    Raises:
+        RoundMismatch: on all ranks: they have come for different rounds.
+        ConfigurationError: the ranks have agreed to something else than this call brings.
+    """
+    if isinstance(lane, LocalPipe):
+        return len(inputs) if are_on_devices(inputs) else 0
+    if not isinstance(lane, ProcessGroupPipe):
+        return 0
+    group = group_of(lane)
+    if not _gathers_on_devices(group):
+        return 0
+    rounds = rounds_of(group)
+    with rounds.lock:
+        if lane.layer not in rounds.on_device:
+            able = len(inputs) if are_on_devices(inputs) else 0
+            key = lane.key(rounds.steps.step, 0, FIRST_FORWARD)
+            first = np.array([able], np.int64)
+            told = met(group, key, (2, inputs[0].shape[1]), 1, first)[:, FIRST_ROW]
+            rounds.on_device[lane.layer] = int(told.max()) if 0 < told.min() <= told.max() <= limits.MAX_REPLICAS else 0
+        capacity = rounds.on_device[lane.layer]
+    if capacity and (len(inputs) > capacity or not are_on_devices(inputs)):
+        raise ConfigurationError(
+            f"layer {lane.layer!r}: expected up to {capacity} inputs on devices of this process, as in its first call, "
+            f"got {len(inputs)} on {', '.join(sorted({str(x.device) for x in inputs}))}"
+        )
+    return capacity
+
+
+def stay(lane: Lane, inputs: Sequence[Tensor]) -> bool:
+    """Whether the rows of an earlier call with such inputs have stayed on their devices; asks nobody."""
+    if isinstance(lane, LocalPipe):
+        return are_on_devices(inputs)
+    if not isinstance(lane, ProcessGroupPipe):
+        return False
+    return rounds_of(group_of(lane)).on_device.get(lane.layer, 0) > 0
+
+
+def are_on_devices(inputs: Sequence[Tensor]) -> bool:
+    """Whether all inputs are on devices whose rows may stay there."""
+    return all(x.device.type in TYPES for x in inputs)
+
+
+def _gathers_on_devices(group: object) -> bool:
+    kinds = [device for device in group._device_types if device.type in TYPES]  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name
+    return any(group._get_backend(kind).name() not in OVER_THE_HOST for kind in kinds)  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+
+
+def run(lane: Lane, brought: DeviceRows, capacity: int, key: RoundKey | None = None) -> DeviceAggregate:
+    """Takes part in a round and returns its aggregate; see `Lane.run_slave`.
+
+    Args:
+        lane: for which there is a capacity.
+        brought: this process's rows.
+        capacity: as `capacity_of` has returned it.
+        key: of the round; None for the layer's next forward round.
+    """
+    shape = brought.values.shape[1:]
+    rows = torch.cat((brought.counts.unsqueeze(1), brought.values.flatten(1)), 1)
+    if not isinstance(lane, ProcessGroupPipe):
+        key = key or lane.key(0, 0, FORWARD)
+        return DeviceAggregate(key, *_sum(rows, shape), rows, [lane.rank])
+    group = group_of(lane)
+    rounds = rounds_of(group)
+    with rounds.lock:
+        key = key or lane.key(*rounds.steps.next(lane.layer), FORWARD)
+        rounds.steps.begins(key.phase)
+        rows, others = _gathered(group, rows, capacity, key)
+    return DeviceAggregate(key, *_sum(rows, shape), rows, distributed.get_process_group_ranks(group), others)
+
+
+def _sum(rows: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Adds rows from first to last, as `statsd_bn.reduction` does; returns the count and the values."""
+    total, *others = rows.unbind()
+    for row in others:
+        total = total + row
+    return total[0], total[1:].view(*shape)
+
+
+def _gathered(group: object, rows: Tensor, capacity: int, key: RoundKey) -> tuple[Tensor, Tensor]:
+    """Returns the rows of all ranks, and which ranks have come to another round.
+
+    They travel as their bits. A rank with fewer rows than others fills up with -0, which changes no bit of a sum.
+    """
+    size: int = group.size()  # type: ignore[attr-defined]
+    digest = int(np.uint64(digest_of(key)).view(np.int64))
+    message = torch.full((capacity, 1 + rows.shape[1]), -0.0, dtype=torch.float64, device=rows.device)
+    message[: len(rows), 1:].copy_(rows)
+    words = message.view(torch.int64)
+    words[:, 0].fill_(digest)
+    everybodys = torch.empty(size * capacity, words.shape[1], dtype=torch.int64, device=rows.device)
+    _all_gather(everybodys, words, group=group)
+    return everybodys.view(torch.float64)[:, 1:], everybodys[::capacity, 0] != digest

@@ -1,0 +1,230 @@
+"""`custom_op` once more, for rows that stay on their device: what goes from forward to backward stays there too.
+
+Only what the host knows by itself, the ticket, is on the host. Where the rows have to go over the host all the same,
+as with a process group of gloo's, the operators do what those of `custom_op` do, and copy.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+from client.autograd import program_order
+from client.autograd.device_exchange import DeviceExchange, backward_round
+from client.autograd.exchange import Exchange
+from client.border import make_readable
+from client.kernels import layout, on_device, vectors
+from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
+from client.kernels.statistics import Statistics
+from client.lanes import device_rows
+from client.lanes.choose import company_in
+from client.lanes.device_rows import DeviceRows
+from client.lanes.named_process_group import NamedProcessGroup
+from client.layers import running_stats
+from client.layers.custom_op import (
+    NOT_DEFERRED,
+    THIS_PROCESS,
+    backward_key,
+    due_after,
+    exchanged,
+    gradients,
+    lane_of,
+    named,
+)
+from client.layers.micro_batches import Deferred
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.moments import Moments
+
+# Rows of the statistics: those of `DeviceStatistics`, what the running statistics move towards, and if they do. A
+# single number fills its row.
+COUNT, MEAN, INVSTD, SLOPE, NEWEST_COUNT, NEWEST_MEAN, NEWEST_VARIANCE, IS_DUE = range(8)
+ROWS = 8
+
+# Entries of the ticket: the round's step and call, and the exchange's number.
+TICKET = 3
+
+
+def suits(layer: Any, x: Tensor) -> bool:
+    """Whether these operators are the ones for a layer: whether its rows may stay on the device of `x`."""
+    if x.device.type not in device_rows.TYPES:
+        return False
+    company = company_in(layer.group) if layer.training else None
+    return company is None or isinstance(company, NamedProcessGroup)
+
+
+def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | None) -> Tensor:
+    """Normalises `x` by the operator, and moves the running statistics by what it returns; see `custom_op.forward`."""
+    output: Tensor
+    lane = named(layer.group) if layer.training else THIS_PROCESS
+    number = NOT_DEFERRED if deferred is None else deferred.number
+    output, statistics, _ = batch_norm_on_device(
+        x, layer.weight, layer.bias, mask, layer.layer_name, *lane, layer.eps, layer.eps_mode, number
+    )
+    if layer.training:
+        statistics = statistics.detach()
+        running_stats.move(
+            layer,
+            statistics[NEWEST_MEAN],
+            statistics[NEWEST_VARIANCE],
+            is_due=statistics[IS_DUE, 0].long(),
+            has_values=statistics[NEWEST_COUNT, 0] > 0,
+        )
+    return output
+
+
+@torch.library.custom_op("statsd_bn::batch_norm_on_device", mutates_args=())
+def batch_norm_on_device(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    layer: str,
+    group: str,
+    size: int,
+    eps: float,
+    eps_mode: str,
+    deferred: int = NOT_DEFERRED,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalises this process's slice with the statistics of the whole batch; arguments as for `custom_op.batch_norm`.
+
+    Returns:
+        The output; the statistics, shape (8, C), float64, on the device of `x`; the ticket, shape (3,), int64, on the
+        host; their rows and entries are named above.
+    """
+    lane = lane_of(layer, group, size)
+    capacity = device_rows.capacity_of(lane, [x])
+    fresh = Exchange(lane, layer, eps, eps_mode)
+    if capacity:
+        fresh = DeviceExchange(lane, layer, eps, eps_mode, capacity=capacity)
+    try:
+        exchange = exchanged(x, mask, fresh)
+    except StatsdBNError as error:
+        make_readable(error)
+        raise
+    assert exchange.key is not None  # noqa: S101 - the forward round has set it
+    due = due_after(exchange.moments, deferred) if exchange is fresh else None
+    output: Tensor = exchange.kernels.normalise(x, exchange.statistics, weight, bias)
+    statistics = _on_device(exchange, due) if capacity else _copied(exchange, due, x)
+    return output, statistics, torch.tensor((exchange.key.step, exchange.key.call, exchange.number))
+
+
+def _on_device(exchange: Exchange, due: DeviceMoments | None) -> Tensor:
+    found: DeviceStatistics = exchange.statistics
+    mean = found.mean
+    if due is None:
+        newest = [torch.zeros_like(mean)] * 4
+    else:
+        has_ended_well = (~due.count.isnan()).double()
+        newest = [*_rows(mean, due.count), due.mean(), due.variance(unbiased=True), *_rows(mean, has_ended_well)]
+    return torch.stack((*_rows(mean, found.count), mean, found.invstd, found.slope, *newest))
+
+
+def _rows(like: Tensor, *numbers: Tensor) -> list[Tensor]:
+    return [number.expand_as(like) for number in numbers]
+
+
+def _copied(exchange: Exchange, due: Moments | None, x: Tensor) -> Tensor:
+    found: Statistics = exchange.statistics
+    statistics = np.zeros((ROWS, x.shape[1]))
+    statistics[COUNT:NEWEST_COUNT] = np.stack(
+        (np.full_like(found.mean, found.count), found.mean, found.invstd, found.slope)
+    )
+    if due is not None:
+        statistics[NEWEST_COUNT] = due.count
+        statistics[NEWEST_MEAN], statistics[NEWEST_VARIANCE] = running_stats.newest(due)
+        statistics[IS_DUE] = 1
+    return torch.from_numpy(statistics).to(x.device)
+
+
+@batch_norm_on_device.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    layer: str,
+    group: str,
+    size: int,
+    eps: float,
+    eps_mode: str,
+    deferred: int = NOT_DEFERRED,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del weight, bias, mask, layer, group, size, eps, eps_mode, deferred
+    program_order.keep(_OPERATORS)
+    statistics = torch.empty(ROWS, x.shape[1], dtype=torch.float64, device=x.device)
+    return layout.laid_out(torch.empty_like(x)), statistics, torch.empty(TICKET, dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("statsd_bn::batch_norm_backward_on_device", mutates_args=())
+def batch_norm_backward_on_device(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    statistics: Tensor,
+    ticket: Tensor,
+    layer: str,
+    group: str,
+    size: int,
+    needs_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are the forward's."""
+    lane = lane_of(layer, group, size)
+    key = backward_key(lane, *ticket.tolist()) if needs_input else None
+    if not device_rows.stay(lane, [x]):
+        count, *rest = statistics[:NEWEST_COUNT].cpu().numpy()
+        return gradients(grad, x, weight, mask, Statistics(int(count[0]), *rest), lane, key)
+    found = DeviceStatistics(statistics[COUNT, 0], statistics[MEAN], statistics[INVSTD], statistics[SLOPE])
+    local = on_device.backward_sums(grad, x, found, mask)
+    by_input = x.new_empty(0)
+    if key is not None:
+        rows = DeviceRows.of([on_device.count(x, mask)], [local])
+        total = backward_round(lane, rows, device_rows.capacity_of(lane, [x]), key)
+        by_input = on_device.input_gradient(grad, x, found, total, weight, mask)
+    return by_input, on_device.vector(on_device.by_weight(local, found), x), on_device.vector(local[0], x)
+
+
+@batch_norm_backward_on_device.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    statistics: Tensor,
+    ticket: Tensor,
+    layer: str,
+    group: str,
+    size: int,
+    needs_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del grad, weight, mask, statistics, ticket, layer, group, size
+    program_order.keep(_OPERATORS)
+    by_parameter = torch.empty(x.shape[1], dtype=vectors.compute_type(x), device=x.device)
+    by_input = layout.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
+    return by_input, by_parameter, torch.empty_like(by_parameter)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, _, mask, *ctx.lane, _, _, _ = inputs
+    _, statistics, ticket = output
+    ctx.save_for_backward(x, weight, mask, statistics, ticket)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad[:3]
+    found = batch_norm_backward_on_device(grad, *ctx.saved_tensors, *ctx.lane, needs[0])
+    return *(each if need else None for each, need in zip(found, needs, strict=True)), *[None] * 7
+
+
+batch_norm_on_device.register_autograd(_backward, setup_context=_setup_context)
+
+_OPERATORS = (
+    batch_norm_on_device._opoverload,  # noqa: SLF001 - the operator behind custom_op
+    batch_norm_backward_on_device._opoverload,  # noqa: SLF001 - as above
+)
+
+# Rounds are an effect, see `custom_op`.
+for _operator in _OPERATORS:
+    _register_effectful_op(_operator, _EffectType.ORDERED)

@@ -1,0 +1,216 @@
+"""What ranks do in `test_ranks.py`: their rows stay on devices, for which the CPU stands in."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import client
+from client.autograd import non_finite
+from client.autograd.device_exchange import DeviceExchange
+from client.autograd.verdicts import Slot
+from client.kernels.device_statistics import DeviceStatistics
+from client.lanes import device_rows
+from client.lanes.choose import lane_for
+from client.lanes.device_rows import DeviceRows
+from programs.non_finite_programs import _Kept
+from statsd_bn.errors import StatsdBNError
+from support.no_host import WAYS, HostLooks, host_looks_at_nothing
+
+CHANNELS = 3
+SIZES = (4, 0, 5)
+
+Step = Callable[[nn.Module, Tensor], None]
+
+
+def _plain(layer: nn.Module, x: Tensor) -> None:
+    layer(x).square().sum().backward()
+
+
+def _masked(layer: nn.Module, x: Tensor) -> None:
+    layer(x, x[:, 0] > 0).square().sum().backward()
+
+
+def _twice_differentiated(layer: nn.Module, x: Tensor) -> None:
+    (by_input,) = torch.autograd.grad((layer(x) ** 3).sum(), x, create_graph=True)
+    by_input.square().sum().backward()
+
+
+def _checkpointed(layer: nn.Module, x: Tensor) -> None:
+    checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+
+
+def _in_micro_batches(layer: nn.Module, x: Tensor) -> None:
+    layer.chunks = 2
+    (layer(x).square() + layer(x + 1)).sum().backward()
+
+
+STEPS: dict[str, Step] = {
+    "plain": _plain,
+    "masked": _masked,
+    "twice differentiated": _twice_differentiated,
+    "checkpointed": _checkpointed,
+    "in micro-batches": _in_micro_batches,
+}
+
+
+def step_without_a_look(rank: Any, how: str) -> int:
+    """Returns how often the running statistics have moved, in steps of which the later ones ask for no value."""
+    layer = _layer("bn", momentum=None)
+    for number in range(3):
+        x = torch.randn(SIZES[rank.rank], CHANNELS, 4, requires_grad=True)
+        # The ranks agree in the first, and room for the flags is made.
+        with host_looks_at_nothing() if number else nullcontext():
+            STEPS[how](layer, x)
+    return int(layer.num_batches_tracked)
+
+
+def look(_rank: Any, way: str) -> str:
+    """Plants a look at the statistics; returns what is said to it."""
+    of = DeviceStatistics.of
+
+    def planted(*given: Any) -> DeviceStatistics:
+        found = of(*given)
+        WAYS[way](found.mean[0])
+        return found
+
+    layer = _layer("bn")
+    _plain(layer, torch.randn(4, CHANNELS, 4, requires_grad=True))
+    with mock.patch.object(DeviceStatistics, "of", planted):
+        try:
+            with host_looks_at_nothing():
+                layer(torch.randn(4, CHANNELS, 4))
+        except HostLooks:
+            return "seen"
+    return "not seen"
+
+
+@contextmanager
+def behind() -> Iterator[Callable[[], None]]:
+    """The device is far behind the host until the function that this gives is called."""
+    is_filled = mock.Mock(return_value=False)
+
+    def catch_up() -> None:
+        is_filled.return_value = True
+
+    with mock.patch.object(Slot, "is_filled", is_filled):
+        yield catch_up
+
+
+def part_ways(rank: Any) -> tuple[bool, bool, str]:
+    """Rank 1 comes to another layer than the others, in the third step.
+
+    Returns whether the output is NaN, whether the running statistics have stayed as they were, and the error.
+    """
+    layers = [_layer("stem.bn"), _layer("head.bn")]
+    x = torch.randn(4, CHANNELS, 4)
+    for layer in layers:
+        layer(x)
+    layer = layers[rank.rank == 1]
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    with behind() as catch_up:
+        output = layer(x)
+        stayed = all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
+        catch_up()
+        return bool(output.isnan().all()), stayed, _error_of(layer, x)
+
+
+def begin_in_different_layers(rank: Any) -> str:
+    """The ranks come to different layers the first time; returns the error."""
+    return _error_of(_layer(["stem.bn", "head.bn", "stem.bn"][rank.rank]), torch.randn(4, CHANNELS, 4))
+
+
+def have_too_few(rank: Any) -> tuple[bool, bool, str]:
+    """One value per channel over all ranks, as the masks say; returns as `part_ways`."""
+    layer = _layer("bn")
+    x = torch.randn(2, CHANNELS, 2)
+    mask = torch.zeros(2, 2, dtype=torch.bool)
+    mask[0, 0] = rank.rank == 0
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    with behind() as catch_up:
+        output = layer(x, mask)
+        stayed = all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
+        catch_up()
+        return bool(output.isnan().all()), stayed, _error_of(layer, x)
+
+
+def bring_nan(rank: Any, phase: str) -> tuple[int, list[tuple[str, str]]]:
+    """Rank 1 brings NaN; returns how much was told before the device had come so far, and what was in the end."""
+    kept = _Kept()
+    logger = logging.getLogger("statsd_bn.client")
+    logger.addHandler(kept)
+    non_finite._told_here.clear()
+    layer = _layer("bn")
+    x = torch.randn(4, CHANNELS, 4)
+    gradient = torch.randn(4, CHANNELS, 4)
+    (x if phase == "forward" else gradient)[1, 2, 3] = math.nan if rank.rank == 1 else 1.0
+    try:
+        with behind() as catch_up:
+            layer(x.requires_grad_()).backward(gradient)
+            before = len(kept.told)
+            catch_up()
+            layer(torch.randn(4, CHANNELS, 4))
+    finally:
+        logger.removeHandler(kept)
+    return before, kept.told
+
+
+def add_negative_zeros(rank: Any) -> tuple[list[float], bool, float]:
+    """Rank 1 brings a row more than rank 0; returns the sum, whether it is negative, and the count."""
+    lane = lane_for("bn", None)
+    rows = DeviceRows(
+        torch.ones(1 + rank.rank, dtype=torch.float64), torch.full((1 + rank.rank, 2, 1), -0.0, dtype=torch.float64)
+    )
+    aggregate = device_rows.run(lane, rows, capacity=2)
+    return aggregate.values.flatten().tolist(), bool(aggregate.values.signbit().all()), float(aggregate.count)
+
+
+def with_one_on_the_host(rank: Any) -> tuple[bool, np.ndarray]:
+    """Rank 1's tensors are where no rows stay; returns whether rows stayed on devices, and the output."""
+    layer = _layer("bn")
+    here = mock.patch.object(device_rows, "are_on_devices", return_value=False) if rank.rank == 1 else nullcontext()
+    made = []
+
+    class Noted(DeviceExchange):
+        def forward(self, local: Any) -> None:
+            made.append(self)
+            super().forward(local)
+
+    with here, mock.patch("client.layers.call.DeviceExchange", Noted):
+        output = layer(sample(rank.rank))
+    return bool(made), output.detach().numpy()
+
+
+def move_away(rank: Any) -> str:
+    """Later, rank 1's input is where no rows stay; returns its error."""
+    layer = _layer("bn")
+    layer(sample(rank.rank))
+    if rank.rank == 0:
+        return ""
+    with mock.patch.object(device_rows, "are_on_devices", return_value=False):
+        return _error_of(layer, sample(rank.rank))
+
+
+def sample(number: int) -> Tensor:
+    return torch.randn(4, CHANNELS, 4, generator=torch.Generator().manual_seed(number))
+
+
+def _layer(name: str, **options: Any) -> nn.Module:
+    layer = client.SynchronizedBatchNorm1d(CHANNELS, **options)
+    layer.layer_name = name
+    return layer
+
+
+def _error_of(layer: nn.Module, *given: Tensor) -> str:
+    try:
+        layer(*given)
+    except (StatsdBNError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

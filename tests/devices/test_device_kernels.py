@@ -1,0 +1,93 @@
+"""The tests of the kernels again, with vectors that stay on a device: elementwise, and by CUDA's fused operators.
+
+The fused operators are those of `test_cuda`: stand-ins on the CPU, which hold us to what the operators ask for.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from client.kernels import dispatch, fused, on_device
+from client.kernels.device_elementwise import DeviceElementwise
+from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
+from client.kernels.fused import Fused
+from client.kernels.statistics import Statistics
+from statsd_bn import Moments
+from unit.client import test_kernels
+from unit.client.test_cuda import STAND_INS
+from unit.client.test_kernels import *  # noqa: F403 - all its tests run here too
+
+
+@pytest.fixture(autouse=True, params=["elementwise", "fused"])
+def way(request, monkeypatch):
+    """Sends all steps through `on_device`; what they are given and return is still that of `dispatch`."""
+    used = []
+    for kind in (DeviceElementwise, Fused):
+        for name in ("moments", "normalise", "backward_sums", "input_gradient"):
+            monkeypatch.setattr(kind, name, note(getattr(kind, name), (kind.__name__, name), used))
+    if request.param == "fused":
+        monkeypatch.setattr(fused, "takes", lambda _, mask: mask is None)
+        for stand_in in STAND_INS:
+            monkeypatch.setattr(torch, stand_in.__name__, stand_in)
+    monkeypatch.setattr(dispatch, "moments", lambda x, mask=None: on_device.moments(x, mask).on_host())
+    monkeypatch.setattr(dispatch, "normalise", lambda x, found, *rest: on_device.normalise(x, moved(found), *rest))
+    monkeypatch.setattr(
+        dispatch,
+        "backward_sums",
+        lambda grad, x, found, mask=None: on_device.backward_sums(grad, x, moved(found), mask).numpy(),
+    )
+    monkeypatch.setattr(
+        dispatch,
+        "input_gradient",
+        lambda grad, x, found, sums, *rest: on_device.input_gradient(
+            grad, x, moved(found), torch.from_numpy(sums), *rest
+        ),
+    )
+    return used
+
+
+def note(function, name, used):
+    def run(*given):
+        used.append(name)
+        return function(*given)
+
+    return run
+
+
+def moved(found: Statistics) -> DeviceStatistics:
+    return DeviceStatistics(
+        torch.tensor(float(found.count), dtype=torch.float64),
+        *(torch.tensor(each) for each in (found.mean, found.invstd, found.slope)),
+    )
+
+
+def test_all_four_steps_go_this_way(way, request):
+    test_kernels.test_backward_is_torchs((4, 3, 5, 2), torch.float32, affine=True)
+    x = test_kernels.random((4, 3, 5, 2), torch.float32)
+    dispatch.normalise(x, test_kernels.statistics_of(x), None, None)
+    kind = "Fused" if "fused" in request.node.callspec.id else "DeviceElementwise"
+    assert set(way) == {(kind, name) for name in ("moments", "normalise", "backward_sums", "input_gradient")}
+
+
+def test_a_mean_far_from_zero_costs_no_digits():
+    """In float32 the mean alone is off by a thousandth of a deviation."""
+    x = test_kernels.random((64, 3, 20), torch.float32) + 10_000
+    found = dispatch.moments(x)
+    exact = x.double().transpose(0, 1).flatten(1)
+    np.testing.assert_allclose(found.mean, exact.mean(1).numpy(), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found.variance(), exact.var(1, correction=0).numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+@pytest.mark.parametrize("count", [0, 2, 7])
+def test_statistics_are_those_of_the_host_to_the_last_bit(count, eps_mode):
+    first, second = torch.zeros(2, 5, dtype=torch.float64)
+    if count:
+        first = test_kernels.random((5,))
+        second = first * first / count + test_kernels.random((5,), seed=1)
+    expected = Statistics.of(Moments(count, first.numpy(), second.numpy()), 0.1, eps_mode)
+    moments = DeviceMoments(torch.tensor(float(count), dtype=torch.float64), first, second)
+    found = DeviceStatistics.of(moments, 0.1, eps_mode)
+    assert int(found.count) == expected.count
+    for name in ("mean", "invstd", "slope") if count else ("mean", "invstd"):
+        assert getattr(found, name).numpy().tobytes() == getattr(expected, name).tobytes(), name

@@ -1,0 +1,80 @@
+"""What rows on devices must not do: have the host look at a tensor, or copy one to another device.
+
+On CUDA each of these waits for the device. On the CPU nothing waits, so what is counted here is what would.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+METHODS = {
+    "__array__",
+    "__bool__",
+    "__complex__",
+    "__float__",
+    "__index__",
+    "__int__",
+    "cpu",
+    "item",
+    "numpy",
+    "tolist",
+}
+
+# Their results have sizes that the device has to tell, or they make a tensor from numbers of the host.
+OPERATORS = {
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::lift_fresh",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::repeat_interleave.Tensor",
+    "aten::_unique2",
+}
+
+
+class HostLooks(AssertionError):
+    """The host has looked at a tensor."""
+
+
+class _Methods(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in METHODS:
+            raise HostLooks(f"Tensor.{name}")
+        return function(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operator.name()
+        moves = name == "aten::_to_copy" and (kwargs or {}).get("device") not in {None, args[0].device}
+        if name in OPERATORS or moves:
+            raise HostLooks(name)
+        return operator(*args, **(kwargs or {}))
+
+
+@contextmanager
+def host_looks_at_nothing() -> Iterator[None]:
+    """Raises `HostLooks` from whatever would have the host wait for a device."""
+    with _Methods(), _Operators():
+        yield
+
+
+# Ways to look at a tensor, or to copy it.
+WAYS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": torch.Tensor.item,
+    "bool": bool,
+    "float": float,
+    "int": int,
+    "tolist": torch.Tensor.tolist,
+    "numpy": torch.Tensor.numpy,
+    "cpu": torch.Tensor.cpu,
+    "nonzero": torch.Tensor.nonzero,
+    "to another device": lambda tensor: tensor.to("meta"),
+    "from the host": lambda _: torch.tensor([1.0]),
+}

@@ -1,0 +1,63 @@
+"""A process group's first rank compares the ranks itself, where no server does."""
+
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from client.lanes import group_insight
+from client.lanes.group_insight import Here, insight_of
+from statsd_bn.round_key import FORWARD, RoundKey
+
+RANKS = (4, 5, 7)
+
+
+def round_of(here, now, scale):
+    """Rows of three ranks, of which the last has data of another scale."""
+    data = np.random.default_rng(int(now)).normal(0, 1, (3, 32, 8))
+    data[2] *= scale
+    values = np.stack([data.sum(axis=1), (data**2).sum(axis=1)], axis=1)
+    key = RoundKey("torch", "process group", 0, int(now), "stem.bn", 0, FORWARD)
+    here.samples.look(now, key, [32] * 3, (1, 1, 1), values)
+
+
+def warnings(caplog, scale):
+    here = Here("pair", RANKS)
+    with caplog.at_level(logging.WARNING, "statsd_bn.client"):
+        for second in range(1, 60):
+            round_of(here, float(second), scale)
+            here.look(second + 0.5)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_whose_data_differ_is_warned_of_once(caplog):
+    (text,) = warnings(caplog, 25.0)
+    assert text.startswith("process group 'pair': skew: rank 7 differs from the other ranks since step 1: stem.bn (")
+
+
+def test_nobody_is_where_all_are_alike(caplog):
+    assert warnings(caplog, 1.0) == []
+
+
+def looking():
+    return [thread for thread in threading.enumerate() if thread.name == "statsd_bn skew"]
+
+
+def test_its_thread_ends_with_the_process_group(monkeypatch):
+    monkeypatch.setattr(group_insight, "SECONDS", 0.01)
+    before = len(looking())
+    here = insight_of("pair", RANKS, 0)
+    assert isinstance(here, Here)
+    assert len(looking()) == before + 1
+    del here
+    until = time.monotonic() + 10
+    while len(looking()) > before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_only_the_first_rank_looks(index):
+    assert insight_of("pair", RANKS, index) is None
