@@ -2,7 +2,7 @@
 
 Nothing here asks a tensor for its value, which would wait for the device. All numbers are float64, and all operations
 are those of the host in the same order, so both give the same bits; but torch's square roots on a CPU, where tests run
-this, are MKL's, of which one in 200 has another last bit. A round that has failed has NaN for its count: whatever is
+this, are MKL's, of which one in 100 has another last bit. A round that has failed has NaN for its count: whatever is
 made of it is NaN, and moves no running statistics.
 """
 
@@ -102,7 +102,7 @@ class DeviceStatistics:
             slope, held = (variance >= eps).double(), variance.clamp(min=eps)
         else:
             slope, held = torch.ones_like(variance), variance + eps
-        invstd = held.sqrt().reciprocal()
+        invstd = inverse_root(held)
         return cls(at_least_one, some.mean(), torch.where(moments.count == 0, torch.zeros_like(invstd), invstd), slope)
 
     def on(self, device: torch.device) -> "DeviceStatistics":
@@ -110,6 +110,11 @@ class DeviceStatistics:
         if self.mean.device == device:
             return self
         return DeviceStatistics(*moved(device, self.count, self.mean, self.invstd, self.slope))
+
+
+def inverse_root(values: Tensor) -> Tensor:
+    """Returns 1 / √values. CUDA rounds both steps as the host does; its own `rsqrt` does not."""
+    return values.sqrt().reciprocal()
 
 
 def moved(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:

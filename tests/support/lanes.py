@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from torch import Tensor
+
 from client.connection import member
-from client.kernels import backends
+from client.kernels import backends, device_statistics
 from client.lanes import device_rows
 
 PROCESS_GROUP = "process group"
@@ -16,8 +18,15 @@ LANES = (*HOST_LANES, ON_DEVICE)
 
 @contextmanager
 def rows_on_devices() -> Iterator[None]:
-    """Takes the CPU for a device whose rows stay there, and gloo for a backend that gathers them there."""
-    with mock.patch.multiple(device_rows, TYPES=frozenset({"cpu"}), OVER_THE_HOST=frozenset()):
+    """Takes the CPU for a device whose rows stay there, and gloo for a backend that gathers them there.
+
+    On a CPU `rsqrt` is what rounds as CUDA's square root and quotient do: torch's own square root there is MKL's, whose
+    last bits depend on the processor.
+    """
+    with (
+        mock.patch.multiple(device_rows, TYPES=frozenset({"cpu"}), OVER_THE_HOST=frozenset()),
+        mock.patch.object(device_statistics, "inverse_root", Tensor.rsqrt),
+    ):
         yield
 
 
