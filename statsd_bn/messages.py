@@ -267,16 +267,22 @@ class Aggregate:
 
 
 def sound_aggregate(
-    key: RoundKey, replicas: int, count: int, members: Members, values: FloatArray, non_finite: Members
+    key: RoundKey,
+    replicas: int,
+    count: int,
+    members: Members,
+    values: FloatArray,
+    non_finite: Members,
+    seal: bytes = NO_SEAL,
 ) -> Aggregate:
-    """Returns an aggregate that needs no check, because it was made here of rows that have passed theirs."""
+    """Returns an aggregate that needs no check: it was made here of rows that have passed theirs, or came before."""
     aggregate = _new(Aggregate)
     _set_key(aggregate, key)
     _set_replicas(aggregate, replicas)
     _set_count(aggregate, count)
     _set_members(aggregate, members)
     _set_values(aggregate, values)
-    _set_seal(aggregate, NO_SEAL)
+    _set_seal(aggregate, seal)
     _set_non_finite(aggregate, non_finite)
     return aggregate
 

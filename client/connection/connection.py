@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -318,10 +317,14 @@ class Connection:
 
     def run(self, trip: RoundTrip) -> Aggregate:
         """Runs what takes part in a round over the server to its end."""
-        return self.wait_for_others(partial(self._run, trip))
+        with self.transport.channel() as channel:
+            return driver.run(trip, channel, self.wait_for_others)
 
     def wait_for_others(self, wait: Callable[[], Result]) -> Result:
-        """Calls what waits, and holds up the signal to end this process, see `client.whereabouts.termination`."""
+        """Calls what waits for long, and holds up the signal to end this process meanwhile.
+
+        `client.whereabouts.termination` says why.
+        """
         termination = self._sessions.termination
         if not termination:
             return wait()
@@ -330,10 +333,6 @@ class Connection:
             return wait()
         finally:
             termination.end(wait)
-
-    def _run(self, trip: RoundTrip) -> Aggregate:
-        with self.transport.channel() as channel:
-            return driver.run(trip, channel)
 
     def round_trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
         """Returns what takes part in a round over the server, not yet begun."""

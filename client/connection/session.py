@@ -46,6 +46,7 @@ from statsd_bn.text import told
 from statsd_bn.timing.round_trip_times import RoundTripTimes
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
+from statsd_bn.wire.layer_frames import LayerFrames
 
 # The phases that may begin a step.
 BEGINNINGS = (FORWARD, GATHER)
@@ -116,6 +117,7 @@ class Session:
         self.times = RoundTripTimes(member.world_size)
         # What they are made of is checked once for each layer.
         self._keys: dict[tuple[str, str], RoundKey] = {}
+        self._frames = LayerFrames(token)
         if member.is_elastic:
             self.lane.refuse(BY_ELASTIC)
         self.spoke = 0.0
@@ -187,7 +189,7 @@ class Session:
 
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
         """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
-        return encode(Contribution(self.token, key, attempt, rows))
+        return encode(Contribution(self.token, key, attempt, rows)) if attempt else self._frames.contribution(key, rows)
 
     def carried(self, key: RoundKey, sessions: bytes, rows: Rows) -> bytes:
         """Returns the frame that brings the rows of several members, this one among them, to the round `key`."""
@@ -233,6 +235,9 @@ class Session:
             ReplicaLost: the round has ended without this member.
             StatsdBNError: the round failed; the error is the server's.
         """
+        if (again := self._frames.aggregate(key, frame)) is not None:
+            self._take(again)
+            return again
         message = self._read(frame, key)
         if not isinstance(message, _ANSWERS):
             self._is_registered(message)
@@ -241,6 +246,7 @@ class Session:
             return None
         if isinstance(message, Aggregate):
             self._take(message)
+            self._frames.keep(frame, message)
         return message
 
     def overhear(self, frame: bytes) -> list[bytes]:

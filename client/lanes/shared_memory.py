@@ -19,6 +19,7 @@ from client.connection.connection import Connection, Way
 from client.connection.groups import Group
 from client.connection.machine import Turn
 from client.connection.session import Session
+from client.connection.transport import SHORT_SECONDS
 from client.lanes import agreement, relay
 from client.lanes.round_in_memory import AtServer, RoundInMemory
 from client.lanes.zeromq import SlavePipe
@@ -28,9 +29,6 @@ from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
-
-# A wait that is over so soon does without what a longer one needs; most are.
-SHORT_SECONDS = 0.002
 
 # Of each connection, the memory of its groups, from the group's first round on; None where they do not share any.
 _agreed: "WeakKeyDictionary[Connection, dict[str, Future[GroupMemory | None]]]" = WeakKeyDictionary()

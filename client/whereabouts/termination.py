@@ -3,8 +3,9 @@
 A launcher sends SIGTERM to all ranks about 0.1 s after it has seen that one has ended. That is before the server knows
 it of a rank that was killed, so the others would end without a word. Here the signal waits a moment for the news.
 
-The signal is held only while the main thread is in a round. At other times it may be in a call of C that does not
-return, such as a collective of torch. There a handler of Python would never run, and the process would not end.
+The signal is held only while the main thread is in a round, and for longer than a moment, since to hold it takes as
+long as much else of a round. At other times it may be in a call of C that does not return, such as a collective of
+torch. There a handler of Python would never run, and the process would not end.
 """
 
 import ctypes

@@ -15,7 +15,8 @@ msgpack floats, because they become an array without a loop or a copy.
     frame = encode(Heartbeat(session))
     message = decode(frame)
 
-`frame` has the layout, `headers` unpacks msgpack within bounds, `kept` keeps what recurs, `repeated` whole headers.
+`frame` has the layout, `headers` unpacks msgpack within bounds, `kept` keeps what recurs, `repeated` and `layer_frames`
+whole headers, as servers and members meet them again.
 """
 
 from statsd_bn.wire.decoding import decode, decode_request

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, get_args
 
-import msgpack
 import numpy as np
 
 from statsd_bn import limits
@@ -28,13 +27,10 @@ from statsd_bn.messages import (
 )
 from statsd_bn.reduction import FloatArray
 from statsd_bn.wire.frame import FLOAT, MAGIC, PRELUDE, PROTOCOL_VERSION
+from statsd_bn.wire.headers import pack
 from statsd_bn.wire.kept import packed_key, packed_members
 
 _REQUESTS = frozenset(get_args(Request))
-
-# One for all messages, since making one takes as long as packing a header. That in C keeps the interpreter's lock; into
-# one in Python, which msgpack has where it was not compiled, two threads would write at a time.
-_pack = msgpack.Packer().pack if msgpack.Packer.__module__ == "msgpack._cmsgpack" else msgpack.packb
 
 # What a message is on the wire: its values, if it has any, and the fields of its header.
 _Flat = tuple[FloatArray | None, list[Any]]
@@ -64,7 +60,7 @@ def unsealed(aggregate: Aggregate) -> _Parts:
 
 def _parts(header: list[Any], values: FloatArray | None, most: int) -> _Parts:
     """Parts of a frame whose header, with the message's type, may have so many bytes."""
-    packed: bytes = _pack(header)
+    packed = pack(header)
     length = len(packed)
     if length > most:
         raise ProtocolError(f"header: expected at most {most} bytes, got {length}")

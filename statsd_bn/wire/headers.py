@@ -1,9 +1,10 @@
-"""Headers: unpacks msgpack that came from others, at a bounded cost.
+"""Headers: packs msgpack, and unpacks what came from others, at a bounded cost.
 
 msgpack makes all objects before anybody can check them, and makes room for as many items as an array announces. So it
 is told beforehand how many items there can be; and for a long header, that it holds no array.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -25,6 +26,12 @@ _MOST_FIELDS = 16
 
 # Entries of any map in a report or an error.
 MOST_NAMES = 256
+
+# One for all headers, since making one takes as long as packing with it. That in C keeps the interpreter's lock; into
+# one in Python, which msgpack has where it was not compiled, two threads would write at a time.
+pack: Callable[[Any], bytes] = (
+    msgpack.Packer().pack if msgpack.Packer.__module__ == "msgpack._cmsgpack" else msgpack.packb
+)
 
 
 def unpack(name: str, packed: bytes, most_items: int, most_names: int = 0) -> Any:

@@ -9,13 +9,11 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-import msgpack
-
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members
 from statsd_bn.round_key import RoundKey
-from statsd_bn.wire.headers import KEY_FIELDS, MOST_KEY_BYTES, array, binary, unpack
+from statsd_bn.wire.headers import KEY_FIELDS, MOST_KEY_BYTES, array, binary, pack, unpack
 
 _KEPT_KEYS, _KEPT_MEMBERS = 4096, 64
 _KEPT_MEMBERS_BYTES, _KEPT_RUNS = 1024, 256
@@ -31,9 +29,9 @@ _MOST_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
 
 def packed_key(key: RoundKey) -> bytes:
     """A round key as msgpack."""
-    packed: bytes | None = _packed.get(key)
+    packed = _packed.get(key)
     if packed is None:
-        packed = msgpack.packb(key)
+        packed = pack(key)
         keep_packed(key, packed)
     return packed
 

@@ -58,7 +58,7 @@ class PureMember:
         if self.answers and isinstance(self.answers[-1], StatsdBNError):
             return
         try:
-            answer = self.session.answer(self.key, frame)
+            answer = self.session.answer(self.key, frame) if self.key else None
             self.registered = self.session.registered(frame) or self.registered
         except UnknownSession:
             self.introduce()
