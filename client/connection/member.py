@@ -103,13 +103,15 @@ class LaneInUse:
         rounds_in_memory: how many rounds the group has had of which this member has told the server nothing.
         seconds_in_memory: how long this member has waited in rounds whose rows it got in memory.
         samples: of the rounds in memory; None for a member that tells the server of none, since another one does.
+        memory: in which the group's members meet, all of them or those of this host; None while they have not agreed on
+            any.
     """
 
     def __init__(self) -> None:
         self.rounds_in_memory = 0
         self.seconds_in_memory = 0.0
         self.samples: Samples | None = None
-        self._memory: Memory | None = None
+        self.memory: Memory | None = None
         self._refusal = ""
         self._why_relayed = ""
 
@@ -120,7 +122,7 @@ class LaneInUse:
             memory: in which its members meet, all of them or those of this host.
             why_relayed: why not all of them do; empty if they do.
         """
-        self._memory, self._why_relayed = memory, why_relayed
+        self.memory, self._why_relayed = memory, why_relayed
 
     def refuse(self, why: str) -> None:
         """The group stays at the server from now on."""
@@ -129,18 +131,18 @@ class LaneInUse:
     @property
     def is_in_memory(self) -> bool:
         """Whether the next round takes place in memory, of all members or of those of this host."""
-        return self._memory is not None and not self._refusal and not self._memory.is_given_up
+        return self.memory is not None and not self._refusal and not self.memory.is_given_up
 
     @property
     def name(self) -> str:
         """One of `LANES`, or `RELAY`; empty while the members have not agreed on one."""
         if self.is_in_memory:
             return RELAY if self._why_relayed else SHARED_MEMORY
-        return ZEROMQ if self._memory or self._refusal else ""
+        return ZEROMQ if self.memory or self._refusal else ""
 
     @property
     def why_not_faster(self) -> str:
         """Why it is not the fastest lane; empty if it is, or the members have not agreed."""
-        if self._refusal or self._memory is None:
+        if self._refusal or self.memory is None:
             return self._refusal
-        return BY_A_RANK if self._memory.is_given_up else self._why_relayed
+        return BY_A_RANK if self.memory.is_given_up else self._why_relayed

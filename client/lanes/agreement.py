@@ -62,8 +62,8 @@ def agree(connection: Connection, group: Group) -> GroupMemory | None:
         _log(connection.member, f"group {group.name!r} exchanges rows over the server, and not in shared memory: {why}")
         return None
     found = _memory(connection, group, shared)
-    session.lane.use(found, shared.why_not_all)
     connection.at_end.append(found.end)
+    session.lane.use(found, shared.why_not_all)
     return found
 
 

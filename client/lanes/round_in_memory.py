@@ -13,7 +13,8 @@ from client.connection.session import Session
 from client.lanes.key_digest import digest_of
 from client.shared_memory.group_memory import GroupMemory
 from statsd_bn import limits
-from statsd_bn.messages import Aggregate
+from statsd_bn.members import NOBODY
+from statsd_bn.messages import Aggregate, sound_aggregate
 from statsd_bn.reduction import is_finite, sum_rows
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
@@ -137,4 +138,4 @@ class RoundInMemory:
             return None
         if samples := self._session.lane.samples:
             samples.look(now, self._key, brought.counts, brought.replicas, brought.values)
-        return Aggregate(self._key, len(brought.values), count, self._session.members, total)
+        return sound_aggregate(self._key, len(brought.values), count, self._session.members, total, NOBODY)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from client.border import make_readable
-from client.connection.connection import Connection, Way
+from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.connection.machine import Turn
 from client.connection.session import Session
@@ -25,7 +24,6 @@ from client.lanes.round_in_memory import AtServer, RoundInMemory
 from client.lanes.zeromq import SlavePipe
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.host_memory import HostMemory
-from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
@@ -44,30 +42,23 @@ class SharedMemoryPipe(SlavePipe):
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
         """Exchanges a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
-        try:
-            return self._run(contribution, key)
-        except StatsdBNError as error:
-            make_readable(error)
-            raise
+        return self._exchange(contribution, key, self._take_part)
 
-    def _run(self, contribution: Rows, key: RoundKey | None) -> Aggregate:
-        connection = self.connection
-        group = connection.group(self.group)
-        agreed = _agreed.get(connection, {}).get(group.name)
-        if agreed is not None:
-            return self._exchange(contribution, key, _way(connection, agreed.result()))
-        aggregate = self._exchange(contribution, key, None)
-        if not connection.session(group).is_uneven:
-            _agree(connection, group)
+    def _take_part(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
+        memory = session.lane.memory or self._agreed_memory(session)
+        if isinstance(memory, HostMemory):
+            return relay.take_part(self.connection, memory, session, key, rows)
+        if isinstance(memory, GroupMemory):
+            return _take_part(self.connection, memory, session, key, rows)
+        aggregate = self.connection.over_server(session, key, rows)
+        if not session.is_uneven:
+            _agree(self.connection, self.connection.group(self.group))
         return aggregate
 
-
-def _way(connection: Connection, memory: GroupMemory | None) -> Way | None:
-    if memory is None:
-        return None
-    if isinstance(memory, HostMemory):
-        return partial(relay.take_part, connection, memory)
-    return partial(_take_part, connection, memory)
+    def _agreed_memory(self, session: Session) -> GroupMemory | None:
+        """Waits for another thread that is about to agree."""
+        agreed = _agreed.get(self.connection, {}).get(session.member.group)
+        return agreed.result() if agreed else None
 
 
 def _agree(connection: Connection, group: Group) -> None:

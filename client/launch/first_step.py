@@ -32,10 +32,14 @@ class FirstStep:
         connection.at_end += [self._hook.remove, self._sighting.end]
 
     def _see(self, layer: str, key: RoundKey) -> None:
-        """Takes notice of a round."""
+        """Takes notice of the first round."""
         # Not in the hook itself: torch goes through its hooks then.
         self._hook.remove()
         self._sighting.end()
+        self._connection.watch = self._count
+        self._count(layer, key)
+
+    def _count(self, layer: str, key: RoundKey) -> None:
         if key.phase == FORWARD:
             self._layers.add(layer)
             return

@@ -47,6 +47,9 @@ def _syscall() -> Callable[..., int]:
     # The library's functions let go of Python's global lock.
     call = ctypes.CDLL(None).syscall
     call.restype = ctypes.c_long
+    # Number, address, what to do, the value or how many, the time, and two that are not needed.
+    address = ctypes.c_void_p
+    call.argtypes = (ctypes.c_long, address, ctypes.c_int, ctypes.c_uint32, address, address, ctypes.c_int)
     return call
 
 
@@ -71,21 +74,12 @@ class Futex:
     def sleep(self, value: int, seconds: float) -> None:
         """Sleeps until somebody wakes, for so many seconds at most; not at all if the word is no longer `value`."""
         at_most = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-        self._call(
-            ctypes.c_long(_NUMBER),
-            self._address,
-            ctypes.c_int(_WAIT),
-            ctypes.c_uint32(value),
-            ctypes.byref(at_most),
-            None,
-            0,
-        )
+        self._call(_NUMBER, self._address, _WAIT, value, ctypes.byref(at_most), None, 0)
 
     def wake(self, value: int) -> int:
         """Sets the word, and wakes all that sleep on it; returns how many did, or -1 where the system wakes nobody."""
         self._word.value = value
-        number, wake, everybody = ctypes.c_long(_NUMBER), ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY)
-        return int(self._call(number, self._address, wake, everybody, None, None, 0))
+        return int(self._call(_NUMBER, self._address, _WAKE, _EVERYBODY, None, None, 0))
 
 
 @cache

@@ -9,7 +9,7 @@ to n + 1, and nobody comes to n + 1 before it has read what was brought to n.
 
 import struct
 from mmap import mmap
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,8 +34,16 @@ GIVEN_UP, ENDED = 1, 2
 _HEAD_WORDS = 4
 _HEAD_BYTES = _HEAD_WORDS * WORD_BYTES
 _HEAD = struct.Struct(f"={_HEAD_WORDS}Q")
+_SIZES = struct.Struct(f"={_HEAD_WORDS - 1}Q")
 
 _FLOAT = np.dtype(np.float64)
+
+# Where the counts of rows of one shape are, in words; where the values begin, their shape and strides; and how many
+# rows each member has brought. A plain tuple, which is quicker to take apart.
+_Layout: TypeAlias = tuple[list[int], int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+# Layers have rows of a few shapes.
+_MOST_LAYOUTS = 256
 
 # Of each size of the rows that a member may bring.
 _MOST = (limits.MAX_REPLICAS, limits.MAX_VECTORS, limits.MAX_CHANNELS)
@@ -83,6 +91,8 @@ class Region:
         self._told = [place + 2 for place in self._arrivals]
         self._slots = tuple([start + LINE_BYTES + slot * SLOT_BYTES for start in self._starts] for slot in (0, 1))
         self._me = me
+        # Of rows that are alike, by the slot and their shape.
+        self._layouts: dict[tuple[int, bytes], _Layout] = {}
 
     def bring(self, turn: int, digest: int, rows: Rows) -> None:
         """Writes this member's rows, and says that it has come."""
@@ -121,7 +131,7 @@ class Region:
         slots = self._slots_of(turn)
         heads = {self._head(start) for start in slots}
         if len(heads) == 1:
-            return self._alike(slots)
+            return self._alike(turn % 2, heads.pop()[WORD_BYTES:])
         if len({(digest, *shape) for digest, _, *shape in map(_HEAD.unpack, heads)}) > 1:
             return None
         return self._of_different_numbers(slots)
@@ -164,17 +174,30 @@ class Region:
         """Whether some member comes to no further turn although it goes on, or has failed."""
         return any(self._words[place] == GIVEN_UP for place in self._closed)
 
-    def _alike(self, slots: list[int]) -> Brought | None:
+    def _alike(self, slot: int, sizes: bytes) -> Brought | None:
         """As a rule all rows have one shape, and lie at equal distances."""
-        _, replicas, vectors, channels = _HEAD.unpack(self._head(slots[self._me]))
+        layout = self._layouts.get((slot, sizes)) or self._lay_out(slot, sizes)
+        if layout is None:
+            return None
+        places, at, shape, strides, replicas = layout
+        words = self._words
+        counts = [words[place] for place in places]
+        return Brought(counts, self._values(at, shape, strides).reshape(-1, *shape[2:]), replicas)
+
+    def _lay_out(self, slot: int, sizes: bytes) -> _Layout | None:
+        replicas, vectors, channels = _SIZES.unpack(sizes)
         if not replicas:
             return None
-        firsts = [(start + _HEAD_BYTES) // WORD_BYTES for start in slots]
-        counts = [self._words[place + row] for place in firsts for row in range(replicas)]
-        shape = len(slots), replicas, vectors, channels
+        starts = self._slots[slot]
+        firsts = [(start + _HEAD_BYTES) // WORD_BYTES for start in starts]
+        places = [place + row for place in firsts for row in range(replicas)]
+        shape = len(starts), replicas, vectors, channels
         strides = _STRIDE_BYTES, WORD_BYTES * vectors * channels, WORD_BYTES * channels, WORD_BYTES
-        values = self._values(slots[0] + _HEAD_BYTES + WORD_BYTES * replicas, shape, strides)
-        return Brought(counts, values.reshape(-1, vectors, channels), (replicas,) * len(slots))
+        layout = places, starts[0] + _HEAD_BYTES + WORD_BYTES * replicas, shape, strides, (replicas,) * len(starts)
+        if len(self._layouts) >= _MOST_LAYOUTS:
+            self._layouts.clear()
+        self._layouts[slot, sizes] = layout
+        return layout
 
     def _of_different_numbers(self, slots: list[int]) -> Brought | None:
         """Rows of one shape, but not as many of each member."""

@@ -102,7 +102,7 @@ def test_the_lane_is_told_as_it_is_and_not_as_it_was():
         during = two_rounds(connection)
         rounds.wait(30)
         if connection.rank == 0:
-            connection.session(None).lane._memory.close()  # as whoever fails in a round does
+            connection.session(None).lane.memory.close()  # as whoever fails in a round does
         rounds.wait(30)
         return before, during, (connection.lane, connection.why_not_faster)
 
