@@ -1,0 +1,85 @@
+"""The messages of the protocol, as values that cannot be wrong.
+
+Each message checks itself when it is built, so one that exists is sound, whether the caller built it or
+`wire.decode` did. docs/protocol.md describes every field; the order of fields here is their order on the wire.
+"""
+
+from statsd_bn.messages.insight import (
+    Digest,
+    Figures,
+    FiguresRequest,
+    NonFiniteRound,
+    RoundTrips,
+    Status,
+    StatusRequest,
+)
+from statsd_bn.messages.kinds import (
+    BY_TYPE,
+    Message,
+    Request,
+    values_of,
+)
+from statsd_bn.messages.membership import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BARRIER,
+    BUFFERS,
+    NO_SERVER,
+    WORLD,
+    Heartbeat,
+    Leave,
+    Question,
+    Register,
+    Registered,
+    Stand,
+    Whereabouts,
+    missing_members,
+)
+from statsd_bn.messages.rounds import (
+    NO_SEAL,
+    Aggregate,
+    Carried,
+    Contribution,
+    Failure,
+    Pending,
+    Result,
+    Settled,
+    sound_aggregate,
+)
+
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "BARRIER",
+    "BUFFERS",
+    "BY_TYPE",
+    "NO_SEAL",
+    "NO_SERVER",
+    "WORLD",
+    "Aggregate",
+    "Carried",
+    "Contribution",
+    "Digest",
+    "Failure",
+    "Figures",
+    "FiguresRequest",
+    "Heartbeat",
+    "Leave",
+    "Message",
+    "NonFiniteRound",
+    "Pending",
+    "Question",
+    "Register",
+    "Registered",
+    "Request",
+    "Result",
+    "RoundTrips",
+    "Settled",
+    "Stand",
+    "Status",
+    "StatusRequest",
+    "Whereabouts",
+    "missing_members",
+    "sound_aggregate",
+    "values_of",
+]

@@ -1,0 +1,183 @@
+"""What is told and asked of how the jobs are: reports, and figures of data and times."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from statsd_bn import limits
+from statsd_bn.checks import check_integer, check_name, check_text, check_token, shown
+from statsd_bn.errors import ProtocolError
+from statsd_bn.members import Members
+from statsd_bn.reduction import FloatArray
+from statsd_bn.round_key import RoundKey
+from statsd_bn.skew import FIGURES, NUMBERS, check_figures
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Asks the server what it is doing. Anybody may ask."""
+
+    type: ClassVar[int] = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the server is doing: a report as docs/protocol.md describes it."""
+
+    type: ClassVar[int] = 8
+
+    report: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if type(self.report) is not dict:
+            raise ProtocolError(f"report: expected a map, got {type(self.report).__name__}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Digest:
+    """A member tells of a step's forward rounds that have passed the server by. It has no answer.
+
+    Attributes:
+        session: who speaks.
+        step: in which the rounds were.
+        layers: the layers' names in the order of the rounds, a line each.
+        values: shape (layers, members, 8), float64: the figures of all members of the group, see `statsd_bn.skew`.
+    """
+
+    type: ClassVar[int] = 15
+
+    session: bytes
+    step: int
+    layers: str
+    values: FloatArray
+
+    @property
+    def names(self) -> list[str]:
+        """The layers' names."""
+        return self.layers.split("\n")
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_integer("step", self.step, 0, limits.MAX_COUNTER)
+        check_text("layers", self.layers, limits.MAX_DIGEST_BYTES)
+        names = self.names
+        check_integer("number of layers", len(names), 1, limits.MAX_DIGEST_LAYERS)
+        for name in names:
+            check_name("layer", name, limits.MAX_NAME_BYTES)
+        check_figures(self.values, len(names), NUMBERS)
+
+
+@dataclass(frozen=True, slots=True)
+class FiguresRequest:
+    """Asks the server for what it has seen of the members' data in a group. Anybody may ask.
+
+    Attributes:
+        job: the training run.
+        group: which of its groups.
+        first: how many layers to pass over, in the order of a step.
+    """
+
+    type: ClassVar[int] = 16
+
+    job: str
+    group: str
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        check_name("job", self.job, limits.MAX_NAME_BYTES)
+        check_name("group", self.group, limits.MAX_NAME_BYTES)
+        check_integer("first", self.first, 0, limits.MAX_COUNTER)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Figures:
+    """What the server has seen of the members' data in a group: averages over the last looks, layer by layer.
+
+    Attributes:
+        job: the training run.
+        group: which of its groups.
+        first: how many layers come before these.
+        total: how many layers there are; 0 where there are no figures, or no such group.
+        layers: the names of these layers in the order of a step, a line each; empty without layers.
+        values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
+    """
+
+    type: ClassVar[int] = 17
+
+    job: str
+    group: str
+    first: int
+    total: int
+    layers: str
+    values: FloatArray
+
+    @property
+    def names(self) -> list[str]:
+        """The layers' names."""
+        return lines_of(self.layers)
+
+    def __post_init__(self) -> None:
+        check_name("job", self.job, limits.MAX_NAME_BYTES)
+        check_name("group", self.group, limits.MAX_NAME_BYTES)
+        check_integer("first", self.first, 0, limits.MAX_COUNTER)
+        check_integer("total", self.total, 0, limits.MAX_COUNTER)
+        check_text("layers", self.layers, limits.MAX_FIGURES_BYTES, shortest=0)
+        names = self.names
+        check_integer("number of layers", len(names), 0, limits.MAX_FIGURES_LAYERS)
+        for name in names:
+            check_name("layer", name, limits.MAX_NAME_BYTES)
+        check_figures(self.values, len(names), FIGURES)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrips:
+    """A member tells how long its rounds have taken, as it has seen them, since it registered. It has no answer.
+
+    Attributes:
+        session: who speaks.
+        microseconds: that all of them took.
+        counts: how many there were in each bucket, see `statsd_bn.timing.histogram`; the last is beyond all bounds.
+    """
+
+    type: ClassVar[int] = 18
+
+    session: bytes
+    microseconds: int
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_integer("microseconds", self.microseconds, 0, limits.MAX_COUNTER)
+        if type(self.counts) is not tuple or len(self.counts) != limits.BUCKETS:
+            raise ProtocolError(f"counts: expected {limits.BUCKETS} integers, got {shown(self.counts)}")
+        for count in self.counts:
+            check_integer("count", count, 0, limits.MAX_COUNTER)
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteRound:
+    """A member tells of a round that has passed the server by, and whose aggregate was not finite. It has no answer.
+
+    Attributes:
+        session: who speaks.
+        key: the round.
+        members: who brought NaN or infinity; somebody.
+        what: how many channels were not finite, for people.
+    """
+
+    type: ClassVar[int] = 19
+
+    session: bytes
+    key: RoundKey
+    members: Members
+    what: str
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_name("what", self.what, limits.MAX_NAME_BYTES)
+        if not self.members.runs:
+            raise ProtocolError("members: expected who brought what is not finite, got nobody")
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text, of which an empty one has none."""
+    return text.split("\n") if text else []

@@ -1,0 +1,247 @@
+"""Who belongs to a group, whether it lives, where it is, and how it leaves."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+from statsd_bn import limits
+from statsd_bn.checks import check_integer, check_name, check_text, check_token, shown
+from statsd_bn.errors import ProtocolError
+from statsd_bn.members import NOBODY, Members
+
+# The group of all members of a job; they are numbered from 0.
+WORLD = "world"
+
+# Kinds of torch's collectives of which it is known when they end: the first three end on all ranks at about the same
+# time, and the last is what DistributedDataParallel begins a forward pass with.
+BARRIER, ALL_REDUCE, ALL_GATHER, BUFFERS = "barrier", "all_reduce", "all_gather", "buffers"
+
+# What a member says that has not met a server yet.
+NO_SERVER = bytes(limits.TOKEN_BYTES)
+
+
+class Stand(IntEnum):
+    """How a member stands to the rounds of its group.
+
+    It TAKES_PART; it is AWAY, and is left out, because its data has ended; or it is BACK, and waits for all others to
+    be back as well.
+    """
+
+    TAKES_PART = 0
+    AWAY = 1
+    BACK = 2
+
+
+_STANDS = tuple(stand.value for stand in Stand)
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A member says who it is and what it knows, to belong to a group; sent again, it asks again how the group stands.
+
+    Attributes:
+        session: who speaks; drawn anew for each life of a member in a group.
+        job: the training run.
+        group: the members of the job that synchronise together.
+        epoch: one life of the group's membership.
+        member: its number in the job, the same in all its groups.
+        world_size: how many members the group begins with.
+        min_members: how few of them may go on when others are lost; 0: none may, the group is strict.
+        deadline: seconds that a round opened by this member may stay open.
+        place: host and process, for people.
+        stand: how it stands to the group's rounds.
+        server: the life of the server that last took it in.
+        step: the step it is in.
+        first_step: the first step that it takes part in, as it was told.
+        results: how many `Result`s it can tell a server that does not know it.
+        known: the members of the group, as it last heard of them.
+    """
+
+    type: ClassVar[int] = 1
+
+    session: bytes
+    job: str
+    group: str
+    epoch: int
+    member: int
+    world_size: int
+    min_members: int
+    deadline: float
+    place: str
+    stand: int = Stand.TAKES_PART.value
+    server: bytes = NO_SERVER
+    step: int = 0
+    first_step: int = 0
+    results: int = 0
+    known: Members = NOBODY
+
+    @property
+    def has_past(self) -> bool:
+        """Whether the member has been in the group when that was open."""
+        return self.server != NO_SERVER and bool(self.known.runs)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the member has been given a result, or is beyond the first step."""
+        return self.step > 0 or self.results > 0
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_name("job", self.job, limits.MAX_NAME_BYTES)
+        check_name("group", self.group, limits.MAX_NAME_BYTES)
+        check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
+        check_integer("member", self.member, 0, limits.MAX_MEMBERS - 1)
+        check_integer("world_size", self.world_size, 1, limits.MAX_MEMBERS)
+        check_integer("min_members", self.min_members, 0, self.world_size)
+        if type(self.deadline) is not float or not 0 < self.deadline <= limits.MAX_DEADLINE:
+            raise ProtocolError(
+                f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {shown(self.deadline)}"
+            )
+        check_name("place", self.place, limits.MAX_NAME_BYTES)
+        check_integer("stand", self.stand, _STANDS[0], _STANDS[-1])
+        check_token("server", self.server)
+        check_integer("step", self.step, 0, limits.MAX_COUNTER)
+        check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)
+        check_integer("results", self.results, 0, limits.KEPT_ROUNDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The server knows the member, and says whether the group is open.
+
+    Attributes:
+        digest: of the session whose registration it answers, see `statsd_bn.tokens`. Not the session itself: the
+            answer may reach somebody else.
+        server: the life of the server.
+        epoch: of the group.
+        first_step: the first step that the member takes part in.
+        missing: how many members the group still waits for; 0: it is open.
+        present: the members that are there.
+    """
+
+    type: ClassVar[int] = 2
+
+    digest: bytes
+    server: bytes
+    epoch: int
+    first_step: int
+    missing: int
+    present: Members
+
+    def __post_init__(self) -> None:
+        check_token("digest", self.digest)
+        check_token("server", self.server)
+        check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
+        check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)
+        check_integer("missing", self.missing, 0, limits.MAX_MEMBERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A member leaves its group. `cause` is empty for an orderly end, else what went wrong."""
+
+    type: ClassVar[int] = 5
+
+    session: bytes
+    cause: str
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_text("cause", self.cause, limits.MAX_TEXT_BYTES, shortest=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A member that has nothing else to say is alive. It has no answer, unless the session is unknown.
+
+    Attributes:
+        session: who is alive.
+        step: the step it is in.
+        rounds: how many rounds it has had with the other members alone, of which the server has seen nothing.
+        lane: how its rows reach the others, for people; empty while that is not known.
+        why: why they do not take a faster way, for people; empty if they take the fastest, or nobody knows.
+        waited: for how many milliseconds it has waited in rounds with the others alone.
+    """
+
+    type: ClassVar[int] = 9
+
+    session: bytes
+    step: int = 0
+    rounds: int = 0
+    lane: str = ""
+    why: str = ""
+    waited: int = 0
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_integer("step", self.step, 0, limits.MAX_COUNTER)
+        check_integer("rounds", self.rounds, 0, limits.MAX_COUNTER)
+        check_text("lane", self.lane, limits.MAX_PHASE_BYTES, shortest=0)
+        check_text("why", self.why, limits.MAX_NAME_BYTES, shortest=0)
+        check_integer("waited", self.waited, 0, limits.MAX_COUNTER)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The server asks a member that others wait for where it is; it goes to where the member's heartbeats come from.
+
+    Attributes:
+        digest: of the session that is asked.
+        number: of the question; the answer repeats it.
+        torch_group: the name of the process group of torch that the answer is to tell of; empty: the group of the
+            collective that the member is in.
+    """
+
+    type: ClassVar[int] = 12
+
+    digest: bytes
+    number: int
+    torch_group: str = ""
+
+    def __post_init__(self) -> None:
+        check_token("digest", self.digest)
+        check_integer("number", self.number, 0, limits.MAX_COUNTER)
+        check_text("torch_group", self.torch_group, limits.MAX_NAME_BYTES, shortest=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """A member's answer to a question: where its main thread is.
+
+    Attributes:
+        session: who speaks.
+        number: of the question.
+        stack: the files, lines and functions it is in, for people; empty if it does not tell.
+        held: 1 if it is inside of a collective of torch, 0 if not.
+        torch_group: the name of a process group of torch; empty if it tells of none.
+        members: the ranks of that process group.
+        launched: how many operations this member has begun on that process group.
+        collective: the kind of that collective, such as `BARRIER`; empty if it is another one, or not known.
+    """
+
+    type: ClassVar[int] = 13
+
+    session: bytes
+    number: int
+    stack: str
+    held: int
+    torch_group: str
+    members: Members
+    launched: int
+    collective: str = ""
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_integer("number", self.number, 0, limits.MAX_COUNTER)
+        check_text("stack", self.stack, limits.MAX_STACK_BYTES, shortest=0)
+        check_integer("held", self.held, 0, 1)
+        check_text("torch_group", self.torch_group, limits.MAX_NAME_BYTES, shortest=0)
+        check_integer("launched", self.launched, 0, limits.MAX_COUNTER)
+        check_text("collective", self.collective, limits.MAX_NAME_BYTES, shortest=0)
+
+
+def missing_members(group: str, size: int, present: Members, missing: int) -> str:
+    """Returns in words whom a group still waits for: by number only in the world, where the numbers are known."""
+    if group == WORLD and len(present) + missing == size:
+        return f"ranks {sorted(set(range(size)).difference(present))}"
+    return f"{missing} rank{'' if missing == 1 else 's'} besides {list(present)}"
