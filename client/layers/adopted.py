@@ -1,11 +1,11 @@
 """Adopted classes: a subclass of torch's batch norm whose own `forward` stays, and whose statistics are synchronised.
 
     BatchNormAct2d                        calls F.batch_norm, then an activation
-    SynchronizedBatchNormAct2d            made here: (Intercepted, BatchNormAct2d, Behind)
+    SynchronizedBatchNormAct2d            made here: (Intercepted, Shortcut, BatchNormAct2d, Behind)
 
 The class that is made here derives from the original one, so `isinstance`, attributes and methods stay. Where the
 original's `forward` calls `super().forward(x)` it comes to ours by itself; where it calls `batch_norm`, that is
-intercepted.
+intercepted: by torch's way, or by `client.layers.shortcut`.
 """
 
 import logging
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
 from client.layers.batchnorm import BONDS, SynchronizedBatchNorm
-from client.layers.conversion_report import has_own_forward, why_left, why_not
+from client.layers.conversion_report import has_own_forward, own, why_left, why_not
 from client.layers.interception import Handed, Interception, pop, push, unseen
+from client.layers.shortcut.copied_forward import shortcut_to
 from client.layers.synchronized import CONVERSIONS
 
 logger = logging.getLogger("statsd_bn.client")
@@ -138,15 +139,26 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
         raise TypeError(f"{original!r}: {reason}")
     made = _made.get(original)
     if made is None:
-        before, behind = (Intercepted, Behind) if has_own_forward(original) else (Adopted, SynchronizedBatchNorm)
         body = {
             "converted_from": original,
             "_told": set(),
             "__module__": original.__module__,
             "__doc__": original.__doc__,
         }
-        made = _made[original] = type(f"Synchronized{original.__name__}", (before, original, behind), body)
+        made = _made[original] = type(f"Synchronized{original.__name__}", _bases(original), body)
     return made
+
+
+def _bases(original: type[nn.Module]) -> tuple[type, ...]:
+    if not has_own_forward(original):
+        return Adopted, original, SynchronizedBatchNorm
+    bases: list[type] = []
+    for kind in own(original):
+        if shortcut := shortcut_to(kind):
+            bases += shortcut, kind
+        elif kind is original:
+            bases.append(kind)
+    return Intercepted, *bases, Behind
 
 
 def adopt(layer: nn.Module) -> nn.Module:

@@ -147,14 +147,14 @@ def _why_not_by_forward(original: type[nn.Module]) -> str:
 
 def has_own_forward(original: type[nn.Module]) -> bool:
     """Whether a class, or one between it and torch's, has a `forward`."""
-    return any("forward" in vars(kind) for kind in _own(original))
+    return any("forward" in vars(kind) for kind in own(original))
 
 
 def _reaches_batch_norm(original: type[nn.Module]) -> bool:
     """Whether a class's `forward` may come to a call of `batch_norm`, by the names in it and in what it calls."""
     if not has_own_forward(original):
         return True
-    functions = (value for kind in _own(original) for value in vars(kind).values() if isinstance(value, FunctionType))
+    functions = (value for kind in own(original) for value in vars(kind).values() if isinstance(value, FunctionType))
     return any(_mentions(function, _DEPTH) for function in functions)
 
 
@@ -163,14 +163,14 @@ def _has_collective(original: type[nn.Module]) -> bool:
 
     In training it comes to no `batch_norm`; in eval it calls `super().forward`.
     """
-    forward = next((vars(kind)["forward"] for kind in _own(original) if "forward" in vars(kind)), None)
+    forward = next((vars(kind)["forward"] for kind in own(original) if "forward" in vars(kind)), None)
     if not isinstance(forward, FunctionType):
         return False
     names = _names(forward.__code__)
     return "batch_norm" not in names and any(map(_COLLECTIVE.search, names))
 
 
-def _own(original: type[nn.Module]) -> tuple[type, ...]:
+def own(original: type[nn.Module]) -> tuple[type, ...]:
     """A class and those between it and torch's."""
     return original.__mro__[: original.__mro__.index(_torchs_own(original))]
 

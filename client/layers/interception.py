@@ -21,7 +21,7 @@ T = TypeVar("T")
 _BATCH_NORM, _OPERATOR = F.batch_norm, torch.batch_norm
 
 # They have no public names, and no types. The last two are what a mode's own `with` calls, which takes longer.
-_innermost: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
+innermost: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
 pop: Callable[[], Any] = torch._C._pop_torch_function_stack  # noqa: SLF001
 push: Callable[[Any], None] = torch._C._push_on_torch_function_stack  # noqa: SLF001
 
@@ -147,7 +147,7 @@ class Interception(TorchFunctionMode):
 
 def unseen(function: Callable[..., T], *arguments: Any) -> T:
     """Calls a function of ours out of sight of an interception: our arithmetic calls hundreds of torch's functions."""
-    if not isinstance(_innermost(), Interception):
+    if not isinstance(innermost(), Interception):
         return function(*arguments)
     interception = pop()
     try:

@@ -1,0 +1,264 @@
+"""Shortcut: a forward whose `F.batch_norm` comes to us directly computes what it computes by torch's way."""
+
+import copy
+import functools
+import warnings
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+
+import client
+from client.layers import interception
+from client.layers.shortcut import copied_forward
+from support import forwards
+from support.forwards import LikeTimms
+
+
+class Again(nn.Module):
+    """Normalises with the tensors of the layer that it is a part of."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = [layer]
+
+    def forward(self, x):
+        return forwards.normalised(self.layers[0], x.sin())
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(7, forwards.CHANNELS, 3, 2, generator=generator, dtype=torch.float64)
+
+
+def pair(kind, change=lambda _: None):
+    """A layer, and the same converted; `change` comes after the conversion."""
+    whole, converted = kind(), client.convert_model(kind())
+    for layer in (whole, converted):
+        torch.manual_seed(1)
+        nn.init.uniform_(layer.weight)
+        nn.init.uniform_(layer.bias)
+        change(layer)
+    return whole, converted
+
+
+def check_synchronised(whole, converted, *arguments):
+    """Two ranks with other batches, in one process, compute what the whole batch does."""
+    factors = batch(7)
+    for seed in range(2):
+        found = []
+        for run in (whole, client.DataParallelWithCallback(converted, ["cpu"] * 4)):  # 2, 2, 2 and 1 samples
+            x = batch(seed).requires_grad_()
+            output = run(x, *arguments)
+            (output * factors).sum().backward()
+            found.append((output, x.grad))
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([*converted.buffers()], [*whole.buffers()], rtol=1e-10, atol=1e-12)
+    grads = [[parameter.grad for parameter in layer.parameters()] for layer in (converted, whole)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
+
+
+@pytest.fixture
+def by_torchs_way(monkeypatch):
+    """Functions of torch that handed their call to a mode."""
+    found, handle = [], F.handle_torch_function
+
+    def note(function, *args, **kwargs):
+        found.append(function)
+        return handle(function, *args, **kwargs)
+
+    monkeypatch.setattr(F, "handle_torch_function", note)
+    return found
+
+
+@pytest.mark.parametrize("kind", forwards.ALL)
+def test_replicas_equal_the_whole_batch(kind):
+    check_synchronised(*pair(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"), [(LikeTimms, 0), (forwards.Constant, 0), (forwards.Inside, 0), (forwards.Helping, 1)]
+)
+def test_only_calls_from_elsewhere_come_by_torchs_way(kind, calls, by_torchs_way):
+    pair(kind)[1](batch())
+    assert by_torchs_way.count(F.batch_norm) == calls
+
+
+def _hook(layer):
+    layer.act.register_forward_hook(lambda _, __, x: forwards.normalised(layer, x.sin()))
+
+
+def _pre_hook(layer):
+    layer.act.register_forward_pre_hook(lambda _, x: forwards.normalised(layer, x[0].sin()))
+
+
+def _child(layer):
+    layer.act = Again(layer)
+
+
+def _function(layer):
+    del layer.act
+    layer.act = lambda x: forwards.normalised(layer, x.sin())
+
+
+def _forward_of_child(layer):
+    layer.act.forward = lambda x: forwards.normalised(layer, x.sin())
+
+
+@pytest.mark.parametrize("change", [_hook, _pre_hook, _child, _function, _forward_of_child])
+def test_what_it_calls_with_the_layers_tensors_is_synchronised(change, monkeypatch):
+    """A single replica, since what was given is bound to this one layer."""
+    _, converted = pair(LikeTimms, change)
+    handed, normalise = [], converted._normalise
+    monkeypatch.setattr(type(converted), "_normalise", lambda _, *given: handed.append(given) or normalise(*given))
+    converted(batch())
+    assert len(handed) == 2
+
+
+@pytest.mark.parametrize("kind", [LikeTimms, forwards.Below, forwards.Twice])
+def test_a_class_may_get_another_forward(kind, monkeypatch):
+    def forward(self, x):
+        return forwards.normalised(self, forwards.normalised(self, x).sin())
+
+    whole, converted = pair(kind)
+    converted(batch())
+    whole(batch())
+    monkeypatch.setattr(kind, "forward", forward)
+    check_synchronised(whole, converted)
+
+
+@pytest.mark.parametrize("kind", [LikeTimms, forwards.Constant])
+def test_a_forward_may_get_another_code(kind, monkeypatch):
+    """As a notebook's autoreload does."""
+
+    def forward(self, x):
+        return normalised(self, normalised(self, x).sin())  # noqa: F821 - a global of the other function
+
+    whole, converted = pair(kind)
+    monkeypatch.setattr(kind.forward, "__code__", forward.__code__)
+    check_synchronised(whole, converted)
+
+
+@pytest.mark.parametrize("kind", [LikeTimms, forwards.Below, forwards.Constant])
+def test_a_name_may_get_another_meaning(kind, monkeypatch):
+    whole, converted = pair(kind)
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs)
+        return F.batch_norm(*args, **kwargs)
+
+    monkeypatch.setattr(forwards, "F", SimpleNamespace(batch_norm=counted))
+    check_synchronised(whole, converted)
+    assert len(calls) == 2 + 2 * 4
+
+
+@pytest.mark.parametrize("kind", [LikeTimms, forwards.Constant])
+def test_a_profiler_that_comes_later_sees_each_call_as_it_was_made(kind, monkeypatch):
+    whole, converted = pair(kind)
+    calls, wrapped = [], F.batch_norm
+
+    def counted(*args, **kwargs):
+        calls.append((len(args), *kwargs))
+        return wrapped(*args, **kwargs)
+
+    monkeypatch.setattr(F, "batch_norm", counted)
+    check_synchronised(whole, converted)
+    assert calls == 10 * ([(5, "training", "momentum", "eps")] if kind is LikeTimms else [(6,)])
+
+
+def test_a_profiler_that_came_before_us_is_not_taken_for_torch():
+    assert copied_forward.torchs_own(F.batch_norm) is F.batch_norm
+    assert copied_forward.torchs_own(functools.wraps(F.batch_norm)(lambda: None)) is None
+    assert copied_forward.torchs_own(len) is None
+
+
+def test_a_global_is_looked_up_when_it_is_used(monkeypatch):
+    _, converted = pair(forwards.Constant)
+    before = converted(batch())
+    monkeypatch.setattr(forwards, "FACTOR", 3.0)
+    torch.testing.assert_close(converted(batch()), before * 1.5)
+
+
+def test_a_global_is_changed_in_its_module():
+    before = forwards.nr_calls
+    pair(forwards.Counting)[1](batch())
+    assert forwards.nr_calls == before + 1
+
+
+def test_a_warning_of_a_forward_is_one_of_its_module():
+    class Warned(LikeTimms):
+        def forward(self, x):
+            warnings.warn("told", stacklevel=1)
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+    _, converted = pair(Warned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module=__name__)
+        with pytest.raises(UserWarning, match="told"):
+            converted(batch())
+
+
+def test_nothing_is_left_of_a_call_that_raises():
+    _, converted = pair(LikeTimms)
+    with pytest.raises(AssertionError, match="expected 4D input"):
+        converted(torch.zeros(3))
+    assert interception.innermost() is None
+
+
+def test_a_wrong_argument_is_a_type_error():
+    class Wrong(LikeTimms):
+        def forward(self, x):
+            return F.batch_norm(x, self.running_mean, self.running_var, scale=self.weight)
+
+    with pytest.raises(TypeError, match="scale"):
+        pair(Wrong)[1](batch())
+
+
+@pytest.mark.parametrize(
+    "kind", [LikeTimms, forwards.Below, forwards.Twice, forwards.Named, forwards.Helping, forwards.Constant]
+)
+def test_torch_compile_traces_the_original(kind):
+    whole, converted = pair(kind)
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch()), whole(batch()))
+    torch.testing.assert_close([*converted.buffers()], [*whole.buffers()])
+
+
+def test_a_graph_that_breaks_by_a_value_stays_synchronised():
+    """A cumulative average asks for the value of a tensor."""
+    whole = LikeTimms(momentum=None)
+    converted = client.convert_model(copy.deepcopy(whole))
+    handed, normalise = [], converted._normalise
+    with mock.patch.object(type(converted), "_normalise", lambda _, *given: handed.append(given) or normalise(*given)):
+        compiled = torch.compile(converted, backend="aot_eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(batch()), whole(batch()))
+    assert handed
+
+
+def test_a_graph_that_breaks_in_a_forward_stays_synchronised(monkeypatch):
+    class Breaking(LikeTimms):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+            torch._dynamo.graph_break()
+            return self.act(x)
+
+    whole, converted = pair(Breaking)
+    handed, normalise = [], type(converted)._normalise_handed
+    monkeypatch.setattr(type(converted), "_normalise_handed", lambda *given: handed.append(given) or normalise(*given))
+    compiled = torch.compile(converted, backend="aot_eager")
+    with torch.no_grad():  # else torch warns of itself
+        torch.testing.assert_close(compiled(batch()), whole(batch()))
+    assert handed
+
+
+def test_a_copy_that_torch_compile_comes_to_is_left_to_the_interpreter():
+    whole = LikeTimms()
+    copied = torch.compile(copied_forward.copied(LikeTimms.forward), backend="aot_eager")
+    torch.testing.assert_close(copied(copy.deepcopy(whole), batch()), whole(batch()))
