@@ -9,15 +9,28 @@ import torch
 
 import client
 from client.autograd import non_finite
+from client.connection.member import RELAY
 from client.lanes.zeromq import SlavePipe
 from programs import non_finite_programs
-from programs.non_finite_programs import three_steps
+from programs.non_finite_programs import three_steps, three_steps_on_hosts
 from statsd_bn import Rows
 from statsd_bn.errors import NonFinite
-from support.lanes import LANES
+from support import lanes
 from support.memory_members import MemoryMaster
 
 RANKS = 3
+
+LANES = (*lanes.LANES, RELAY)
+
+
+@pytest.fixture
+def steps_over(over):
+    """Runs three steps in as many processes over a lane; over the relay those of two hosts."""
+
+    def run(lane, *arguments, **given):
+        return over(lane, RANKS, three_steps_on_hosts if lane == RELAY else three_steps, *arguments, **given)
+
+    return run
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -25,8 +38,8 @@ RANKS = 3
     ("value", "phase", "bearers"),
     [(math.nan, "forward", [2]), (-math.inf, "forward", [0, 2]), (math.inf, "backward", [1])],
 )
-def test_the_first_one_is_told_with_its_ranks(over, lane, value, phase, bearers):
-    found = over(lane, RANKS, three_steps, value, phase, bearers, "warn")
+def test_the_first_one_is_told_with_its_ranks(steps_over, lane, value, phase, bearers):
+    found = steps_over(lane, value, phase, bearers, "warn")
     for rank, (told, raised, moved) in enumerate(found):
         ((level, text),) = told
         is_own = rank in bearers
@@ -43,8 +56,8 @@ def test_the_first_one_is_told_with_its_ranks(over, lane, value, phase, bearers)
 
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_all_ranks_may_raise_before_anything_has_moved(over, lane, phase):
-    found = over(lane, RANKS, three_steps, math.nan, phase, [1], "raise", on_nonfinite="raise")
+def test_all_ranks_may_raise_before_anything_has_moved(steps_over, lane, phase):
+    found = steps_over(lane, math.nan, phase, [1], "raise", on_nonfinite="raise")
     for told, raised, moved in found:
         ((step, ranks, where, text),) = raised
         assert (told, step, ranks, where) == ([], 1, [1], phase)
@@ -53,20 +66,20 @@ def test_all_ranks_may_raise_before_anything_has_moved(over, lane, phase):
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_it_may_be_ignored(over, lane):
-    found = over(lane, RANKS, three_steps, math.nan, "forward", [1], "ignore", on_nonfinite="ignore")
+def test_it_may_be_ignored(steps_over, lane):
+    found = steps_over(lane, math.nan, "forward", [1], "ignore", on_nonfinite="ignore")
     assert found == [([], [], 3)] * RANKS
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_what_is_masked_is_no_finding(over, lane):
-    found = over(lane, RANKS, three_steps, math.nan, "forward", [1], "raise", "masked", on_nonfinite="raise")
+def test_what_is_masked_is_no_finding(steps_over, lane):
+    found = steps_over(lane, math.nan, "forward", [1], "raise", "masked", on_nonfinite="raise")
     assert found == [([], [], 3)] * RANKS
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_scaled_gradients_overflow_on_purpose(over, lane):
-    found = over(lane, RANKS, three_steps, math.inf, "backward", [1], "raise", "scaled", on_nonfinite="raise")
+def test_scaled_gradients_overflow_on_purpose(steps_over, lane):
+    found = steps_over(lane, math.inf, "backward", [1], "raise", "scaled", on_nonfinite="raise")
     for told, raised, _ in found:
         ((level, text),) = told
         assert (level, raised) == ("INFO", [])
@@ -75,9 +88,9 @@ def test_scaled_gradients_overflow_on_purpose(over, lane):
 
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("how", ["compiled", "checkpointed"])
-def test_it_is_told_of_calls_of_any_kind(over, lane, how):
+def test_it_is_told_of_calls_of_any_kind(steps_over, lane, how):
     for phase in ("forward", "backward"):
-        found = over(lane, RANKS, three_steps, math.nan, phase, [1], "warn", how)
+        found = steps_over(lane, math.nan, phase, [1], "warn", how)
         assert [[level for level, _ in told] for told, _, _ in found] == [["WARNING"], ["ERROR"], ["WARNING"]]
 
 
