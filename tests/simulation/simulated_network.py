@@ -281,6 +281,8 @@ class SimulatedServer:
         self.on_tick: Callable[[], None] = lambda: None
         self.dispatcher: Dispatcher
         self._clock, self._network, self._rng, self._trace = clock, network, rng, trace
+        # While it naps, until when, and what has come meanwhile.
+        self._awake_at = 0.0
         self._backlog: list[Callable[[], None]] | None = None
         self._probing = Probing()
         network.server = self
@@ -288,6 +290,7 @@ class SimulatedServer:
     def start(self) -> None:
         self.up = True
         self.lives += 1
+        self._awake_at = 0.0
         self._backlog = None
         self._probing = Probing()
         self._trace.append((self._clock.now, "server starts"))
@@ -316,8 +319,10 @@ class SimulatedServer:
     def nap(self, seconds: float) -> None:
         """The whole process stands still; what comes meanwhile waits."""
         self._trace.append((self._clock.now, "server naps", seconds))
-        self._backlog = []
-        self._clock.after(seconds, self._wake_up, self.lives)
+        if self._backlog is None:
+            self._backlog = []
+        self._awake_at = max(self._awake_at, self._clock.now + seconds)
+        self._clock.at(self._awake_at, self._wake_up, self.lives)
 
     def receive(self, link: Link, frame: bytes) -> None:
         if not self.up:
@@ -350,7 +355,7 @@ class SimulatedServer:
         self._send(self.dispatcher.receive(self._clock.now, link.peer, frame).replies)
 
     def _wake_up(self, life: int) -> None:
-        if life != self.lives or self._backlog is None:
+        if life != self.lives or self._backlog is None or self._clock.now < self._awake_at:
             return
         backlog, self._backlog = self._backlog, None
         for action in backlog:
