@@ -12,8 +12,8 @@ import logging
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
@@ -51,7 +51,7 @@ class Intercepted(Adopted):
         """The original's; where it calls `batch_norm` in training, the statistics are those of the whole batch."""
         if not self.training and self._tally is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if torch.compiler.is_compiling():
+        if is_compiling():
             with Interception(self, self._normalise_handed, None):
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
         vars(self).pop(_CAME, None)  # from a call that raised, or was made in eval
@@ -110,7 +110,7 @@ class Behind(SynchronizedBatchNorm):
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
         """As ours."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return super().forward(input, mask)
         if self.training or self._tally is not None:
             vars(self)[_CAME] = True

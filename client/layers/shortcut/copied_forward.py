@@ -14,8 +14,8 @@ original, each looked up when it is used. torch.compile traces the original.
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch.compiler import is_compiling
 
 from client.layers import interception
 from client.layers.interception import Interception
@@ -42,11 +42,7 @@ def _shortcut(kind: type, forward: Any, code: CodeType, copy: FunctionType) -> t
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             """The original's, by the copy unless torch.compile traces it or the class has got another since."""
-            if (
-                torch.compiler.is_compiling()
-                or forward.__code__ is not code
-                or vars(kind).get("forward") is not forward
-            ):
+            if is_compiling() or kind.forward is not forward or forward.__code__ is not code:  # type: ignore[attr-defined]
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             return copy(self, *args, **kwargs)
 
