@@ -1,11 +1,11 @@
-"""Shared memory in a simulated world: the real `GroupMemory`, and wake-ups that may be lost."""
+"""Shared memory in a simulated world: the real `GroupMemory` and `HostMemory`, and wake-ups that may be lost."""
 
 from collections.abc import Callable
 from mmap import mmap
 from typing import TYPE_CHECKING
 
 from client.shared_memory.group_memory import GroupMemory
-from client.shared_memory.region import size_of
+from client.shared_memory.host_memory import HostMemory, size_of
 
 if TYPE_CHECKING:
     from simulation.simulated_member import Process
@@ -38,11 +38,11 @@ def check_waits(world: "World") -> None:
 
 
 class SimulatedMemory:
-    """One group's memory, and who looks at it.
+    """What the members of one group have in common, all of them or those of one host; and who looks at it.
 
     Args:
         world: its world.
-        members: how many members the group has.
+        members: how many they are.
     """
 
     def __init__(self, world: "World", members: int) -> None:
@@ -55,6 +55,11 @@ class SimulatedMemory:
         """The memory, as one member sees it."""
         self._sleepers.append(process)
         return _SimulatedGroupMemory(self._bytes, self._members, me, self._wake)
+
+    def of_host(self, process: "Process", me: int, session: bytes) -> HostMemory:
+        """The same, where other members of the group are elsewhere."""
+        self._sleepers.append(process)
+        return _SimulatedHostMemory(self._bytes, self._members, me, session, self._wake)
 
     def _wake(self) -> None:
         rng = self._world.rng
@@ -72,6 +77,20 @@ class _SimulatedGroupMemory(GroupMemory):
         super().arrive(*brought)
         if self.have_all_come:
             self._wake_others()
+
+    def close(self) -> None:
+        super().close()
+        self._wake_others()
+
+
+class _SimulatedHostMemory(HostMemory):
+    def __init__(self, memory: mmap, members: int, me: int, session: bytes, wake: Callable[[], None]) -> None:
+        super().__init__(memory, members, me, session)
+        self._wake_others = wake
+
+    def leave(self, frame: bytes, seconds: float) -> None:
+        super().leave(frame, seconds)
+        self._wake_others()
 
     def close(self) -> None:
         super().close()
