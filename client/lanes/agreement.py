@@ -71,10 +71,11 @@ def _memory(connection: Connection, group: Group, shared: _Shared) -> GroupMemor
     session, (memory, members, why) = connection.session(group), shared
     me = members.index(connection.rank)
     if why:
-        _log(
-            connection.member,
-            f"group {group.name!r} exchanges rows in the memory of each host, and from there over the server; "
-            f"not all in one memory: {why}",
+        logger.info(
+            "group %r exchanges rows in the memory of each host, and from there over the server; not all in one "
+            "memory: %s",
+            group.name,
+            why,
         )
         return HostMemory(memory, len(members), me, session.token)
     logger.info("group %r exchanges rows in shared memory", group.name)

@@ -10,11 +10,13 @@ import numpy as np
 
 import client
 from client.connection.connection import Connection
+from client.connection.member import AUTO, RELAY, SHARED_MEMORY
 from client.lanes.choose import lane_for
 from client.lanes.zeromq import SlavePipe
 from statsd_bn.reduction import FloatArray, sum_in_order
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
+from support.pretended_hosts import pretend_to_be_on
 
 # Of the rows: most are as small as those of a small layer, some are of a wide one, and a few do not fit into memory.
 SIZES = (1, 3, 16, 64, 256, 2048, 20_000)
@@ -46,16 +48,26 @@ class Told:
     why: str = ""
 
 
-def soak(endpoint: str, job: str, rank: int, size: int, rounds: int, pipe: Pipe, progress: Any) -> None:
+def soak(endpoint: str, job: str, rank: int, size: int, rounds: int, hosts: int, pipe: Pipe, progress: Any) -> None:
     """Takes part in so many rounds; `progress` is the number of those that are done. It sends a `Told`, then waits."""
     over_server = 0
+    if hosts > 1:
+        pretend_to_be_on(rank % hosts)
+    given = {"job": job, "rank": rank, "world_size": size, "lane": RELAY if hosts > 1 else AUTO}
     try:
-        with client.connect(endpoint, job=job, rank=rank, world_size=size, round_timeout=120.0) as connection:
+        with client.connect(endpoint, round_timeout=120.0, **given) as connection:
             over_server = _rounds(connection, rounds, progress)
-            pipe.send(Told(progress.value, connection.session(None).lane.rounds_in_memory, over_server))
+            in_memory = connection.session(None).lane.rounds_in_memory
+            pipe.send(Told(progress.value, in_memory, over_server, _wrong_lane(connection, hosts)))
             pipe.poll(120)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
         pipe.send(Told(progress.value, 0, over_server, f"{type(error).__name__}: {error}"))
+
+
+def _wrong_lane(connection: Connection, hosts: int) -> str:
+    expected = RELAY if hosts > 1 else SHARED_MEMORY
+    found = connection.lane
+    return "" if found == expected else f"expected lane {expected}, got {found}: {connection.why_not_faster}"
 
 
 def _rounds(connection: Connection, rounds: int, progress: Any) -> int:

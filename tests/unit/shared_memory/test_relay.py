@@ -73,6 +73,9 @@ def test_whoever_is_alone_on_its_host_speaks_for_itself(monkeypatch, caplog):
     assert alone == (ZEROMQ, f"no other rank of the group is on this host; {elsewhere}")
     text = "exchanges rows in the memory of each host, and from there over the server; not all in one memory: "
     assert f"group 'world' {text}{elsewhere}" in caplog.text
+    # It is what they have asked for; only the one that is alone has not got it.
+    assert [one.levelname for one in caplog.records if text in one.getMessage()] == ["INFO"] * 2
+    assert [one.levelname for one in caplog.records].count("WARNING") == 1
 
 
 def test_with_one_member_on_each_host_nothing_changes(monkeypatch):
