@@ -18,6 +18,9 @@ _NUMBER = _NUMBERS.get(platform.machine(), 0) if sys.platform == "linux" and sys
 
 _IS_X86 = platform.machine() == "x86_64"
 
+# Whether stores may pass one another, and loads. On x86-64 they do not: there only a load may pass an earlier store.
+REORDERS_ALIKE = not _IS_X86
+
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
 
 

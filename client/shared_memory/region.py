@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from client.shared_memory.futex import fence
+from client.shared_memory.futex import REORDERS_ALIKE, fence
 from statsd_bn import limits
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
@@ -38,9 +38,9 @@ _SIZES = struct.Struct(f"={_HEAD_WORDS - 1}Q")
 
 _FLOAT = np.dtype(np.float64)
 
-# Where the counts of rows of one shape are, in words; where the values begin, their shape and strides; and how many
+# Where the counts of rows of one shape are, in words; their values, a view; the values' shape, row by row; and how many
 # rows each member has brought. A plain tuple, which is quicker to take apart.
-_Layout: TypeAlias = tuple[list[int], int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+_Layout: TypeAlias = tuple[list[int], FloatArray, tuple[int, ...], tuple[int, ...]]
 
 # Layers have rows of a few shapes.
 _MOST_LAYOUTS = 256
@@ -90,26 +90,29 @@ class Region:
         self._closed = [place + 1 for place in self._arrivals]
         self._told = [place + 2 for place in self._arrivals]
         self._slots = tuple([start + LINE_BYTES + slot * SLOT_BYTES for start in self._starts] for slot in (0, 1))
+        # Of this member: where its slots are, in bytes; the shape and the counts that stand in each; and where the
+        # values of rows of a shape go, by the slot, None where they have no room.
+        self._own = [starts[me] for starts in self._slots]
         self._me = me
-        # Of rows that are alike, by the slot and their shape.
+        self._written: list[object] = [None, None]
+        self._places: dict[tuple[int, tuple[int, ...]], FloatArray | None] = {}
+        # Of rows of all members that are alike, by the slot and their shape.
         self._layouts: dict[tuple[int, bytes], _Layout] = {}
 
     def bring(self, turn: int, digest: int, rows: Rows) -> None:
         """Writes this member's rows, and says that it has come."""
-        start = self._slots_of(turn)[self._me]
-        first = start // WORD_BYTES
-        self._words[first] = digest
-        replicas, vectors, channels = rows.values.shape
-        values = start + WORD_BYTES * (_HEAD_WORDS + replicas)
-        fits = _fits(replicas, vectors, channels)
-        self._words[first + 1] = replicas if fits else 0
-        if fits:
-            self._words[first + 2], self._words[first + 3] = vectors, channels
-            for place, count in enumerate(rows.counts, first + _HEAD_WORDS):
-                self._words[place] = count
-            self._store(values, rows.values)
-        fence()  # nobody sees the arrival before the rows
-        self._words[self._arrivals[self._me]] = turn
+        slot, words, values = turn % 2, self._words, rows.values
+        words[self._own[slot] // WORD_BYTES] = digest
+        what = values.shape, rows.counts
+        if self._written[slot] != what:
+            self._write_sizes(slot, rows)
+            self._written[slot] = what
+        place = self._places[slot, values.shape]
+        if place is not None:
+            place[...] = values
+        if REORDERS_ALIKE:
+            fence()  # nobody sees the arrival before the rows
+        words[self._arrivals[self._me]] = turn
         fence()  # of two that come last at the same time, one at least sees the other
 
     def have_all_come(self, turn: int) -> bool:
@@ -119,7 +122,8 @@ class Region:
         for place in self._arrivals:
             if words[place] < turn:
                 return False
-        fence()  # the rows are looked at after the arrivals
+        if REORDERS_ALIKE:
+            fence()  # the rows are looked at after the arrivals
         return True
 
     def brought(self, turn: int) -> Brought | None:
@@ -166,7 +170,8 @@ class Region:
         for place in self._closed:  # a loop, as above
             if words[place]:
                 found = True
-        fence()  # whoever sees that one has closed sees where that one has come before
+        if REORDERS_ALIKE:
+            fence()  # whoever sees that one has closed sees where that one has come before
         return found
 
     @property
@@ -179,10 +184,9 @@ class Region:
         layout = self._layouts.get((slot, sizes)) or self._lay_out(slot, sizes)
         if layout is None:
             return None
-        places, at, shape, strides, replicas = layout
+        places, values, shape, replicas = layout
         words = self._words
-        counts = [words[place] for place in places]
-        return Brought(counts, self._values(at, shape, strides).reshape(-1, *shape[2:]), replicas)
+        return Brought([words[place] for place in places], values.reshape(shape), replicas)
 
     def _lay_out(self, slot: int, sizes: bytes) -> _Layout | None:
         replicas, vectors, channels = _SIZES.unpack(sizes)
@@ -193,11 +197,29 @@ class Region:
         places = [place + row for place in firsts for row in range(replicas)]
         shape = len(starts), replicas, vectors, channels
         strides = _STRIDE_BYTES, WORD_BYTES * vectors * channels, WORD_BYTES * channels, WORD_BYTES
-        layout = places, starts[0] + _HEAD_BYTES + WORD_BYTES * replicas, shape, strides, (replicas,) * len(starts)
+        values = self._values(starts[0] + _HEAD_BYTES + WORD_BYTES * replicas, shape, strides)
+        layout = places, values, (len(places), vectors, channels), (replicas,) * len(starts)
         if len(self._layouts) >= _MOST_LAYOUTS:
             self._layouts.clear()
         self._layouts[slot, sizes] = layout
         return layout
+
+    def _write_sizes(self, slot: int, rows: Rows) -> None:
+        """Writes the shape and the counts of this member's rows, and finds the place of their values."""
+        shape, start = rows.values.shape, self._own[slot]
+        replicas, first = shape[0], start // WORD_BYTES
+        fits = _fits(*shape)
+        self._words[first + 1] = replicas if fits else 0
+        if fits:
+            self._words[first + 2], self._words[first + 3] = shape[1:]
+            for place, count in enumerate(rows.counts, first + _HEAD_WORDS):
+                self._words[place] = count
+        if (slot, shape) not in self._places:
+            if len(self._places) >= _MOST_LAYOUTS:
+                self._places.clear()
+                self._written = [None, None]
+            values_at = start + _HEAD_BYTES + WORD_BYTES * replicas
+            self._places[slot, shape] = self._values(values_at, shape) if fits else None
 
     def _of_different_numbers(self, slots: list[int]) -> Brought | None:
         """Rows of one shape, but not as many of each member."""
@@ -217,9 +239,6 @@ class Region:
         replicas, first = shape[0], (start + _HEAD_BYTES) // WORD_BYTES
         values = self._values(start + _HEAD_BYTES + WORD_BYTES * replicas, tuple(shape))
         return Brought(list(self._words[first : first + replicas]), values, (replicas,))
-
-    def _store(self, at: int, values: FloatArray) -> None:
-        np.ndarray(values.shape, _FLOAT, self._memory, at)[...] = values
 
     def _values(self, at: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> FloatArray:
         return np.ndarray(shape, _FLOAT, self._memory, at, strides)

@@ -114,6 +114,20 @@ class View:
         self._seen[word] = len(self._memory.history[word]) - 1
 
 
+class SimulatedValues:
+    """What `Region` wants of an array in the memory: that it is written as a whole, and read as one."""
+
+    def __init__(self, words: Any, places: list[int]) -> None:
+        self._words, self._places = words, places
+
+    def __setitem__(self, _all: Any, values: Any) -> None:
+        for place, value in zip(self._places, values.view(np.int64).ravel().tolist(), strict=True):
+            self._words[place] = value
+
+    def reshape(self, shape: tuple[int, ...]) -> Any:
+        return np.array([self._words[place] for place in self._places], np.int64).view(np.float64).reshape(shape)
+
+
 class SimulatedRegion(Region):
     """A region whose words and values go through a view."""
 
@@ -121,14 +135,9 @@ class SimulatedRegion(Region):
         super().__init__(bytearray(0), members, me)  # type: ignore[arg-type]  # nothing is read from it
         self._words = view  # type: ignore[assignment]
 
-    def _store(self, at: int, values: Any) -> None:
-        for number, value in enumerate(values.view(np.int64).ravel().tolist()):
-            self._words[at // 8 + number] = value
-
     def _values(self, at: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Any:
         steps = strides or [8 * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
-        places = [at + int(np.dot(place, steps)) for place in np.ndindex(shape)]
-        return np.array([self._words[place // 8] for place in places], np.int64).view(np.float64).reshape(shape)
+        return SimulatedValues(self._words, [(at + int(np.dot(place, steps))) // 8 for place in np.ndindex(shape)])
 
     def _head(self, start: int) -> bytes:
         return np.array(self._words[start // 8 : start // 8 + 4], np.uint64).tobytes()
@@ -188,6 +197,8 @@ class MemoryWorld:
         with (
             mock.patch.object(region, "fence", self._fence),
             mock.patch.object(group_memory, "fence", self._fence),
+            mock.patch.object(region, "REORDERS_ALIKE", self.memory.is_weak),
+            mock.patch.object(group_memory, "REORDERS_ALIKE", self.memory.is_weak),
         ):
             threads = [threading.Thread(target=self._live, args=[me], daemon=True) for me in range(self.members)]
             for thread in threads:
