@@ -70,7 +70,8 @@ class RoundInMemory:
     def begin(self, now: float) -> Turn[Aggregate | AtServer]:
         """Writes its rows."""
         self._began, self._due = now, now + ESCALATE_SECONDS
-        self._memory.arrive(digest_of(self._key), self._rows)
+        if self._memory.arrive(digest_of(self._key), self._rows):
+            return self._end(now)
         return self._look(now) or ((), self._due, None)
 
     def step(self, now: float, frame: bytes | None) -> Turn[Aggregate | AtServer]:
@@ -111,12 +112,16 @@ class RoundInMemory:
             # The last one to come may have closed at once.
             if not memory.have_all_come:
                 return (), now, self._at_server()
-        aggregate = self._sum(now)
+        return self._end(now)
+
+    def _end(self, now: float) -> Turn[Aggregate | AtServer]:
+        """Returns how the round has ended in memory, to which all have come."""
+        memory, aggregate = self._memory, self._sum(now)
         if aggregate is None:
             return (), now, self._at_server()
         self._session.lane.rounds_in_memory += self._trip is None
         self._session.lane.seconds_in_memory += now - self._began
-        if self._memory.is_told:
+        if memory.is_told:
             # Everybody says so, and at once: the teller may be asleep, or what it says may be lost. It would seem to
             # wait there still for this member, and this one in the next round for it.
             return (self._session.settled(self._key),), now, aggregate

@@ -48,15 +48,17 @@ class GroupMemory:
         self._number = 0
         self._spin_seconds = SPIN_SECONDS if members < len(os.sched_getaffinity(0)) else 0.0
 
-    def arrive(self, digest: int, rows: Rows) -> None:
-        """Comes to the next turn.
+    def arrive(self, digest: int, rows: Rows) -> bool:
+        """Comes to the next turn; returns whether all have come.
 
         Args:
             digest: of what it is about, 64 bits; the same for all members.
             rows: what this member brings.
         """
-        if self._bring(digest, rows):
-            self._futex.wake(self._number & _LOW_BITS)
+        if not self._bring(digest, rows):
+            return False
+        self._futex.wake(self._number & _LOW_BITS)
+        return True
 
     def wait(self, seconds: float) -> bool:
         """Waits until all have come, for so many seconds at most; returns whether they have.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.host_memory import HostMemory, size_of
+from statsd_bn.rows import Rows
 
 if TYPE_CHECKING:
     from simulation.simulated_member import Process
@@ -73,10 +74,11 @@ class _SimulatedGroupMemory(GroupMemory):
         super().__init__(memory, members, me)
         self._wake_others = wake
 
-    def arrive(self, *brought: object) -> None:
-        super().arrive(*brought)
-        if self.have_all_come:
+    def arrive(self, digest: int, rows: Rows) -> bool:
+        is_last = super().arrive(digest, rows)
+        if is_last:
             self._wake_others()
+        return is_last
 
     def close(self) -> None:
         super().close()
