@@ -8,7 +8,8 @@ from statsd_bn.round_key import RoundKey
 _BYTES = 8
 _ALL = (1 << 8 * _BYTES) - 1
 
-# Odd, and else random: so the digests of two rounds of one layer, or of two layers, have nothing to do with each other.
+# Odd and random. Two rounds of one layer differ as long as steps and calls are below 2^30; those of two layers have the
+# same digest by chance only.
 _STEP, _CALL = 0x9FD35B1C64E8A72B, 0xC25A0F9716B3D4E9
 
 

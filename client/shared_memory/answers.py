@@ -8,7 +8,7 @@ in a turn to which all have come, and by then all have left the turn before, and
 
 from mmap import mmap
 
-from client.shared_memory.futex import REORDERS_ALIKE, fence
+from client.shared_memory.futex import IS_WEAKLY_ORDERED, fence
 from client.shared_memory.region import LINE_BYTES, SLOT_BYTES, WORD_BYTES
 from statsd_bn import limits
 
@@ -62,7 +62,7 @@ class Answers:
         first, start = self._turns[self._me], self._starts[self._me] + LINE_BYTES
         self._words[first + 1], self._words[first + 2] = len(frame), int(1e9 * seconds)
         self._memory[start : start + len(frame)] = frame
-        if REORDERS_ALIKE:
+        if IS_WEAKLY_ORDERED:
             fence()  # nobody sees the turn before the answer
         self._words[first] = turn
         fence()  # nobody is woken before
@@ -73,7 +73,7 @@ class Answers:
         for place in self._turns:  # a loop, as in the region
             if words[place] == turn:
                 found = True
-        if REORDERS_ALIKE:
+        if IS_WEAKLY_ORDERED:
             fence()  # the answer is looked at after the turn
         return found
 
@@ -81,7 +81,7 @@ class Answers:
         """Returns the answer of a turn, and how many seconds it took; None if nobody has left one."""
         for place, start in zip(self._turns, self._starts, strict=True):
             if self._words[place] == turn:
-                if REORDERS_ALIKE:
+                if IS_WEAKLY_ORDERED:
                     fence()
                 first = start + LINE_BYTES
                 # Another process has written it, so it may be anything.

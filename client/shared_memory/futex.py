@@ -18,8 +18,9 @@ _NUMBER = _NUMBERS.get(platform.machine(), 0) if sys.platform == "linux" and sys
 
 _IS_X86 = platform.machine() == "x86_64"
 
-# Whether stores may pass one another, and loads. On x86-64 they do not: there only a load may pass an earlier store.
-REORDERS_ALIKE = not _IS_X86
+# Whether the processor may reorder two stores, or two loads. x86-64 does not: there a load may pass an earlier store, and
+# that is all.
+IS_WEAKLY_ORDERED = not _IS_X86
 
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from mmap import mmap
 
-from client.shared_memory.futex import REORDERS_ALIKE, Futex, fence
+from client.shared_memory.futex import IS_WEAKLY_ORDERED, Futex, fence
 from client.shared_memory.region import ENDED, GIVEN_UP, Brought, Region
 from statsd_bn.rows import Rows
 
@@ -78,7 +78,7 @@ class GroupMemory:
         started = time.perf_counter()
         while True:
             value = self._futex.value
-            if REORDERS_ALIKE:
+            if IS_WEAKLY_ORDERED:
                 fence()  # else it could be the value after the last wake-up, and the arrivals of before
             if is_over(number):
                 return True

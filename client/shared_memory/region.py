@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from client.shared_memory.futex import REORDERS_ALIKE, fence
+from client.shared_memory.futex import IS_WEAKLY_ORDERED, fence
 from statsd_bn import limits
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
@@ -90,12 +90,13 @@ class Region:
         self._closed = [place + 1 for place in self._arrivals]
         self._told = [place + 2 for place in self._arrivals]
         self._slots = tuple([start + LINE_BYTES + slot * SLOT_BYTES for start in self._starts] for slot in (0, 1))
-        # Of this member: where its slots are, in bytes; the shape and the counts that stand in each; and where the
-        # values of rows of a shape go, by the slot, None where they have no room.
-        self._own = [starts[me] for starts in self._slots]
         self._me = me
+        # Where this member's slots begin, in bytes.
+        self._own = [starts[me] for starts in self._slots]
+        # The shape and the counts that stand in each of them.
         self._written: list[object] = [None, None]
-        self._places: dict[tuple[int, tuple[int, ...]], FloatArray | None] = {}
+        # Where its values go, by slot and shape; None if they do not fit.
+        self._targets: dict[tuple[int, tuple[int, ...]], FloatArray | None] = {}
         # Of rows of all members that are alike, by the slot and their shape.
         self._layouts: dict[tuple[int, bytes], _Layout] = {}
 
@@ -103,14 +104,14 @@ class Region:
         """Writes this member's rows, and says that it has come."""
         slot, words, values = turn % 2, self._words, rows.values
         words[self._own[slot] // WORD_BYTES] = digest
-        what = values.shape, rows.counts
-        if self._written[slot] != what:
+        sizes = values.shape, rows.counts
+        if self._written[slot] != sizes:
             self._write_sizes(slot, rows)
-            self._written[slot] = what
-        place = self._places[slot, values.shape]
-        if place is not None:
-            place[...] = values
-        if REORDERS_ALIKE:
+            self._written[slot] = sizes
+        target = self._targets[slot, values.shape]
+        if target is not None:
+            target[...] = values
+        if IS_WEAKLY_ORDERED:
             fence()  # nobody sees the arrival before the rows
         words[self._arrivals[self._me]] = turn
         fence()  # of two that come last at the same time, one at least sees the other
@@ -122,7 +123,7 @@ class Region:
         for place in self._arrivals:
             if words[place] < turn:
                 return False
-        if REORDERS_ALIKE:
+        if IS_WEAKLY_ORDERED:
             fence()  # the rows are looked at after the arrivals
         return True
 
@@ -170,7 +171,7 @@ class Region:
         for place in self._closed:  # a loop, as above
             if words[place]:
                 found = True
-        if REORDERS_ALIKE:
+        if IS_WEAKLY_ORDERED:
             fence()  # whoever sees that one has closed sees where that one has come before
         return found
 
@@ -214,12 +215,12 @@ class Region:
             self._words[first + 2], self._words[first + 3] = shape[1:]
             for place, count in enumerate(rows.counts, first + _HEAD_WORDS):
                 self._words[place] = count
-        if (slot, shape) not in self._places:
-            if len(self._places) >= _MOST_LAYOUTS:
-                self._places.clear()
+        if (slot, shape) not in self._targets:
+            if len(self._targets) >= _MOST_LAYOUTS:
+                self._targets.clear()
                 self._written = [None, None]
             values_at = start + _HEAD_BYTES + WORD_BYTES * replicas
-            self._places[slot, shape] = self._values(values_at, shape) if fits else None
+            self._targets[slot, shape] = self._values(values_at, shape) if fits else None
 
     def _of_different_numbers(self, slots: list[int]) -> Brought | None:
         """Rows of one shape, but not as many of each member."""

@@ -172,6 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", type=int, default=1, help="with two members on each at least: the lane relay")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     options = parser.parse_args(arguments)
+    if min(options.members) < 2 * options.hosts:
+        parser.error(f"--members: expected two on each of {options.hosts} hosts at least, got {min(options.members)}")
     chaos_world.warm_up()
     findings = 0
     for size in options.members:
@@ -186,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"{size} members on {options.hosts} hosts: {options.rounds} rounds each in "
             f"{time.monotonic() - started:.0f} s, {min(one.in_memory for one in told)} of them without the server, "
+            f"rows carried {sum(one.carried for one in told)} times, "
             f"{told[0].over_server} also by each over it, "
             f"{kills} kills of the server; all bits right; nothing left of {left} killed",
             flush=True,

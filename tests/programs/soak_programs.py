@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from client.connection.connection import Connection
 from client.connection.member import AUTO, RELAY, SHARED_MEMORY
 from client.lanes.choose import lane_for
 from client.lanes.zeromq import SlavePipe
+from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray, sum_in_order
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
@@ -39,12 +41,14 @@ class Told:
         rounds: how many it has had, each with the right bits.
         in_memory: of how many of them the server has heard nothing from it.
         over_server: how many of them went over the server as well, to the same bits.
+        carried: in how many of them it has carried the rows of others.
         why: what has gone wrong, or empty.
     """
 
     rounds: int
     in_memory: int
     over_server: int
+    carried: int = 0
     why: str = ""
 
 
@@ -56,12 +60,14 @@ def soak(endpoint: str, job: str, rank: int, size: int, rounds: int, hosts: int,
     given = {"job": job, "rank": rank, "world_size": size, "lane": RELAY if hosts > 1 else AUTO}
     try:
         with client.connect(endpoint, round_timeout=120.0, **given) as connection:
+            session = connection.session(None)
+            session.carried = carried = mock.Mock(wraps=session.carried)
             over_server = _rounds(connection, rounds, progress)
-            in_memory = connection.session(None).lane.rounds_in_memory
-            pipe.send(Told(progress.value, in_memory, over_server, _wrong_lane(connection, hosts)))
+            in_memory, why = session.lane.rounds_in_memory, _wrong_lane(connection, hosts)
+            pipe.send(Told(progress.value, in_memory, over_server, carried.call_count, why))
             pipe.poll(120)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
-        pipe.send(Told(progress.value, 0, over_server, f"{type(error).__name__}: {error}"))
+        pipe.send(Told(progress.value, 0, over_server, why=f"{type(error).__name__}: {error}"))
 
 
 def _wrong_lane(connection: Connection, hosts: int) -> str:
@@ -88,9 +94,10 @@ def _rounds(connection: Connection, rounds: int, progress: Any) -> int:
         found = lane.run_slave(rows, forward.key.of_phase(BACKWARD) if forward and number % 2 else None)
         forward = None if number % 2 else found
         expected = sum_in_order(np.stack(brought))
-        _check(number, found.values, expected)
+        count = size * rows.counts[0]
+        _check(number, found, count, expected)
         if everybodys.random() < OVER_SERVER:
-            _check(number, at_server.run_slave(rows).values, expected)
+            _check(number, at_server.run_slave(rows), count, expected)
             over_server += 1
         progress.value = number + 1
     return over_server
@@ -103,6 +110,8 @@ def _base(member: int) -> FloatArray:
     return generator.standard_normal(shape) * 10.0 ** generator.integers(-8, 9, shape)
 
 
-def _check(number: int, found: FloatArray, expected: FloatArray) -> None:
-    if found.tobytes() != expected.tobytes():
+def _check(number: int, found: Aggregate, count: int, expected: FloatArray) -> None:
+    if found.count != count:
+        raise ValueError(f"round {number}: expected count {count}, got {found.count}")
+    if found.values.tobytes() != expected.tobytes():
         raise ValueError(f"round {number}: expected other bits for shape {expected.shape}")

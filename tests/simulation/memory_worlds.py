@@ -117,8 +117,11 @@ class View:
 class SimulatedValues:
     """What `Region` wants of an array in the memory: that it is written as a whole, and read as one."""
 
-    def __init__(self, words: Any, places: list[int]) -> None:
-        self._words, self._places = words, places
+    def __init__(self, words: Any, places: list[int], shape: tuple[int, ...]) -> None:
+        self._words, self._places, self._shape = words, places, shape
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.reshape(self._shape)
 
     def __setitem__(self, _all: Any, values: Any) -> None:
         for place, value in zip(self._places, values.view(np.int64).ravel().tolist(), strict=True):
@@ -137,7 +140,8 @@ class SimulatedRegion(Region):
 
     def _values(self, at: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Any:
         steps = strides or [8 * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
-        return SimulatedValues(self._words, [(at + int(np.dot(place, steps))) // 8 for place in np.ndindex(shape)])
+        places = [(at + int(np.dot(place, steps))) // 8 for place in np.ndindex(shape)]
+        return SimulatedValues(self._words, places, shape)
 
     def _head(self, start: int) -> bytes:
         return np.array(self._words[start // 8 : start // 8 + 4], np.uint64).tobytes()
@@ -176,6 +180,11 @@ class MemoryWorld:
         self.members = rng.choice((2, 2, 3, 3, 4))
         self.rounds = rng.choice((2, 3, 5))
         self._odd = {number for number in range(self.rounds) if rng.random() < 0.1}
+        # Of each round: how many rows of how many channels a member brings, what they count, and who brings one more.
+        self._sizes = [
+            (rng.choice((1, 1, 2)), rng.choice((1, 2)), rng.choice((0, 0, 50)), rng.choice((None, None, 0, 1)))
+            for _ in range(self.rounds)
+        ]
         self._killed = rng.randrange(self.members) if rng.random() < 0.2 else None
         self._patience = rng.choice((0.2, 0.5, 0.9))
         self._turn = threading.Condition()
@@ -197,8 +206,8 @@ class MemoryWorld:
         with (
             mock.patch.object(region, "fence", self._fence),
             mock.patch.object(group_memory, "fence", self._fence),
-            mock.patch.object(region, "REORDERS_ALIKE", self.memory.is_weak),
-            mock.patch.object(group_memory, "REORDERS_ALIKE", self.memory.is_weak),
+            mock.patch.object(region, "IS_WEAKLY_ORDERED", self.memory.is_weak),
+            mock.patch.object(group_memory, "IS_WEAKLY_ORDERED", self.memory.is_weak),
         ):
             threads = [threading.Thread(target=self._live, args=[me], daemon=True) for me in range(self.members)]
             for thread in threads:
@@ -244,7 +253,10 @@ class MemoryWorld:
 
     def rows_of(self, member: int, number: int) -> Rows:
         """What a member brings to a round; no two are alike."""
-        return Rows((member + 1,), np.array([[[member + number * 10.0, member + number * 100.0]]]))
+        replicas, channels, more, has_another = self._sizes[number]
+        replicas += member == has_another
+        values = np.arange(2.0 * replicas * channels).reshape(replicas, 2, channels) / 64 + member + number * 10
+        return Rows(tuple(more + member + row for row in range(replicas)), values)
 
     def _live(self, me: int) -> None:
         view = View(self.memory, self.step)
@@ -294,7 +306,8 @@ class MemoryWorld:
         for me, got in enumerate(self.got):
             for number, rows in enumerate(got):
                 expected = [self.rows_of(member, number) for member in range(self.members)]
-                told = [one.counts[0] for one in expected], [one.values[0].tolist() for one in expected]
+                counts = [count for one in expected for count in one.counts]
+                told = counts, np.concatenate([one.values for one in expected]).tolist()
                 if rows != (None if number in self._odd else told):
                     raise MemoryFinding(f"seed {self.seed}: member {me} has {rows} in round {number}, not {told}")
 

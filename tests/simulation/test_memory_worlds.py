@@ -1,8 +1,10 @@
 """The worlds of shared memory: none of them fails, and each slip that is planted is found."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FunctionType
 from unittest import mock
 
 import pytest
@@ -32,12 +34,15 @@ def arrival_before_rows() -> AbstractContextManager[object]:
     return mock.patch.object(Region, "bring", early)
 
 
-def no_fence_in(function: str) -> Callable[[], AbstractContextManager[object]]:
-    """Stores and looks of one function pass one another."""
-    fence = MemoryWorld._fence
+def no_fence_in(function: FunctionType, nth: int = 1) -> Callable[[], AbstractContextManager[object]]:
+    """Stores and looks of one function pass one another, at one of its fences."""
+    lines, first = inspect.getsourcelines(function)
+    fences = [number for number, line in enumerate(lines, first) if line.strip().startswith("fence()")]
+    there, fence = (function.__code__, fences[nth - 1]), MemoryWorld._fence
 
     def but_there(self):
-        if sys._getframe(1).f_code.co_name != function:
+        frame = sys._getframe(1)
+        if (frame.f_code, frame.f_lineno) != there:
             fence(self)
 
     return lambda: mock.patch.object(MemoryWorld, "_fence", but_there)
@@ -52,6 +57,31 @@ def one_slot() -> AbstractContextManager[object]:
         self._own, self._slots = self._own[:1] * 2, self._slots[:1] * 2
 
     return mock.patch.object(Region, "__init__", begin_with_one)
+
+
+def counts_not_written_again() -> AbstractContextManager[object]:
+    """Rows of a shape that was in the slot before have the counts of then."""
+    write = Region._write_sizes
+
+    def write_those_of_then(self, slot, rows):
+        then = vars(self).setdefault("_then", {}).setdefault((slot, rows.values.shape), rows)
+        write(self, slot, then)
+
+    return mock.patch.object(Region, "_write_sizes", write_those_of_then)
+
+
+def shape_not_written_again() -> AbstractContextManager[object]:
+    """Rows in a slot have the shape of the first ones there."""
+    write = Region._write_sizes
+
+    def write_that_of_then(self, slot, rows):
+        then = vars(self).setdefault("_then", {}).setdefault(slot, rows.values.shape)
+        write(self, slot, rows)
+        first = self._own[slot] // region.WORD_BYTES + 1
+        for place, size in enumerate(then, first):
+            self._words[place] = size
+
+    return mock.patch.object(Region, "_write_sizes", write_that_of_then)
 
 
 def wake_up_lost() -> AbstractContextManager[object]:
@@ -97,10 +127,13 @@ def no_look_after_the_word() -> AbstractContextManager[object]:
     "plant",
     [
         arrival_before_rows,
-        pytest.param(no_fence_in("bring"), id="no fence in bring"),
-        pytest.param(no_fence_in("have_all_come"), id="no fence in have_all_come"),
-        pytest.param(no_fence_in("_wait"), id="no fence in wait"),
+        pytest.param(no_fence_in(Region.bring, 1), id="no fence before an arrival"),
+        pytest.param(no_fence_in(Region.bring, 2), id="no fence behind an arrival"),
+        pytest.param(no_fence_in(Region.have_all_come), id="no fence in have_all_come"),
+        pytest.param(no_fence_in(GroupMemory._wait), id="no fence in wait"),
         one_slot,
+        counts_not_written_again,
+        shape_not_written_again,
         wake_up_lost,
         woken_before_the_word,
         keys_not_compared,
@@ -124,4 +157,4 @@ def _fails(seed):
 def test_the_modules_that_are_patched_use_what_is_patched():
     """Else the worlds would have no fences."""
     assert region.fence is group_memory.fence
-    assert region.REORDERS_ALIKE is group_memory.REORDERS_ALIKE
+    assert region.IS_WEAKLY_ORDERED is group_memory.IS_WEAKLY_ORDERED

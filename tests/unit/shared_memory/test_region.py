@@ -22,6 +22,31 @@ def rows(first: float, replicas: int = 1, channels: int = 4, vectors: int = 2) -
     return Rows(tuple(range(5, 5 + replicas)), values)
 
 
+TOO_WIDE = region.SLOT_BYTES // 8
+
+# Counts and shapes of what follows one another in the slots.
+A, B, C = ((5,), (1, 2, 4)), ((6,), (1, 2, 4)), ((5,), (1, 2, 3))
+MORE, WIDE = ((5, 7), (2, 2, 4)), ((5,), (1, 2, TOO_WIDE))
+
+
+@pytest.mark.parametrize("most", [1, 2, 256])
+@pytest.mark.parametrize(
+    "order", [(A, A, B), (A, A, C, C, A), (A, MORE, A, A, MORE), (A, A, WIDE, WIDE, A, A), (A, C, B, MORE, WIDE, A, B)]
+)
+def test_rows_of_one_turn_leave_nothing_for_those_of_another(regions, monkeypatch, order, most):
+    monkeypatch.setattr(region, "_MOST_LAYOUTS", most)
+    for turn, (counts, shape) in enumerate((*order, *order), 1):
+        brought = [np.full(shape, turn + me / 4) for me in range(3)]
+        for one, values in zip(regions, brought, strict=True):
+            one.bring(turn, turn, Rows(counts, values))
+        found = [one.brought(turn) for one in regions]
+        if shape[2] == TOO_WIDE:
+            assert found == [None] * 3
+            continue
+        assert [one.counts for one in found] == [[*counts] * 3] * 3
+        assert {one.values.tobytes() for one in found} == {np.concatenate(brought).tobytes()}
+
+
 def test_a_turn_waits_for_the_last_member(regions):
     for one in regions[:2]:
         one.bring(1, 7, rows(0.5))
