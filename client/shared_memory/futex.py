@@ -18,8 +18,7 @@ _NUMBER = _NUMBERS.get(platform.machine(), 0) if sys.platform == "linux" and sys
 
 _IS_X86 = platform.machine() == "x86_64"
 
-# Whether the processor may reorder two stores, or two loads. x86-64 does not: there a load may pass an earlier store, and
-# that is all.
+# Whether the processor may reorder two stores, or two loads. On x86-64 nothing but a load may pass an earlier store.
 IS_WEAKLY_ORDERED = not _IS_X86
 
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
