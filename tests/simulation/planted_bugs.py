@@ -485,11 +485,11 @@ def settled_rounds_untold() -> Any:
 def settled_by_the_teller_alone() -> Any:
     """Of a round that is over in memory only those tell the server who have sent it their rows."""
 
-    def look(right: Any, self: RoundInMemory, now: float) -> Any:
+    def end(right: Any, self: RoundInMemory, now: float) -> Any:
         over = right(self, now)
-        return ((), *over[1:]) if over and self._trip is None else over
+        return ((), *over[1:]) if self._trip is None else over
 
-    return instead(RoundInMemory, "_look", look)
+    return instead(RoundInMemory, "_end", end)
 
 
 @bug

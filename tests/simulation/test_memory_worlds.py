@@ -127,7 +127,7 @@ def no_look_after_the_word() -> AbstractContextManager[object]:
     "plant",
     [
         arrival_before_rows,
-        pytest.param(no_fence_in(Region.bring, 1), id="no fence before an arrival"),
+        pytest.param(no_fence_in(Region.bring, 1), id="no fence before an arrival", marks=pytest.mark.slow),
         pytest.param(no_fence_in(Region.bring, 2), id="no fence behind an arrival"),
         pytest.param(no_fence_in(Region.have_all_come), id="no fence in have_all_come"),
         pytest.param(no_fence_in(GroupMemory._wait), id="no fence in wait"),

@@ -80,7 +80,7 @@ def busy_group(number, ranks=12):
     return group(*members, job=job, findings=findings, non_finite=texts, figures=layers, lost="rank 3 was lost")
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 5, 30, 200])
+@pytest.mark.parametrize("groups", [1, 2, 3, 5, 30, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("height", [10, 24, 60])
 def test_however_much_there_is_to_tell_it_fits_into_the_terminal(groups, height):
     told = [report(*(busy_group(number, ranks) for number in range(groups))) for ranks in (12, 11, 10, 9)]
