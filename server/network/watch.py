@@ -27,6 +27,9 @@ from server.network.sender import Sender
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ProtocolError, StatsdBNError
 
+# How long a connection stays whose peer has been told why it ends: another thread sends the frame.
+TOLD_SECONDS = 0.05
+
 logger = logging.getLogger("statsd_bn.server")
 
 
@@ -54,7 +57,8 @@ class Watch:
         self._resets = Resets()
         self._probing = Probing()
         self._has_disconnected = False
-        self._doomed: list[int] = []
+        # Connections that are to end, and when.
+        self._doomed: dict[int, float] = {}
         self.members = self._connections.members
         self.ignored = self._refusals.ignored
 
@@ -90,17 +94,17 @@ class Watch:
             self._get_to_know(peer, received.session, tenant)
 
     def end(self, peer: bytes, error: StatsdBNError) -> None:
-        """Tell a peer why its connection ends, which it does at the next look; ignore what else it sends."""
+        """Tell a peer why its connection ends, which it does a moment later; ignore what else it sends."""
         logger.warning("peer %r: %s", peer, in_log(error))
         self._refusals.ignore(time.monotonic(), peer)
         self.members.pop(peer, None)
         # A frame may be read after its connection has ended, and another connection may have the descriptor by then.
         if self._sender.deliver(peer, failure(error)) != zmq.EHOSTUNREACH:
-            self._doomed.append(self._unread.descriptor(peer))
+            self._doomed[self._unread.descriptor(peer)] = time.monotonic() + TOLD_SECONDS
 
     def end_others(self, keys: set[str]) -> None:
         """End the connections of all other keys at the next look."""
-        self._doomed += self._connections.of_others(keys)
+        self._doomed.update(dict.fromkeys(self._connections.of_others(keys), 0.0))
 
     def read_monitor(self) -> None:
         """Note what has happened to connections."""
@@ -113,9 +117,12 @@ class Watch:
                 self._happened(int(told["event"]), int(told["value"]))
 
     def end_doomed(self) -> None:
-        """End the connections whose peers have been told why."""
-        self._cut(self._doomed)
-        self._doomed.clear()
+        """End the connections that are to end by now."""
+        now = time.monotonic()
+        due = [descriptor for descriptor, when in self._doomed.items() if when <= now]
+        for descriptor in due:
+            del self._doomed[descriptor]
+        self._cut(due)
 
     def has_disconnected(self) -> bool:
         """Whether a connection has ended since this was last asked."""
@@ -147,7 +154,7 @@ class Watch:
         self._dispatcher.tally.idle_connections += len(overdue)
         self._cut(overdue)
         self._suspect_resets(now)
-        self._doomed += self._unread.late()
+        self._doomed.update(dict.fromkeys(self._unread.late(), 0.0))
         self._refusals.forgive(now)
 
     def _get_to_know(self, peer: bytes, session: bytes, tenant: Tenant) -> None:
@@ -164,10 +171,12 @@ class Watch:
         elif event == zmq.EVENT_ACCEPTED:
             # It may have been accepted before the listening socket was taken care of.
             let_no_reset_through(value)
+            self._doomed.pop(value, None)  # another connection had this descriptor
             self._connections.accepted(time.monotonic(), value)
             self._unread.ended(value)
             self._resets.ended(value)
         elif event == zmq.EVENT_DISCONNECTED:
+            self._doomed.pop(value, None)
             self._unread.ended(value)
             self._resets.ended(value)
             self._connections.ended(value)

@@ -13,6 +13,7 @@ import zmq
 
 from client.connection.curve import secure
 from server.cli.status import ask
+from server.network import service as network_service
 from server.secrets.keygen import generate
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.keys import ClientKeys, load_client
@@ -151,6 +152,17 @@ def test_a_peer_that_sets_its_routing_id_after_the_server_has_given_one_is_told_
         assert is_closed(peer.socket)
     report = ask(service.endpoints[0])
     assert report["claimed_routing_ids"] == 1
+
+
+def test_a_peer_is_told_why_its_connection_ends_however_soon_the_server_looks(serve, monkeypatch):
+    """The frame leaves by another thread, which needs a moment."""
+    monkeypatch.setattr(network_service, "LOOK_SECONDS", 0.0)
+    service = serve()
+    for number in range(20):
+        with RawPeer(service.endpoints[0], (b"Identity", b"claim %d" % number), is_late=True) as peer:
+            peer.send(encode(StatusRequest()))
+            assert isinstance(answer(peer), Failure)
+            assert is_closed(peer.socket)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
