@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from client.connection.member import LANES, RELAY, ZEROMQ
+from client.connection.member import LANES, RELAY, SHARED_MEMORY, ZEROMQ
 from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 
@@ -80,6 +80,16 @@ def company(impatient_server, job, request) -> Iterator[Company]:
         found.end()
 
 
+# For what holds a processor for seconds: `scripts/test --long` tries it in all companies.
+IN_TWO_LANES = pytest.mark.parametrize(
+    "company",
+    [
+        pytest.param(company, id=name, marks=[] if name in {ZEROMQ, SHARED_MEMORY} else pytest.mark.long)
+        for name, company in COMPANIES.items()
+    ],
+    indirect=True,
+)
+
 DEATHS = pytest.mark.parametrize(
     ("number", "cause"),
     [(signal.SIGKILL, "the connection was lost"), (signal.SIGSTOP, "no sign of life for ")],
@@ -130,6 +140,7 @@ def test_one_that_was_frozen_in_a_round_is_told_too(company):
     assert_lost([company.answer(2)], 2, "no sign of life for ")
 
 
+@IN_TWO_LANES
 def test_one_that_computes_in_python_between_rounds_is_not_taken_for_dead(company):
     company.tell(death_programs.exchange, 0, 1)
     assert company.ask(death_programs.compute, 2) == [None]
@@ -146,6 +157,7 @@ def test_one_that_holds_pythons_global_lock_for_too_long_is_taken_for_dead(compa
     assert_lost(company.ask(death_programs.exchange, 2), 2, "no sign of life for ")
 
 
+@IN_TWO_LANES
 def test_one_that_closes_a_channel_after_an_error_is_not_taken_for_dead(company):
     """The round fails for its own reason, and nobody is lost for it, though the channels of all are closed."""
     company.tell(death_programs.exchange, 0, 1)

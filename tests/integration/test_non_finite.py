@@ -9,7 +9,7 @@ import torch
 
 import client
 from client.autograd import non_finite
-from client.connection.member import RELAY
+from client.connection.member import RELAY, ZEROMQ
 from client.lanes.zeromq import SlavePipe
 from programs import non_finite_programs
 from programs.non_finite_programs import three_steps, three_steps_on_hosts
@@ -21,6 +21,9 @@ from support.memory_members import MemoryMaster
 RANKS = 3
 
 LANES = (*lanes.LANES, RELAY)
+
+# A compiler takes seconds, so `scripts/test` has it for the two kinds of rows, and `scripts/test --long` for all lanes.
+COMPILED = {ZEROMQ, lanes.ON_DEVICE}
 
 
 @pytest.fixture
@@ -86,8 +89,13 @@ def test_scaled_gradients_overflow_on_purpose(steps_over, lane):
         assert "its GradScaler skips such a step" in text
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+@pytest.mark.parametrize(
+    ("how", "lane"),
+    [
+        *(("checkpointed", lane) for lane in LANES),
+        *(pytest.param("compiled", lane, marks=[] if lane in COMPILED else pytest.mark.long) for lane in LANES),
+    ],
+)
 def test_it_is_told_of_calls_of_any_kind(steps_over, lane, how):
     for phase in ("forward", "backward"):
         found = steps_over(lane, math.nan, phase, [1], "warn", how)

@@ -70,7 +70,15 @@ def run_members(pool, endpoint, job, n, lane=ZEROMQ):
     ]
 
 
-@pytest.mark.parametrize(("seed", "lane"), [(0, ZEROMQ), (1, ZEROMQ), (2, SHARED_MEMORY), (3, RELAY)])
+@pytest.mark.parametrize(
+    ("seed", "lane"),
+    [
+        (0, ZEROMQ),
+        pytest.param(1, ZEROMQ, marks=pytest.mark.long),
+        (2, SHARED_MEMORY),
+        pytest.param(3, RELAY, marks=pytest.mark.long),
+    ],
+)
 def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, lane):
     server = servers()
     undisturbed = [future.result(timeout=60) for future in run_members(pool, endpoint, "undisturbed", 3)]

@@ -11,7 +11,7 @@ from support.launched import Launched
 from support.paths import ROOT
 from support.whole_batch import assert_equal
 
-BACKENDS = pytest.mark.parametrize("backend", ["", "aot_eager", "inductor"])
+BACKENDS = pytest.mark.parametrize("backend", ["", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 
 
 @BACKENDS

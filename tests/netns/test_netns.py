@@ -21,6 +21,7 @@ def _nothing_is_left_behind():
     assert not list(Path("/etc/netns").glob(ours))
 
 
+@pytest.mark.long
 def test_on_a_bad_network_the_weights_are_those_of_a_clean_one():
     result = weather(10, delay=0.005, jitter=0.004, lost=0.05, held=0.1, doubled=0.1)(seed=1)
     assert result.identical
@@ -31,6 +32,7 @@ def test_a_member_that_is_cut_off_for_ever_is_named():
     assert SCENARIOS["partition for ever"](0).identical is None
 
 
+@pytest.mark.long
 def test_a_scenario_finds_what_is_wrong(monkeypatch):
     """Other weights, and an error that nobody expects."""
     monkeypatch.setattr("netns.netns_scenarios.undisturbed", lambda _: ("other",) * WORLD)

@@ -1,7 +1,7 @@
 """A script under torchrun on three ranks that trains, and has long times without a round in between.
 
-In each of them ranks wait long in collectives of torch, some in different ones, and nothing is wrong. Each rank says at
-the end in how many of them it was asked where it is.
+The arguments name them, see `Quiet`. In each of them ranks wait long in collectives of torch, some in different ones,
+and nothing is wrong. Each rank says at the end of each whether it was asked where it is.
 """
 
 import sys
@@ -120,23 +120,12 @@ def main() -> None:
     count_questions()
     with client.connect() as connection:
         quiet = Quiet(connection.rank)
-        ways = (
-            quiet.save_a_checkpoint,
-            quiet.have_unequal_validation_data,
-            quiet.validate_with_broadcasts,
-            quiet.come_late_to_a_broadcast_of_buffers,
-            quiet.gather_an_object_that_takes_long,
-            quiet.wait_in_a_smaller_group_first,
-            quiet.gather_shards,
-        )
-        for way in ways:
+        for way in sys.argv[1:]:
             quiet.model(batch()).square().sum().backward()
             before = len(questions)
-            way()
+            getattr(quiet, way)()
             # One line at a time, or two ranks' would mix.
-            sys.stdout.write(
-                f"{way.__name__} {connection.rank} {'asked' if len(questions) > before else 'forgotten'}\n"
-            )
+            sys.stdout.write(f"{way} {connection.rank} {'asked' if len(questions) > before else 'forgotten'}\n")
             sys.stdout.flush()
         quiet.model(batch()).square().sum().backward()
     distributed.destroy_process_group()

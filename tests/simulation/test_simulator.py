@@ -21,7 +21,7 @@ from statsd_bn.rows import Rows
 from support import oracle
 from support.paths import ROOT
 
-QUICK_SEEDS, SEEDS = 500, 3000
+QUICK_SEEDS, SEEDS, LONG_SEEDS = 500, 1500, 4500
 
 # Worlds of the last millions in which something was found, in the server, in the client or in a rule itself.
 FOUND = (
@@ -55,7 +55,14 @@ FOUND_LAST = {
 }
 
 
-@pytest.mark.parametrize(("first", "end"), [(0, QUICK_SEEDS), pytest.param(QUICK_SEEDS, SEEDS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("first", "end"),
+    [
+        (0, QUICK_SEEDS),
+        pytest.param(QUICK_SEEDS, SEEDS, marks=pytest.mark.slow),
+        pytest.param(SEEDS, LONG_SEEDS, marks=pytest.mark.long),
+    ],
+)
 def test_no_world_breaks_a_rule(first, end):
     found = simulate.first_finding(simulate.run_seeds(first, end, jobs=os.cpu_count() or 1))
     assert found is None, found[1]

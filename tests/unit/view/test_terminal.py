@@ -80,8 +80,14 @@ def busy_group(number, ranks=12):
     return group(*members, job=job, findings=findings, non_finite=texts, figures=layers, lost="rank 3 was lost")
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 5, 30, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("height", [10, 24, 60])
+@pytest.mark.parametrize(
+    ("groups", "height"),
+    [
+        *((groups, height) for groups in (1, 2, 3, 5, 30) for height in (10, 24, 60)),
+        pytest.param(200, 24, marks=pytest.mark.slow),
+        *(pytest.param(200, height, marks=pytest.mark.long) for height in (10, 60)),
+    ],
+)
 def test_however_much_there_is_to_tell_it_fits_into_the_terminal(groups, height):
     told = [report(*(busy_group(number, ranks) for number in range(groups))) for ranks in (12, 11, 10, 9)]
     lines = shown(*told, height=height).splitlines()
