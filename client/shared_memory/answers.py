@@ -68,13 +68,11 @@ class Answers:
         fence()  # nobody is woken before
 
     def is_there(self, turn: int) -> bool:
-        """Whether somebody has left the answer of a turn."""
+        """Whether somebody has left the answer of a turn; `find` reads it."""
         words, found = self._words, False
         for place in self._turns:  # a loop, as in the region
             if words[place] == turn:
                 found = True
-        if IS_WEAKLY_ORDERED:
-            fence()  # the answer is looked at after the turn
         return found
 
     def find(self, turn: int) -> tuple[bytes, float] | None:
@@ -82,7 +80,7 @@ class Answers:
         for place, start in zip(self._turns, self._starts, strict=True):
             if self._words[place] == turn:
                 if IS_WEAKLY_ORDERED:
-                    fence()
+                    fence()  # the answer is looked at after the turn
                 first = start + LINE_BYTES
                 # Another process has written it, so it may be anything.
                 size = min(self._words[place + 1], ANSWER_BYTES)

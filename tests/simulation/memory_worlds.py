@@ -7,17 +7,16 @@ wake-up that is lost is found.
 """
 
 import random
-import sys
 import threading
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
-from client.shared_memory import group_memory, region
+from client.shared_memory import answers, group_memory, region
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.region import Region
 from statsd_bn.rows import Rows
@@ -29,6 +28,10 @@ OLD_VALUES = 3
 MOST_STEPS = 20_000
 
 SECONDS = 30.0
+
+
+# Where the code has fences.
+FENCED = (region, group_memory, answers)
 
 
 class MemoryFinding(AssertionError):
@@ -203,12 +206,10 @@ class MemoryWorld:
         Raises:
             MemoryFinding: a rule is broken.
         """
-        with (
-            mock.patch.object(region, "fence", self._fence),
-            mock.patch.object(group_memory, "fence", self._fence),
-            mock.patch.object(region, "IS_WEAKLY_ORDERED", self.memory.is_weak),
-            mock.patch.object(group_memory, "IS_WEAKLY_ORDERED", self.memory.is_weak),
-        ):
+        with ExitStack() as patches:
+            for module in FENCED:
+                patches.enter_context(mock.patch.object(module, "fence", self._fence))
+                patches.enter_context(mock.patch.object(module, "IS_WEAKLY_ORDERED", self.memory.is_weak))
             threads = [threading.Thread(target=self._live, args=[me], daemon=True) for me in range(self.members)]
             for thread in threads:
                 thread.start()
@@ -258,20 +259,36 @@ class MemoryWorld:
         values = np.arange(2.0 * replicas * channels).reshape(replicas, 2, channels) / 64 + member + number * 10
         return Rows(tuple(more + member + row for row in range(replicas)), values)
 
+    def memory_of(self, view: View, me: int) -> Any:
+        """Returns the memory as a member has it."""
+        return with_simulated_parts(GroupMemory, self, view, me)
+
+    def take_turn(self, memory: Any, me: int, number: int) -> Any:
+        """Takes part in a round; returns what it has brought this member."""
+        # In an odd round one member has come for another one.
+        memory.arrive(1000 + number + (number in self._odd and me == 0), self.rows_of(me, number))
+        while not memory.wait(float("inf")):
+            pass
+        return _told(memory.brought())
+
+    def expected(self, number: int) -> list[Any]:
+        """Returns what a round may bring a member."""
+        return [None if number in self._odd else self.brought_to(number)]
+
+    def brought_to(self, number: int) -> tuple[list[int], list[Any]]:
+        """Returns the counts and values that all members bring to a round."""
+        rows = [self.rows_of(member, number) for member in range(self.members)]
+        return [count for one in rows for count in one.counts], np.concatenate([one.values for one in rows]).tolist()
+
     def _live(self, me: int) -> None:
         view = View(self.memory, self.step)
         self._here.me, self._here.view = me, view
-        memory = _group_memory(self, view, me)
         try:
             with self._turn:
                 self._turn.wait_for(lambda: self._running == me)
+            memory = self.memory_of(view, me)
             for number in range(self.rounds):
-                # In an odd round one member has come for another one.
-                memory.arrive(1000 + number + (number in self._odd and me == 0), self.rows_of(me, number))
-                while not memory.wait(float("inf")):
-                    pass
-                brought = memory.brought()
-                self.got[me].append(brought and (brought.counts, brought.values.tolist()))
+                self.got[me].append(self.take_turn(memory, me, number))
                 view.fence()  # whoever goes on takes locks, of the connection and of logging
         except Ended:
             pass
@@ -304,38 +321,21 @@ class MemoryWorld:
 
     def _check(self) -> None:
         for me, got in enumerate(self.got):
-            for number, rows in enumerate(got):
-                expected = [self.rows_of(member, number) for member in range(self.members)]
-                counts = [count for one in expected for count in one.counts]
-                told = counts, np.concatenate([one.values for one in expected]).tolist()
-                if rows != (None if number in self._odd else told):
-                    raise MemoryFinding(f"seed {self.seed}: member {me} has {rows} in round {number}, not {told}")
+            for number, found in enumerate(got):
+                if found not in (expected := self.expected(number)):
+                    raise MemoryFinding(f"seed {self.seed}: member {me} has {found} in round {number}, not {expected}")
 
 
-def _group_memory(world: MemoryWorld, view: View, me: int) -> GroupMemory:
-    made = GroupMemory.__new__(GroupMemory)
+def _told(brought: region.Brought | None) -> tuple[list[int], list[Any]] | None:
+    return brought and (brought.counts, brought.values.tolist())
+
+
+def with_simulated_parts(kind: type[GroupMemory], world: MemoryWorld, view: View, me: int) -> Any:
+    """Returns a memory of this kind whose region and futex are those of the world."""
+    made = kind.__new__(kind)
     made.lock = threading.Lock()
     made._region = SimulatedRegion(view, world.members, me)
     made._futex = SimulatedFutex(world, view)  # type: ignore[assignment]
     made._number = 0
     made._spin_seconds = 0.0
     return made
-
-
-def main(arguments: list[str]) -> int:
-    """Runs the worlds A:B; returns 1 if one of them fails."""
-    first, end = map(int, arguments[0].split(":"))
-    started, failed = time.monotonic(), 0
-    for seed in range(first, end):
-        try:
-            MemoryWorld(seed).run()
-        except MemoryFinding as finding:
-            print(finding)
-            failed += 1
-    seconds = time.monotonic() - started
-    print(f"{end - first} worlds of shared memory in {seconds:.1f} s, {failed} failed")
-    return int(bool(failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,21 +1,21 @@
 """The worlds of shared memory: none of them fails, and each slip that is planted is found."""
 
-import inspect
-import sys
-from collections.abc import Callable
+import importlib
 from contextlib import AbstractContextManager
-from types import FunctionType
 from unittest import mock
 
 import pytest
 
-from client.shared_memory import group_memory, region
+from client.shared_memory import futex, region
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.region import Region
-from simulation.memory_worlds import MemoryFinding, MemoryWorld, SimulatedFutex
+from simulation.memory_worlds import FENCED, MemoryWorld, SimulatedFutex
+from simulation.planted_slips import is_found, no_fence_in
+from support.paths import ROOT
+
+SHARED_MEMORY = ROOT / "client" / "shared_memory"
 
 WORLDS = 60
-WITHIN = 5000
 
 
 def test_no_world_fails():
@@ -32,20 +32,6 @@ def arrival_before_rows() -> AbstractContextManager[object]:
         bring(self, number, *brought)
 
     return mock.patch.object(Region, "bring", early)
-
-
-def no_fence_in(function: FunctionType, nth: int = 1) -> Callable[[], AbstractContextManager[object]]:
-    """Stores and looks of one function pass one another, at one of its fences."""
-    lines, first = inspect.getsourcelines(function)
-    fences = [number for number, line in enumerate(lines, first) if line.strip().startswith("fence()")]
-    there, fence = (function.__code__, fences[nth - 1]), MemoryWorld._fence
-
-    def but_there(self):
-        frame = sys._getframe(1)
-        if (frame.f_code, frame.f_lineno) != there:
-            fence(self)
-
-    return lambda: mock.patch.object(MemoryWorld, "_fence", but_there)
 
 
 def one_slot() -> AbstractContextManager[object]:
@@ -142,19 +128,12 @@ def no_look_after_the_word() -> AbstractContextManager[object]:
     ],
 )
 def test_a_planted_slip_is_found(plant):
-    with plant():
-        assert any(_fails(seed) for seed in range(WITHIN))
-
-
-def _fails(seed):
-    try:
-        MemoryWorld(seed).run()
-    except MemoryFinding:
-        return True
-    return False
+    assert is_found(plant, MemoryWorld)
 
 
 def test_the_modules_that_are_patched_use_what_is_patched():
     """Else the worlds would have no fences."""
-    assert region.fence is group_memory.fence
-    assert region.IS_WEAKLY_ORDERED is group_memory.IS_WEAKLY_ORDERED
+    assert {module.fence for module in FENCED} == {futex.fence}
+    assert {module.IS_WEAKLY_ORDERED for module in FENCED} == {futex.IS_WEAKLY_ORDERED}
+    modules = [importlib.import_module(f"client.shared_memory.{path.stem}") for path in SHARED_MEMORY.glob("*.py")]
+    assert {module for module in modules if hasattr(module, "fence")} == {futex, *FENCED}
