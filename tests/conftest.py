@@ -50,6 +50,9 @@ settings.load_profile("tests")
 PROCESSES = {"company", "launch", "pool", "python", "workers"}
 ALONE = {"honest_job_beside"}
 
+# Where scripts/test looks for the latter.
+ALONE_FOLDERS = ("tests/attacks/", "tests/integration/")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests that use them; tests that start such processes by themselves say so."""
@@ -59,6 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.processes)
         if fixtures & ALONE:
             item.add_marker(pytest.mark.alone)
+        if item.get_closest_marker("alone") and not item.nodeid.startswith(ALONE_FOLDERS):
+            raise pytest.UsageError(f"{item.nodeid} is alone: expected it in one of {', '.join(ALONE_FOLDERS)}")
 
 
 @dataclass

@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from chaos import chaos_scenarios, chaos_world
 from chaos.chaos_scenarios import Result
 from chaos.chaos_world import Finding
+from client.connection.member import LANES, RELAY
 
 HEADER = (
     f"{'scenario':32} {'runs':>5} {'troubles':>8} {'median s':>9} {'worst s':>9} {'bit-identical':>14} {'findings':>9}"
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"again with: scripts/chaos --seed {seed}")
     lines = [Line(each.__name__) for each in scenarios]
+    if options.lane:
+        os.environ["STATSD_BN_LANE"] = options.lane
     chaos_world.warm_up()
     for turn in _rounds(options):
         for line, scenario in zip(lines, scenarios, strict=True):
@@ -70,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     length.add_argument("--rounds", type=_positive(int), default=3, help="of all scenarios (default 3)")
     length.add_argument("--minutes", type=_positive(float), help="begin no further round after so many")
     parser.add_argument("--seed", type=int, help="of all chance (default: another one each time, printed)")
+    parser.add_argument(
+        "--lane", choices=(*LANES, RELAY), help="in which the members meet; in relay two of them on each host"
+    )
     parser.add_argument("--only", choices=[each.__name__ for each in chaos_scenarios.SCENARIOS], help="one scenario")
     return parser
 
