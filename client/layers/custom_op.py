@@ -4,6 +4,7 @@ An operator takes and returns tensors and plain values only. So what a forward r
 as two small tensors on the host: the statistics, and a ticket.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,12 @@ from statsd_bn.rows import Rows
 
 # Rows of the statistics: those of `Statistics`, and what the running statistics move towards.
 MEAN, INVSTD, SLOPE, NEWEST_MEAN, NEWEST_VARIANCE = range(5)
+ROWS = 5
 
 # Entries of the ticket: the round's count, step and call; 1 if the running statistics move, and by how many values; the
 # exchange's number.
 COUNT, STEP, CALL, IS_DUE, NEWEST_COUNT, NUMBER = range(6)
+TICKET = 6
 
 # In place of a `Deferred`'s number: each call moves the running statistics.
 NOT_DEFERRED = 0
@@ -169,25 +172,6 @@ def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
     return fresh
 
 
-@batch_norm.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    layer: str,
-    group: str,
-    size: int,
-    eps: float,
-    eps_mode: str,
-    deferred: int = NOT_DEFERRED,
-) -> tuple[Tensor, Tensor, Tensor]:
-    del weight, bias, mask, layer, group, size, eps, eps_mode, deferred
-    program_order.keep(_OPERATORS)
-    statistics = torch.empty(5, x.shape[1], dtype=torch.float64, device="cpu")
-    return layout.laid_out(torch.empty_like(x)), statistics, torch.empty(6, dtype=torch.int64, device="cpu")
-
-
 @torch.library.custom_op("statsd_bn::batch_norm_backward", mutates_args=())
 def batch_norm_backward(
     grad: Tensor,
@@ -234,24 +218,39 @@ def gradients(
     return by_input, vectors.vector(local[1] * found.invstd, x), vectors.vector(local[0], x)
 
 
-@batch_norm_backward.register_fake
-def _(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mask: Tensor | None,
-    statistics: Tensor,
-    ticket: Tensor,
-    layer: str,
-    group: str,
-    size: int,
-    needs_input: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    del grad, weight, mask, statistics, ticket, layer, group, size
-    program_order.keep(_OPERATORS)
-    by_parameter = torch.empty(x.shape[1], dtype=vectors.compute_type(x), device=x.device)
-    by_input = layout.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
-    return by_input, by_parameter, torch.empty_like(by_parameter)
+def keep_whole(forward: Any, backward: Any, fake: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    """Makes two operators one call of a layer, which torch.compile keeps whole.
+
+    Args:
+        forward: takes and returns what `batch_norm` does.
+        backward: its gradients, as `batch_norm_backward` has them.
+        fake: returns statistics and a ticket for an input as `forward` does, of any values.
+    """
+    operators = forward._opoverload, backward._opoverload  # noqa: SLF001 - the operators behind custom_op
+
+    def fake_forward(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        program_order.keep(operators)
+        return layout.laid_out(torch.empty_like(x)), *fake(x)
+
+    def fake_backward(_grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        program_order.keep(operators)
+        *_, needs_input = others
+        by_parameter = torch.empty(x.shape[1], dtype=vectors.compute_type(x), device=x.device)
+        by_input = layout.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
+        return by_input, by_parameter, torch.empty_like(by_parameter)
+
+    def differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:3]
+        found = backward(grad, *ctx.saved_tensors, *ctx.lane, needs[0])
+        return *(each if need else None for each, need in zip(found, needs, strict=True)), *[None] * 7
+
+    forward.register_fake(fake_forward)
+    backward.register_fake(fake_backward)
+    forward.register_autograd(differentiate, setup_context=_setup_context)
+    # Rounds are an effect: the compiler must neither drop nor repeat nor reorder them, or members that were compiled
+    # for other shapes would wait for each other in different layers.
+    for operator in operators:
+        _register_effectful_op(operator, _EffectType.ORDERED)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -260,17 +259,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(x, weight, mask, statistics, ticket)
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad[:3]
-    gradients = batch_norm_backward(grad, *ctx.saved_tensors, *ctx.lane, needs[0])
-    return *(found if need else None for found, need in zip(gradients, needs, strict=True)), *[None] * 7
+def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    statistics = torch.empty(ROWS, x.shape[1], dtype=torch.float64, device="cpu")
+    return statistics, torch.empty(TICKET, dtype=torch.int64, device="cpu")
 
 
-batch_norm.register_autograd(_backward, setup_context=_setup_context)
-
-_OPERATORS = batch_norm._opoverload, batch_norm_backward._opoverload  # noqa: SLF001 - the operators behind custom_op
-
-# Rounds are an effect: the compiler must neither drop nor repeat nor reorder them, or members that were compiled
-# for other shapes would wait for each other in different layers.
-for _operator in _OPERATORS:
-    _register_effectful_op(_operator, _EffectType.ORDERED)
+keep_whole(batch_norm, batch_norm_backward, _fake)

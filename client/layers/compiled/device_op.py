@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from client.autograd import program_order
 from client.autograd.device_exchange import DeviceExchange, backward_round
 from client.autograd.exchange import Exchange
 from client.border import make_readable
-from client.kernels import layout, on_device, vectors
+from client.kernels import on_device
 from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
 from client.kernels.statistics import Statistics
 from client.lanes import device_rows
@@ -30,6 +28,7 @@ from client.layers.custom_op import (
     due_after,
     exchanged,
     gradients,
+    keep_whole,
     lane_of,
     named,
 )
@@ -138,25 +137,6 @@ def _copied(exchange: Exchange, due: Moments | None, x: Tensor) -> Tensor:
     return torch.from_numpy(statistics).to(x.device)
 
 
-@batch_norm_on_device.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    layer: str,
-    group: str,
-    size: int,
-    eps: float,
-    eps_mode: str,
-    deferred: int = NOT_DEFERRED,
-) -> tuple[Tensor, Tensor, Tensor]:
-    del weight, bias, mask, layer, group, size, eps, eps_mode, deferred
-    program_order.keep(_OPERATORS)
-    statistics = torch.empty(ROWS, x.shape[1], dtype=torch.float64, device=x.device)
-    return layout.laid_out(torch.empty_like(x)), statistics, torch.empty(TICKET, dtype=torch.int64, device="cpu")
-
-
 @torch.library.custom_op("statsd_bn::batch_norm_backward_on_device", mutates_args=())
 def batch_norm_backward_on_device(
     grad: Tensor,
@@ -186,45 +166,9 @@ def batch_norm_backward_on_device(
     return by_input, on_device.vector(on_device.by_weight(local, found), x), on_device.vector(local[0], x)
 
 
-@batch_norm_backward_on_device.register_fake
-def _(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mask: Tensor | None,
-    statistics: Tensor,
-    ticket: Tensor,
-    layer: str,
-    group: str,
-    size: int,
-    needs_input: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    del grad, weight, mask, statistics, ticket, layer, group, size
-    program_order.keep(_OPERATORS)
-    by_parameter = torch.empty(x.shape[1], dtype=vectors.compute_type(x), device=x.device)
-    by_input = layout.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
-    return by_input, by_parameter, torch.empty_like(by_parameter)
+def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    statistics = torch.empty(ROWS, x.shape[1], dtype=torch.float64, device=x.device)
+    return statistics, torch.empty(TICKET, dtype=torch.int64, device="cpu")
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, _, mask, *ctx.lane, _, _, _ = inputs
-    _, statistics, ticket = output
-    ctx.save_for_backward(x, weight, mask, statistics, ticket)
-
-
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad[:3]
-    found = batch_norm_backward_on_device(grad, *ctx.saved_tensors, *ctx.lane, needs[0])
-    return *(each if need else None for each, need in zip(found, needs, strict=True)), *[None] * 7
-
-
-batch_norm_on_device.register_autograd(_backward, setup_context=_setup_context)
-
-_OPERATORS = (
-    batch_norm_on_device._opoverload,  # noqa: SLF001 - the operator behind custom_op
-    batch_norm_backward_on_device._opoverload,  # noqa: SLF001 - as above
-)
-
-# Rounds are an effect, see `custom_op`.
-for _operator in _OPERATORS:
-    _register_effectful_op(_operator, _EffectType.ORDERED)
+keep_whole(batch_norm_on_device, batch_norm_backward_on_device, _fake)
