@@ -76,7 +76,7 @@ def _head(master: SyncMaster) -> dict[str, Any]:
         "lost": in_log(membership.lost or "")[: limits.MAX_NAME_BYTES],
         "rounds_done": master.rounds_done,
         "rounds_failed": master.open_rounds.failed,
-        "non_finite": master.open_rounds.non_finite.texts,
+        "non_finite": master.open_rounds.non_finite.told(membership.told_step, is_broken=bool(membership.lost)),
         "kept_bytes": master.kept,
         "waiting": [],
         **({"why_not_faster": why} if why else {}),

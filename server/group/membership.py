@@ -64,6 +64,11 @@ class Membership(Standing):
         return max(1, len(self.absent)) if self.state is GroupState.RECOVERING else 0
 
     @property
+    def told_step(self) -> int:
+        """The highest step that any member has begun, or says it has: of some rounds the server sees nothing."""
+        return max(self.latest_step, *(contributor.told_step for contributor in self.contributors.values()), 0)
+
+    @property
     def absent(self) -> list[int]:
         """The members that have not come back after a restart of the server, with all that they know."""
         return self.recovery.missing(self._returned) if self.recovery else []

@@ -7,8 +7,9 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.report import group
+from server.group.first_non_finite import MOST_OVERFLOWS
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Failure, NonFiniteRound
+from statsd_bn.messages import Aggregate, Failure, Leave, NonFiniteRound
 from statsd_bn.reduction import bearers, is_finite, not_finite_in_words, sum_in_order
 from statsd_bn.round_key import BACKWARD, GATHER
 from statsd_bn.rows import Rows
@@ -68,6 +69,9 @@ class Group:
         told = NonFiniteRound(register(0).session, of, Members.of(bearers), what)
         return [decode(frame) for _, frame in self.dispatcher.receive(0.0, b"peer 0", encode(told)).replies]
 
+    def say_it_leaves(self, cause):
+        self.dispatcher.receive(0.0, b"peer 0", encode(Leave(register(0).session, cause)))
+
     @property
     def told(self) -> list[str]:
         (master,) = self.dispatcher._registry.masters.values()
@@ -104,6 +108,50 @@ def test_the_first_one_of_each_direction_is_logged_and_in_the_status(caplog):
         ("WARNING", f"job 'job', group 'world': {expected[0]}"),
         ("INFO", f"job 'job', group 'world': {expected[1]}"),
     ]
+
+
+def test_gradients_that_overflow_now_and_then_are_no_finding():
+    """As a GradScaler has it: once every 2,000 steps, and for some steps at the beginning."""
+    play = Group()
+    for step in (*range(MOST_OVERFLOWS), 2000, 4000):
+        play.round(key("b", step=step), 1.0, 1.0)
+        play.round(key("b", step=step, phase=BACKWARD), 1.0, INF)
+        play.round(key("a", step=step, phase=BACKWARD), INF, INF)
+        assert play.told == []
+
+
+GRADIENTS = "first non-finite: layer b, backward, step 0, rank 1 (place 1), 1 of 2 channels (NaN)"
+
+
+def test_gradients_are_told_of_and_logged_once_a_forward_pass_has_it_too(caplog):
+    play = Group()
+    play.round(key("b", phase=BACKWARD), 1.0, NAN)
+    assert play.told == []
+    with caplog.at_level(logging.WARNING, "statsd_bn.server"):
+        play.round(key("a", step=1), NAN, NAN)
+    forward = "first non-finite: layer a, forward, step 1, rank 0 (place 0), rank 1 (place 1), 1 of 2 channels (NaN)"
+    assert play.told == [GRADIENTS, forward]
+    told = [record.getMessage() for record in caplog.records if "non-finite" in record.getMessage()]
+    assert told == [f"job 'job', group 'world': {text}" for text in (GRADIENTS, forward)]
+
+
+def test_gradients_that_stay_so_are_told_of():
+    play = Group()
+    for step in range(MOST_OVERFLOWS + 1):
+        assert play.told == []
+        play.round(key("b", step=step, phase=BACKWARD), 1.0, NAN)
+    assert play.told == [GRADIENTS]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, [GRADIENTS]), (5, [])])
+def test_gradients_are_told_of_where_the_group_breaks_at_once(steps, expected):
+    """As where all members raise an error for them."""
+    play = Group()
+    play.round(key("b", phase=BACKWARD), 1.0, NAN)
+    for step in range(1, 1 + steps):
+        play.round(key("b", step=step), 1.0, 1.0)
+    play.say_it_leaves("NonFinite")
+    assert play.told == expected
 
 
 def test_of_a_round_among_the_members_one_of_them_tells(caplog):
