@@ -12,12 +12,13 @@ import logging
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
-from client.layers.batchnorm import BONDS, SynchronizedBatchNorm
+from client.layers.batchnorm import BONDS, SynchronizedBatchNorm, Way
 from client.layers.conversion_report import has_own_forward, own, why_left, why_not
 from client.layers.interception import Handed, Interception, pop, push, unseen
 from client.layers.shortcut.copied_forward import shortcut_to
@@ -52,7 +53,7 @@ class Intercepted(Adopted):
         if not self.training and self._tally is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if is_compiling():
-            with Interception(self, self._normalise_handed, None):
+            with Interception(self, self._normalise_traced, self._tracked_now()):
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
         vars(self).pop(_CAME, None)  # from a call that raised, or was made in eval
         interception = Interception(self, self._normalise_handed, self._counted())
@@ -71,8 +72,25 @@ class Intercepted(Adopted):
         """Returns the number of batches before this call, where a call must not simply count on."""
         if self._tally is None and self._deferred is None and not is_inside_backward():
             return None
+        tracked: Tensor | None = self._tracked_now()
+        return tracked
+
+    def _tracked_now(self: Any) -> Tensor | None:
         tracked: Tensor | None = self.num_batches_tracked
         return None if tracked is None else tracked.clone()
+
+    def _normalise_traced(self: Any, handed: Handed, counted: Tensor | None) -> Tensor:
+        """The same where torch.compile traces the call: only when it runs it is known whether it counts."""
+        output: Tensor
+        is_deferred = self._deferred_now() is not None
+        if counted is None or is_deferred or self._route(None)[0] is not Way.COMPILED:
+            output = self._normalise_handed(handed, counted if is_deferred else None)
+            return output
+        tracked = self.num_batches_tracked
+        handed.num_batches_tracked = is_due = torch.zeros_like(tracked)
+        output = self._normalise_handed(handed, None)
+        tracked.copy_(counted + (tracked - counted) * is_due)
+        return output
 
     def _normalise_handed(self: Any, handed: Handed, counted: Tensor | None) -> Tensor:
         """Computes one call of `batch_norm`, in place of torch."""
@@ -102,6 +120,7 @@ class Intercepted(Adopted):
         if what in self._told:
             return
         self._told.add(what)
+        type(self).is_unreached = what == "unreached" or self.is_unreached
         logger.warning(_WARNINGS[what], self.layer_name, self.converted_from.__qualname__)
 
 

@@ -1,10 +1,12 @@
 """Conversion reports: what is synchronised in a model, and what is not and why."""
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -17,6 +19,9 @@ _TORCHS = nn.modules.batchnorm
 
 # On an instance these are bound to it: a twin that took them over would go on running the old module.
 BOUND = ("forward", "_compiled_call_impl")
+
+# What a class's own attributes cannot be called, or they would be taken for ours.
+NAMES = ("layer_name", "group", "chunks", "eps_mode")
 
 # The name of a function that adds up over torch's process group, as `differentiable_all_reduce` of fvcore does.
 _COLLECTIVE = re.compile("all_?(?:reduce|gather)", re.IGNORECASE)
@@ -73,8 +78,10 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     synchronised: dict[str, str] = {}
     left: dict[str, tuple[str, str]] = {}
     for path, module in places(model):
-        if isinstance(module, Synchronized):
-            synchronised[path] = (module.converted_from or type(module)).__qualname__
+        if isinstance(module, Synchronized) and module.is_unreached:
+            left[path] = (_name(module), "its forward did not call batch_norm in training")
+        elif isinstance(module, Synchronized):
+            synchronised[path] = _name(module)
         elif is_unsynchronised(module):
             reason = SHARDED if module in sharded else why_left(module) or "not converted"
             left[path] = (type(module).__qualname__, reason)
@@ -93,6 +100,10 @@ def places(module: nn.Module, place: str = "", seen: set[nn.Module] | None = Non
             yield from places(child, place, seen)
         else:
             yield from places(child, f"{place}.{name}" if place else name, seen)
+
+
+def _name(layer: Synchronized) -> str:
+    return (layer.converted_from or type(layer)).__qualname__
 
 
 def _layers(number: int) -> str:
@@ -123,6 +134,8 @@ def why_left(module: nn.Module) -> str:
         return "parametrized; convert it before"
     if isinstance(module, nn.DataParallel):
         return "" if type(module) is nn.DataParallel else "a subclass of nn.DataParallel"
+    if names := [name for name in NAMES if hasattr(module, name)]:
+        return f"{' and '.join(names)}: synchronised layers have attributes called so too; rename its own"
     return why_not(type(module))
 
 
@@ -154,8 +167,8 @@ def _reaches_batch_norm(original: type[nn.Module]) -> bool:
     """Whether a class's `forward` may come to a call of `batch_norm`, by the names in it and in what it calls."""
     if not has_own_forward(original):
         return True
-    functions = (value for kind in own(original) for value in vars(kind).values() if isinstance(value, FunctionType))
-    return any(_mentions(function, _DEPTH) for function in functions)
+    functions = (_undecorated(value) for kind in own(original) for value in vars(kind).values())
+    return any(_mentions(function, _DEPTH) for function in functions if isinstance(function, FunctionType))
 
 
 def _has_collective(original: type[nn.Module]) -> bool:
@@ -163,7 +176,7 @@ def _has_collective(original: type[nn.Module]) -> bool:
 
     In training it comes to no `batch_norm`; in eval it calls `super().forward`.
     """
-    forward = next((vars(kind)["forward"] for kind in own(original) if "forward" in vars(kind)), None)
+    forward = _undecorated(next((vars(kind)["forward"] for kind in own(original) if "forward" in vars(kind)), None))
     if not isinstance(forward, FunctionType):
         return False
     names = _names(forward.__code__)
@@ -183,8 +196,21 @@ def _mentions(function: FunctionType, depth: int) -> bool:
     names = _names(function.__code__)
     if names & {"batch_norm", "forward"}:
         return True
-    called = (function.__globals__.get(name) for name in names)
+    called = map(_undecorated, _called(function, names))
     return depth > 0 and any(_mentions(other, depth - 1) for other in called if isinstance(other, FunctionType))
+
+
+def _called(function: FunctionType, names: set[str]) -> Iterator[Any]:
+    """What stands behind these names in a function, also as attributes of modules; torch's own need no look."""
+    found = [function.__globals__.get(name) for name in names]
+    yield from found
+    for module in found:
+        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != "torch":
+            yield from (vars(module).get(name) for name in names)
+
+
+def _undecorated(function: Any) -> Any:
+    return inspect.unwrap(function) if callable(function) else function
 
 
 def _names(code: CodeType) -> set[str]:

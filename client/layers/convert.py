@@ -21,7 +21,7 @@ from client.data_parallel.replicate import DataParallelWithCallback
 from client.lanes.choose import With, meant
 from client.lanes.named_process_group import NamedProcessGroup, named
 from client.layers import ddp_buffers, sharding
-from client.layers.conversion_report import BOUND, conversion_report, places
+from client.layers.conversion_report import BOUND, conversion_report, is_unsynchronised, places, why_left
 from client.layers.micro_batches import check_chunks
 from client.layers.synchronized import OWN_ATTRIBUTES, TWINS, Synchronized, conversion_of
 from statsd_bn import limits
@@ -157,11 +157,16 @@ def _plain() -> Kinds:
 def _check_names(module: nn.Module) -> None:
     """Check each layer's path in the model now: it is the layer's name on the wire, where errors come too late."""
     for place, layer in places(module):
-        if place and (type(layer) in TWINS or isinstance(layer, Synchronized)):
+        if place and (type(layer) in TWINS or isinstance(layer, Synchronized) or _is_adopted(layer)):
             try:
                 check_name("the name of a layer, its place in the model", place, limits.MAX_NAME_BYTES)
             except ProtocolError as error:
                 raise ConfigurationError(error.message) from None
+
+
+def _is_adopted(layer: nn.Module) -> bool:
+    """Whether a layer will keep its class's `forward`."""
+    return is_unsynchronised(layer) and not isinstance(layer, nn.DataParallel) and not why_left(layer)
 
 
 def _with_whom(layer: Synchronized, group: With) -> With:

@@ -70,6 +70,7 @@ class Synchronized:
         layer_name: its name on the wire.
         group: with whom it synchronises.
         converted_from: the class that was adopted, see `client.layers.adopted`; None in a class of its own.
+        is_unreached: whether the `forward` of that class was seen to come to no `batch_norm` in training.
     """
 
     eps_mode: str = "plus"
@@ -80,6 +81,18 @@ class Synchronized:
     _deferred: Deferred | None = None
     _process_group_before: NamedProcessGroup | None = None
     converted_from: ClassVar[type[nn.Module] | None] = None
+    is_unreached: ClassVar[bool] = False
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What `torch.jit.script` asks for.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"layer {self.layer_name!r}: a synchronised layer cannot be scripted by torch.jit.script; give it "
+            "client.revert_model(model), which a model for inference needs anyway"
+        )
 
     @property
     def chunks(self) -> int:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
+from support import normalisation
+
 # Where several threads are the first to call one of these, torch now and then has 8 digits of 16: 3 of 8,000 processes
 # had that, and none in which one thread had called it before.
 for _function in (torch.sin, torch.cos, torch.tanh):
@@ -78,6 +80,14 @@ class Helped(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         return normalised(self, x) + x
+
+
+class Decorated(nn.BatchNorm2d):
+    """Its `forward` stands behind a decorator, and calls what stands in another module."""
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return normalisation.normalised(self, x) + x
 
 
 class Scaled(nn.BatchNorm2d):
@@ -298,6 +308,7 @@ SYNCHRONISED = [
     Functional,
     Operator,
     Helped,
+    Decorated,
     Scaled,
     Deeper,
     Configured,

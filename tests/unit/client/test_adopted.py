@@ -16,6 +16,7 @@ from client.data_parallel import any_device
 from client.data_parallel.replicate import execute_replication_callbacks
 from client.layers import synchronized
 from client.layers.interception import Handed
+from statsd_bn.errors import ConfigurationError
 from support import subclasses
 from support.subclasses import AlwaysEval, Evasive, Foreign, Functional, Reduced, SynchronisesItself
 
@@ -94,7 +95,7 @@ def test_a_profiler_may_wrap_the_function_that_a_forward_calls(monkeypatch):
 
 
 # Some of the classes take no options themselves.
-WITHOUT_OPTIONS = {subclasses.Operator, subclasses.Helped, subclasses.Scaled}
+WITHOUT_OPTIONS = {subclasses.Operator, subclasses.Helped, subclasses.Scaled, subclasses.Decorated}
 WITHOUT_MOMENTUM = {subclasses.Centred}
 OPTIONS = [
     {"affine": False},
@@ -364,6 +365,8 @@ def test_a_forward_that_goes_another_way_is_told_once(caplog):
     assert caplog.messages == [
         "layer '0.1' is not synchronised: the forward of Evasive did not call batch_norm with the layer's tensors"
     ]
+    reason = "its forward did not call batch_norm in training"
+    assert client.conversion_report(model).left == dict.fromkeys(("0.1", "1.1"), ("Evasive", reason))
 
 
 def test_a_registered_conversion_is_used_for_a_class_and_its_subclasses(monkeypatch):
@@ -407,6 +410,41 @@ def test_an_attribute_of_its_own_that_ours_has_too_stays():
     layer = OfAGroup(3)
     assert client.convert_model(layer) is layer
     assert layer.process_group == "its own"
+
+
+class OfNamesOfOurs(nn.BatchNorm2d):
+    """With attributes of its own that are called as ours are."""
+
+    chunks = 4
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.group, self.eps_mode, self.layer_name = 3, "own", "mine"
+
+
+def test_a_layer_whose_own_attributes_are_called_as_ours_is_left_with_them_and_named():
+    model = nn.Sequential(OfNamesOfOurs(3))
+    with pytest.warns(UserWarning, match=r"OfNamesOfOurs: layer_name and group and chunks and eps_mode: .* rename"):
+        client.convert_model(model)
+    layer = client.revert_model(model)[0]
+    assert type(layer) is OfNamesOfOurs
+    assert (layer.group, layer.eps_mode, layer.layer_name, layer.chunks) == (3, "own", "mine", 4)
+
+
+def test_the_place_of_a_subclass_is_checked_as_that_of_any_layer():
+    model = nn.Sequential()
+    model.add_module("a\nb", made(Functional))
+    with pytest.raises(ConfigurationError, match="the name of a layer"):
+        client.convert_model(model)
+    assert type(model[0][1]) is Functional
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, Functional, OfAGroup])
+def test_a_synchronised_layer_says_how_to_script_it(kind):
+    model = client.convert_model(nn.Sequential(nn.ReLU(), kind(3)))
+    with pytest.raises(TypeError, match=r"layer '1': .* cannot be scripted .* client.revert_model"):
+        torch.jit.script(model)
 
 
 def test_what_a_call_in_eval_leaves_behind_does_not_hide_an_empty_batch(monkeypatch):

@@ -1,0 +1,83 @@
+"""Converted subclasses under torch.compile, whole: what they count, whoever counts, and however often they are run."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import client
+from support.subclasses import Activated, Centred, Functional, Fused, Helped, Operator
+
+# Those that count on themselves, and those that leave it to torch's forward.
+KINDS = pytest.mark.parametrize("kind", [Functional, Operator, Helped, Centred, Activated, Fused, nn.BatchNorm2d])
+
+BATCHES = 4
+
+
+def _yes(*_):
+    return True
+
+
+def _no(*_):
+    return False
+
+
+@pytest.fixture(autouse=True)
+def _in_company():
+    """As if there were other members, which bring nothing."""
+    torch.compiler.reset()
+    with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", _yes):
+        yield
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 4, 2, 2, generator=generator, dtype=torch.float64) for _ in range(BATCHES)]
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(4, 4, 1, dtype=torch.float64), kind(4, dtype=torch.float64))
+
+
+def trained(model, run):
+    for x in batches():
+        run(x).square().sum().backward()
+    return dict(model.named_buffers())
+
+
+def compiled(model):
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+@KINDS
+def test_a_checkpoint_around_a_compiled_model_counts_each_batch_once(kind):
+    whole, model = made(kind), client.convert_model(made(kind))
+    run = compiled(model)
+    found = trained(model, lambda x: checkpoint(run, x, use_reentrant=False))
+    assert_same(found, trained(whole, whole))
+
+
+@KINDS
+def test_a_compiled_mini_batch_is_counted_once_for_all_its_micro_batches(kind):
+    eager = client.convert_model(made(kind), chunks=2)
+    model = copy.deepcopy(eager)
+    found = trained(model, compiled(model))
+    assert found["1.num_batches_tracked"] == BATCHES / 2
+    assert_same(found, trained(eager, eager))
+
+
+@KINDS
+def test_without_company_a_compiled_call_is_counted_once(kind):
+    whole, model = made(kind), client.convert_model(made(kind))
+    with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", _no):
+        assert_same(trained(model, compiled(model)), trained(whole, whole))
