@@ -20,6 +20,7 @@ from client.elastic.state import ElasticState, MembersChanged, run_elastic
 from client.kernels.numba_backend import use_compiled_kernels
 from client.lanes.zeromq import SlavePipe
 from client.launch.connect import connect
+from client.layers.adopted import rebuilt_layer as rebuilt_layer
 from client.layers.adopted import synchronized_class
 from client.layers.batchnorm import (
     SynchronizedBatchNorm,

@@ -36,7 +36,7 @@ class Adopted:
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """A copy or pickle names the original class, and the class made of it is found again."""
-        return _rebuilt, (type(self).converted_from, self.chunks), self.__getstate__()
+        return rebuilt_layer, (type(self).converted_from, self.chunks), self.__getstate__()
 
     def __getstate__(self) -> Any:
         """What the original says that a copy keeps, which need not be ours: so what no copy keeps is left out here."""
@@ -194,11 +194,16 @@ def adopt(layer: nn.Module) -> nn.Module:
 CONVERSIONS[nn.modules.batchnorm._BatchNorm] = adopt  # noqa: SLF001 - the base of all its batch norms
 
 
-def _rebuilt(original: type[nn.Module], chunks: int = 1) -> nn.Module:
+def rebuilt_layer(original: type[nn.Module], chunks: int = 1) -> nn.Module:
+    """Layer without a state, of the class that is made of `original`, as pickles and copies begin with."""
     made = synchronized_class(original)
     layer: Any = made.__new__(made)
     layer.chunks = chunks
     return cast("nn.Module", layer)
+
+
+# Pickles name it, so it stays where it is whatever becomes of this file.
+rebuilt_layer.__module__ = "client"
 
 
 def _without_bonds(state: Any) -> Any:

@@ -58,14 +58,9 @@ class ConversionReport:
 
     @property
     def summary_of_left(self) -> str:
-        """What is left by class, with the first of each: `2 layers unsynchronised: head.norm (MyNorm: ...)`."""
-        first: dict[tuple[str, str], str] = {}
-        for path, kind_and_reason in self.left.items():
-            first.setdefault(kind_and_reason, path)
-        counts = Counter(self.left.values())
-        told = [_told(path, *key, counts[key]) for key, path in list(first.items())[:_MOST_NAMED]]
-        more = [f"{len(first) - _MOST_NAMED} more classes"] if len(first) > _MOST_NAMED else []
-        return f"{_layers(len(self.left))} unsynchronised: {', '.join(told + more)}"
+        """What is left by class, with the first of each: `2 layers unsynchronised: 'head.norm' (MyNorm: ...)`."""
+        described = {path: f"{kind}: {reason}" for path, (kind, reason) in self.left.items()}
+        return f"{_layers(len(self.left))} unsynchronised: {in_brief(described)}"
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
@@ -114,8 +109,24 @@ def _counted(kinds: Counter[str]) -> str:
     return ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
 
 
-def _told(path: str, kind: str, reason: str, count: int) -> str:
-    return f"{path!r} ({kind}: {reason})" + (f" and {count - 1} more of its class" if count > 1 else "")
+def in_brief(described: dict[str, str]) -> str:
+    """Names the first layer of each description, and how many more there are.
+
+    Args:
+        described: what to say of each layer, by its path in the model.
+    """
+    first: dict[str, str] = {}
+    for path, what in described.items():
+        first.setdefault(what, path)
+    counts = Counter(described.values())
+    told = [_with_count(path, what, counts[what]) for what, path in list(first.items())[:_MOST_NAMED]]
+    others = sum(counts[what] for what in list(first)[_MOST_NAMED:])
+    more = [f"{_layers(others)} of {len(first) - _MOST_NAMED} more classes"] if others else []
+    return ", ".join(told + more)
+
+
+def _with_count(path: str, what: str, count: int) -> str:
+    return f"{path!r} ({what})" + (f" and {count - 1} more of its class" if count > 1 else "")
 
 
 def is_unsynchronised(module: nn.Module) -> bool:

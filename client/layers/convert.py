@@ -21,7 +21,7 @@ from client.data_parallel.replicate import DataParallelWithCallback
 from client.lanes.choose import With, meant
 from client.lanes.named_process_group import NamedProcessGroup, named
 from client.layers import ddp_buffers, sharding
-from client.layers.conversion_report import BOUND, conversion_report, is_unsynchronised, places, why_left
+from client.layers.conversion_report import BOUND, conversion_report, in_brief, is_unsynchronised, places, why_left
 from client.layers.micro_batches import check_chunks
 from client.layers.synchronized import OWN_ATTRIBUTES, TWINS, Synchronized, conversion_of
 from statsd_bn import limits
@@ -120,14 +120,14 @@ def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int
     ours = set(kept)
     ddp_buffers.turn_on_again(module)
     reverted = _replace(module, _plain(), _released, {part: part for part in (*ours, *sharding.parts_of(module))})
-    left = [
-        _described(place, layer)
+    left = {
+        place: _described(layer)
         for place, layer in places(reverted)
         if isinstance(layer, Synchronized) and layer not in ours
-    ]
+    }
     if left:
         warnings.warn(
-            f"revert_model left as they are, synchronised: {', '.join(left)}. Replace each by hand",
+            f"revert_model left as they are, synchronised: {in_brief(left)}. Replace each by hand",
             stacklevel=stacklevel,
         )
     return reverted
@@ -262,6 +262,6 @@ def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
             hook.module = weakref.ref(new)
 
 
-def _described(place: str, module: nn.Module) -> str:
+def _described(module: nn.Module) -> str:
     bound = any(name in vars(module) for name in BOUND)
-    return f"{place!r} ({type(module).__qualname__}{' with its own forward' if bound else ''})"
+    return f"{type(module).__qualname__}{' with its own forward' if bound else ''}"

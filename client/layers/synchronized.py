@@ -37,9 +37,16 @@ def register_conversion(original: type[nn.Module], convert: Callable[[nn.Module]
     """Makes `client.convert_model` convert the layers of a class in a way of your own.
 
     Subclasses of torch's batch norms need none as a rule: `convert_model` keeps their `forward`, and synchronises what
-    it hands to `batch_norm`. Register a conversion for a class that computes its statistics itself.
+    it hands to `batch_norm`. Register a conversion for a class that computes its statistics itself. detectron2's adds
+    something to torch's layer in its `forward` only, so it becomes that, with its tensors, and then ours:
 
-        client.register_conversion(NaiveSyncBatchNorm, lambda layer: client.SynchronizedBatchNorm2d(layer.num_features))
+        def without_its_own_collectives(layer: NaiveSyncBatchNorm) -> nn.Module:
+            layer.__class__ = nn.BatchNorm2d
+            return client.convert_model(layer)
+
+        client.register_conversion(NaiveSyncBatchNorm, without_its_own_collectives)
+
+    `client.revert_model` makes torch's layer of it.
 
     Args:
         original: the class of the layers; their subclasses are converted the same way, but for those that have a

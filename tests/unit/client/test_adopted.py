@@ -4,6 +4,9 @@ import copy
 import io
 import logging
 import pickle
+import pickletools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -279,6 +282,17 @@ def test_copies_and_pickles_find_the_class_again(kind, copied, chunks):
     check_same(found.buffers(), model.buffers())
 
 
+@pytest.mark.processes
+def test_another_process_loads_a_pickle_that_names_nothing_private_of_ours(tmp_path):
+    file = tmp_path / "model"
+    file.write_bytes(data := pickle.dumps(client.convert_model(made(Functional), chunks=2), protocol=2))
+    named = {argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"}
+    assert {name for name in named if name.startswith(("client", "statsd_bn"))} == {"client rebuilt_layer"}
+    script = "import pickle, sys; layer = pickle.load(open(sys.argv[1], 'rb'))[1]; print(layer.chunks, layer)"
+    done = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("2 SynchronizedFunctional(")
+
+
 def test_a_saved_model_is_loaded():
     model = client.convert_model(made(Functional))
     file = io.BytesIO()
@@ -377,6 +391,25 @@ def test_a_registered_conversion_is_used_for_a_class_and_its_subclasses(monkeypa
     client.register_conversion(Foreign, lambda layer: client.SynchronizedBatchNorm2d(layer.num_features))
     converted = client.convert_model(nn.Sequential(made(Foreign), made(Below)))
     assert client.conversion_report(converted).synchronised == dict.fromkeys(("0.1", "1.1"), "SynchronizedBatchNorm2d")
+
+
+def test_a_class_that_synchronises_itself_is_converted_with_its_tensors(monkeypatch):
+    """As the documentation has it for detectron2's."""
+
+    def without_its_own_collectives(layer):
+        layer.__class__ = nn.BatchNorm2d
+        return client.convert_model(layer)
+
+    monkeypatch.setattr(synchronized, "CONVERSIONS", dict(synchronized.CONVERSIONS))
+    client.register_conversion(SynchronisesItself, without_its_own_collectives)
+    itself = made(SynchronisesItself).eval()
+    weight, whole = itself[1].weight, made(nn.BatchNorm2d)
+    converted = client.convert_model(itself)
+    assert converted[1].weight is weight
+    assert not converted[1].training
+    assert client.conversion_report(converted).synchronised == {"1": "SynchronizedBatchNorm2d"}
+    check_same(step(on_replicas(converted.train()), *batch()), step(whole, *batch()))
+    check_same_model(converted, whole)
 
 
 @pytest.mark.parametrize(("arguments", "text"), [((3, len), "original: expected"), ((Foreign, 3), "convert: expected")])

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 import client
 from client import DataParallelWithCallback
 from client.lanes.named_process_group import NamedProcessGroup
+from client.layers.conversion_report import ConversionReport
 from statsd_bn.errors import ConfigurationError
 from support.newer_torch import needs
 from support.sentences import says
@@ -520,6 +521,17 @@ def test_revert_reports_the_subclasses_of_ours_that_it_leaves():
     with pytest.warns(UserWarning, match=r"left as they are, synchronised: '0' \(OurSpecial\)") as reports:
         client.revert_model(nn.Sequential(OurSpecial(4)))
     assert reports[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"synchronised: '0' \(OurSpecial\) and 49 more of its class. Replace each"):
+        client.revert_model(nn.Sequential(*(OurSpecial(4) for _ in range(50))))
+
+
+def test_of_many_classes_those_that_are_not_named_are_counted():
+    report = ConversionReport({}, {str(number): (f"Norm{number // 2}", "own") for number in range(12)})
+    assert str(report) == (
+        "synchronised 0 layers; left 12 layers unsynchronised: '0' (Norm0: own) and 1 more of its class, "
+        "'2' (Norm1: own) and 1 more of its class, '4' (Norm2: own) and 1 more of its class, "
+        "'6' (Norm3: own) and 1 more of its class, 4 layers of 2 more classes"
+    )
 
 
 def test_patch_makes_synchronised_layers_and_restores_torchs():
