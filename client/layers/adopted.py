@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 
 from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
@@ -53,8 +53,7 @@ class Intercepted(Adopted):
         if not self.training and self._tally is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if is_compiling():
-            with Interception(self, self._normalise_traced, self._tracked_now()):
-                return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return self._traced(*args, **kwargs)
         vars(self).pop(_CAME, None)  # from a call that raised, or was made in eval
         interception = Interception(self, self._normalise_handed, self._counted())
         push(interception)
@@ -63,9 +62,18 @@ class Intercepted(Adopted):
         finally:
             pop()
         if interception.nr_without_tensors > 1:
-            self._tell("ambiguous")
+            _tell(type(self), self.layer_name, "ambiguous")
         if not (vars(self).pop(_CAME, False) or interception.is_reached):
             output = self._pass_by(output, (*args, *kwargs.values()))
+        return output
+
+    def _traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same where torch.compile traces it, which is when it is told that it comes to no `batch_norm`."""
+        self._has_come = False
+        with Interception(self, self._normalise_traced, self._tracked_now()):
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not self._has_come:
+            _tell_while_tracing(type(self), self.layer_name)
         return output
 
     def _counted(self: Any) -> Tensor | None:
@@ -81,6 +89,7 @@ class Intercepted(Adopted):
 
     def _normalise_traced(self: Any, handed: Handed, counted: Tensor | None) -> Tensor:
         """The same where torch.compile traces the call: only when it runs it is known whether it counts."""
+        self._has_come = True
         output: Tensor
         is_deferred = self._deferred_now() is not None
         if counted is None or is_deferred or self._route(None)[0] is not Way.COMPILED:
@@ -110,18 +119,10 @@ class Intercepted(Adopted):
         """Ends a call that came to no `batch_norm`: one of an empty batch, which the others wait for, or a mistake."""
         empty = next((x for x in arguments if isinstance(x, Tensor) and x.numel() == 0 and x.dim() > 1), None)
         if empty is None or empty.shape[1] != self.num_features or not isinstance(output, Tensor):
-            self._tell("unreached")
+            _tell(type(self), self.layer_name, "unreached")
             return output
         # The sum is 0. It makes the round's backward pass a part of the output's.
         return output + SynchronizedBatchNorm.forward(self, empty).sum()
-
-    def _tell(self: Any, what: str) -> None:
-        """Warns once of a class whose `forward` went another way."""
-        if what in self._told:
-            return
-        self._told.add(what)
-        type(self).is_unreached = what == "unreached" or self.is_unreached
-        logger.warning(_WARNINGS[what], self.layer_name, self.converted_from.__qualname__)
 
 
 class Behind(SynchronizedBatchNorm):
@@ -130,6 +131,7 @@ class Behind(SynchronizedBatchNorm):
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
         """As ours."""
         if is_compiling():
+            self._has_come = True
             return super().forward(input, mask)
         if self.training or self._tally is not None:
             vars(self)[_CAME] = True
@@ -143,6 +145,23 @@ _WARNINGS = {
     "unreached": "layer %r is not synchronised: the forward of %s did not call batch_norm with the layer's tensors",
     "ambiguous": "layer %r: the forward of %s calls batch_norm several times without tensors; all are synchronised",
 }
+
+
+def _tell(kind: Any, layer: str, what: str) -> None:
+    """Warns once of a class whose `forward` went another way."""
+    if what in kind._told:  # noqa: SLF001 - of a class that is made here
+        return
+    kind._told.add(what)  # noqa: SLF001 - as above
+    kind.is_unreached = what == "unreached" or kind.is_unreached
+    logger.warning(_WARNINGS[what], layer, kind.converted_from.__qualname__)
+
+
+def _tell_unreached(kind: Any, layer: str) -> None:
+    _tell(kind, layer, "unreached")
+
+
+# What the compiler takes for a constant it computes while it traces.
+_tell_while_tracing = assume_constant_result(_tell_unreached)  # type: ignore[no-untyped-call]
 
 
 def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:

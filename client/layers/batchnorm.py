@@ -26,8 +26,9 @@ from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.synchronized import Synchronized, check_eps_mode, twin_of
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 
-# What binds a layer to its replicas and to a mini-batch under way. The last is how many chunks a pickle says there are.
-BONDS = frozenset({"_replica", "_tally", "_deferred", "_chunks"})
+# What binds a layer to its replicas, to a mini-batch and to a call under way. The last is how many chunks a pickle says
+# there are.
+BONDS = frozenset({"_replica", "_tally", "_deferred", "_has_come", "_chunks"})
 
 
 class Way(Enum):

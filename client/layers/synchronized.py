@@ -86,6 +86,7 @@ class Synchronized:
     _replica: tuple[Barrier, int] | None = None
     _tally: Tally | None = None
     _deferred: Deferred | None = None
+    _has_come: bool = False
     _process_group_before: NamedProcessGroup | None = None
     converted_from: ClassVar[type[nn.Module] | None] = None
     is_unreached: ClassVar[bool] = False

@@ -76,6 +76,35 @@ def test_a_compiled_mini_batch_is_counted_once_for_all_its_micro_batches(kind):
     assert_same(found, trained(eager, eager))
 
 
+class Evading(nn.BatchNorm2d):
+    """Mentions `batch_norm`, and comes to it in eval only."""
+
+    def forward(self, x):
+        return x * 2 if self.training else nn.functional.batch_norm(x, self.running_mean, self.running_var)
+
+
+def test_a_compiled_forward_that_goes_another_way_is_told_of_once(caplog):
+    model = client.convert_model(made(Evading))
+    run = compiled(model)
+    for x in batches():
+        run(x)
+    told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
+    assert told == [
+        "layer '1' is not synchronised: the forward of Evading did not call batch_norm with the layer's tensors"
+    ]
+    assert client.conversion_report(model).left.keys() == {"1"}
+
+
+@KINDS
+def test_a_second_compiled_call_compiles_nothing_anew(kind):
+    model = client.convert_model(made(kind))
+    run = compiled(model)
+    run(batches()[0])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        run(batches()[1])
+    assert "_has_come" not in model[1].__getstate__(), "it is of the call, and no state"
+
+
 @KINDS
 def test_without_company_a_compiled_call_is_counted_once(kind):
     whole, model = made(kind), client.convert_model(made(kind))
