@@ -308,7 +308,6 @@ SYNCHRONISED = [
     Functional,
     Operator,
     Helped,
-    Decorated,
     Scaled,
     Deeper,
     Configured,

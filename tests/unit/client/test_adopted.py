@@ -98,7 +98,7 @@ def test_a_profiler_may_wrap_the_function_that_a_forward_calls(monkeypatch):
 
 
 # Some of the classes take no options themselves.
-WITHOUT_OPTIONS = {subclasses.Operator, subclasses.Helped, subclasses.Scaled, subclasses.Decorated}
+WITHOUT_OPTIONS = {subclasses.Operator, subclasses.Helped, subclasses.Scaled}
 WITHOUT_MOMENTUM = {subclasses.Centred}
 OPTIONS = [
     {"affine": False},
@@ -106,7 +106,7 @@ OPTIONS = [
     {"track_running_stats": False},
     {"affine": False, "track_running_stats": False},
 ]
-CASES = [(kind, {}) for kind in subclasses.SYNCHRONISED] + [
+CASES = [(kind, {}) for kind in (*subclasses.SYNCHRONISED, subclasses.Decorated)] + [
     (kind, options)
     for kind in subclasses.SYNCHRONISED
     if kind not in WITHOUT_OPTIONS
@@ -268,7 +268,7 @@ def test_the_layer_stays_the_same_object_with_all_that_it_has():
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
-@pytest.mark.parametrize("kind", subclasses.SYNCHRONISED)
+@pytest.mark.parametrize("kind", [*subclasses.SYNCHRONISED, subclasses.Decorated])
 def test_copies_and_pickles_find_the_class_again(kind, copied, chunks):
     model = client.convert_model(made(kind), chunks=chunks)
     for seed in range(chunks):
