@@ -110,9 +110,9 @@ def _group(group: dict[str, Any], room: Room) -> list[RenderableType]:
         f"job {group['job']!r}, group {group['group']!r}, epoch {group['epoch']}: {present} of {group['world_size']} "
         f"ranks, {group['rounds_done']} rounds{failed}, {group['rounds_per_second']:.1f}/s"
     )
-    parts: list[RenderableType] = [Text(plain(head), "bold cyan", overflow="fold")]
+    parts: list[RenderableType] = [_text(head, "bold cyan")]
     if group["lost"]:
-        parts.append(_line(f"! broken: {group['lost']}", "bold red"))
+        parts.append(_text(f"! broken: {group['lost']}", "bold red"))
     parts += _found(group, room.findings)
     if room.ranks:
         parts.append(_ranks(group, room.ranks))
@@ -123,10 +123,10 @@ def _group(group: dict[str, Any], room: Room) -> list[RenderableType]:
 
 
 def _found(group: dict[str, Any], most: int) -> list[RenderableType]:
-    """Lines about the rows that are not finite, and the latest findings."""
+    """Texts about the rows that are not finite, and the latest findings; whole, since the rank stands at their end."""
     texts, findings = group.get("non_finite", ()), group.get("findings", ())
-    lines = [_line(f"! {text}", "bold red") for text in texts[:most]]
-    lines += [_line(f"! {finding['text']}", "yellow") for finding in findings[max(0, len(findings) - most) :]]
+    lines = [_text(f"! {text}", "bold red") for text in texts[:most]]
+    lines += [_text(f"! {finding['text']}", "yellow") for finding in findings[max(0, len(findings) - most) :]]
     if (left_out := len(texts) + len(findings) - len(lines)) > 0:
         lines.append(_line(f"! {left_out} finding{'s' * (left_out > 1)} more", "yellow"))
     return [*lines]
@@ -164,6 +164,11 @@ def _event(event: dict[str, Any]) -> Text:
     at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     of = f"{event['job']!r}: " if event["job"] else ""
     return _line(f"{at} {event['kind']}: {of}{event['text']}", "red" if event["kind"] in BAD else "")
+
+
+def _text(text: str, style: str) -> Text:
+    """As many lines as it takes."""
+    return Text(plain(text), style=style, overflow="fold")
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -39,6 +39,33 @@ def test_a_job_fits_into_80_columns_and_24_lines_with_all_its_facts():
     assert "\x1b" not in text
 
 
+HOST = "host-b.cluster.example"
+LONG_TEXTS = (
+    (
+        "first non-finite: layer backbone.layer3.0.downsample.1, forward, step 120812, "
+        f"rank 2 ({HOST}, pid 81245), 4 of 256 channels (inf)"
+    ),
+    f"skew: rank 3 ({HOST}, pid 81246) differs from the others in layer backbone.layer3.0.downsample.1",
+    (
+        f"straggler: rank 5 ({HOST}, pid 81250) held the others up for 14% of the last minute; where it came last, it "
+        "was by up to 41 ms in the median and 82 ms in 99 of 100 rounds"
+    ),
+)
+
+
+def test_long_findings_are_whole_in_80_columns_and_24_lines():
+    non_finite, *findings = LONG_TEXTS
+    told = [{"kind": "skew", "rank": 3, "step": 9, "text": text} for text in findings]
+    lost = "rank 7 (host-c.cluster.example, pid 812451) was lost: no sign of life for 3.5 s"
+    busy = group(*map(member, range(4)), non_finite=[non_finite], findings=told, lost=lost)
+    text = shown(report(busy), height=24)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
+    for whole in (*LONG_TEXTS, lost):
+        assert "".join(whole.split()) in "".join(text.split()), whole
+
+
 def test_the_five_most_skewed_layers_are_told_with_the_rank_that_brings_most():
     layers = [layer(f"layer{number}." + "x" * 60 * (number == 6), 0.01, number / 10, 0.02) for number in range(7)]
     text = shown(report(group(*map(member, range(3)), figures=figures(*layers))))
