@@ -39,7 +39,21 @@ def steps_over(over):
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize(
     ("value", "phase", "bearers"),
-    [(math.nan, "forward", [2]), (-math.inf, "forward", [0, 2]), (math.inf, "backward", [1])],
+    [
+        (math.nan, "forward", [2]),
+        (-math.inf, "forward", [0, 2]),
+        (math.inf, "backward", [1]),
+        *(
+            pytest.param(value, phase, bearers, marks=pytest.mark.long)
+            for value, phase, bearers in [
+                (math.nan, "forward", [0, 2]),
+                (math.inf, "forward", [1]),
+                (math.nan, "backward", [1]),
+                (math.nan, "backward", [0, 2]),
+                (math.inf, "backward", [0, 2]),
+            ]
+        ),
+    ],
 )
 def test_the_first_one_is_told_with_its_ranks(steps_over, lane, value, phase, bearers):
     found = steps_over(lane, value, phase, bearers, "warn")
@@ -78,6 +92,15 @@ def test_it_may_be_ignored(steps_over, lane):
 def test_what_is_masked_is_no_finding(steps_over, lane):
     found = steps_over(lane, math.nan, "forward", [1], "raise", "masked", on_nonfinite="raise")
     assert found == [([], [], 3)] * RANKS
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_training_with_a_scaler_begins_with_steps_that_overflow_and_are_left_out(steps_over, lane):
+    found = steps_over(lane, 1.0, "forward", [], "raise", "with a scaler", on_nonfinite="raise")
+    for told, raised, moved in found:
+        assert [level for level, _ in told] == ["INFO"]
+        assert "backward, step 0" in told[0][1]
+        assert (raised, moved) == ([], 3)
 
 
 @pytest.mark.parametrize("lane", LANES)

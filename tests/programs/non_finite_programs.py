@@ -76,5 +76,20 @@ def _step(layer: nn.Module, value: float, phase: str, how: str) -> None:
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x).backward(gradient)
     elif how == "checkpointed":
         checkpoint(layer, x, use_reentrant=False).backward(gradient)
+    elif how == "with a scaler":
+        _overflow(layer, x, gradient)
     else:
         layer(x).backward(gradient)
+
+
+def _overflow(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    """One step of AMP whose scaled gradients are more than float32 holds, so that the scaler leaves it out."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    optimizer.zero_grad()
+    before = layer.weight.detach().clone()
+    scaler.scale((layer(x) * gradient * 64).sum()).backward()
+    assert not layer.bias.grad.isfinite().all()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(layer.weight, before)
