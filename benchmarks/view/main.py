@@ -6,11 +6,14 @@ the page takes each snapshot, and the heat map each two seconds.
 
 import argparse
 import json
-import random
 import resource
 import time
+from array import array
 from typing import Any
 
+import numpy as np
+
+from server.view import web  # noqa: F401 - whoever shows the page has it loaded
 from server.view.feed import Feed
 from server.view.heat import heat, without_figures
 from server.view.history import History
@@ -32,11 +35,11 @@ def main() -> None:
 
 def measure(ranks: int, layers: int, seconds: int) -> dict[str, float]:
     """Peak memory in MB, the history's part of it, and processor seconds per second, without and with a reader."""
-    answer = told(ranks, layers)
-    history = History()
-    feed = Feed("tcp://127.0.0.1:4555", lambda: answer)
+    history, answers = History(), Answers(ranks, layers)
+    feed = Feed("tcp://127.0.0.1:4555", answers)
     kept = read = 0.0
     for second in range(seconds):
+        answers.make()
         begin = time.process_time()
         snapshot = {**feed.ask(), "time": float(second)}
         history.add(snapshot)
@@ -54,20 +57,41 @@ def measure(ranks: int, layers: int, seconds: int) -> dict[str, float]:
     }
 
 
-def told(ranks: int, layers: int) -> dict[str, Any]:
-    """The report of a server with one group, and its figures."""
-    members = [
-        {"member": rank, "place": f"host-{rank}, pid {rank}", "stand": "takes_part", "step": 5, "replicas": 1}
-        for rank in range(ranks)
-    ]
-    figures = {"layers": [{"name": f"layer{at}", "eta2": 0.1, **_random(ranks)} for at in range(layers)]}
-    group = {"job": "digits", "group": "world", "epoch": 0, "world_size": ranks, "members": members, "lost": ""}
-    counts = {"rounds_done": 100, "rounds_failed": 0, "waiting": [], "non_finite": [], "figures": figures}
-    return {"server": "abcd", "seconds": 60.0, "groups": [{**group, **counts}]}
+class Answers:
+    """The reports of a server with one group, with new figures in each.
 
+    Args:
+        ranks: of the group.
+        layers: of its model.
+    """
 
-def _random(ranks: int) -> dict[str, list[float]]:
-    return {name: [random.random() for _ in range(ranks)] for name in ("parts", "means", "variances")}  # noqa: S311
+    def __init__(self, ranks: int, layers: int) -> None:
+        self._ranks, self._layers = ranks, layers
+        self._chance = np.random.default_rng(0)
+        self._next: dict[str, Any] = {}
+
+    def __call__(self) -> dict[str, Any]:
+        """Hands over what was made."""
+        answer, self._next = self._next, {}
+        return answer
+
+    def make(self) -> None:
+        """Make the next one, in the form in which `server.view.figures` adds figures."""
+        members = [
+            {"member": rank, "place": f"host-{rank}, pid {rank}", "stand": "takes_part", "step": 5, "replicas": 1}
+            for rank in range(self._ranks)
+        ]
+        figures = {"layers": [{"name": f"layer{at}", "eta2": 0.1, **self._columns()} for at in range(self._layers)]}
+        group = {"job": "digits", "group": "world", "epoch": 0, "world_size": self._ranks, "members": members}
+        counts = {"rounds_done": 100, "rounds_failed": 0, "waiting": [], "non_finite": [], "lost": ""}
+        self._next = {"server": "abcd", "seconds": 60.0, "groups": [{**group, **counts, "figures": figures}]}
+
+    def _columns(self) -> dict[str, "array[float]"]:
+        columns = self._chance.random((3, self._ranks))
+        return {
+            name: array("d", column.tobytes())
+            for name, column in zip(("parts", "means", "variances"), columns, strict=True)
+        }
 
 
 if __name__ == "__main__":

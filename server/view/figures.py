@@ -1,6 +1,7 @@
 """Figures: asks the server what the members' data were like in each group, for the snapshot."""
 
 import time
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,8 @@ def add_figures(ask: Ask, groups: list[dict[str, Any]]) -> None:
     """Add the figures of each group that has any to its entry, as `figures`.
 
     That is a map with `layers`, a list in the order of a step. A layer has its `name`; `eta2`, the share of its
-    variance that lies between the members; and lists of each member's `parts` of it, `means` and `variances`.
+    variance that lies between the members; and arrays of each member's `parts` of it, `means` and `variances`, which
+    take a quarter of the room of lists.
 
     Args:
         ask: the connection to the server.
@@ -65,8 +67,9 @@ def _layers(ask: Ask, job: str, group: str) -> list[dict[str, Any]]:
 
 def _told(answer: Figures) -> Iterator[dict[str, Any]]:
     eta2 = _rounded(answer.values[..., PART].sum(axis=1)).tolist()
-    columns = _rounded(answer.values[..., [PART, MEAN, VARIANCE]]).swapaxes(1, 2).tolist()
-    for name, share, (parts, means, variances) in zip(answer.names, eta2, columns, strict=True):
+    columns = _rounded(answer.values[..., [PART, MEAN, VARIANCE]]).swapaxes(1, 2)
+    for name, share, layer in zip(answer.names, eta2, columns, strict=True):
+        parts, means, variances = (array("d", column.tobytes()) for column in layer)
         yield {"name": name, "eta2": share, "parts": parts, "means": means, "variances": variances}
 
 

@@ -86,7 +86,7 @@ class Recorder:
             row = self._base.execute("INSERT INTO snapshots VALUES (?, ?)", (snapshot["time"], text))
             number = row.lastrowid or 0
             if figures:
-                packed = zlib.compress(json.dumps(figures, separators=(",", ":")).encode())
+                packed = zlib.compress(json.dumps(figures, separators=(",", ":"), default=list).encode())
                 self._base.execute("INSERT INTO figures VALUES (?, ?)", (number, packed))
             self._base.executemany("INSERT INTO events VALUES (?, ?)", [(number, json.dumps(event)) for event in new])
         # Only now: what could not be written comes with the next one.

@@ -86,7 +86,7 @@ def _write(snapshots: Iterable[Snapshot], *, as_json: bool) -> None:
     try:
         for snapshot in snapshots:
             if as_json:
-                sys.stdout.write(json.dumps(snapshot, ensure_ascii=False, sort_keys=True) + "\n")
+                sys.stdout.write(json.dumps(snapshot, ensure_ascii=False, sort_keys=True, default=list) + "\n")
             else:
                 terminal = _module("terminal")
                 console = terminal.Console()
