@@ -218,6 +218,10 @@ def test_a_skewed_rank_is_seen_and_a_layer_opened_by_keyboard():
         ActionChains(driver).send_keys(Keys.ESCAPE).perform()
         assert chosen(driver).get_attribute("title") == "layer4.1.bn1"
         assert not driver.find_element(By.CSS_SELECTOR, ".layer").is_displayed()
+        driver.find_element(By.CSS_SELECTOR, ".cells tbody tr canvas").click()  # the first row, by the mouse
+        wait_for(driver, "Layer layer4.1.bn2", HEAT_SECONDS)
+        driver.find_element(By.CSS_SELECTOR, ".layer button").click()
+        assert not driver.find_element(By.CSS_SELECTOR, ".layer").is_displayed()
         assert errors(driver) == []
 
 

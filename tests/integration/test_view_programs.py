@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -58,24 +59,63 @@ def wait_for(look, *facts):
         time.sleep(0.1)
 
 
-@pytest.mark.skipif(not shutil.which("tmux"), reason="needs tmux")
+@contextlib.contextmanager
+def terminal(folder, endpoint):
+    """Opens the view in 80 columns and 24 lines; returns what looks at them, as one line without spaces."""
+    tmux = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]
+    view = f"{sys.executable} -m server view {endpoint}"
+    subprocess.run([*tmux, "new-session", "-d", "-x", "80", "-y", "24", view], check=True, cwd=ROOT)
+
+    def look():
+        shown = subprocess.run([*tmux, "capture-pane", "-p"], capture_output=True, text=True, check=True).stdout
+        return "".join(shown.split())
+
+    try:
+        yield look
+    finally:
+        subprocess.run([*tmux, "kill-server"], check=True)
+
+
+NEEDS_TMUX = pytest.mark.skipif(not shutil.which("tmux"), reason="needs tmux")
+
+
+@NEEDS_TMUX
 def test_a_terminal_of_80_columns_and_24_lines_shows_all_facts(server, job, tmp_path):
-    tmux = ["tmux", "-S", str(tmp_path / "tmux"), "-f", "/dev/null"]
-    view = f"{sys.executable} -m server view {server.endpoint}"
-    with planted_job(server.endpoint, job):
-        subprocess.run([*tmux, "new-session", "-d", "-x", "80", "-y", "24", view], check=True, cwd=ROOT)
-        try:
-            wait_for(
-                lambda: (
-                    subprocess.run([*tmux, "capture-pane", "-p"], capture_output=True, text=True, check=True).stdout
-                ),
-                f"'{job}'",
-                "2 of 2 ranks",
-                "awaited",
-                "first non-finite: layer stem.bn, forward, step 0, rank 1",
-            )
-        finally:
-            subprocess.run([*tmux, "kill-server"], check=True)
+    with planted_job(server.endpoint, job), terminal(tmp_path, server.endpoint) as look:
+        first = "first non-finite: layer stem.bn, forward, step 0, rank 1"
+        wait_for(look, *("".join(fact.split()) for fact in (f"'{job}'", "2 of 2 ranks", "awaited", first)))
+
+
+@NEEDS_TMUX
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_terminal_shows_a_training_as_it_goes(tmp_path):
+    """As the browser does in `test_view_page.py`, which needs one."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    program = str(ROOT / "tests/programs/view_program.py")
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments):
+            process = stack.enter_context(subprocess.Popen([sys.executable, *arguments], cwd=ROOT))
+            stack.callback(process.kill)
+            return process
+
+        server = start("-m", "server", "--bind", endpoint, "--log-level", "error")
+        ranks = [start(program, str(rank), endpoint) for rank in range(4)]
+        look = stack.enter_context(terminal(tmp_path, endpoint))
+        wait_for(look, "4of4ranks", *(f"pid{rank.pid}" for rank in ranks))
+        wait_for(
+            look,
+            f"firstnon-finite:layer2,forward,step20,rank2({socket.gethostname()},pid{ranks[2].pid}),1of8channels(inf)",
+        )
+        wait_for(look, f"rank1({socket.gethostname()},pid{ranks[1].pid})differs")
+        server.kill()
+        server.wait()
+        start("-m", "server", "--bind", endpoint, "--log-level", "error")
+        wait_for(look, "theserverstartedagain")
+        wait_for(look, "4of4ranks")
+        ranks[3].kill()
+        wait_for(look, f"rank3({socket.gethostname()},pid{ranks[3].pid})waslost")
 
 
 def test_what_ranks_have_told_the_server_is_in_a_snapshot(server, job):
