@@ -22,7 +22,7 @@ from statsd_bn.wire import encode
 HEAD_BYTES, JOB_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES, NUMBER_BYTES = 1024, 128, 340, 240, 96, 3
 
 # The same of what a group has only once it has had rounds, and of a finding.
-PACE_BYTES, FINDING_BYTES = 1024, 64
+PACE_BYTES, FINDING_BYTES = 1536, 64
 
 # Rounds shown for each group, the oldest; and for each round, how many of the members that it waits for.
 TOLD_ROUNDS, TOLD_MISSING = 16, 64
@@ -86,10 +86,11 @@ def _head(master: SyncMaster) -> dict[str, Any]:
 
 def _pace(master: SyncMaster) -> dict[str, Any]:
     """What a group has to tell of its rounds."""
-    lengths, minute, findings = master.open_rounds.lengths, master.pace.minute, master.findings.told
+    rounds, minute, findings = master.open_rounds, master.pace.minute, master.findings.told
     trips = master.round_trips
     return {
-        **({"round_seconds": lengths.told} if lengths.total else {}),
+        **({"round_seconds": rounds.lengths.told} if rounds.lengths.total else {}),
+        **({"late_seconds": rounds.lateness.told} if rounds.lateness.total else {}),
         **({"round_trip_seconds": trips.told} if trips.total else {}),
         **({"slowest": minute.slowest, "held": minute.held} if minute.slowest is not None else {}),
         **({"findings": findings} if findings else {}),

@@ -57,6 +57,7 @@ class OpenRounds:
         failed: how many have ended with an error.
         non_finite: whose NaN or infinity came first.
         lengths: how long each round was open that ended as its last contribution came.
+        lateness: how much later that one came than the one before.
         was_refused: whether a member came to a round after the group was broken.
         answered: when members were last told that one has ended, or that the group is open.
     """
@@ -74,6 +75,7 @@ class OpenRounds:
         self.failed = 0
         self.non_finite = FirstNonFinite()
         self.lengths = Histogram()
+        self.lateness = Histogram()
         self.was_refused = False
         self.answered = -math.inf
         self._looks = Looks()
@@ -269,6 +271,7 @@ class OpenRounds:
         self.answered = now
         self.lengths.add(now - round_.opened)
         last.behind.add(round_.behind)
+        self.lateness.add(round_.behind)
         if self._looks.are_due(now, round_.key):
             self._look(now, round_)
         return self._finish(round_)

@@ -545,6 +545,7 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
         ("Group", group),
         ("Group member", group["members"][0]),
         ("Histogram", group["round_seconds"]),
+        ("Histogram", group["late_seconds"]),
         ("Histogram", group["round_trip_seconds"]),
         ("Open round", group["waiting"][0]),
         ("Ended job", after.report["ended"][0]),

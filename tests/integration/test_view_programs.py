@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
+from conftest import running_server
 from statsd_bn import limits
 from statsd_bn.messages import Digest
 from statsd_bn.skew import DIRECTIONS, NUMBERS
@@ -116,6 +117,20 @@ def test_a_terminal_shows_a_training_as_it_goes(tmp_path):
         wait_for(look, "4of4ranks")
         ranks[3].kill()
         wait_for(look, f"rank3({socket.gethostname()},pid{ranks[3].pid})waslost")
+
+
+def test_a_server_with_keys_shows_its_jobs_to_who_has_one(tmp_path):
+    keys = tmp_path / "keys"
+    command = [sys.executable, "-m", "server"]
+    subprocess.run([*command, "keygen", keys, "--client", "alice"], cwd=ROOT, check=True, capture_output=True)
+    with running_server("--curve", str(keys)) as secured:
+        view = [*command, "view", secured.endpoint, "--once", "--json"]
+        alice = ("--curve", keys / "secrets" / "alice.key_secret")
+        told = subprocess.run([*view, *alice], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        assert json.loads(told)["groups"] == []
+        refused = subprocess.run(view, cwd=ROOT, check=False, capture_output=True, text=True)
+        assert refused.returncode
+        assert "the server expects a key" in refused.stderr
 
 
 def test_what_ranks_have_told_the_server_is_in_a_snapshot(server, job):

@@ -142,6 +142,14 @@ def test_how_long_rounds_are_open_is_counted():
     assert told["sum"] == pytest.approx(STEP * job.report()["rounds_done"])
 
 
+def test_how_late_the_last_rank_comes_is_counted():
+    job = Job(3)
+    job.run(10.0, lambda rank: STEP * (1.0, 1.5, 1.75)[rank])
+    told = job.report()["late_seconds"]
+    assert sum(told["counts"]) == job.report()["rounds_done"]
+    assert told["sum"] == pytest.approx(STEP / 4 * job.report()["rounds_done"])
+
+
 def trips(job, rank, *, of=0, times=0, microseconds=0):
     counts = [0] * limits.BUCKETS
     counts[of] = times

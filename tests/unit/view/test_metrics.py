@@ -34,7 +34,9 @@ def value(of, name, **labels):
 
 def test_prometheus_own_parser_reads_what_a_group_says():
     pace = {"waiting": 0.2, "score": 0.5}
-    told = group(member(0, **pace), **NAMED, rounds_failed=3, non_finite=["x"], round_seconds=HISTOGRAM)
+    told = group(
+        member(0, **pace), **NAMED, rounds_failed=3, non_finite=["x"], round_seconds=HISTOGRAM, late_seconds=HISTOGRAM
+    )
     of = samples(report(), report(told))
     assert value(of, "statsd_bn_up") == 1
     assert value(of, "statsd_bn_rounds_total", **NAMED) == 100
@@ -47,6 +49,7 @@ def test_prometheus_own_parser_reads_what_a_group_says():
     buckets = {s.labels["le"]: s.value for s in of if s.name == "statsd_bn_round_seconds_bucket"}
     assert list(buckets.values()) == [3, *[5] * (len(BOUNDS) - 1), 6]
     assert [float(bound) for bound in buckets] == [*BOUNDS, float("inf")]
+    assert value(of, "statsd_bn_late_seconds_count", **NAMED) == 6
     assert value(of, "statsd_bn_round_seconds_count", **NAMED) == 6
     assert value(of, "statsd_bn_round_seconds_sum", **NAMED) == 0.5
 
