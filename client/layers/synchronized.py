@@ -11,6 +11,7 @@ from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import running_stats
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.recalibration_moments import Tally
+from statsd_bn.error_text import broken
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 
@@ -98,8 +99,10 @@ class Synchronized:
             TypeError: always.
         """
         raise TypeError(
-            f"layer {self.layer_name!r}: a synchronised layer cannot be scripted by torch.jit.script; give it "
-            "client.revert_model(model), which a model for inference needs anyway"
+            broken(
+                f"layer {self.layer_name!r}: a synchronised layer cannot be scripted by torch.jit.script; give it "
+                "client.revert_model(model), which is torch's own again"
+            )
         )
 
     @property

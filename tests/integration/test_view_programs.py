@@ -130,7 +130,7 @@ def test_a_server_with_keys_shows_its_jobs_to_who_has_one(tmp_path):
         assert json.loads(told)["groups"] == []
         refused = subprocess.run(view, cwd=ROOT, check=False, capture_output=True, text=True)
         assert refused.returncode
-        assert "the server expects a key" in refused.stderr
+        assert "expects a key, and this client has none" in refused.stderr
 
 
 def test_what_ranks_have_told_the_server_is_in_a_snapshot(server, job):
