@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -91,6 +92,15 @@ def _status(arguments: list[str]) -> int:
     return 0
 
 
+def _refuse_beside_a_recording(found: Namespace) -> None:
+    for flag in ("http", "record", "name", "curve"):
+        if getattr(found, flag):
+            raise ConfigurationError(
+                f"--{flag}: expected an endpoint to watch, got the recording {found.endpoint!r}, which is shown in the "
+                "terminal or by --json"
+            )
+
+
 def _view(arguments: list[str]) -> int:
     from server.view import show  # noqa: PLC0415 - what the server itself does not need
 
@@ -116,6 +126,7 @@ def _view(arguments: list[str]) -> int:
     _add_curve(parser)
     found = parser.parse_args(arguments)
     if show.is_file(found.endpoint):
+        _refuse_beside_a_recording(found)
         show.replay(found.endpoint, once=found.once, as_json=found.json)
         return 0
     endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)

@@ -114,6 +114,13 @@ def test_a_minute_of_figures_takes_little_room(tmp_path):
     assert sizes[0] - sizes[1] < 5 * 15_000
 
 
+@pytest.mark.parametrize("flag", ["--http", "--record", "--name", "--curve"])
+def test_what_a_recording_cannot_be_shown_with_is_refused(tmp_path, capsys, flag):
+    recording(tmp_path / "run.db")
+    assert main(["view", str(tmp_path / "run.db"), flag, "x"]) == 2
+    assert f"{flag}: expected an endpoint to watch, got the recording" in " ".join(capsys.readouterr().err.split())
+
+
 def test_view_shows_a_recording_again(tmp_path, capsys):
     recording(tmp_path / "run.db")
     assert main(["view", str(tmp_path / "run.db")]) == 0
