@@ -141,18 +141,19 @@ def _ranks(group: dict[str, Any], ranks: int) -> Table:
     table = Table(box=None, pad_edge=False, expand=True, header_style="dim")
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("where", no_wrap=True, ratio=3, overflow="ellipsis")
-    for name in ("step", "steps/s", "waits", "score"):
+    for name in ("step", "steps/s", "late, ms", "waits", "score"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("doing", no_wrap=True, ratio=4, overflow="ellipsis")
     # Who is awaited comes first: those are the ranks that the reader looks for.
     shown = sorted(group["members"], key=lambda member: (not member["doing"].startswith("awaited"), member["member"]))
     for member in sorted(shown[:ranks], key=lambda member: member["member"]):
-        waiting, score = member.get("waiting"), member.get("score")
+        late, waiting, score = member.get("late"), member.get("waiting"), member.get("score")
         table.add_row(
             str(member["member"]),
             _line(member["place"]),
             str(member["step"]),
             f"{member['steps_per_second']:.1f}",
+            f"{1e3 * late['median']:.1f}" if late else "-",
             f"{waiting:.0%}" if waiting is not None else "-",
             f"{score:.2f}" if score is not None else "-",
             _line(member["doing"]),

@@ -15,7 +15,7 @@ def shown(*reports, width=80, height=None):
 
 
 def test_a_job_fits_into_80_columns_and_24_lines_with_all_its_facts():
-    pace = {"waiting": 0.21, "score": 0.4}
+    pace = {"waiting": 0.21, "score": 0.4, "late": {"median": 0.0125, "p99": 0.05}}
     waiting = [{"round": "layer 'bn1', forward, step 5", "seconds": 3.0, "missing": [2]}]
     text = shown(
         report(group(*(member(rank) for rank in range(3)))),
@@ -32,7 +32,16 @@ def test_a_job_fits_into_80_columns_and_24_lines_with_all_its_facts():
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 24
-    for fact in ("'digits'", "host-2, pid", "21%", "0.40", "awaited 3.0 s", "rank 2 held the others up", "step 20"):
+    for fact in (
+        "'digits'",
+        "host-2, pid",
+        "21%",
+        "0.40",
+        "12.5",
+        "awaited 3.0 s",
+        "rank 2 held the others up",
+        "step 20",
+    ):
         assert fact in text, fact
     assert [line.split()[1] for line in lines[-EVENTS:]] == ["mismatch:", "non-finite:", "straggler:"]
     assert "joined:" not in text
