@@ -58,18 +58,22 @@ class Faulty(Launched):
 
     def survivor_ends(self, rank: int, seconds: float = END_SECONDS) -> str:
         """What the surviving rank has written, once it has ended; it has to within the time."""
-        pids = {}
-        while len(pids) < self._size:
-            _, number, pid = self.line_with("rank").split()
-            pids[int(number)] = int(pid)
-        self.line_with("fault")
+        pids, has_come = {}, False
+        # torchrun reads what each rank writes, so the fault of one may come before another's first line.
+        while len(pids) < self._size or not has_come:
+            what, *numbers = self.line_with(("rank", "fault")).split()
+            if what == "rank":
+                number, pid = map(int, numbers)
+                pids[number] = pid
+            else:
+                has_come = True
         expiry = time.monotonic() + seconds
         while _runs(pids[rank]):
             assert time.monotonic() < expiry, self.stderr(rank)
             time.sleep(0.02)
         return self.stderr(rank)
 
-    def line_with(self, beginning: str) -> str:
+    def line_with(self, beginning: str | tuple[str, ...]) -> str:
         # torchrun begins each line with its rank.
         while True:
             line = self._lines.get(timeout=WAIT_SECONDS)
