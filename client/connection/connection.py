@@ -455,17 +455,20 @@ class Connection:
         groups.check(rule)
         # No cached_property: it takes a lock, and torch.compile follows a layer down to here.
         if self._local is None:
-            self._local = self._group_of_this_host()
+            return self._group_of_this_host()
         return self._local
 
     def _group_of_this_host(self) -> Group:
         with self._local_lock:
-            if found := self._local or self._told_group_of_this_host():
-                return found
-            rounds = self.rounds
-            told = self.all_gather(groups.HOSTS, groups.this_machine().encode())
-            self.rounds = rounds  # those of layers and of users count
-            return groups.of_hosts(told, self.rank)
+            # Kept before another thread has the lock, or that would gather again.
+            self._local = self._local or self._told_group_of_this_host() or self._gathered_group_of_this_host()
+            return self._local
+
+    def _gathered_group_of_this_host(self) -> Group:
+        rounds = self.rounds
+        told = self.all_gather(groups.HOSTS, groups.this_machine().encode())
+        self.rounds = rounds  # those of layers and of users count
+        return groups.of_hosts(told, self.rank)
 
     def _told_group_of_this_host(self) -> Group | None:
         """By the environment; None where it does not say it, and the members can find out themselves."""

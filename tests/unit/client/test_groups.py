@@ -1,6 +1,7 @@
 """Groups: members that synchronise among themselves, and take no notice of the others."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -214,11 +215,26 @@ def test_without_a_launcher_the_members_find_out_who_shares_a_host(monkeypatch):
     assert found[3] == ([1000.0, 1111.0, 1000.0], "local host of rank 3", 3, True)
 
 
+class SlowlyLeft:
+    """A lock after which its thread stands still, so that the next one has it before that goes on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *of_an_error: object) -> None:
+        self._lock.release()
+        time.sleep(0.1)
+
+
 def test_threads_of_one_member_find_it_out_in_one_round(monkeypatch):
     of_machines(monkeypatch, {0: "one", 1: "one"})
 
     def program(connection):
         begun = threading.Barrier(2)
+        monkeypatch.setattr(connection, "_local_lock", SlowlyLeft())
 
         def ask() -> Group:
             begun.wait(20)
