@@ -176,7 +176,10 @@ class ContributionConflict(RoundFailed):
 
 
 class NonFinite(RoundFailed):
-    """Some ranks brought NaN or infinity, where `on_nonfinite="raise"` was asked for. Fields: the key's, members."""
+    """Some ranks brought NaN or infinity, where `on_nonfinite="raise"` was asked for.
+
+    Fields: the key's, members, names, spoilt_channels, channels, kinds.
+    """
 
     code = "non_finite"
 

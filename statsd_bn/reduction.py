@@ -9,7 +9,7 @@ processes and a retried round give the same bits.
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -101,13 +101,30 @@ def is_finite(values: FloatArray) -> bool:
     return b"\0" not in np.isfinite(values).tobytes()
 
 
-def not_finite_in_words(values: FloatArray) -> str:
-    """Returns how much of a sum of shape (vectors, channels) is not finite: 4 of 256 channels (inf).
+class NotFinite(NamedTuple):
+    """How much of a sum is not finite; as text "4 of 256 channels (inf)".
+
+    Attributes:
+        spoilt: how many channels are not.
+        channels: how many there are.
+        kinds: what stands there, "inf" or "NaN" or both.
+    """
+
+    spoilt: int
+    channels: int
+    kinds: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.spoilt} of {self.channels} channels ({' and '.join(self.kinds)})"
+
+
+def not_finite(values: FloatArray) -> NotFinite:
+    """Returns how much of a sum of shape (vectors, channels) is not finite.
 
     The first vector decides where it is not finite: what is computed from infinity may be NaN in the others.
     """
     spoilt = ~np.isfinite(values)
     channels = np.flatnonzero(spoilt.any(axis=0))
     firsts = values[spoilt.argmax(axis=0)[channels], channels]
-    kinds = [name for name, is_kind in (("inf", np.isinf), ("NaN", np.isnan)) if is_kind(firsts).any()]
-    return f"{len(channels)} of {values.shape[1]} channels ({' and '.join(kinds)})"
+    kinds = tuple(name for name, is_kind in (("inf", np.isinf), ("NaN", np.isnan)) if is_kind(firsts).any())
+    return NotFinite(len(channels), values.shape[1], kinds)

@@ -87,7 +87,7 @@ def first_non_finite(key: RoundKey, who: str, what: str, *, has_steps: bool = Tr
     Args:
         key: of the round whose aggregate they are in.
         who: whose rows had them.
-        what: see `statsd_bn.reduction.not_finite_in_words`.
+        what: how much of it, see `statsd_bn.reduction.NotFinite`.
         has_steps: whether the key counts steps.
     """
     step = f", step {key.step}" if has_steps else ""

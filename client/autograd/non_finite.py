@@ -7,17 +7,20 @@ them first.
 import gc
 import logging
 import os
+from collections.abc import Mapping
 
 from client.connection.connection import NON_FINITE, Connection
 from client.connection.current import current_connection
+from client.connection.groups import this_place
 from client.connection.member import IGNORE, ON_NONFINITE, RAISE, WARN
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
 from client.lanes.zeromq import SlavePipe
-from statsd_bn.error_text import error_text
+from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, NonFinite
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import is_finite, not_finite_in_words
+from statsd_bn.ranks_in_words import rank_in_words, ranks_in_words
+from statsd_bn.reduction import is_finite, not_finite
 from statsd_bn.round_key import FORWARD, first_non_finite
 from statsd_bn.rows import Rows
 
@@ -76,13 +79,15 @@ def _meet(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
     if aggregate.key.phase != FORWARD and _is_overflow(told):
         if _OVERFLOW not in told:
             told.add(_OVERFLOW)
-            logger.info("%s; its GradScaler skips such a step", _text(lane, connection, brought, aggregate))
+            # Many trainings begin with some, so nobody is asked where the ranks run.
+            logger.info("%s; its GradScaler skips such a step", _text(lane, brought, aggregate, _own_place(lane)))
         return
     told.add(NON_FINITE)
     if policy == RAISE:
-        raise _error(aggregate)
+        raise _error(aggregate, _places(lane, aggregate))
     is_own = lane.rank in aggregate.non_finite
-    logger.log(logging.ERROR if is_own else logging.WARNING, "%s", _text(lane, connection, brought, aggregate))
+    text = _text(lane, brought, aggregate, _own_place(lane) if is_own else lane.places())
+    logger.log(logging.ERROR if is_own else logging.WARNING, "%s", text)
 
 
 def _policy(connection: Connection | None) -> str:
@@ -109,14 +114,26 @@ def _is_scaler(thing: object) -> bool:
     return type(thing).__name__.endswith(("GradScaler", "LossScaler")) and getattr(thing, "_enabled", True)
 
 
-def _text(lane: Lane, connection: Connection | None, brought: Rows, aggregate: Aggregate) -> str:
-    who = _ranks(aggregate)
+def _own_place(lane: Lane) -> dict[int, str]:
+    connection = _connection_of(lane)
+    return {lane.rank: connection.member.host_and_pid if connection else this_place()}
+
+
+def _places(lane: Lane, aggregate: Aggregate) -> dict[int, str]:
+    """Returns where the ranks run whose rows were not finite; the others are asked for only where there are any."""
+    own = _own_place(lane)
+    is_own_alone = list(aggregate.non_finite) == list(own)
+    return own if is_own_alone else {**lane.places(), **own}
+
+
+def _text(lane: Lane, brought: Rows, aggregate: Aggregate, places: Mapping[int, str]) -> str:
+    """Returns what is told; this rank tells of itself, with the replica that it was."""
+    who = ranks_in_words(aggregate.non_finite, places)
     if lane.rank in aggregate.non_finite:
-        place = connection.member.host_and_pid if connection else f"pid {os.getpid()}"
-        who = f"rank {lane.rank} ({place}{_replicas(brought)})"
+        who = f"rank {lane.rank} ({places[lane.rank]}{_replicas(brought)})"
         if others := len(aggregate.non_finite) - 1:
             who += f" and {others} more"
-    what, has_steps = not_finite_in_words(aggregate.values), not isinstance(lane, LocalPipe)
+    what, has_steps = str(not_finite(aggregate.values)), not isinstance(lane, LocalPipe)
     return first_non_finite(aggregate.key, who, what, has_steps=has_steps)
 
 
@@ -128,14 +145,17 @@ def _replicas(brought: Rows) -> str:
     return f", replica{'s' * (len(bearers) > 1)} {', '.join(bearers)}"
 
 
-def _ranks(aggregate: Aggregate) -> str:
-    return f"rank{'s' * (len(aggregate.non_finite) > 1)} {aggregate.non_finite}"
-
-
-def _error(aggregate: Aggregate) -> NonFinite:
-    what = f"{_ranks(aggregate)} brought values that are not finite: {not_finite_in_words(aggregate.values)}"
+def _error(aggregate: Aggregate, places: Mapping[int, str]) -> NonFinite:
+    whose, what = aggregate.non_finite, not_finite(aggregate.values)
+    names = [rank_in_words(rank, places) for rank in whose]
+    table = [Place([Row((name,)) for name in names[:MOST_ROWS]], len(names), "brought them")]
+    text = f"{ranks_in_words(whose, {})} brought values that are not finite: {what}"
     return NonFinite(
-        error_text(what, where=str(aggregate.key), advice=ADVICE),
+        error_text(text, table=table, where=str(aggregate.key), advice=ADVICE),
         **aggregate.key.fields,
-        members=list(aggregate.non_finite),
+        members=list(whose),
+        names=names,
+        spoilt_channels=what.spoilt,
+        channels=what.channels,
+        kinds=list(what.kinds),
     )

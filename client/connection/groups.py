@@ -4,6 +4,7 @@ A member is in as many groups as it names. A group is the `size` members that na
 need not be listed anywhere, and nobody outside of it takes notice.
 """
 
+import os
 import socket
 import uuid
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from statsd_bn.checks import check_integer, check_name
 from statsd_bn.environment import integer
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.messages import WORLD
+from statsd_bn.text import plain
 
 # The rule: the members of this host.
 LOCAL = "local"
@@ -107,6 +109,11 @@ def local(environ: Mapping[str, str], host: str | None = None) -> Group:
     # would make one name with more members than its size. Only a launcher without agents is left with the host's name.
     node = environ.get("GROUP_RANK")
     return _RuledGroup(f"{LOCAL} node {node}" if node else f"{LOCAL} host {host or socket.gethostname()}", size)
+
+
+def this_place() -> str:
+    """Returns where this process runs, for people: host and process."""
+    return f"{plain(socket.gethostname())[:200]}, pid {os.getpid()}"
 
 
 def this_machine() -> str:

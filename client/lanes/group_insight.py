@@ -16,7 +16,7 @@ import numpy as np
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from statsd_bn.messages import Aggregate, NonFiniteRound
-from statsd_bn.reduction import not_finite_in_words
+from statsd_bn.reduction import not_finite
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew.comparison import Comparison
 from statsd_bn.skew.in_words import in_words
@@ -49,7 +49,7 @@ class ToServer:
             return
         self._told.add(key.phase)
         who, session = connection.member, connection.session(None)
-        what = not_finite_in_words(aggregate.values)
+        what = str(not_finite(aggregate.values))
         of_job = RoundKey(who.job, session.member.group, who.epoch, key.step, key.layer, key.call, key.phase)
         with connection.transport.channel() as channel:
             channel.send(encode(NonFiniteRound(session.token, of_job, aggregate.non_finite, what)))

@@ -3,6 +3,7 @@
 It adds the rows of this process's replicas as the server would, to the same bits.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,6 +41,10 @@ class LocalPipe:
         """This process's number among the members that an aggregate names: in its job, if it has one, or else 0."""
         connection = current_connection()
         return connection.rank if connection else rank_in_torch() or 0
+
+    def places(self) -> Mapping[int, str]:
+        """Nobody's: there are no others."""
+        return {}
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""

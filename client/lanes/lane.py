@@ -4,6 +4,7 @@ Every lane follows this contract, so nothing above it knows which one it uses. E
 `client.lanes.choose` decides which one a layer gets.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from statsd_bn.messages import Aggregate
@@ -34,6 +35,9 @@ class Lane(Protocol):
     @property
     def rank(self) -> int:
         """This process's number among the members that an aggregate names."""
+
+    def places(self) -> Mapping[int, str]:
+        """Returns host and process of members, by number, as far as this process can find out; may ask the server."""
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""

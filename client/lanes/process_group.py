@@ -8,6 +8,7 @@ wrong is told by the group: its errors and its deadline are torch's.
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from torch import distributed
 from client.border import make_readable
 from client.connection.all_gather import MAX_BYTES
 from client.connection.current import current_connection, has_been_alone, has_been_connected
+from client.connection.groups import this_place
 from client.connection.session import Steps
 from client.lanes.group_insight import insight_of
 from client.lanes.key_digest import digest_of
@@ -47,7 +49,7 @@ DIGEST, ROWS, VECTORS, CHANNELS, FIRST_ROW = range(5)
 
 WORD_BYTES = 8
 
-# What a rank says of the round that it has come for, where they differ; in bytes.
+# What a rank says of where it runs, and of the round that it has come for, where they differ; in bytes.
 NAME_BYTES = 1024
 
 ADVICE = "Run the same layers in the same order on every rank, equally often."
@@ -93,6 +95,10 @@ class ProcessGroupPipe:
     def rank(self) -> int:
         """This process's number among the members that an aggregate names: torch's, in the default process group."""
         return distributed.get_rank()
+
+    def places(self) -> Mapping[int, str]:
+        """Those that the ranks have told one another before their first round."""
+        return rounds_of(group_of(self)).places
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
@@ -148,6 +154,7 @@ class Rounds:
         lock: held while a round is under way: collectives have no names, so two rounds must not mix.
         steps: counts them, as for a server.
         insight: takes rows of them; None on all ranks but one.
+        places: where the ranks run, by their number; nobody's before the first round over the host.
         on_device: of the layers whose ranks have agreed on it, how many rows each brings on its device; 0 where they go
             over the host.
     """
@@ -157,6 +164,7 @@ class Rounds:
         self.steps = Steps()
         ranks = distributed.get_process_group_ranks(group)
         self.insight = insight_of(group.group_name, ranks, group.rank())
+        self.places: dict[int, str] = {}
         self.on_device: dict[str, int] = {}
 
 
@@ -218,6 +226,10 @@ def met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: 
         RoundMismatch: on all ranks: they have not.
         ProtocolError: on all ranks: one has told numbers that none can have.
     """
+    rounds = rounds_of(group)
+    if not rounds.places:  # nobody waits longer for it than for the first round
+        ranks = distributed.get_process_group_ranks(group)
+        rounds.places = dict(zip(ranks, _texts(group, this_place()), strict=True))
     head = np.array([np.uint64(digest_of(key)).view(np.int64), nr_rows, *shape], np.int64)
     messages = _gathered(group, np.concatenate((head, first)))
     if (messages[:, (DIGEST, VECTORS, CHANNELS)] != head[[DIGEST, VECTORS, CHANNELS]]).any():
@@ -256,20 +268,23 @@ def _with_others(group: Any, firsts: Words, others: list[Words], numbers: Words)
 def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatch:
     """Asks all what they have come for; all know by now that they differ."""
     vectors, channels = shape
-    name = np.zeros(NAME_BYTES, np.uint8)
-    text = f"{key.in_words()}, {channels} channels, {vectors} vectors"
-    own = np.frombuffer(text.encode()[:NAME_BYTES], np.uint8)
-    name[: len(own)] = own
-    names = [bytes(words.view(np.uint8)).rstrip(b"\0") for words in _gathered(group, name.view(np.int64))]
+    names = _texts(group, f"{key.in_words()}, {channels} channels, {vectors} vectors")
     ranks = distributed.get_process_group_ranks(group)
     places = []
     for told in dict.fromkeys(names):
         there = [rank for rank, each in zip(ranks, names, strict=True) if each == told]
-        place = f"in {readable(told.decode(errors='replace'))}"
+        place = f"in {told}"
         places.append(Place([Row((f"rank {rank}", place)) for rank in there[:MOST_ROWS]], len(there), place))
     places.sort(key=lambda place: -place.size)
     what = "the ranks have come to different rounds, so nobody can go on"
     return RoundMismatch(error_text(what, table=places, where="torch's process group", advice=ADVICE), **key.fields)
+
+
+def _texts(group: Any, text: str) -> list[str]:
+    """Returns what all ranks say, in their order; `NAME_BYTES` of each."""
+    words = np.frombuffer(bytearray(text.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")), np.int64)
+    said = (bytes(one.view(np.uint8)).rstrip(b"\0") for one in _gathered(group, words))
+    return [readable(one.decode(errors="replace")) for one in said]
 
 
 def _gathered(group: Any, words: Words) -> Words:

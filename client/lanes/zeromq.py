@@ -1,10 +1,12 @@
 """SlavePipe: the lane to the aggregation server, over this process's connection."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from client.border import make_readable
 from client.connection.connection import Connection, Way
 from client.connection.groups import Group
+from client.lanes.places import places
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import RoundKey
@@ -53,6 +55,10 @@ class SlavePipe:
     def rank(self) -> int:
         """This process's number among the members that an aggregate names."""
         return self.connection.rank
+
+    def places(self) -> Mapping[int, str]:
+        """Asks the server where the members of the job run."""
+        return places(self.connection)
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""

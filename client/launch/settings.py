@@ -8,12 +8,12 @@ own; only `Settings.member` and `Settings.keys` ask the machine for something.
 """
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from client.connection.groups import this_place
 from client.connection.member import (
     DEFAULT_ABORT_AFTER,
     DEFAULT_ROUND_TIMEOUT,
@@ -32,7 +32,6 @@ from statsd_bn.checks import check_name
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import WORLD
-from statsd_bn.text import plain
 
 JOB = "default"
 
@@ -116,7 +115,7 @@ class Settings:
             rank=self.rank.value,
             world_size=self.world_size.value,
             round_timeout=self.round_timeout.value,
-            host_and_pid=f"{plain(socket.gethostname())[:200]}, pid {os.getpid()}",
+            host_and_pid=this_place(),
             min_members=self.min_members.value,
             join_timeout=self.join_timeout.value,
             abort_after=self.abort_after.value,

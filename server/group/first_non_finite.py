@@ -11,13 +11,11 @@ from itertools import islice
 from server.group.contributor import Contributor
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import not_finite_in_words
+from statsd_bn.ranks_in_words import TOLD_OF, ranks_in_words
+from statsd_bn.reduction import not_finite
 from statsd_bn.round_key import FORWARD, RoundKey, first_non_finite
 
 logger = logging.getLogger("statsd_bn.server")
-
-# How many of them are named.
-TOLD_OF = 8
 
 # So many steps in a row whose gradients are not finite have another reason: a GradScaler halves its scale after each,
 # and begins with 2^16.
@@ -48,7 +46,7 @@ class FirstNonFinite:
 
     def take(self, aggregate: Aggregate, contributors: Mapping[int, Contributor]) -> None:
         """Note an aggregate that is not finite; only the first in each direction counts."""
-        self.note(aggregate.key, aggregate.non_finite, not_finite_in_words(aggregate.values), contributors)
+        self.note(aggregate.key, aggregate.non_finite, str(not_finite(aggregate.values)), contributors)
 
     def note(self, key: RoundKey, bearers: Members, what: str, contributors: Mapping[int, Contributor]) -> None:
         """Likewise, where a member has told of it.
@@ -64,9 +62,9 @@ class FirstNonFinite:
             self._count(key.step)
         if is_forward in self._texts:
             return
-        names = [str(contributors.get(member, f"rank {member}")) for member in islice(bearers, TOLD_OF)]
-        others = f" and {len(bearers) - TOLD_OF} more" if len(bearers) > TOLD_OF else ""
-        text = first_non_finite(key, ", ".join(names) + others, what)
+        there = (contributors[member] for member in islice(bearers, TOLD_OF) if member in contributors)
+        who = ranks_in_words(bearers, {contributor.member: contributor.place for contributor in there})
+        text = first_non_finite(key, who, what)
         self._texts[is_forward] = text = text[:MOST_TEXT]
         if is_forward:
             # Gradients that came before were no overflow then.

@@ -62,7 +62,7 @@ def test_nan_is_told_as_soon_as_the_device_has_found_it(ranks, phase):
         ((level, text),) = told
         assert before == 0
         assert level == ("ERROR" if rank == 1 else "WARNING")
-        assert f"layer bn, {phase}, step 0, rank 1{' (' if rank == 1 else ', '}" in text
+        assert f"layer bn, {phase}, step 0, rank 1 (" in text
 
 
 def test_rows_that_a_rank_does_not_have_change_no_bit(ranks):

@@ -1,6 +1,7 @@
 """NaN and infinity: whose they were is told once, or refused, on each lane."""
 
 import math
+import socket
 from dataclasses import replace
 
 import numpy as np
@@ -57,16 +58,17 @@ def steps_over(over):
 )
 def test_the_first_one_is_told_with_its_ranks(steps_over, lane, value, phase, bearers):
     found = steps_over(lane, value, phase, bearers, "warn")
-    for rank, (told, raised, moved) in enumerate(found):
+    names = [f"rank {rank} ({socket.gethostname()}, pid {pid})" for rank, (*_, pid) in enumerate(found)]
+    for rank, (told, raised, moved, _) in enumerate(found):
         ((level, text),) = told
         is_own = rank in bearers
         assert level == ("ERROR" if is_own else "WARNING")
         assert f"layer {non_finite_programs.NAME}, {phase}, step 1, " in text
         if is_own:
-            assert f"rank {rank} (" in text
+            assert names[rank] in text
             assert ("and 1 more" in text) == (len(bearers) == 2)
         else:
-            assert f"{'ranks' if len(bearers) == 2 else 'rank'} {', '.join(map(str, bearers))}, " in text
+            assert f", {', '.join(names[bearer] for bearer in bearers)}, " in text
         assert text.endswith(f"1 of 4 channels ({'NaN' if math.isnan(value) else 'inf'})") or phase == "backward"
         assert (raised, moved) == ([], 3)
 
@@ -75,29 +77,32 @@ def test_the_first_one_is_told_with_its_ranks(steps_over, lane, value, phase, be
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_all_ranks_may_raise_before_anything_has_moved(steps_over, lane, phase):
     found = steps_over(lane, math.nan, phase, [1], "raise", on_nonfinite="raise")
-    for told, raised, moved in found:
-        ((step, ranks, where, text),) = raised
-        assert (told, step, ranks, where) == ([], 1, [1], phase)
+    name = f"rank 1 ({socket.gethostname()}, pid {found[1][-1]})"
+    for told, raised, moved, _ in found:
+        ((step, fields, text),) = raised
+        assert (told, step, fields["members"], fields["names"], fields["phase"]) == ([], 1, [1], [name], phase)
+        assert (fields["spoilt_channels"], fields["channels"], fields["kinds"]) == (1, 4, ["NaN"])
         assert text.startswith("rank 1 brought values that are not finite: ")
+        assert f"\n  {name}\n" in text
         assert moved == (2 if phase == "forward" else 3)
 
 
 @pytest.mark.parametrize("lane", LANES)
 def test_it_may_be_ignored(steps_over, lane):
     found = steps_over(lane, math.nan, "forward", [1], "ignore", on_nonfinite="ignore")
-    assert found == [([], [], 3)] * RANKS
+    assert [of_rank[:-1] for of_rank in found] == [([], [], 3)] * RANKS
 
 
 @pytest.mark.parametrize("lane", LANES)
 def test_what_is_masked_is_no_finding(steps_over, lane):
     found = steps_over(lane, math.nan, "forward", [1], "raise", "masked", on_nonfinite="raise")
-    assert found == [([], [], 3)] * RANKS
+    assert [of_rank[:-1] for of_rank in found] == [([], [], 3)] * RANKS
 
 
 @pytest.mark.parametrize("lane", LANES)
 def test_a_training_with_a_scaler_begins_with_steps_that_overflow_and_are_left_out(steps_over, lane):
     found = steps_over(lane, 1.0, "forward", [], "raise", "with a scaler", on_nonfinite="raise")
-    for told, raised, moved in found:
+    for told, raised, moved, _ in found:
         assert [level for level, _ in told] == ["INFO"]
         assert "backward, step 0" in told[0][1]
         assert (raised, moved) == ([], 3)
@@ -106,7 +111,7 @@ def test_a_training_with_a_scaler_begins_with_steps_that_overflow_and_are_left_o
 @pytest.mark.parametrize("lane", LANES)
 def test_scaled_gradients_overflow_on_purpose(steps_over, lane):
     found = steps_over(lane, math.inf, "backward", [1], "raise", "scaled", on_nonfinite="raise")
-    for told, raised, _ in found:
+    for told, raised, *_ in found:
         ((level, text),) = told
         assert (level, raised) == ("INFO", [])
         assert "its GradScaler skips such a step" in text
@@ -122,7 +127,7 @@ def test_scaled_gradients_overflow_on_purpose(steps_over, lane):
 def test_it_is_told_of_calls_of_any_kind(steps_over, lane, how):
     for phase in ("forward", "backward"):
         found = steps_over(lane, math.nan, phase, [1], "warn", how)
-        assert [[level for level, _ in told] for told, _, _ in found] == [["WARNING"], ["ERROR"], ["WARNING"]]
+        assert [[level for level, _ in told] for told, *_ in found] == [["WARNING"], ["ERROR"], ["WARNING"]]
 
 
 @pytest.mark.parametrize(("policy", "told"), [("warn", 1), ("raise", 1), ("ignore", 0)])

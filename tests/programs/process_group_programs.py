@@ -136,11 +136,11 @@ def lie(rank: Any, what: str, place: int, number: int) -> str:
 
 
 def _telling(liar: int, rank: Any, place: int, number: int) -> Any:
-    """Has one rank write a number of its own into its first message."""
+    """Has one rank write a number of its own into its second message; in the first one each tells where it runs."""
     messages, gathered = itertools.count(), process_group._gathered
 
     def changed(group: Any, words: Any) -> Any:
-        if rank.rank == liar and next(messages) == 0:
+        if rank.rank == liar and next(messages) == 1:
             words = words.copy()
             words[place] = number
         return gathered(group, words)

@@ -10,7 +10,7 @@ from server.core.report import group
 from server.group.first_non_finite import MOST_OVERFLOWS
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Leave, NonFiniteRound
-from statsd_bn.reduction import bearers, is_finite, not_finite_in_words, sum_in_order
+from statsd_bn.reduction import bearers, is_finite, not_finite, sum_in_order
 from statsd_bn.round_key import BACKWARD, GATHER
 from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
@@ -46,7 +46,7 @@ def test_a_sum_that_overflows_is_nobodys():
     ],
 )
 def test_how_much_is_not_finite_is_said(values, words):
-    assert not_finite_in_words(np.array(values)) == words
+    assert str(not_finite(np.array(values))) == words
 
 
 class Group:

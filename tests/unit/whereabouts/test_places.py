@@ -1,0 +1,118 @@
+"""Where the other ranks run: asked of the server once, and never insisted on."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from client.lanes import places
+from client.lanes.places import SECONDS, Asking, of_job
+from client.lanes.zeromq import SlavePipe
+from statsd_bn.errors import ProtocolError, ServerUnreachable
+from statsd_bn.members import Members
+from statsd_bn.messages import Failure, Status, StatusRequest
+from statsd_bn.ranks_in_words import TOLD_OF, ranks_in_words
+from statsd_bn.rows import Rows
+from statsd_bn.wire import decode, encode
+from support.memory_members import MemoryMaster, run_members
+from support.strategies import key
+
+WHERE = {0: "host-a, pid 811", 1: "host-b, pid 812"}
+
+
+def answer(**group):
+    return Status({"groups": [{"job": "other", "group": "world"}, {"job": "job", "group": "world", **group}]})
+
+
+TOLD = answer(members=[{"member": number, "place": place} for number, place in WHERE.items()])
+
+
+@pytest.fixture
+def asking():
+    with MemoryMaster().connect(0, 1) as connection:
+        yield Asking(connection.member)
+
+
+def test_the_server_is_asked_for_its_status(asking):
+    (frame,), due, found = asking.begin(0.0)
+    assert (decode(frame), due, found) == (StatusRequest(), SECONDS, None)
+    assert asking.step(0.1, encode(TOLD)) == ((), 0.1, WHERE)
+
+
+def test_it_is_asked_again_over_a_new_connection_and_not_for_ever(asking):
+    frames, *_ = asking.begin(0.0)
+    assert asking.step(0.1, None) == (frames, SECONDS, None)
+    with pytest.raises(ServerUnreachable):
+        asking.step(SECONDS, None)
+
+
+def test_what_is_about_a_round_is_passed_over(asking):
+    asking.begin(0.0)
+    assert asking.step(0.1, encode(Failure("round_failed", "no", {}, key()))) == ((), SECONDS, None)
+    with pytest.raises(ProtocolError, match="expected a status, got no"):
+        asking.step(0.1, encode(Failure("refused", "no", {})))
+
+
+def test_whoever_has_left_is_named_as_the_server_has_told_of_it():
+    text = "first non-finite: layer b, forward, step 0, rank 1 (host-b, pid 812), rank 7, 1 of 2 channels (inf)"
+    told = answer(members=[{"member": 0, "place": WHERE[0]}], non_finite=[text])
+    assert of_job(told.report, "job") == WHERE
+    assert of_job(told.report, "other") == {}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [{}, {"groups": 3}, {"groups": [3]}, {"groups": [{"job": "job", "group": "world", "members": [3, {"member": 1}]}]}],
+)
+def test_an_odd_report_tells_of_nobody(report):
+    assert of_job(report, "job") == {}
+
+
+def test_what_it_says_cannot_speak_to_a_terminal():
+    report = answer(members=[{"member": 0, "place": "a\x1b[2J"}]).report
+    assert of_job(report, "job") == {0: "a\\x1b[2J"}
+
+
+def test_a_lane_over_the_server_knows_all_members():
+    def program(connection):
+        lane = SlavePipe(connection, "bn")
+        lane.run_slave(Rows((1,), np.ones((1, 2, 1))))
+        found = lane.places()
+        lane.run_slave(Rows((1,), np.ones((1, 2, 1))))  # nobody leaves before
+        return found
+
+    assert run_members(2, program) == [{0: "thread 0", 1: "thread 1"}] * 2
+
+
+def test_a_server_that_does_not_answer_costs_a_moment_and_nothing_else():
+    with MemoryMaster().connect(0, 1) as connection, mock.patch.object(places, "SECONDS", 0.01):
+        silent = mock.patch.object(connection.transport, "_call")
+        with silent:
+            assert SlavePipe(connection, "bn").places() == {}
+        assert SlavePipe(connection, "bn").places() == {0: "thread 0"}
+
+
+def test_of_a_large_job_the_first_ranks_ask():
+    with MemoryMaster().connect(0, 1) as connection:
+        for most, told in ((1, {0: "thread 0"}), (0, {})):
+            with mock.patch.object(places, "MOST_ASKING", most):
+                assert places.places(connection) == told
+
+
+@pytest.mark.parametrize(
+    ("numbers", "where", "words"),
+    [
+        ([1], WHERE, "rank 1 (host-b, pid 812)"),
+        ([0, 1, 2], WHERE, "rank 0 (host-a, pid 811), rank 1 (host-b, pid 812), rank 2"),
+        ([0, 1, 2], {}, "ranks 0-2"),
+        ([2], WHERE, "rank 2"),
+    ],
+)
+def test_ranks_are_named_with_what_is_known(numbers, where, words):
+    assert ranks_in_words(Members.of(numbers), where) == words
+
+
+def test_of_many_ranks_the_first_are_named():
+    text = ranks_in_words(Members.of(range(TOLD_OF + 2)), WHERE)
+    assert text.startswith("rank 0 (host-a, pid 811), rank 1 (host-b, pid 812), rank 2, ")
+    assert text.endswith(", rank 7 and 2 more")
