@@ -14,9 +14,10 @@ from torch import Tensor
 from client.autograd import non_finite
 from client.autograd.exchange import too_few
 from client.autograd.verdicts import Flags, Verdicts
+from client.lanes import process_group
 from client.lanes.device_rows import DeviceAggregate, DeviceRows
 from client.lanes.lane import Lane
-from client.lanes.process_group import ADVICE
+from client.lanes.process_group import ADVICE, ProcessGroupPipe
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.members import Members
@@ -108,6 +109,8 @@ class Findings:
             found.values.cpu().numpy(),
             non_finite=Members.of(map(int, whose)),
         )
+        if isinstance(self.lane, ProcessGroupPipe):
+            process_group.tell(self.lane, aggregate)
         non_finite.check(self.lane, self.brought.on_host(), aggregate)
 
 

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -98,7 +99,10 @@ class ProcessGroupPipe:
 
     def places(self) -> Mapping[int, str]:
         """Those that the ranks have told one another before their first round."""
-        return rounds_of(group_of(self)).places
+        try:
+            return rounds_of(group_of(self)).places
+        except ConfigurationError:  # what is told late may be of a group that is gone
+            return {}
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
@@ -116,6 +120,13 @@ def group_of(pipe: ProcessGroupPipe) -> Any:
             f"layer {pipe.layer!r}: expected a process group that this process is in, where it trains, got another"
         )
     return pipe.process_group.find()
+
+
+def tell(pipe: ProcessGroupPipe, aggregate: Aggregate) -> None:
+    """Tells of an aggregate that is not finite, and has not come over the host, whoever takes the group's rounds."""
+    with suppress(ConfigurationError):  # as above
+        if insight := rounds_of(group_of(pipe)).insight:
+            insight.tell(aggregate)
 
 
 def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> dict[int, bytes]:

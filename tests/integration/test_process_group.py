@@ -2,6 +2,7 @@
 
 import re
 import socket
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import client
 from client.lanes import process_group
+from client.lanes.named_process_group import NamedProcessGroup
 from programs import ddp_programs, process_group_programs
 from statsd_bn.text import unfolded
 from support.whole_batch import Case, assert_equal_to_whole_batch, joined
@@ -159,6 +161,20 @@ def test_a_rank_whose_data_differ_is_named_by_the_first_rank_without_a_server(ra
     assert len(spoilt) == 3
     (who,) = {re.search(r"rank 1 \((.*?, pid \d+)\)", text)[1] for text in spoilt}
     assert who.startswith(f"{socket.gethostname()}, ")
+
+
+def test_of_a_process_group_that_is_gone_by_now_nothing_is_told_late():
+    pipe = process_group.ProcessGroupPipe(NamedProcessGroup("gone", 2), "bn")
+    assert pipe.places() == {}
+    process_group.tell(pipe, mock.Mock())
+
+
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_the_server_is_told_of_infinity_by_the_first_rank(ranks, server, job, on_devices):
+    program = process_group_programs.spoil_beside_a_connection
+    (text,), _ = ranks(2, program, server.endpoint, job, on_devices=on_devices)
+    assert ", forward, step 0, rank 1 (" in text
+    assert text.endswith("4 of 4 channels (inf)")
 
 
 def test_with_a_connection_as_well_the_server_is_told(ranks, server, job):

@@ -268,6 +268,19 @@ def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tupl
     return told.texts, found
 
 
+def spoil_beside_a_connection(rank: Any, endpoint: str, job: str) -> list[str]:
+    """The second rank brings infinity; returns what the server says of it, on the first rank."""
+    where = {"endpoint": endpoint, "rank": rank.rank, "world_size": distributed.get_world_size(), "job": job}
+    with mock.patch.object(non_finite, "_told_here", set()), client.connect(**where) as connection:
+        layer = client.convert_model(nn.BatchNorm1d(4), process_group=distributed.group.WORLD)
+        layer(torch.full((16, 4), math.inf if rank.rank == 1 else 1.0))
+        until = time.monotonic() + 10.0
+        while rank.rank == 0 and not (found := _of_job(connection, "non_finite")) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        distributed.barrier()
+    return found if rank.rank == 0 else []
+
+
 def _of_job(connection: client.Connection | None, *fields: str) -> list[Any]:
     if connection is None:
         return []
