@@ -110,8 +110,16 @@ def _is_overflow(told: set[str]) -> bool:
 
 
 def _is_scaler(thing: object) -> bool:
+    """Whether this scales gradients: a scaler that is enabled, and has scaled a loss in this process at some time.
+
+    It does not say whose loss, nor whether the one of this backward pass. So where one model of a process is trained
+    with a scaler and another without, the other's gradients are taken for scaled too.
+    """
     # By name: torch has several, and DeepSpeed, Fairscale and apex have their own.
-    return type(thing).__name__.endswith(("GradScaler", "LossScaler")) and getattr(thing, "_enabled", True)
+    if not type(thing).__name__.endswith(("GradScaler", "LossScaler")):
+        return False
+    # Torch's has no scale before its first loss; others have one from the beginning, under other names.
+    return bool(getattr(thing, "_enabled", True)) and getattr(thing, "_scale", 0) is not None
 
 
 def _own_place(lane: Lane) -> dict[int, str]:

@@ -117,6 +117,23 @@ def test_scaled_gradients_overflow_on_purpose(steps_over, lane):
         assert "its GradScaler skips such a step" in text
 
 
+def test_a_scaler_that_has_scaled_nothing_explains_nothing(steps_over):
+    found = steps_over(ZEROMQ, math.inf, "backward", [1], "warn", "with an idle scaler")
+    assert [[level for level, _ in told] for told, *_ in found] == [["WARNING"], ["ERROR"], ["WARNING"]]
+
+
+class LossScaler:
+    """As DeepSpeed's."""
+
+
+def test_whoever_scales_gradients_is_known_by_name_and_use():
+    used, idle, off = (torch.amp.GradScaler("cpu", enabled=is_on) for is_on in (True, True, False))
+    for scaler in (used, off):
+        scaler.scale(torch.ones(()))
+    things = [used, idle, off, LossScaler(), torch.ones(())]
+    assert [non_finite._is_scaler(thing) for thing in things] == [True, False, False, True, False]
+
+
 @pytest.mark.parametrize(
     ("how", "lane"),
     [

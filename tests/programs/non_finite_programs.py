@@ -38,7 +38,9 @@ def three_steps(process: Any, value: float, phase: str, bearers: list[int], poli
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
     non_finite._told_here.clear()
-    scaler = torch.amp.GradScaler("cpu") if how == "scaled" else None
+    scaler = torch.amp.GradScaler("cpu") if how in {"scaled", "with an idle scaler"} else None
+    if how == "scaled":
+        scaler.scale(torch.ones(()))
     try:
         with mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": policy}):
             for step in range(3):
