@@ -1,7 +1,7 @@
 """View: what an hour of a great job's figures costs the viewer, in memory and in processor time.
 
 Snapshots of a pretended server come at the times of an hour, one a second, without the wait between them. A reader of
-the page takes each snapshot, and the heat map each two seconds.
+the page takes each snapshot, and the heat map with it.
 """
 
 import argparse
@@ -17,8 +17,6 @@ from server.view import web  # noqa: F401 - whoever shows the page has it loaded
 from server.view.feed import Feed
 from server.view.heat import heat, without_figures
 from server.view.history import History
-
-HEAT_SECONDS = 2
 
 
 def main() -> None:
@@ -45,8 +43,7 @@ def measure(ranks: int, layers: int, seconds: int) -> dict[str, float]:
         history.add(snapshot)
         middle = time.process_time()
         json.dumps(without_figures(snapshot))
-        if second % HEAT_SECONDS == 0:
-            json.dumps(heat(snapshot, "digits", "world"))
+        json.dumps(heat(snapshot, "digits", "world"))
         kept += middle - begin
         read += time.process_time() - middle
     return {

@@ -1,9 +1,15 @@
-"""The page of a pretended server whose rank 5 of 8 is skewed in the late layers: `HOST:PORT JOB [LAYERS RANKS]`."""
+"""The page of a pretended server whose rank 5 of 8 is skewed in the late layers: `HOST:PORT JOB [LAYERS RANKS [FILE]]`.
+
+It is another rank where a file has its number.
+"""
 
 import math
 import random
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from server.view.feed import Feed
@@ -15,10 +21,10 @@ ODD_RANK = 5
 LAYERS, RANKS, PAST_SECONDS = 20, 8, 600
 
 
-def main(address: str, job: str, layers: int, ranks: int) -> None:
+def main(address: str, job: str, layers: int, ranks: int, odd: Callable[[], int]) -> None:
     """Serve until Ctrl-C, with some minutes of history already there."""
     history = History()
-    feed = Feed("tcp://127.0.0.1:4555", lambda: told(job, time.time(), layers, ranks), history=history)
+    feed = Feed("tcp://127.0.0.1:4555", lambda: told(job, time.time(), layers, ranks, odd()), history=history)
     now = time.time()
     for age in range(PAST_SECONDS, 0, -1 if ranks < 100 else -30):
         history.add({**told(job, now - age, layers, ranks), "time": now - age, "error": ""})
@@ -26,26 +32,32 @@ def main(address: str, job: str, layers: int, ranks: int) -> None:
     serve(feed, history, address)
 
 
-def told(job: str, now: float, layers: int, ranks: int) -> dict[str, Any]:
+def told(job: str, now: float, layers: int, ranks: int, odd: int = ODD_RANK) -> dict[str, Any]:
     """What the server would say at a time."""
     chance = random.Random(now)
     members = [member(rank, int(now) % 1000) for rank in range(ranks)]
-    figures = {"layers": [layer(chance, now, at, layers, ranks) for at in range(layers)]}
+    figures = {"layers": [layer(chance, now, at, layers, ranks, odd) for at in range(layers)]}
     return report(group(*members, job=job, figures=figures))
 
 
-def layer(chance: random.Random, now: float, at: int, layers: int, ranks: int) -> dict[str, Any]:
+def layer(chance: random.Random, now: float, at: int, layers: int, ranks: int, odd: int) -> dict[str, Any]:
     """One layer's figures; the skew begins behind the first third, and grows."""
     skew = max(0.0, at / layers - 0.3)
     parts = [0.004 * chance.uniform(0.5, 1.5) / ranks * 8 for _ in range(ranks)]
-    parts[ODD_RANK] += 0.5 * skew
+    parts[odd] += 0.5 * skew
     means = [0.1 * math.sin(now / 40 + rank) for rank in range(ranks)]
-    means[ODD_RANK] += 4 * skew
+    means[odd] += 4 * skew
     variances = [1 + 0.1 * chance.random() for _ in range(ranks)]
-    variances[ODD_RANK] *= 1 + 8 * skew
+    variances[odd] *= 1 + 8 * skew
     name = f"layer{at // 4}.{at % 4 // 2}.bn{at % 2 + 1}"
     return {"name": name, "eta2": sum(parts), "parts": parts, "means": means, "variances": variances}
 
 
+def written(file: Path) -> int:
+    """The number in a file."""
+    return int(file.read_text())
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *(int(text) for text in (sys.argv[3:] or [str(LAYERS), str(RANKS)])))
+    sizes = [int(text) for text in (sys.argv[3:5] or [str(LAYERS), str(RANKS)])]
+    main(*sys.argv[1:3], *sizes, partial(written, Path(sys.argv[5])) if sys.argv[5:] else lambda: ODD_RANK)

@@ -9,7 +9,9 @@ const HIGH_PART = 0.02;
 const FULL_RATIO = 30;
 
 const CELL = { least: 3, most: 44, number: 30, height: 36, head: 18 };
-const HEAT_MS = 2000;
+
+// A map that takes long to fetch and draw, of many ranks, is asked for less often: it takes a tenth of the time at most.
+const REST_TIMES = 10;
 const TOLD_HIGH = 3;
 
 // In a smaller group than the job the second member may be rank 5.
@@ -97,6 +99,7 @@ class Heat {
   constructor(job, group) {
     this.names = { job, group };
     this.rows = new Map();
+    this.rests = 0;
     this.section = make("section", "", "heat");
     this.summary = make("p", "", "summary");
     this.scroll = make("div", "", "scroll cells");
@@ -121,22 +124,23 @@ class Heat {
       "a number or a diamond marks a part that is far greater than the others'. η² is what lies between ranks altogether. Enter on a layer, or a click, shows its history.";
     const title = make("h2", `Layers of job ${job}, group ${group}`);
     this.section.append(title, this.summary, make("p", legend, "faint"), this.scroll, this.layer.section);
-    this.ask();
   }
 
+  // Called with each snapshot, since that is when there are new figures.
   async ask() {
+    const begun = performance.now();
+    if (begun < this.rests) return;
+    this.rests = Infinity; // until it is answered
     try {
       const answer = await fetch(`heat?${new URLSearchParams(this.names)}`);
       if (answer.status === 200) this.show(await answer.json());
     } catch {
       // The stream of snapshots says on the page that the view does not answer.
     }
-    if (!this.gone) this.timer = setTimeout(() => this.ask(), HEAT_MS);
+    this.rests = begun + REST_TIMES * (performance.now() - begun);
   }
 
   end() {
-    this.gone = true;
-    clearTimeout(this.timer);
     this.layer.close();
     this.section.remove();
   }

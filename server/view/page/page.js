@@ -123,10 +123,13 @@ function drawHeats(groups) {
     }
   }
   for (const told of groups) {
-    if (!told.has_figures || heats.has(key(told))) continue;
-    const heat = new Heat(told.job, told.group);
-    heats.set(key(told), heat);
-    byId("heat").append(heat.section);
+    if (!told.has_figures) continue;
+    const heat = heats.get(key(told)) || new Heat(told.job, told.group);
+    if (!heats.has(key(told))) {
+      heats.set(key(told), heat);
+      byId("heat").append(heat.section);
+    }
+    heat.ask();
   }
 }
 
