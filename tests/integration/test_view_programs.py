@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from conftest import running_server
+from server.__main__ import main
 from statsd_bn import limits
 from statsd_bn.messages import Digest
 from statsd_bn.skew import DIRECTIONS, NUMBERS
@@ -117,6 +118,39 @@ def test_a_terminal_shows_a_training_as_it_goes(tmp_path):
         wait_for(look, "4of4ranks")
         ranks[3].kill()
         wait_for(look, f"rank3({socket.gethostname()},pid{ranks[3].pid})waslost")
+
+
+FACTS = ("2 of 2 ranks", "first non-finite: layer stem.bn, forward, step 0, rank 1 (")
+
+
+def test_once_shows_a_running_job_and_ends(server, job, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with planted_job(server.endpoint, job):
+
+        def look():
+            assert main(["view", server.endpoint, "--once"]) == 0
+            return capsys.readouterr().out
+
+        shown = wait_for(look, f"'{job}'", *FACTS)
+    assert "\x1b" not in shown  # no terminal is there that could be told of colours
+
+
+def test_what_is_recorded_of_a_running_server_is_shown_without_it(job, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    file = str(tmp_path / "run.db")
+    with running_server() as server, planted_job(server.endpoint, job):
+
+        def look():
+            assert main(["view", server.endpoint, "--once", "--record", file]) == 0
+            return capsys.readouterr().out
+
+        wait_for(look, job, *FACTS)
+    assert main(["view", file]) == 0
+    assert f"'{job}'" in capsys.readouterr().out
+    assert main(["view", file, "--json"]) == 0
+    (group,) = json.loads(capsys.readouterr().out.splitlines()[-1])["groups"]
+    assert group["job"] == job
+    assert group["non_finite"][0].startswith(FACTS[1])
 
 
 def test_a_server_with_keys_shows_its_jobs_to_who_has_one(tmp_path):

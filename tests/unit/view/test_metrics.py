@@ -2,6 +2,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 
 import pytest
 
@@ -104,6 +105,8 @@ def test_the_dashboard_and_the_rules_ask_for_what_is_told():
     names = [re.findall(r"statsd_bn_\w+", expression) for expression in asked]
     assert len(names) > 15
     assert all(len(found) == 1 and set(found) <= told for found in names), names
+    asked_twice = {name for name, times in Counter(found for of in names for found in set(of)).items() if times > 1}
+    assert {"statsd_bn_findings", "statsd_bn_non_finite", "statsd_bn_broken"} <= asked_twice, "by board and rules"
     places = [panel["gridPos"] for panel in board["panels"]]
     assert all(place["x"] + place["w"] <= 24 for place in places)
     assert len({panel["id"] for panel in board["panels"]}) == len(places)
@@ -133,3 +136,16 @@ def test_promtool_accepts_the_metrics_and_the_rules():
     checked = subprocess.run([PROMTOOL, "check", "rules", rules], capture_output=True, check=False)
     assert checked.returncode == 0, (checked.stdout + checked.stderr).decode()
     assert b"SUCCESS" in checked.stdout
+
+
+@pytest.mark.skipif(not PROMTOOL, reason="needs promtool, of Debian's package prometheus")
+def test_each_rule_fires_for_a_job_that_is_sick_and_none_for_one_that_is_well():
+    rules = str(ROOT / "tests/unit/view/alerts_test.yml")
+    tried = subprocess.run([PROMTOOL, "test", "rules", rules], capture_output=True, check=False)
+    assert tried.returncode == 0, (tried.stdout + tried.stderr).decode()
+
+
+def test_the_trial_of_the_rules_has_all_of_them():
+    names = re.findall(r"alert: (\w+)", (ROOT / "docker/monitoring/alerts.yml").read_text())
+    tried = re.findall(r'alertname="(\w+)"', (ROOT / "tests/unit/view/alerts_test.yml").read_text())
+    assert sorted(tried) == sorted(names)
