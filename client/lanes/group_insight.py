@@ -9,13 +9,14 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from statsd_bn.messages import Aggregate, NonFiniteRound
+from statsd_bn.ranks_in_words import rank_in_words
 from statsd_bn.reduction import not_finite
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew.comparison import Comparison
@@ -61,15 +62,16 @@ class Here:
     Args:
         name: of the process group, for people.
         ranks: of the group, in its order.
+        places: where they run, by number; filled by whoever gets to know it.
 
     Attributes:
         samples: takes rows of rounds.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], places: Mapping[int, str]) -> None:
         self.samples = Samples()
         self._name = name
-        self._ranks = [f"rank {rank}" for rank in ranks]
+        self._ranks, self._places = ranks, places
         self._comparison = Comparison(len(ranks))
 
     def tell(self, aggregate: Aggregate) -> None:
@@ -79,28 +81,30 @@ class Here:
         """Compare the ranks by what has come, and warn of what is news."""
         if told := told_by(self.samples.take(now)):
             step, figures = told
+            names = [rank_in_words(rank, self._places) for rank in self._ranks]
             for found in self._comparison.look(now, step, list(figures), np.stack(list(figures.values()))):
-                logger.warning("process group %r: skew: %s", self._name, in_words(found, self._ranks))
+                logger.warning("process group %r: skew: %s", self._name, in_words(found, names))
 
     def start(self) -> None:
         """Look once a second, in a thread that ends when nobody keeps this any more."""
         threading.Thread(target=_look_on, args=(weakref.ref(self),), name="statsd_bn skew", daemon=True).start()
 
 
-def insight_of(name: str, ranks: Sequence[int], index: int) -> ToServer | Here | None:
+def insight_of(name: str, ranks: Sequence[int], index: int, places: Mapping[int, str]) -> ToServer | Here | None:
     """Returns what takes the rows of a process group's rounds on this rank; None on all but the first.
 
     Args:
         name: of the process group, for people.
         ranks: of the group, in its order.
         index: which of them this process is.
+        places: see `Here`.
     """
     if index:
         return None
     connection = current_connection()
     if connection and _is_of_the_same_ranks(connection, ranks):
         return ToServer(connection)
-    here = Here(name, ranks)
+    here = Here(name, ranks, places)
     here.start()
     return here
 

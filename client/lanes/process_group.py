@@ -174,8 +174,8 @@ class Rounds:
         self.lock = threading.Lock()
         self.steps = Steps()
         ranks = distributed.get_process_group_ranks(group)
-        self.insight = insight_of(group.group_name, ranks, group.rank())
         self.places: dict[int, str] = {}
+        self.insight = insight_of(group.group_name, ranks, group.rank(), self.places)
         self.on_device: dict[str, int] = {}
 
 
@@ -240,7 +240,7 @@ def met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: 
     rounds = rounds_of(group)
     if not rounds.places:  # nobody waits longer for it than for the first round
         ranks = distributed.get_process_group_ranks(group)
-        rounds.places = dict(zip(ranks, _texts(group, this_place()), strict=True))
+        rounds.places.update(zip(ranks, _texts(group, this_place()), strict=True))
     head = np.array([np.uint64(digest_of(key)).view(np.int64), nr_rows, *shape], np.int64)
     messages = _gathered(group, np.concatenate((head, first)))
     if (messages[:, (DIGEST, VECTORS, CHANNELS)] != head[[DIGEST, VECTORS, CHANNELS]]).any():

@@ -239,6 +239,7 @@ def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tupl
 
     Returns what this rank has warned of, and what the server says of the group, if there is an endpoint.
     """
+    torch.manual_seed(rank.rank)  # torch begins with one seed everywhere, and ranks that draw the same are a finding
     told = _Warnings()
     logging.getLogger("statsd_bn.client").addHandler(told)
     size = distributed.get_world_size()

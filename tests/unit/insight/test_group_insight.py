@@ -24,7 +24,7 @@ def round_of(here, now, scale):
 
 
 def warnings(caplog, scale):
-    here = Here("pair", RANKS)
+    here = Here("pair", RANKS, {7: "host-b, pid 812"})
     with caplog.at_level(logging.WARNING, "statsd_bn.client"):
         for second in range(1, 60):
             round_of(here, float(second), scale)
@@ -34,7 +34,9 @@ def warnings(caplog, scale):
 
 def test_whose_data_differ_is_warned_of_once(caplog):
     (text,) = warnings(caplog, 25.0)
-    assert text.startswith("process group 'pair': skew: rank 7 differs from the other ranks since step 1: stem.bn (")
+    assert text.startswith(
+        "process group 'pair': skew: rank 7 (host-b, pid 812) differs from the other ranks since step 1: stem.bn ("
+    )
 
 
 def test_nobody_is_where_all_are_alike(caplog):
@@ -48,7 +50,7 @@ def looking():
 def test_its_thread_ends_with_the_process_group(monkeypatch):
     monkeypatch.setattr(group_insight, "SECONDS", 0.01)
     before = len(looking())
-    here = insight_of("pair", RANKS, 0)
+    here = insight_of("pair", RANKS, 0, {})
     assert isinstance(here, Here)
     assert len(looking()) == before + 1
     del here
@@ -60,4 +62,4 @@ def test_its_thread_ends_with_the_process_group(monkeypatch):
 
 @pytest.mark.parametrize("index", [1, 2])
 def test_only_the_first_rank_looks(index):
-    assert insight_of("pair", RANKS, index) is None
+    assert insight_of("pair", RANKS, index, {}) is None
