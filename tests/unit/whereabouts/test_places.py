@@ -14,7 +14,7 @@ from statsd_bn.messages import Failure, Status, StatusRequest
 from statsd_bn.ranks_in_words import TOLD_OF, ranks_in_words
 from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
-from support.memory_members import MemoryMaster, run_members
+from support.memory_members import MemoryMaster, run_members, wait_until
 from support.strategies import key
 
 WHERE = {0: "host-a, pid 811", 1: "host-b, pid 812"}
@@ -82,6 +82,21 @@ def test_a_lane_over_the_server_knows_all_members():
         return found
 
     assert run_members(2, program) == [{0: "thread 0", 1: "thread 1"}] * 2
+
+
+def test_whoever_brings_nan_and_leaves_at_once_is_known_still():
+    """As where all raise an error for it: the others may ask a moment later."""
+    master = MemoryMaster()
+
+    def program(connection):
+        lane = SlavePipe(connection, "bn")
+        lane.run_slave(Rows((1,), np.full((1, 2, 1), np.nan if connection.rank else 1.0)))
+        if connection.rank:
+            return None
+        wait_until(lambda: master.members("world") == [0])
+        return lane.places()
+
+    assert run_members(2, program, master)[0] == {0: "thread 0", 1: "thread 1"}
 
 
 def test_a_server_that_does_not_answer_costs_a_moment_and_nothing_else():
