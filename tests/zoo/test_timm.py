@@ -2,6 +2,7 @@
 
 import pytest
 
+import client
 from programs import subclass_programs
 from programs.subclass_programs import Training
 from support.whole_batch import assert_equal
@@ -24,6 +25,15 @@ def test_in_four_replicas(network):
     assert_equal(
         subclass_programs.train_in_replicas(training), subclass_programs.train_on_the_whole_batch(training), TOLERANCE
     )
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_unsynchronised_it_would_be_seen(network, monkeypatch):
+    training = Training(network, (2, 2, 2, 2), steps=20, lr=LR)
+    monkeypatch.setattr(client, "convert_model", lambda model: model)
+    found = subclass_programs.train_in_replicas(training)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_equal(found, subclass_programs.train_on_the_whole_batch(training), 100 * TOLERANCE)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
