@@ -4,6 +4,7 @@
 block has processes of its own, without the seconds that each of them would need for `import torch`.
 """
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from typing import Any
 from torch import distributed
 
 import client
+from zoo.libraries import library
 
 FORK = multiprocessing.get_context("fork")
 SECONDS = 30.0
@@ -55,6 +57,8 @@ def main() -> None:
     """Serves until its input ends."""
     import torch._dynamo  # noqa: F401, PLC0415 - the first optimizer would load it, in each process again
 
+    if importlib.util.find_spec("torchvision"):
+        library("torchvision")  # what imports it afterwards needs none of the operators that may be missing
     for line in sys.stdin:
         told = Run(**json.loads(line))
         if "lightning" in told.text:

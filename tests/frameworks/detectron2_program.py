@@ -3,6 +3,11 @@
 import sys
 from functools import partial
 
+from zoo.libraries import library
+
+library("torchvision")  # detectron2 imports it, and may not find its operators
+
+# ruff: noqa: E402
 from detectron2.config import get_cfg
 from detectron2.engine import DefaultTrainer, defaults, launch
 from detectron2.layers import get_norm

@@ -28,20 +28,23 @@ class Framework:
         launcher: what stands before the program; none where it starts its processes itself.
         tolerance: of weights and running statistics, relative and absolute.
         environ: further variables.
+        source: where it comes from, if not from PyPI.
     """
 
     needs: tuple[str, ...]
     launcher: tuple[str, ...] = TORCHRUN
     tolerance: float = 1e-12
     environ: tuple[tuple[str, str], ...] = ()
+    source: str = ""
 
 
 FRAMEWORKS = {
-    "detectron2": Framework(("detectron2",), launcher=()),
+    "detectron2": Framework(("detectron2",), launcher=(), source=" (not on PyPI; tried from source at 02b5c4e)"),
     "deepspeed": Framework(("deepspeed",), tolerance=1e-5, environ=(("DS_ACCELERATOR", "cpu"),)),  # in float32
     "mmengine": Framework(("mmengine", "mmcv")),
     "monai": Framework(("monai",)),
     "ray": Framework(("ray",), launcher=()),
+    "timm": Framework(("timm",)),
     "transformers": Framework(("transformers",)),
 }
 
@@ -52,7 +55,7 @@ def test_two_processes_train_as_one_on_the_whole_batch(name, tmp_path):
     framework = FRAMEWORKS[name]
     for package in framework.needs:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"needs {package}, see docs/frameworks.md#what-is-tested")
+            pytest.skip(f"needs {package}{framework.source}, see docs/frameworks.md#what-is-tested")
     program = TESTS / "frameworks" / f"{name}_program.py"
     ours = {key: value for key, value in os.environ.items() if not key.startswith("STATSD_BN_")}
     run_to_its_end([sys.executable, *framework.launcher, program, tmp_path], {**ours, **dict(framework.environ)})

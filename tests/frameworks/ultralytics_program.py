@@ -1,0 +1,144 @@
+"""Ultralytics' `YOLO.train` with the callbacks of the recipe: torchrun ultralytics_program.py DIR.
+
+Its trainer takes several processes for GPUs, and its validation needs torchvision's operators. So `OnTheCPU` puts gloo
+in the place of NCCL, and does not validate. With UNSYNCHRONISED set, the callbacks are left out.
+"""
+
+import os
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import distributed, nn
+from ultralytics import YOLO
+from ultralytics.models.yolo.detect import DetectionTrainer
+from ultralytics.utils.torch_utils import unwrap_model
+
+import client
+from programs.ending import end_without_teardown
+from zoo.libraries import library
+
+RANKS = 2
+IMAGES = 8
+EPOCHS = 3
+PLAIN = {"mosaic", "hsv_h", "hsv_s", "hsv_v", "translate", "scale", "fliplr", "erasing", "warmup_epochs"}
+
+
+class Parallel(nn.parallel.DistributedDataParallel):
+    """Leaves out the list of GPUs, which torch refuses for a model on the CPU."""
+
+    def __init__(self, module, device_ids=None, **options):  # noqa: ARG002
+        super().__init__(module, **options)
+
+
+class OnTheCPU(DetectionTrainer):
+    """Keeps what its first step saw, and the running statistics that it left."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.world_size = RANKS
+        self.images = None
+        self.first = None
+
+    def _setup_ddp(self):
+        distributed.init_process_group("gloo")
+        nn.parallel.DistributedDataParallel = Parallel
+
+    def preprocess_batch(self, batch):
+        batch = super().preprocess_batch(batch)
+        if self.images is None:
+            self.images = batch["img"].clone()
+        return batch
+
+    def validate(self):
+        return {}, 0.0
+
+    def final_eval(self):
+        pass
+
+
+def synchronise(trainer):
+    if trainer.world_size > 1:
+        client.convert_model(trainer.model)
+        client.connect()
+
+
+def leave(_):
+    client.disconnect()
+
+
+def keep_the_beginning(trainer):
+    trainer.beginning = deepcopy(trainer.ema.ema)
+
+
+def keep_the_first_step(trainer):
+    if trainer.first is None:
+        trainer.first = statistics(unwrap_model(trainer.model))
+
+
+def statistics(model):
+    return {name: value.clone() for name, value in model.named_buffers() if "running" in name}
+
+
+def on_the_whole_batch(model, images):
+    """Running statistics after the first step of the plain model, on the images of all ranks."""
+    model.train()(images)
+    return statistics(model)
+
+
+def make_images(folder):
+    """A tiny data set, each image of other colours."""
+    generator = np.random.default_rng(0)
+    (folder / "images").mkdir(parents=True)
+    (folder / "labels").mkdir()
+    for number in range(IMAGES):
+        pixels = generator.integers(20 * number, 20 * number + 100, (64, 64, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / "images" / f"{number}.png")
+        (folder / "labels" / f"{number}.txt").write_text("0 0.5 0.5 0.4 0.4\n")
+    (folder / "data.yaml").write_text(f"path: {folder}\ntrain: images\nval: images\nnames: {{0: thing}}\n")
+
+
+def main(folder: Path) -> None:
+    library("torchvision")  # the trainer imports it, and may not find its operators
+    rank = int(os.environ["RANK"])
+    data = folder / f"data{rank}"
+    make_images(data)
+    model = YOLO("yolo11n.yaml")
+    if "UNSYNCHRONISED" not in os.environ:
+        model.add_callback("on_pretrain_routine_end", synchronise)
+        model.add_callback("on_train_end", leave)
+    model.add_callback("on_pretrain_routine_end", keep_the_beginning)
+    model.add_callback("on_train_batch_end", keep_the_first_step)
+    options = {
+        "batch": IMAGES,
+        "nbs": IMAGES,
+        "imgsz": 64,
+        "epochs": EPOCHS,
+        "amp": False,
+        "plots": False,
+        "val": False,
+    }
+    options |= dict.fromkeys(PLAIN, 0.0)
+    where = {"data": str(data / "data.yaml"), "project": str(folder / "runs"), "name": "run", "exist_ok": True}
+    model.train(trainer=OnTheCPU, device="cpu", **where, **options)
+
+    trainer = model.trainer
+    shares = [torch.empty_like(trainer.images) for _ in range(RANKS)]
+    distributed.all_gather(shares, trainer.images)
+    found = {
+        "first": trainer.first,
+        "last": statistics(unwrap_model(trainer.model)),
+        "whole": on_the_whole_batch(trainer.beginning, torch.cat(shares)),
+        "layers": {type(part).__name__ for part in unwrap_model(trainer.model).modules()},
+    }
+    if rank == 0:
+        saved = torch.load(trainer.last, weights_only=False)["ema"]
+        found["saved"] = {f"{type(part).__module__}.{type(part).__name__}" for part in saved.modules()}
+    torch.save(found, folder / f"{rank}.pt")
+    distributed.barrier()
+
+
+if __name__ == "__main__":
+    end_without_teardown(main)
