@@ -19,6 +19,7 @@ PHASES = 2
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_the_demo_shows_that_synchronised_training_is_training_on_the_whole_batch():
     done = subprocess.run(
         [sys.executable, EXAMPLES / "demo.py", "--steps", str(STEPS), "--json"],

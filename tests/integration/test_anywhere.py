@@ -133,7 +133,8 @@ def test_under_spawn_the_ranks_of_a_host_find_one_another(start, tmp_path):
     assert second == ["Group(name='local host of rank 1', size=1) 1"], "alone, its second layer sends nothing"
 
 
-@pytest.mark.parametrize("program", ["unconnected", pytest.param("too_early", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["unconnected", "too_early"])
 def test_under_spawn_whoever_does_not_connect_synchronises_over_the_process_group(start, tmp_path, program):
     lines = start(sys.executable, PROGRAMS, program, "2", str(tmp_path / "store"))
     told = "INFO this process synchronises over torch's process group '0' of 2 ranks (gloo), without a server"

@@ -122,6 +122,7 @@ def test_those_who_are_between_rounds_are_told_of_a_death_with_their_next(compan
     assert_lost([first, *company.ask(death_programs.exchange, 1)], 2, cause)
 
 
+@IN_TWO_LANES
 def test_one_that_was_frozen_is_told_that_it_is_lost_when_it_goes_on(company):
     company.send_signal(2, signal.SIGSTOP)
     company.tell(death_programs.exchange, 0, 1)
@@ -131,6 +132,7 @@ def test_one_that_was_frozen_is_told_that_it_is_lost_when_it_goes_on(company):
     assert_lost(company.ask(death_programs.exchange, 2), 2, cause)
 
 
+@IN_TWO_LANES
 def test_one_that_was_frozen_in_a_round_is_told_too(company):
     company.tell(death_programs.exchange, 2)
     company.tell(death_programs.exchange, 0)
@@ -148,6 +150,7 @@ def test_one_that_computes_in_python_between_rounds_is_not_taken_for_dead(compan
     assert [company.answer(member) for member in (0, 1)] == [3, 3]
 
 
+@IN_TWO_LANES
 def test_one_that_holds_pythons_global_lock_for_too_long_is_taken_for_dead(company):
     """It cannot be told from one that is frozen."""
     company.tell(death_programs.hold_the_lock, 2)

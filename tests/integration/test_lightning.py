@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +18,7 @@ import client
 from client.connection.sessions import Sessions
 from programs import lightning_training as training
 from support.groups_of_processes import run_to_its_end
+from support.made_once import made_once
 from support.paths import TESTS
 
 PROGRAM = TESTS / "programs" / "lightning_program.py"
@@ -29,12 +31,15 @@ PLAIN = ["BatchNorm2d", "InstanceNorm2d", "BatchNorm1d"]
 SYNCHRONISED = ["SynchronizedBatchNorm2d", "InstanceNorm2d", "SynchronizedBatchNorm1d"]
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS.values(), ids=LAUNCHERS)
+@pytest.fixture(scope="module", params=["torchrun", pytest.param("Lightning's own launcher", marks=pytest.mark.long)])
 def found(request, server, tmp_path_factory):
     """What the processes have found, by rank."""
-    folder = tmp_path_factory.mktemp("lightning")
-    environ = {**os.environ, "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": folder.name}
-    run_to_its_end([*request.param, PROGRAM, folder], environ)
+
+    def train(folder: Path) -> None:
+        environ = {**os.environ, "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": folder.name}
+        run_to_its_end([*LAUNCHERS[request.param], PROGRAM, folder], environ)
+
+    folder = made_once(tmp_path_factory, f"lightning {request.param}", train)
     return [torch.load(folder / f"{rank}.pt") for rank in range(training.MEMBERS)]
 
 

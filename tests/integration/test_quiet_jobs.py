@@ -19,7 +19,8 @@ MORE_WAYS = ("save_a_checkpoint", "have_unequal_validation_data", "gather_an_obj
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @newer_torch.needs("fully_shard")
-@pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ways", [WAYS, MORE_WAYS])
 def test_ranks_of_a_healthy_job_that_wait_long_in_collectives_are_asked_and_told_of_nothing(tmp_path, ways):
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), PROGRAM, *ways)
     with Launched(command, {}, tmp_path / "errors") as run:

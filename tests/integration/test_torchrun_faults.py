@@ -120,7 +120,7 @@ def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tm
 
 @pytest.mark.parametrize(
     ("victim", "groups"),
-    [(1, 0), (0, 1), pytest.param(0, 0, marks=pytest.mark.long), pytest.param(1, 1, marks=pytest.mark.long)],
+    [(1, 0), *(pytest.param(*values, marks=pytest.mark.long) for values in ((0, 0), (0, 1), (1, 1)))],
 )
 def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_of_the_other(tmp_path, victim, groups):
     """One waits in a round, the other in DistributedDataParallel's backward pass, whatever groups there are besides."""
@@ -151,7 +151,8 @@ def test_one_batch_fewer_is_said_where_the_others_are_in_a_broadcast_and_the_ran
 
 
 @pytest.mark.parametrize(
-    ("at_the_end", "victim"), [("barrier", 0), pytest.param("barrier", 1, marks=pytest.mark.long), ("reduction", 1)]
+    ("at_the_end", "victim"),
+    [("barrier", 0), *(pytest.param(end, 1, marks=pytest.mark.long) for end in ("barrier", "reduction"))],
 )
 def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
     """The rank waits in the connection, in a collective of the script, and the other one in the forward's broadcast."""
@@ -166,6 +167,7 @@ def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp
             )
 
 
+@pytest.mark.long
 def test_one_batch_fewer_is_said_where_one_rank_waits_in_a_round_and_the_others_in_different_collectives(tmp_path):
     with Faulty(tmp_path, "fewer, then a barrier inside", 1, 1, size=3) as run:
         said = run.survivor_ends(2)
@@ -192,8 +194,8 @@ def test_a_frozen_rank_is_named_and_the_other_ends(tmp_path, foreign):
 
 @cases(
     "foreign, victim",
-    now=[(FOREIGN, 0), (SHARDS, 1)],
-    later=[(FOREIGN, 1), (OURS, 0), (OURS, 1), (SHARDS, 0)],
+    now=[(FOREIGN, 0)],
+    later=[(FOREIGN, 1), (OURS, 0), (OURS, 1), (SHARDS, 0), (SHARDS, 1)],
 )
 def test_a_killed_rank_is_named_by_the_other(tmp_path, foreign, victim):
     """A launcher ends the survivor about 0.1 s later, before anybody can know who was lost; it says so all the same."""
@@ -212,12 +214,14 @@ def test_a_late_rank_is_said_to_be_where_it_is_and_the_training_goes_on(tmp_path
         assert re.search(r"rank 0 \(.*\) is in fault_programs.py:\d+ load_a_batch, for \d+ s", run.stderr(1))
 
 
+@pytest.mark.long
 def test_a_rank_that_tells_no_stack_is_not_said_to_be_anywhere(tmp_path):
     with Faulty(tmp_path, "late", 0, 2, STATSD_BN_STACKS="0") as run:
         assert run.end() == 0, run.stderr(1)
         assert "load_a_batch" not in run.stderr(1)
 
 
+@pytest.mark.long
 def test_a_rank_whose_interpreter_is_held_is_said_not_to_answer(tmp_path, server_that_waits):
     """Its heartbeats stop too: a server with its default of 3.5 s would take it for lost."""
     with Faulty(tmp_path, "holds the lock", 0, 2, FAULT_ENDPOINT=server_that_waits) as run:
@@ -231,6 +235,7 @@ def test_a_rank_whose_interpreter_is_held_is_lost_where_the_server_waits_no_long
         assert "was lost: no sign of life" in said
 
 
+@pytest.mark.long
 @newer_torch.needs("fully_shard")
 def test_a_question_changes_nothing_in_any_way_to_wrap_a_model(tmp_path):
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")

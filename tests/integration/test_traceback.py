@@ -2,10 +2,12 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from support.launched import Launched
+from support.made_once import made_once
 from support.paths import ROOT
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -19,11 +21,14 @@ WHAT = "statsd_bn.errors.RoundMismatch: the ranks wait for one another in differ
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> dict[str, str]:
     """The error output of each rank; the server's is rank 0's."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    options = ["--nproc-per-node", "2", "--redirects", "3", "--log-dir", folder / "logs"]
-    environ = {"STATSD_BN_LOG_LEVEL": "info", "PYTHONPATH": str(ROOT)}
-    with Launched([*TORCHRUN, *options, PROGRAM], environ, folder / "errors") as run:
-        assert run.end() == 1
+
+    def run_into_it(folder: Path) -> None:
+        options = ["--nproc-per-node", "2", "--redirects", "3", "--log-dir", folder / "logs"]
+        environ = {"STATSD_BN_LOG_LEVEL": "info", "PYTHONPATH": str(ROOT)}
+        with Launched([*TORCHRUN, *options, PROGRAM], environ, folder / "errors") as run:
+            assert run.end() == 1
+
+    folder = made_once(tmp_path_factory, "traceback", run_into_it)
     return {path.parent.name: path.read_text() for path in (folder / "logs").rglob("stderr.log")}
 
 
