@@ -20,8 +20,13 @@ _TORCHS = nn.modules.batchnorm
 # On an instance these are bound to it: a twin that took them over would go on running the old module.
 BOUND = ("forward", "_compiled_call_impl")
 
-# What a class's own attributes cannot be called, or they would be taken for ours.
-NAMES = ("layer_name", "group", "chunks", "eps_mode")
+# What ours have beside torch's: a class's own attributes and methods that are called so would be taken for ours.
+NAMES = (
+    *("layer_name", "group", "chunks", "eps_mode", "converted_from", "is_unreached", "commit_running_statistics"),
+    *("forget_pending", "_can_be_torchs", "_counted", "_deferred", "_deferred_now", "_has_come", "_has_company"),
+    *("_normalise", "_normalise_handed", "_normalise_traced", "_pass_by", "_process_group_before", "_replica"),
+    *("_route", "_tally", "_told", "_traced", "_tracked_now"),
+)
 
 # The name of a function that adds up over torch's process group, as `differentiable_all_reduce` of fvcore does.
 _COLLECTIVE = re.compile("all_?(?:reduce|gather)", re.IGNORECASE)
@@ -145,9 +150,7 @@ def why_left(module: nn.Module) -> str:
         return "parametrized; convert it before"
     if isinstance(module, nn.DataParallel):
         return "" if type(module) is nn.DataParallel else "a subclass of nn.DataParallel"
-    if names := [name for name in NAMES if hasattr(module, name)]:
-        return f"{' and '.join(names)}: synchronised layers have attributes called so too; rename its own"
-    return why_not(type(module))
+    return _why_not_by_names(module) or why_not(type(module))
 
 
 def why_not(original: type[nn.Module]) -> str:
@@ -160,7 +163,12 @@ def why_not(original: type[nn.Module]) -> str:
         return "it synchronises by itself, as a subclass of nn.SyncBatchNorm"
     if issubclass(original, nn.modules.lazy.LazyModuleMixin):
         return "it is lazy; run one batch through the model first"
-    return _why_not_by_forward(original)
+    return _why_not_by_forward(original) or _why_not_by_names(original)
+
+
+def _why_not_by_names(original: type[nn.Module] | nn.Module) -> str:
+    names = [name for name in NAMES if hasattr(original, name)]
+    return f"{' and '.join(names)}: synchronised layers have attributes called so too; rename its own" if names else ""
 
 
 def _why_not_by_forward(original: type[nn.Module]) -> str:

@@ -18,6 +18,7 @@ import client
 from client.data_parallel import any_device
 from client.data_parallel.replicate import execute_replication_callbacks
 from client.layers import synchronized
+from client.layers.conversion_report import NAMES
 from client.layers.interception import Handed
 from statsd_bn.errors import ConfigurationError
 from support import subclasses
@@ -462,6 +463,33 @@ def test_a_layer_whose_own_attributes_are_called_as_ours_is_left_with_them_and_n
     layer = client.revert_model(model)[0]
     assert type(layer) is OfNamesOfOurs
     assert (layer.group, layer.eps_mode, layer.layer_name, layer.chunks) == (3, "own", "mine", 4)
+
+
+class WithAMethodOfOurs(nn.BatchNorm2d):
+    """Its own way to normalise is called as ours is."""
+
+    def _normalise(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+    def forward(self, x):
+        return self._normalise(x).relu()
+
+
+def test_a_layer_whose_own_method_is_called_as_ours_is_left_and_named():
+    model = nn.Sequential(WithAMethodOfOurs(3))
+    with pytest.warns(UserWarning, match=r"WithAMethodOfOurs: _normalise: .* rename"):
+        client.convert_model(model)
+    assert type(model[0]) is WithAMethodOfOurs
+    with pytest.raises(TypeError, match=r"_normalise: .* rename"):
+        client.synchronized_class(WithAMethodOfOurs)
+
+
+def test_every_name_of_ours_that_torchs_layers_do_not_have_is_kept_from_subclasses():
+    plain, layer = Functional(CHANNELS), client.convert_model(Functional(CHANNELS))
+    layer(torch.randn(2, CHANNELS, 3, 2))
+    ours = {name for name in {*dir(layer), *vars(layer)} - {*dir(plain)} if not name.startswith("__")}
+    # A subclass may have these: ours are not looked at there.
+    assert ours - {"process_group", "convert_sync_batchnorm"} == set(NAMES)
 
 
 def test_the_place_of_a_subclass_is_checked_as_that_of_any_layer():
