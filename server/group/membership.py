@@ -77,6 +77,11 @@ class Membership(Standing):
     def _returned(self) -> list[int]:
         return [contributor.member for contributor in self.contributors.values() if not contributor.owes]
 
+    @property
+    def _returned_to_rounds(self) -> list[Contributor]:
+        """Members that took part before a restart of the server, and still do."""
+        return [one for one in self.contributors.values() if one.has_past and one.state is MemberState.TAKES_PART]
+
     def missing_for(self, contributor: Contributor) -> tuple[int, Members]:
         """Number of members that a member still waits for, and the members that are there."""
         if not self.is_open or contributor.state is not MemberState.BACK:
@@ -147,12 +152,8 @@ class Membership(Standing):
         """Members that come back to an elastic group that had lost them: the others have a result without them."""
         if self.recovery is None or not self.is_elastic:
             return []
-        back = [
-            contributor
-            for contributor in self.contributors.values()
-            if contributor.has_past and contributor.state is MemberState.TAKES_PART
-        ]
-        return [contributor for contributor in back if self.recovery.is_left_out(contributor, back)]
+        back = self._returned_to_rounds
+        return [one for one in back if self.recovery.is_left_out(one, one.first_step, back)]
 
     def give_up_waiting(self, now: float) -> bool:
         """Give up on members that have not come back after a restart of the server; returns whether there are any."""
@@ -223,16 +224,22 @@ class Membership(Standing):
         if not is_over:
             return False
         if self.recovery:
-            self._let_in_after_recovery()
+            self._let_in_after(self.recovery)
         return self._move(Event.NOBODY_IS_MISSING).told is Told.GO_ON
 
-    def _let_in_after_recovery(self) -> None:
-        """Let new members begin after the others; let members that missed the call for a pass begin that pass."""
-        begun = self._latest_call
+    def _let_in_after(self, recovery: Recovery) -> None:
+        """Let new members begin after the others; let members that missed the call for a pass begin that pass.
+
+        If an elastic group has had a round of the pass without such a member, that waits for the next pass: it would
+        be given an aggregate without its rows.
+        """
+        begun, back = self._latest_call, self._returned_to_rounds
         for contributor in self.contributors.values():
             if self.is_elastic and not contributor.has_past and self._has_begun:
                 contributor.first_step = self._next_step
             elif contributor.state is MemberState.BACK and contributor.first_step < begun:
+                if self.is_elastic and recovery.is_left_out(contributor, begun, back):
+                    continue
                 contributor.first_step, contributor.state = begun, MemberState.TAKES_PART
 
     @property
@@ -240,13 +247,9 @@ class Membership(Standing):
         """First step of the latest pass that any member knows of."""
         if not self.is_elastic:
             return max((contributor.first_step for contributor in self.contributors.values()), default=0)
-        # Those who wait may be newcomers, and so may those who take part: whoever was called begins before these.
-        takes_part = (
-            contributor.first_step
-            for contributor in self.contributors.values()
-            if contributor.state is MemberState.TAKES_PART
-        )
-        return min(takes_part, default=0)
+        # Those who wait may be newcomers, and so may those who take part: whoever was called begins before these. One
+        # that is new since the restart was not called, and has no first step yet.
+        return min((contributor.first_step for contributor in self._returned_to_rounds), default=0)
 
     @property
     def _has_begun(self) -> bool:

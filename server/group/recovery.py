@@ -54,8 +54,8 @@ class Recovery:
         """Whether any member was given a result."""
         return bool(self._told)
 
-    def is_left_out(self, contributor: Contributor, back: Iterable[Contributor]) -> bool:
-        """Whether the others had gone on without a member, in a step in which it takes part.
+    def is_left_out(self, contributor: Contributor, since: int, back: Iterable[Contributor]) -> bool:
+        """Whether the others had gone on without a member, in a step from `since` on.
 
         One result is enough that is known to be the server's own. Otherwise all others who could know must have told of
         one, that is all who are back and took part in that step: one member alone may make it up.
@@ -63,7 +63,7 @@ class Recovery:
         without = [
             (key.step, authors)
             for (key, covered), authors in self._told.items()
-            if contributor.first_step <= key.step and contributor.member not in covered
+            if since <= key.step and contributor.member not in covered
         ]
         if self._are_genuine or not without:
             return bool(without)

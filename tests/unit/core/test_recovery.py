@@ -2,6 +2,7 @@
 
 import pytest
 
+from server.group.life import MemberState
 from server.group.membership import Membership
 from server.group.recovery import RECONNECT_SECONDS, Recovery
 from statsd_bn import limits
@@ -170,3 +171,58 @@ def test_one_that_comes_back_for_a_pass_that_another_has_left_takes_no_place():
     with pytest.raises(ReplicaLost):
         group.admit(0.1, coming_back(2, step=5, stand=int(Stand.BACK)), b"")
     assert set(group.contributors) == {0}
+
+
+# A member that is back for a pass, and has not heard that the others were called to it.
+
+
+def in_a_pass(*members: int, **given) -> Membership:
+    """An elastic group in which these have begun a pass at step 1, and member 2 waits for it."""
+    group = Membership(coming_back(2, min_members=1), **given)
+    group.admit(0.0, coming_back(2, min_members=1, stand=int(Stand.BACK)), b"")
+    for member in members:
+        group.admit(0.0, coming_back(member, min_members=1, step=1, first_step=1), b"")
+    return group
+
+
+def tell(group: Membership, author: int, covered: list[int]) -> None:
+    group.recall(group.contributors[author], key(step=1), Members.of(covered))
+
+
+def test_one_that_missed_the_call_for_a_pass_begins_it():
+    group = in_a_pass(0, 1)
+    assert group.settle(RECONNECT_SECONDS)
+    assert group.participants(1) == [2, 0, 1]
+
+
+def test_a_newcomer_does_not_keep_one_that_missed_the_call_from_the_pass():
+    group = in_a_pass(0)
+    newcomer = group.admit(0.0, register(1, 3, min_members=1), b"")
+    assert group.settle(RECONNECT_SECONDS)
+    assert newcomer.first_step == 2
+    assert group.participants(1) == [2, 0]
+
+
+def test_those_who_wait_for_a_pass_are_not_called_by_a_newcomer():
+    group = in_a_pass()
+    group.admit(0.0, coming_back(0, min_members=1, step=1, stand=int(Stand.BACK)), b"")
+    group.admit(0.0, register(1, 3, min_members=1), b"")
+    assert group.settle(RECONNECT_SECONDS)
+    assert group.participants(limits.MAX_COUNTER) == [1]
+
+
+@pytest.mark.parametrize(("are_genuine", "authors"), [(True, [1]), (False, [0, 1])])
+def test_one_does_not_begin_a_pass_in_which_the_others_have_gone_on_without_it(are_genuine, authors):
+    group = in_a_pass(0, 1, are_genuine=are_genuine)
+    for author in authors:
+        tell(group, author, [0, 1])
+    assert group.settle(RECONNECT_SECONDS)
+    assert group.participants(1) == [0, 1]
+    assert group.contributors[2].state is MemberState.BACK
+
+
+def test_one_member_alone_cannot_make_up_that_another_was_left_out_of_a_pass():
+    group = in_a_pass(0, 1, are_genuine=False)
+    tell(group, 1, [0, 1])
+    assert group.settle(RECONNECT_SECONDS)
+    assert group.participants(1) == [2, 0, 1]
