@@ -75,7 +75,7 @@ def is_a_doubles(process: "Process", aggregate: Aggregate, members: Iterable[int
 
 def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
     """Whoever begins was expected in all rounds of its first step and later, and in none before."""
-    if not process.joined_late and _is_a_new_beginning(world):
+    if (not process.joined_late or _joined_a_new_group(process)) and _is_a_new_beginning(world):
         world.covered.clear()
         world.pass_began.clear()
         world.sent.clear()
@@ -83,6 +83,18 @@ def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
             one.is_of_before = one.is_of_before or _has_gone(one)
     for covered in world.covered:
         _check_one(world, process, span, covered)
+
+
+def _joined_a_new_group(process: "Process") -> bool:
+    """Whether the group has had no round, and has nobody from before a restart of the server.
+
+    Where a group was begun anew, the first to hear of it may be one that has joined it only then: the others are told
+    before, but nothing keeps the order on the way.
+    """
+    record = process.world.server.dispatcher._registry.sessions.get(process.sessions["world"].token)
+    if record is None or record.master.open_rounds.done:
+        return False
+    return not any(one.has_past for one in record.master.membership.contributors.values())
 
 
 def _is_a_new_beginning(world: "World") -> bool:
@@ -106,7 +118,9 @@ def _has_a_double(process: "Process") -> bool:
 
 def _check_one(world: "World", process: "Process", span: "Span", covered: Covered) -> None:
     is_due = span.base == covered.base and span.first <= covered.turn < span.end
-    if is_due and process.number not in covered.members and not _is_excused(process):
+    if not is_due or process.number in covered.members:
+        return
+    if not (_is_excused(process) or _is_unheard_of(world, covered.key)):
         told = f"{process}: {covered.key} covers {covered.members}, and it takes part in {span}"
         world.find("membership changes only where it may", told)
 
@@ -118,6 +132,17 @@ def _is_excused(process: "Process") -> bool:
     befallen = is_mute(process) or any(fact.how in {*ENDS, "frozen", "cut"} for fact in facts)
     is_displaced = _has_a_double(process) or newcomers_may_come_first(world) or _is_unknown_and_late(process)
     return bool(world.plan.min_members) and (befallen or is_displaced)
+
+
+def _is_unheard_of(world: "World", key: RoundKey) -> bool:
+    """Whether the server was restarted after a round of an elastic group, and nobody is back who had come to its step.
+
+    Members that had gone on without another may have left before the restart. If that other one is back, it goes on
+    from where it was, and newcomers take part in steps that nobody there has heard of.
+    """
+    is_restarted = any(world.covers_since[key] < gone for gone, _ in world.server.outages)
+    told = (outcome.key for process in world.returned for outcome in process.outcomes)
+    return bool(world.plan.min_members) and is_restarted and not any(one and one.step >= key.step for one in told)
 
 
 def _is_unknown_and_late(process: "Process") -> bool:
@@ -190,7 +215,7 @@ def note_arrival(world: "World", frame: bytes) -> None:
         return
     record = world.server.dispatcher._registry.sessions.get(message.session)
     if record and not record.master.membership.recovery and message.key not in world.sent:
-        world.arrived.setdefault(message.key, set()).add(record.contributor.member)
+        world.arrived.setdefault((record.master, message.key), set()).add(record.contributor.member)
 
 
 def note_sent(world: "World", frame: bytes) -> None:
@@ -200,7 +225,9 @@ def note_sent(world: "World", frame: bytes) -> None:
         return
     members = tuple(message.members)
     world.sent_at.setdefault(message.key, world.clock.now)
-    lacking = world.arrived.pop(message.key, set()).difference(members)
+    # A group that has ended may be begun anew: what had come to its former life is none of this one's.
+    master = world.server.dispatcher._registry.masters.get((message.key.job, message.key.group))
+    lacking = world.arrived.pop((master, message.key), set()).difference(members)
     if lacking and message.key not in world.sent:
         world.find("what has come is kept", f"{message.key} covers {members}, and {sorted(lacking)} had come")
     if world.sent.get(message.key) != members:

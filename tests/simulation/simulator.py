@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.wire import decode
 from support.oracle import Ledger
+
+if TYPE_CHECKING:
+    from server.group.master import SyncMaster
 
 TRACE_TOLD = 60
 
@@ -98,7 +101,7 @@ class World:
         self.sent: dict[RoundKey, tuple[int, ...]] = {}
         self.covers_since: dict[RoundKey, float] = {}
         self.sent_at: dict[RoundKey, float] = {}
-        self.arrived: dict[RoundKey, set[int]] = {}
+        self.arrived: dict[tuple[SyncMaster | None, RoundKey], set[int]] = {}
         self.covered: list[membership_rules.Covered] = []
         self.pass_began: dict[int, int] = {}
         self.server = SimulatedServer(self.clock, self.network, self.rng, self.trace, keeps_key=self.plan.keeps_key)
