@@ -240,6 +240,8 @@ class Dispatcher:
             case Heartbeat() | Whereabouts():
                 return self._beat(now, message, record, peer)
             case Register():
+                # One whose registration is refused, as by a broken group, is alive as well.
+                self._registry.liveness.hear(now, message.session, peer)
                 replies = self._registration.register(now, message, peer, tenant)
                 self._registry.liveness.begin(now, message.session, peer)
                 return Received(replies, message.session)

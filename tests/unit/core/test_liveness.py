@@ -157,6 +157,16 @@ def test_whatever_a_member_says_is_a_sign_of_life(clock, sign):
     assert clock.present == [0, 1]
 
 
+def test_one_that_asks_a_broken_group_to_take_it_back_is_alive(clock):
+    clock.open()
+    clock.say(Leave(session_of(0), "ZeroDivisionError: augmentation"), peer(0))
+    for _ in range(2):
+        clock.pass_time(SILENCE - 0.5, alive=(1,))
+        ((_, told),) = clock.say(register(2, 3), peer(2))
+        assert (told.code, told.fields["member"]) == ("replica_lost", 0)
+    assert clock.present == [1, 2]
+
+
 def test_what_others_say_is_no_sign_of_life(clock):
     clock.open()
     clock.pass_time(SILENCE - 0.5, alive=(0, 1))
