@@ -65,14 +65,15 @@ class RoundTrip:
         self._expiry = 0.0
         self._next_warning = WARN_SECONDS
         self._told = ""
+        self._settled = b""
 
     def begin(self, now: float) -> Turn[Aggregate]:
         """Sends the contribution; again, if it has begun before, on another channel."""
         if self._expiry:
-            return self._wait(now, (self._ask_again(now),))
+            return self._wait(now, self._ask_again(now))
         self._heard = self._session.spoke = now
         self._expiry = now + self._session.member.round_timeout + GRACE_SECONDS
-        return self._wait(now, (self._frame,))
+        return self._wait(now, self._with_settled(self._frame))
 
     def step(self, now: float, frame: bytes | None) -> Turn[Aggregate]:
         """Reads a frame; without one, asks again.
@@ -85,12 +86,13 @@ class RoundTrip:
             self._heard = now
             try:
                 if (aggregate := self._read(frame)) is not None:
+                    self._session.last_settled.was_heard(self._settled)
                     return (), now, aggregate
             except UnknownSession:
                 frames = self._introduction(now)
         if now >= self._expiry:
             raise self._timeout()
-        return self._wait(now, frames if frame is not None else (self._ask_again(now),))
+        return self._wait(now, frames if frame is not None else self._ask_again(now))
 
     def _wait(self, now: float, frames: Sequence[bytes]) -> Turn[Aggregate]:
         seconds = min(ASK_AGAIN_SECONDS * (1 + self._attempt), ASK_AGAIN_AT_MOST) * (0.9 + 0.2 * self._chance())
@@ -118,15 +120,20 @@ class RoundTrip:
 
     def _introduction(self, now: float) -> list[bytes]:
         logger.info("the server at %s has been restarted; taking part again", self._endpoint)
-        return [*self._session.introduction(), self._ask_again(now)]
+        return [*self._session.introduction(), *self._ask_again(now)]
 
-    def _ask_again(self, now: float) -> bytes:
+    def _with_settled(self, contribution: bytes) -> Sequence[bytes]:
+        """Returns a contribution, and ahead of it the last Settled of this process where the server may not have it."""
+        self._settled = self._session.last_settled.frame
+        return (self._settled, contribution) if self._settled else (contribution,)
+
+    def _ask_again(self, now: float) -> Sequence[bytes]:
         silent = now - self._heard
         text = f"{self._key}: the server at {self._endpoint} has not answered for {silent:.0f} s"
         self._warn(silent, text, self._next_warning)
         self._attempt += 1
         self._session.spoke = now
-        return self._session.contribution(self._key, self._rows, self._attempt)
+        return self._with_settled(self._session.contribution(self._key, self._rows, self._attempt))
 
     def _warn(self, seconds: float, text: str, least: float) -> None:
         if seconds >= least:

@@ -86,12 +86,32 @@ class Steps:
         self._backward_seen = False
 
 
+class LastSettled:
+    """What this process has said last of a round that is over in memory, in any group; one for all its sessions.
+
+    It is said again ahead of the next contribution. What was lost with a connection would else leave a member at the
+    server that seems to wait there still for this one, while this one waits for it elsewhere.
+
+    Attributes:
+        frame: the Settled; empty once the server has answered what came behind it.
+    """
+
+    def __init__(self) -> None:
+        self.frame = b""
+
+    def was_heard(self, frame: bytes) -> None:
+        """The server has answered what came behind a frame; meanwhile another thread may have said something else."""
+        if self.frame == frame:
+            self.frame = b""
+
+
 class Session:
     """One member's conversation with one server.
 
     Args:
         token: random bytes that name this life of the member.
         member: who it is.
+        last_settled: shared by the sessions of this process; default: its own.
 
     Attributes:
         stand: how it stands to the group's rounds.
@@ -100,14 +120,16 @@ class Session:
         is_uneven: whether members of the group have been away, or may have been, so that not all are in each round.
         lane: how the group's rows travel.
         times: how long its rounds took.
+        last_settled: as given.
         spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
         decode: what reads the server's frames.
     """
 
     decode = staticmethod(decode)
 
-    def __init__(self, token: bytes, member: Member) -> None:
+    def __init__(self, token: bytes, member: Member, last_settled: LastSettled | None = None) -> None:
         self.token = token
+        self.last_settled = last_settled or LastSettled()
         self._digest = digest(token)
         self.member = member
         self.stand = Stand.TAKES_PART
@@ -197,7 +219,8 @@ class Session:
 
     def settled(self, key: RoundKey) -> bytes:
         """Returns the frame that says that the round `key` is over for this member, which got its rows elsewhere."""
-        return encode(Settled(self.token, key))
+        self.last_settled.frame = frame = encode(Settled(self.token, key))
+        return frame
 
     def figures(self, samples: Sequence[Sample]) -> bytes | None:
         """Returns the frame that tells of rounds of a step which the server has not seen; None without any figures."""

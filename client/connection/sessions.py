@@ -15,7 +15,7 @@ from client.connection.groups import Group
 from client.connection.heartbeat import Heartbeat
 from client.connection.member import BY_JOIN, Member
 from client.connection.registration import Registration, cause_of
-from client.connection.session import Session
+from client.connection.session import LastSettled, Session
 from client.connection.transport import Transport
 from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
@@ -52,6 +52,7 @@ class Sessions:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._closed = False
+        self._last_settled = LastSettled()
         # Those that need no lock and no wait any more, which is what all rounds but the first find.
         self._open_sessions: dict[Group, Session] = {}
         beacon = transport.beacon()
@@ -127,7 +128,8 @@ class Sessions:
             self._say_goodbye(list(self._entries.values()), cause)
 
     def _session(self, group: Group) -> Session:
-        return Session(os.urandom(limits.TOKEN_BYTES), self._member.in_group(group.name, group.size))
+        member = self._member.in_group(group.name, group.size)
+        return Session(os.urandom(limits.TOKEN_BYTES), member, self._last_settled)
 
     def _open(self, entry: _Entry) -> None:
         try:

@@ -406,7 +406,7 @@ def gathered_backwards() -> Any:
 def retry_without_attempt() -> Any:
     """A contribution that is sent again does not say so."""
 
-    def ask_again(right: Any, self: RoundTrip, now: float) -> bytes:
+    def ask_again(right: Any, self: RoundTrip, now: float) -> Any:
         self._attempt = -1
         return right(self, now)
 
@@ -428,7 +428,7 @@ def deadline_counts_anew() -> Any:
 @bug
 def no_introduction_in_a_round() -> Any:
     """A member that waits for a round does not introduce itself to a restarted master."""
-    return instead(RoundTrip, "_introduction", lambda _right, self, now: [self._ask_again(now)])
+    return instead(RoundTrip, "_introduction", lambda _right, self, now: self._ask_again(now))
 
 
 @bug
@@ -487,7 +487,10 @@ def settled_by_the_teller_alone() -> Any:
 
     def end(right: Any, self: RoundInMemory, now: float) -> Any:
         over = right(self, now)
-        return ((), *over[1:]) if self._trip is None else over
+        if self._trip:
+            return over
+        self._session.last_settled.frame = b""
+        return ((), *over[1:])
 
     return instead(RoundInMemory, "_end", end)
 

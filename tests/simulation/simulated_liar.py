@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from client.connection.member import Member
+from client.connection.session import LastSettled
 from simulation.simulated_frames import SimulatedSession
 from statsd_bn import limits
 from statsd_bn.members import Members
@@ -31,8 +32,8 @@ def with_a_lie(frames: list[bytes], forged: bytes) -> list[bytes]:
 class LyingSession(SimulatedSession):
     """A session that tells a restarted server of a result that it was not given."""
 
-    def __init__(self, token: bytes, member: Member) -> None:
-        super().__init__(token, member)
+    def __init__(self, token: bytes, member: Member, last_settled: LastSettled) -> None:
+        super().__init__(token, member, last_settled)
         self._latest: tuple[RoundKey, tuple[int, ...]] | None = None
 
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:

@@ -12,7 +12,7 @@ from client.connection.groups import Group
 from client.connection.member import Member
 from client.connection.registration import Registration, cause_of
 from client.connection.round_trip import RoundTrip
-from client.connection.session import Session
+from client.connection.session import LastSettled, Session
 from client.lanes.carried_round import CarriedRound
 from client.lanes.round_in_memory import RoundInMemory
 from client.shared_memory.group_memory import GroupMemory
@@ -89,6 +89,7 @@ class Process(SimulatedProcess):
         self.result: BaseException | str | None = None
         # By group; None where it shares none.
         self._memories: dict[str, GroupMemory | None] = {}
+        self._last_settled = LastSettled()
         self._world = groups.world(world.plan.size)
         # Only a first life has them.
         self._own_faults = [fault for fault in world.plan.faults if fault.member == number and not life]
@@ -358,7 +359,8 @@ class Process(SimulatedProcess):
         plan = self.world.plan
         who = Member("job", "world", self.epoch, self.number, plan.size, plan.deadline, repr(self), plan.min_members)
         kind = LyingSession if plan.liar == self.number else SimulatedSession
-        return kind(self.world.rng.randbytes(limits.TOKEN_BYTES), who.in_group(group.name, group.size))
+        token = self.world.rng.randbytes(limits.TOKEN_BYTES)
+        return kind(token, who.in_group(group.name, group.size), self._last_settled)
 
     def _change_stand(self, session: Session, stand: Stand) -> Part:
         """Does what `Sessions.change_stand` does."""

@@ -6,7 +6,7 @@ import pytest
 from client.connection.member import Member
 from client.connection.registration import ANSWER_SECONDS, ASK_AGAIN_SECONDS, TAKEN_SECONDS, Registration
 from client.connection.round_trip import GRACE_SECONDS, RoundTrip
-from client.connection.session import Session
+from client.connection.session import LastSettled, Session
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, RoundTimeout, ServerUnreachable
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Pending, Register, Registered
@@ -88,6 +88,38 @@ def test_a_member_introduces_itself_to_a_restarted_master_and_asks_again(trip):
     frames, _, result = trip.step(BEGAN + 1.0, encode(Failure("unknown_session", "who?", {})))
     register, contribution = sent(frames)
     assert (type(register), contribution.attempt, result) == (Register, 1, None)
+
+
+def test_where_this_process_was_last_is_said_again_ahead_of_a_contribution_until_there_is_an_answer(trip, session):
+    settled = session.settled(session.forward_key("before"))
+    frames, due, _ = trip.begin(BEGAN)
+    assert frames[0] == settled
+    again, *_ = trip.step(due, None)
+    assert again[0] == settled
+    first, second = (decode(one[1]) for one in (frames, again))
+    assert (first.attempt, second.attempt) == (0, 1)
+    trip.step(due + 0.1, encode(Aggregate(first.key, 2, 2, Members.of(range(2)), np.ones((2, 1)))))
+    key, rows = session.forward_key("bn"), Rows((1,), np.ones((1, 2, 1)))
+    later = RoundTrip(session, "memory://", key, rows, session.contribution(key, rows))
+    assert [type(message) for message in sent(later.begin(BEGAN)[0])] == [Contribution]
+
+
+def test_what_is_settled_while_an_earlier_round_is_answered_is_still_to_be_said_again(session):
+    earlier, later = (session.settled(session.forward_key(layer)) for layer in ("one", "two"))
+    session.last_settled.was_heard(earlier)
+    assert session.last_settled.frame == later
+
+
+def test_the_sessions_of_a_process_say_for_one_another_where_it_was_last():
+    last = LastSettled()
+    world, pair = (
+        Session(token, Member("job", group, 0, 0, 2, DEADLINE, "here"), last)
+        for token, group in ((TOKEN, "world"), (b"session1", "pair"))
+    )
+    settled = pair.settled(pair.forward_key("bn"))
+    key, rows = world.forward_key("bn"), Rows((1,), np.ones((1, 2, 1)))
+    frames, *_ = RoundTrip(world, "memory://", key, rows, world.contribution(key, rows)).begin(BEGAN)
+    assert frames[0] == settled
 
 
 def test_a_registration_asks_again_until_nobody_has_answered_for_long(registration):
