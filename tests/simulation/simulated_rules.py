@@ -55,6 +55,7 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
         or not _all_saw_the_restart(world)
         or _a_goodbye_was_lost(world)
         or _news_was_lost(world)
+        or _a_slow_one_lost_frames(world, outcome)
     )
     if world.plan.is_harmless and not excused:
         world.find("harmless faults do no harm", f"{outcome.process} {outcome.what} {outcome.key}: {outcome.error!r}")
@@ -174,6 +175,24 @@ def _news_was_lost(world: "World") -> bool:
     cut = world.plan.has("cut") and "the connection was lost" in causes
     late = bool(world.server.outages) and {"did not come back after the server was restarted", TOO_LATE} & causes
     return not world.plan.weather.is_fair and bool(cut or late)
+
+
+def _a_slow_one_lost_frames(world: "World", outcome: "Outcome") -> bool:
+    """A slow member has little time left, and each frame that is lost costs it seconds, as the protocol has it."""
+    slow = {fact.member for fact in world.facts if fact.how == "slow"}
+    outcomes = [outcome, *(one for process in world.processes for one in process.outcomes)]
+    late = [one for one in outcomes if isinstance(one.error, errors.RoundTimeout)]
+    return world.plan.weather.dropped > 0 and any(
+        _asked_again_since(world, member, one.started)
+        for one in late
+        for member in slow.intersection(one.error.fields.get("missing") or ())
+    )
+
+
+def _asked_again_since(world: "World", member: int, since: float) -> bool:
+    """Whether a member has been in a round for so long since then that it has asked again."""
+    waits = [one for process in world.processes if process.number == member for one in process.outcomes]
+    return any((one.ended or world.clock.now) - max(one.started, since) >= 0.9 * ASK_AGAIN_SECONDS for one in waits)
 
 
 def _nobody_was_mute(world: "World") -> bool:
