@@ -219,6 +219,10 @@ def test_one_does_not_begin_a_pass_in_which_the_others_have_gone_on_without_it(a
     assert group.settle(RECONNECT_SECONDS)
     assert group.participants(1) == [0, 1]
     assert group.contributors[2].state is MemberState.BACK
+    for member in (0, 1):
+        group.admit(1.0, coming_back(member, min_members=1, step=1, first_step=1, stand=int(Stand.BACK)), b"")
+    assert group.settle(1.0)
+    assert group.participants(2) == [2, 0, 1]
 
 
 def test_one_member_alone_cannot_make_up_that_another_was_left_out_of_a_pass():
