@@ -19,6 +19,7 @@ from simulation.simulated_beginnings import may_meet_another_beginning
 from simulation.simulated_frames import is_sound
 from simulation.simulated_plan import HARMLESS_FREEZE
 from statsd_bn import errors, limits
+from statsd_bn.wire import named_session
 
 if TYPE_CHECKING:
     from simulation.simulated_member import Outcome, Process
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 # Where a frame that is whole says of which type it is: behind the array's first byte, as long as that is a short one.
 TYPE_AT = 9
-REGISTER, CONTRIBUTION, AGGREGATE, WHEREABOUTS = 1, 3, 4, 13
+REGISTER, CONTRIBUTION, AGGREGATE, RESULT, WHEREABOUTS = 1, 3, 4, 11, 13
 
 # What a wait may last beyond its bound: the frames' way, and the server's ticks.
 MARGIN = 1.0
@@ -264,7 +265,17 @@ def _was_left_behind(world: "World", member: int, cause: str) -> bool:
     if cause.startswith("did not come back"):
         is_back = any(process.number == member for process in world.returned)
         return not world.plan.weather.is_fair and not is_back
+    if cause.startswith("what it was given"):
+        return _a_result_was_lost(world, member)
     return cause.startswith("the others had gone on") and may_meet_another_beginning(world)
+
+
+def _a_result_was_lost(world: "World", member: int) -> bool:
+    """Whether one was lost on its way to a restarted server, and with it the time to ask for it again."""
+    lives = [process for process in world.processes if process.number == member]
+    sessions = {session.token for process in lives for session in process.sessions.values()}
+    lost = (entry[-1] for entry in world.trace if entry[1] in {"dropped", "corrupted"})
+    return any(named_session(frame) in sessions for frame in lost if kind_of(frame) == RESULT)
 
 
 def _is_in_time(world: "World", outcome: "Outcome", error: Any) -> bool:
