@@ -7,7 +7,7 @@ batch. Results stay tensors, since numpy has neither bfloat16 nor channels_last;
 import io
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -183,9 +183,11 @@ def with_many_values(connection: client.Connection) -> tuple[float, float, list[
     return layer.running_mean.item(), layer.running_var.item(), output[0, 0].tolist(), leaf.grad[0, 0].tolist()
 
 
-def autocast_model() -> nn.Sequential:
+def autocast_model(kind: type[nn.Module] | None = None) -> nn.Sequential:
+    """A convolution, and one layer of a kind; without one torch's, whose output is changed in place."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, CHANNELS, 3, bias=False), nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True))
+    rest = [kind(CHANNELS)] if kind else [nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True)]
+    return nn.Sequential(nn.Conv2d(3, CHANNELS, 3, bias=False), *rest).float()
 
 
 def autocast_step(
@@ -206,12 +208,22 @@ def autocast_step(
     return {"output": output.detach(), "input gradient": x.grad, **gradients, **dict(model.named_buffers())}
 
 
-def as_autocast_member(connection: client.Connection, dtype: str) -> bytes:
-    """Two samples on member 0, three on member 1."""
-    model = client.convert_model(autocast_model())
-    file = io.BytesIO()
+def as_autocast_member(
+    connection: client.Connection,
+    dtype: str,
+    kinds: Sequence[type[nn.Module] | None] = (None,),
+    backend: str = "",
+) -> bytes:
+    """A model of each kind, compiled if there is a backend; two samples on member 0, three on member 1."""
     own = slice(2) if connection.rank == 0 else slice(2, 5)
-    torch.save(autocast_step(model, model, "cpu", dtype, own), file)
+    found = []
+    for kind in kinds:
+        torch.compiler.reset()
+        model = client.convert_model(autocast_model(kind))
+        run = torch.compile(model, fullgraph=True, backend=backend) if backend else model
+        found.append(autocast_step(model, run, "cpu", dtype, own))
+    file = io.BytesIO()
+    torch.save(found, file)
     return file.getvalue()
 
 

@@ -6,6 +6,17 @@ import torch
 import client
 from support import shards
 from support.shards import Shards, as_virtual_replicas, assert_equal, channels_last, everywhere, on_the_whole_batch
+from support.subclasses import (
+    Activated,
+    ByName,
+    Centred,
+    Decorated,
+    Functional,
+    Helped,
+    OfAnyDimension,
+    Operator,
+    Scaled,
+)
 from support.whole_batch import KINDS
 
 CUDA = pytest.param(
@@ -105,17 +116,44 @@ def test_replicas_may_differ_in_type_within_a_round(members, dtypes):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_autocast_members_equal_the_whole_batch(members, dtype):
     """Convolution and layer in one autocast region."""
-    first, second = (shards.loaded(result) for result in members(2, shards.as_autocast_member, dtype))
+    ((first, second),) = autocast_on_members(members, dtype)
+    assert_equal(together(first, second), autocast_on_the_whole_batch("cpu", dtype), AUTOCAST[dtype])
+
+
+# One for each way to come to `batch_norm`; some turn autocast off, or have float32 after it.
+OWN_FORWARDS = [Activated, Functional, Operator, Helped, Decorated, Scaled, ByName, Centred, OfAnyDimension]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "backend"),
+    [(OWN_FORWARDS, ""), ([Activated, Functional, Decorated, Scaled], "aot_eager")],
+    ids=["eager", "compiled"],
+)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_autocast_members_with_a_subclass_equal_the_whole_batch(members, dtype, kinds, backend):
+    outcomes = autocast_on_members(members, dtype, kinds, backend)
+    for kind, (first, second) in zip(kinds, outcomes, strict=True):
+        model = shards.autocast_model(kind)
+        expected = shards.autocast_step(model, model, "cpu", dtype)
+        assert_equal(together(first, second), expected, AUTOCAST[dtype])
+        assert (first["output"].dtype, second["output"].dtype) == (expected["output"].dtype,) * 2, kind
+
+
+def autocast_on_members(members, dtype, *others):
+    return zip(*map(shards.loaded, members(2, shards.as_autocast_member, dtype, *others)), strict=True)
+
+
+def together(first, second):
     found = {}
     for name, value in first.items():
-        if "." not in name:
+        if name in {"output", "input gradient"}:
             found[name] = torch.cat([value, second[name]])
         elif "gradient" in name:
             found[name] = value + second[name]
         else:
             assert torch.equal(value, second[name]), name
             found[name] = value
-    assert_equal(found, autocast_on_the_whole_batch("cpu", dtype), AUTOCAST[dtype])
+    return found
 
 
 @pytest.mark.parametrize("device", DEVICES)
