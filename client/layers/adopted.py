@@ -68,12 +68,12 @@ class Intercepted(Adopted):
         return output
 
     def _traced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The same where torch.compile traces it, which is when it is told that it comes to no `batch_norm`."""
+        """The same where torch.compile traces it, for each size of batch that it tells apart: 0 is one by itself."""
         self._has_come = False
         with Interception(self, self._normalise_traced, self._tracked_now()):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not self._has_come:
-            _tell_while_tracing(type(self), self.layer_name)
+            output = self._pass_by(output, (*args, *kwargs.values()))
         return output
 
     def _counted(self: Any) -> Tensor | None:
@@ -117,12 +117,12 @@ class Intercepted(Adopted):
 
     def _pass_by(self: Any, output: Any, arguments: tuple[Any, ...]) -> Any:
         """Ends a call that came to no `batch_norm`: one of an empty batch, which the others wait for, or a mistake."""
-        empty = next((x for x in arguments if isinstance(x, Tensor) and x.numel() == 0 and x.dim() > 1), None)
-        if empty is None or empty.shape[1] != self.num_features or not isinstance(output, Tensor):
-            _tell(type(self), self.layer_name, "unreached")
+        empty = [x for x in arguments if isinstance(x, Tensor) and x.numel() == 0 and x.dim() > 1]
+        if not empty or empty[0].shape[1] != self.num_features or not isinstance(output, Tensor):
+            _tell_unreached(type(self), self.layer_name)
             return output
         # The sum is 0. It makes the round's backward pass a part of the output's.
-        return output + SynchronizedBatchNorm.forward(self, empty).sum()
+        return output + SynchronizedBatchNorm.forward(self, empty[0]).sum()
 
 
 class Behind(SynchronizedBatchNorm):
@@ -156,12 +156,10 @@ def _tell(kind: Any, layer: str, what: str) -> None:
     logger.warning(_WARNINGS[what], layer, kind.converted_from.__qualname__)
 
 
+# What the compiler takes for a constant it computes while it traces.
+@assume_constant_result  # type: ignore[untyped-decorator]
 def _tell_unreached(kind: Any, layer: str) -> None:
     _tell(kind, layer, "unreached")
-
-
-# What the compiler takes for a constant it computes while it traces.
-_tell_while_tracing = assume_constant_result(_tell_unreached)  # type: ignore[no-untyped-call]
 
 
 def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:

@@ -40,9 +40,12 @@ def test_torchrun_trains_as_on_the_whole_batch_with_nothing_configured(tmp_path)
     assert_equal(dict(np.load(tmp_path / "saved.npz")), expected, 1e-8)
 
 
+@BACKENDS
+@pytest.mark.parametrize("network", ["empty", "three kinds"])
 @pytest.mark.parametrize("sizes", [(4, 0), (0, 3)])
-def test_a_member_whose_layers_let_an_empty_batch_pass_takes_part(members, sizes):
-    training = Training("empty", sizes)
+def test_a_member_with_an_empty_batch_takes_part(members, sizes, network, backend):
+    """Also where a layer's own forward lets such a batch pass."""
+    training = Training(network, sizes, backend)
     expected = subclass_programs.train_on_the_whole_batch(training)
     for found in members(2, subclass_programs.train, training):
         assert_equal(found, expected, 1e-9)
