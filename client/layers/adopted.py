@@ -8,6 +8,8 @@ original's `forward` calls `super().forward(x)` it comes to ours by itself; wher
 intercepted: by torch's way, or by `client.layers.shortcut`.
 """
 
+import copyreg
+import functools
 import logging
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
@@ -166,7 +168,11 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
     """Class that is `original` with synchronised statistics; the same one each time.
 
     Args:
-        original: a subclass of `nn.BatchNorm1d/2d/3d`, which may have a `forward` of its own.
+        original: a subclass of `nn.BatchNorm1d/2d/3d`, or of `_BatchNorm`, from which torch derives these, for input of
+            any dimension. It may have a `forward` of its own.
+
+    Returns:
+        The class. A pickle of it names `original`, which must be found by its name where the pickle is loaded.
 
     Raises:
         TypeError: it is no such class; the text says why.
@@ -181,8 +187,23 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
             "__module__": original.__module__,
             "__doc__": original.__doc__,
         }
-        made = _made[original] = type(f"Synchronized{original.__name__}", _bases(original), body)
+        metaclass: Any = type(original)
+        made = _made[original] = _metaclass(metaclass)(f"Synchronized{original.__name__}", _bases(original), body)
     return made
+
+
+@functools.cache
+def _metaclass(metaclass: Any) -> Any:
+    """Metaclass of the classes that are made here, for pickle: no module has them by their name."""
+    made = type("PickledByItsOriginal", (metaclass,), {})
+    copyreg.pickle(made, _reduced)
+    return made
+
+
+def _reduced(kind: type[nn.Module]) -> Any:
+    """What pickle writes for a class that is made here; one that somebody derives from it has a name."""
+    original = vars(kind).get("converted_from")
+    return kind.__qualname__ if original is None else (synchronized_class, (original,))
 
 
 def _bases(original: type[nn.Module]) -> tuple[type, ...]:
@@ -219,8 +240,8 @@ def rebuilt_layer(original: type[nn.Module], chunks: int = 1) -> nn.Module:
     return cast("nn.Module", layer)
 
 
-# Pickles name it, so it stays where it is whatever becomes of this file.
-rebuilt_layer.__module__ = "client"
+# Pickles name them, so they stay where they are whatever becomes of this file.
+rebuilt_layer.__module__ = synchronized_class.__module__ = "client"
 
 
 def _without_bonds(state: Any) -> Any:

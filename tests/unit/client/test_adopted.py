@@ -1,5 +1,6 @@
 """Subclasses of torch's batch norm: their own forward stays, and their statistics are those of the whole batch."""
 
+import abc
 import copy
 import io
 import logging
@@ -427,6 +428,42 @@ def test_a_class_is_made_once_and_can_make_layers():
     for wrong in (nn.Linear, kind, nn.SyncBatchNorm, nn.LazyBatchNorm2d, Foreign):
         with pytest.raises(TypeError):
             client.synchronized_class(wrong)
+
+
+def test_a_class_that_derives_from_torchs_base_takes_input_of_any_dimension():
+    kind = client.synchronized_class(subclasses.OfAnyDimension)
+    for shape in ((5, CHANNELS), (5, CHANNELS, 2, 2, 2)):
+        layer, x = kind(CHANNELS, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+        check_same([on_replicas(layer)(x)], [subclasses.OfAnyDimension(CHANNELS, dtype=torch.float64)(x)])
+
+
+class OfAnotherMetaclass(nn.BatchNorm2d, abc.ABC):
+    pass
+
+
+class Derived(client.synchronized_class(Functional)):
+    pass
+
+
+PICKLED = [client.synchronized_class(Functional), client.synchronized_class(OfAnotherMetaclass), Derived]
+
+
+@pytest.mark.parametrize("kind", PICKLED)
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_class_is_pickled_and_found_again(kind, protocol):
+    assert pickle.loads(pickle.dumps(kind, protocol)) is kind  # noqa: S301
+    assert copy.deepcopy(kind) is kind
+
+
+@pytest.mark.processes
+def test_another_process_loads_a_class_by_its_original(tmp_path):
+    file = tmp_path / "class"
+    file.write_bytes(data := pickle.dumps(client.synchronized_class(Functional), protocol=2))
+    named = [argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"]
+    assert named == ["client synchronized_class", "support.subclasses Functional"]
+    script = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb'))(3))"
+    done = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("SynchronizedFunctional(")
 
 
 class OfAGroup(nn.BatchNorm1d):
