@@ -12,7 +12,7 @@ import copyreg
 import functools
 import logging
 from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ class Adopted:
     """What a class that is made here has beside the original's and ours; it stands before both."""
 
     converted_from: ClassVar[type[nn.Module]]
+    _adopted: ClassVar["WeakSet[nn.Module]"]
+    """The layers that were given this class: a warning says how many."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """A copy or pickle names the original class, and the class made of it is found again."""
@@ -144,8 +146,8 @@ class Behind(SynchronizedBatchNorm):
 _CAME = "_came_behind"
 
 _WARNINGS = {
-    "unreached": "layer %r is not synchronised: the forward of %s did not call batch_norm with the layer's tensors",
-    "ambiguous": "layer %r: the forward of %s calls batch_norm several times without tensors; all are synchronised",
+    "unreached": "not synchronised: %s; the forward of %s did not call batch_norm with the layer's tensors",
+    "ambiguous": "%s: the forward of %s calls batch_norm several times without tensors; all are synchronised",
 }
 
 
@@ -155,7 +157,13 @@ def _tell(kind: Any, layer: str, what: str) -> None:
         return
     kind._told.add(what)  # noqa: SLF001 - as above
     kind.is_unreached = what == "unreached" or kind.is_unreached
-    logger.warning(_WARNINGS[what], layer, kind.converted_from.__qualname__)
+    logger.warning(_WARNINGS[what], _with_others(kind, layer), kind.converted_from.__qualname__)
+
+
+def _with_others(kind: Any, layer: str) -> str:
+    """Names a layer, and says how many more were converted that are still of its class."""
+    others = sum(type(each) is kind for each in list(kind._adopted)) - 1  # noqa: SLF001 - of a class that is made here
+    return f"layer {layer!r} and {others} more of its class" if others > 0 else f"layer {layer!r}"
 
 
 # What the compiler takes for a constant it computes while it traces.
@@ -184,6 +192,7 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
         body = {
             "converted_from": original,
             "_told": set(),
+            "_adopted": WeakSet(),
             "__module__": original.__module__,
             "__doc__": original.__doc__,
         }
@@ -225,7 +234,9 @@ def adopt(layer: nn.Module) -> nn.Module:
     """
     if why_left(layer):
         return layer
-    layer.__class__ = synchronized_class(type(layer))
+    made: Any = synchronized_class(type(layer))
+    layer.__class__ = made
+    made._adopted.add(layer)  # noqa: SLF001 - of a class that is made here
     return layer
 
 

@@ -378,9 +378,11 @@ def test_a_forward_that_goes_another_way_is_told_once(caplog):
     model = client.convert_model(nn.Sequential(made(Evasive), made(Evasive)))
     for _ in range(2):
         model(batch()[0])
-    assert caplog.messages == [
-        "layer '0.1' is not synchronised: the forward of Evasive did not call batch_norm with the layer's tensors"
-    ]
+    (told,) = caplog.messages
+    assert told == (
+        "not synchronised: layer '0.1' and 1 more of its class; the forward of Evasive did not call batch_norm with "
+        "the layer's tensors"
+    )
     reason = "its forward did not call batch_norm in training"
     assert client.conversion_report(model).left == dict.fromkeys(("0.1", "1.1"), ("Evasive", reason))
 

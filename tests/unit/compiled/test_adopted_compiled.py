@@ -90,7 +90,7 @@ def test_a_compiled_forward_that_goes_another_way_is_told_of_once(caplog):
         run(x)
     told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
     assert told == [
-        "layer '1' is not synchronised: the forward of Evading did not call batch_norm with the layer's tensors"
+        "not synchronised: layer '1'; the forward of Evading did not call batch_norm with the layer's tensors"
     ]
     assert client.conversion_report(model).left.keys() == {"1"}
 
