@@ -22,6 +22,14 @@ def test_members_train_as_on_the_whole_batch(members, backend):
         assert_equal(found, expected, 1e-9)
 
 
+@pytest.mark.parametrize("network", subclass_programs.IN_THREES)
+def test_compiled_members_with_other_kinds_train_as_on_the_whole_batch(members, network):
+    training = Training(network, backend="aot_eager")
+    expected = subclass_programs.train_on_the_whole_batch(training)
+    for found in members(2, subclass_programs.train, training):
+        assert_equal(found, expected, 1e-9)
+
+
 @pytest.mark.parametrize(("kinds", "backend"), [("all kinds", ""), ("three kinds", "aot_eager")])
 def test_after_20_steps_under_ddp_the_weights_are_those_of_the_whole_batch(members, tmp_path, kinds, backend):
     training = Training(kinds, backend=backend, steps=20, lr=1e-4)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import client
 from programs import ddp_programs
 from programs.member_programs import Buffers
-from support.subclasses import SYNCHRONISED, Activated, Functional, Helped, SkipsEmpty
+from support.subclasses import SYNCHRONISED, Activated, Decorated, Functional, Helped, Reduced, SkipsEmpty, Slotted
 from zoo.libraries import library
 from zoo.specimen import prepare
 
@@ -25,7 +25,7 @@ class Training:
     """What is trained, on what.
 
     Attributes:
-        network: "three kinds", "all kinds", "empty", or a name of timm's.
+        network: a name in `KINDS`, or of timm's.
         sizes: samples per member.
         backend: of torch.compile; "" for eager.
         steps: how many.
@@ -68,6 +68,16 @@ KINDS = {
     "all kinds": SYNCHRONISED,
     "empty": [SkipsEmpty, SkipsEmpty],
 }
+
+
+def _in_threes() -> list[list[type[nn.Module]]]:
+    """The kinds beside the first three: each is compiled, and a longer chain would make much of rounding errors."""
+    others = [kind for kind in (*SYNCHRONISED, Decorated, Slotted, Reduced) if kind not in KINDS["three kinds"]]
+    return [others[first : first + 3] for first in range(0, len(others), 3)]
+
+
+IN_THREES = {" ".join(kind.__name__ for kind in three): three for three in _in_threes()}
+KINDS |= IN_THREES
 
 
 def train(connection: client.Connection, training: Training) -> Buffers:
