@@ -7,10 +7,27 @@ import numpy as np
 import torch
 from torch import nn
 
+from support.subclasses import Functional
+
 Results = dict[str, np.ndarray]
 
 FEATURES = 6
 CHANNELS = 4
+
+
+class Flat(Functional):
+    """As timm writes it, for rows; a cumulative average would need a number that the compiler does not know."""
+
+    def _check_input_dim(self, x: torch.Tensor) -> None:
+        assert x.dim() == 2
+
+
+class FlatActivated(nn.BatchNorm1d):
+    """Calls torch's forward, and activates."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).tanh()
+
 
 # Narrow and wide by turns: what inductor orders by is how much memory a branch needs.
 WIDTHS = (4, 8, 64, 256)
@@ -25,6 +42,7 @@ class Network:
         ranks: how many.
         branches: for each, the widths before and after its layer, and the layers it uses, by number.
         momentum: of all layers.
+        kinds: each layer's class, by its number.
         dynamic: as `torch.compile` takes it.
         is_checkpointed: whether the compiled model runs in a checkpoint.
         batches: for each step, the size of each rank's batch; one may be empty.
@@ -34,6 +52,7 @@ class Network:
     ranks: int
     branches: list[tuple[int, list[int]]] = field(init=False)
     momentum: float | None = field(init=False)
+    kinds: list[type[nn.Module]] = field(init=False)
     dynamic: bool | None = field(init=False)
     is_checkpointed: bool = field(init=False)
     batches: list[list[int]] = field(init=False)
@@ -54,6 +73,9 @@ class Network:
         for sizes in self.batches:
             if sum(sizes) < 2:
                 sizes[draw.randrange(self.ranks)] = 256
+        # Last, so that a seed draws the same branches and batches as before there were subclasses.
+        allowed = (nn.BatchNorm1d, FlatActivated) if self.momentum is None else (nn.BatchNorm1d, FlatActivated, Flat)
+        self.kinds = [draw.choice(allowed) for _ in range(2)]
 
     def model(self) -> nn.Module:
         """Returns the same model to everybody, with torch's layers."""
@@ -71,7 +93,8 @@ class _Model(nn.Module):
     def __init__(self, network: Network) -> None:
         super().__init__()
         used = {layer for _, layers in network.branches for layer in layers}
-        self.layers = nn.ModuleDict({f"{i}": nn.BatchNorm1d(CHANNELS, momentum=network.momentum) for i in sorted(used)})
+        made = {f"{i}": network.kinds[i](CHANNELS, momentum=network.momentum) for i in sorted(used)}
+        self.layers = nn.ModuleDict(made)
         self.before = nn.ModuleList(nn.Linear(FEATURES, width) for width, _ in network.branches)
         self.into = nn.ModuleList(nn.Linear(width, CHANNELS) for width, _ in network.branches)
         self.uses = [[f"{layer}" for layer in layers] for _, layers in network.branches]
