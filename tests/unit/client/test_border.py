@@ -190,6 +190,7 @@ NO_BORDER = {
     "Connection.metrics": "it looks",
     "DDPHandler.set_epoch": "it sets a number",
     "SlavePipe.key": "it makes a value",
+    "SlavePipe.places": "it asks, and knows nothing where there is no answer",
     "ElasticState.restore": "it loads what this process has kept",
     "commit_running_statistics": "nothing is sent",
     "conversion_report": "it looks",
