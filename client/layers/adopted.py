@@ -35,8 +35,8 @@ class Adopted:
     """What a class that is made here has beside the original's and ours; it stands before both."""
 
     converted_from: ClassVar[type[nn.Module]]
+    # The layers that were given this class: a warning says how many.
     _adopted: ClassVar["WeakSet[nn.Module]"]
-    """The layers that were given this class: a warning says how many."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """A copy or pickle names the original class, and the class made of it is found again."""
