@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -34,6 +34,7 @@ class _Flow:
     source: socket.socket
     sink: socket.socket
     pending: bytearray = field(default_factory=bytearray)
+    stalled_until: float = 0.0
 
 
 class Proxy:
@@ -59,7 +60,6 @@ class Proxy:
         self._waker, self._woken = socket.socketpair()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._flows: list[_Flow] = []
-        self._stalled_until = dict.fromkeys(DIRECTIONS, 0.0)
         self._halve_next: dict[str, str] = {}
         self._running = True
         self._thread = threading.Thread(target=self._run, name=f"proxy of {target}", daemon=True)
@@ -81,9 +81,12 @@ class Proxy:
         self._order(lambda: self._cut_all(end))
 
     def stall(self, seconds: float, *directions: str) -> None:
-        """Keeps all connections, and forwards nothing in these directions (default: both) for so long."""
-        until = time.monotonic() + seconds
-        self._order(lambda: self._stalled_until.update(dict.fromkeys(directions or DIRECTIONS, until)))
+        """Keeps all connections, and forwards nothing of them in these directions (default: both) for so long.
+
+        A connection that is made later is not held up: a member whose connection has ended has less time to be heard
+        again than one that is silent.
+        """
+        self._order(lambda: self._stall_all(time.monotonic() + seconds, directions or DIRECTIONS))
 
     def halve(self, direction: str, end: str = RST) -> None:
         """Forwards only a first part of the next chunk in this direction, and ends the connection that it is of."""
@@ -99,10 +102,10 @@ class Proxy:
     def _run(self) -> None:
         while self._running:
             now = time.monotonic()
-            flowing = [flow for flow in self._flows if self._stalled_until[flow.direction] <= now]
+            flowing = [flow for flow in self._flows if flow.stalled_until <= now]
             readers = [self._listener, self._woken, *(flow.source for flow in flowing if not flow.pending)]
             writers = [flow.sink for flow in flowing if flow.pending]
-            ends = [until - now for until in self._stalled_until.values() if until > now]
+            ends = [flow.stalled_until - now for flow in self._flows if flow.stalled_until > now]
             readable, writable, _ = select.select(readers, writers, [], min(ends, default=None))
             for flow in flowing:
                 # An earlier flow of this turn may have ended this one.
@@ -157,6 +160,11 @@ class Proxy:
         flow.sink.send(flow.pending[: self._chance.randrange(len(flow.pending))])
         self.halved += 1
         self._end(flow, end)
+
+    def _stall_all(self, until: float, directions: Collection[str]) -> None:
+        for flow in self._flows:
+            if flow.direction in directions:
+                flow.stalled_until = until
 
     def _cut_all(self, end: str) -> None:
         while self._flows:

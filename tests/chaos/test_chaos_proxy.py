@@ -141,6 +141,15 @@ def test_a_stall_holds_back_one_direction_and_loses_nothing(proxy, connect, echo
     assert time.monotonic() - started >= STALL_SECONDS
 
 
+def test_a_connection_that_is_made_during_a_stall_is_not_held_up(proxy, connect):
+    connect()
+    proxy.stall(2 * SECONDS)
+    proxy.cut()
+    again = connect()
+    again.sendall(b"again")
+    assert receive(again, 5) == b"again"
+
+
 @pytest.mark.parametrize("end", ENDS)
 def test_a_halved_chunk_arrives_in_part_and_its_connection_ends(proxy, connect, echo, end):
     connection = connect()
