@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -53,8 +53,6 @@ REMEMBERED_ROUND_TRIPS = 4096
 # What `Connection.endpoint` says where there is no server.
 IN_PROCESS = "in process"
 
-_ONE_HERE = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
-
 
 class Connection:
     """A member's place among the members of its job; also a context manager that says goodbye.
@@ -85,11 +83,7 @@ class Connection:
         self.transport = transport
         self._sessions = Sessions(transport, member)
         self._world = groups.world(member.world_size)
-        # Looked up now where that can be done: torch.compile follows a layer to its group, but not to the host's name.
-        self._local: Group | None = None
-        with suppress(ConfigurationError):
-            self._local = self._told_group_of_this_host()
-        self._local_lock = threading.Lock()
+        self._of_this_host = groups.GroupOfThisHost(member, self._gather_machines)
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
@@ -227,7 +221,7 @@ class Connection:
         """
         if group is None:
             return self._world
-        found = group if isinstance(group, Group) else self._by_rule(group)
+        found = group if isinstance(group, Group) else self._of_this_host.by_rule(group)
         if found.size > self.member.world_size:
             raise ConfigurationError(
                 f"group {found.name!r}: expected at most the {self.member.world_size} members of the job, "
@@ -237,7 +231,7 @@ class Connection:
 
     def is_alone(self, group: Group | str | None) -> bool:
         """Returns whether a group has no other members, and can have none; False while that is not known yet."""
-        if self._local is None and isinstance(group, str):
+        if self._of_this_host.known is None and isinstance(group, str):
             groups.check(group)  # its first round finds out who is in it; torch.compile follows a layer to here
             group = None
         return self.group(group).size == 1 and not self.member.is_elastic
@@ -451,32 +445,10 @@ class Connection:
         size = self.member.world_size
         return [session.lane for session in self._sessions.all() if session.member.world_size == size]
 
-    def _by_rule(self, rule: str) -> Group:
-        groups.check(rule)
-        # No cached_property: it takes a lock, and torch.compile follows a layer down to here.
-        if self._local is None:
-            return self._group_of_this_host()
-        return self._local
-
-    def _group_of_this_host(self) -> Group:
-        with self._local_lock:
-            # Kept before another thread has the lock, or that would gather again.
-            self._local = self._local or self._told_group_of_this_host() or self._gathered_group_of_this_host()
-            return self._local
-
-    def _gathered_group_of_this_host(self) -> Group:
-        rounds = self.rounds
-        told = self.all_gather(groups.HOSTS, groups.this_machine().encode())
-        self.rounds = rounds  # those of layers and of users count
-        return groups.of_hosts(told, self.rank)
-
-    def _told_group_of_this_host(self) -> Group | None:
-        """By the environment; None where it does not say it, and the members can find out themselves."""
-        size = self.member.world_size
-        # No launcher is needed to say how many there are of one.
-        environ = {**os.environ, **(_ONE_HERE if self.is_alone(None) else {})}
-        can_ask = not self.member.is_elastic
-        return None if can_ask and not groups.is_told(environ, size) else groups.local(environ)
+    @at_border
+    def _gather_machines(self, machine: bytes) -> dict[int, bytes]:
+        self.end_absence(None)
+        return self._gather(self._world, groups.HOSTS, machine, counts=False)
 
     def _check_usable(self) -> None:
         if self._closed:

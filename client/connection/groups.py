@@ -6,12 +6,14 @@ need not be listed anywhere, and nobody outside of it takes notice.
 
 import os
 import socket
+import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from client.connection.member import Member
 from statsd_bn import limits
 from statsd_bn.checks import check_integer, check_name
 from statsd_bn.environment import integer
@@ -27,6 +29,9 @@ HOSTS = "statsd_bn hosts"
 
 # Differs from host to host, also where they are clones of one another; containers on a host share it.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+# What a launcher of one process would say.
+_ONE_HERE = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
 
 
 @dataclass(frozen=True)
@@ -136,3 +141,53 @@ def check(group: Group | str | None) -> None:
         return
     hint = f"; a group by name needs its size, client.Group({group!r:.80}, size)" if isinstance(group, str) else ""
     raise ConfigurationError(f"group: expected None, {LOCAL!r} or a client.Group, got {group!r:.80}{hint}")
+
+
+class GroupOfThisHost:
+    """The group of the members of this host, once it is known who they are.
+
+    Args:
+        member: who this process is.
+        gather: gives the name of this machine to all members of the job, and returns theirs, by rank.
+
+    Attributes:
+        known: the group; None until the members have found it out.
+    """
+
+    def __init__(self, member: Member, gather: Callable[[bytes], dict[int, bytes]]) -> None:
+        self._member = member
+        self._gather = gather
+        self._lock = threading.Lock()
+        # Looked up now where that can be done: torch.compile follows a layer to its group, but not to the host's name.
+        self.known: Group | None = None
+        with suppress(ConfigurationError):
+            self.known = self._told()
+
+    def by_rule(self, rule: str) -> Group:
+        """Returns the group; where nobody has said it, the members find it out now.
+
+        Raises:
+            ConfigurationError: `rule` is another one, or neither can be done.
+            StatsdBNError: the round failed in which they find it out.
+        """
+        check(rule)
+        # No cached_property: it takes a lock, and torch.compile follows a layer down to here.
+        return self.known or self._found_out()
+
+    def _found_out(self) -> Group:
+        with self._lock:
+            # Kept before another thread has the lock, or that would gather again.
+            self.known = self.known or self._told() or self._gathered()
+            return self.known
+
+    def _told(self) -> Group | None:
+        """By the environment; None where it does not say it, and the members can find out themselves."""
+        member = self._member
+        # No launcher is needed to say how many there are of one.
+        is_alone = member.world_size == 1 and not member.is_elastic
+        environ = {**os.environ, **(_ONE_HERE if is_alone else {})}
+        can_ask = not member.is_elastic
+        return None if can_ask and not is_told(environ, member.world_size) else local(environ)
+
+    def _gathered(self) -> Group:
+        return of_hosts(self._gather(this_machine().encode()), self._member.rank)

@@ -192,12 +192,12 @@ def of_machines(monkeypatch, machines: dict[int, str]) -> None:
     """Has each rank take its machine for one of these; the members are threads of one process."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    gathered = Connection.all_gather
+    gathered = Connection._gather_machines
 
-    def all_gather(connection: Connection, name: str, data: bytes) -> dict[int, bytes]:
-        return gathered(connection, name, machines[connection.rank].encode() if name == groups.HOSTS else data)
+    def gather_machines(connection: Connection, _: bytes) -> dict[int, bytes]:
+        return gathered(connection, machines[connection.rank].encode())
 
-    monkeypatch.setattr(Connection, "all_gather", all_gather)
+    monkeypatch.setattr(Connection, "_gather_machines", gather_machines)
 
 
 def test_without_a_launcher_the_members_find_out_who_shares_a_host(monkeypatch):
@@ -234,7 +234,7 @@ def test_threads_of_one_member_find_it_out_in_one_round(monkeypatch):
 
     def program(connection):
         begun = threading.Barrier(2)
-        monkeypatch.setattr(connection, "_local_lock", SlowlyLeft())
+        monkeypatch.setattr(connection._of_this_host, "_lock", SlowlyLeft())
 
         def ask() -> Group:
             begun.wait(20)
