@@ -14,6 +14,12 @@ Results = dict[str, np.ndarray]
 FEATURES = 6
 CHANNELS = 4
 
+# What becomes of a row in a network of convolutions.
+HEIGHT, WIDTH = 2, 3
+
+# Instead of an empty batch: inductor of torch 2.13 fails in the gradient of any convolution of none.
+LEAST_IMAGES = 1
+
 
 class Flat(Functional):
     """As timm writes it, for rows; a cumulative average would need a number that the compiler does not know."""
@@ -22,11 +28,23 @@ class Flat(Functional):
         assert x.dim() == 2
 
 
-class FlatActivated(nn.BatchNorm1d):
+class _Activated(nn.Module):
     """Calls torch's forward, and activates."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).tanh()
+
+
+class FlatActivated(_Activated, nn.BatchNorm1d):
+    """For rows."""
+
+
+class ImageActivated(_Activated, nn.BatchNorm2d):
+    """For images."""
+
+
+# By whether the network has convolutions; the last ones know no cumulative average.
+KINDS = {False: (nn.BatchNorm1d, FlatActivated, Flat), True: (nn.BatchNorm2d, ImageActivated, Functional)}
 
 
 # Narrow and wide by turns: what inductor orders by is how much memory a branch needs.
@@ -42,16 +60,18 @@ class Network:
         ranks: how many.
         branches: for each, the widths before and after its layer, and the layers it uses, by number.
         momentum: of all layers.
+        has_images: whether it takes each row for an image, and has convolutions.
         kinds: each layer's class, by its number.
         dynamic: as `torch.compile` takes it.
         is_checkpointed: whether the compiled model runs in a checkpoint.
-        batches: for each step, the size of each rank's batch; one may be empty.
+        batches: for each step, the size of each rank's batch; one of rows may be empty.
     """
 
     seed: int
     ranks: int
     branches: list[tuple[int, list[int]]] = field(init=False)
     momentum: float | None = field(init=False)
+    has_images: bool = field(init=False)
     kinds: list[type[nn.Module]] = field(init=False)
     dynamic: bool | None = field(init=False)
     is_checkpointed: bool = field(init=False)
@@ -73,9 +93,12 @@ class Network:
         for sizes in self.batches:
             if sum(sizes) < 2:
                 sizes[draw.randrange(self.ranks)] = 256
-        # Last, so that a seed draws the same branches and batches as before there were subclasses.
-        allowed = (nn.BatchNorm1d, FlatActivated) if self.momentum is None else (nn.BatchNorm1d, FlatActivated, Flat)
-        self.kinds = [draw.choice(allowed) for _ in range(2)]
+        # Last, so that a seed draws the same branches and batches as before there were subclasses and convolutions.
+        kinds = [draw.randrange(2 if self.momentum is None else 3) for _ in range(2)]
+        self.has_images = draw.random() < 0.5
+        self.kinds = [KINDS[self.has_images][kind] for kind in kinds]
+        if self.has_images:
+            self.batches = [[size or LEAST_IMAGES for size in sizes] for sizes in self.batches]
 
     def model(self) -> nn.Module:
         """Returns the same model to everybody, with torch's layers."""
@@ -95,9 +118,18 @@ class _Model(nn.Module):
         used = {layer for _, layers in network.branches for layer in layers}
         made = {f"{i}": network.kinds[i](CHANNELS, momentum=network.momentum) for i in sorted(used)}
         self.layers = nn.ModuleDict(made)
-        self.before = nn.ModuleList(nn.Linear(FEATURES, width) for width, _ in network.branches)
-        self.into = nn.ModuleList(nn.Linear(width, CHANNELS) for width, _ in network.branches)
+        self.has_images = network.has_images
+        self.before = nn.ModuleList(self._before(width) for width, _ in network.branches)
+        self.into = nn.ModuleList(self._into(width) for width, _ in network.branches)
         self.uses = [[f"{layer}" for layer in layers] for _, layers in network.branches]
+
+    def _before(self, width: int) -> nn.Module:
+        if not self.has_images:
+            return nn.Linear(FEATURES, width)
+        return nn.Sequential(nn.Unflatten(1, (1, HEIGHT, WIDTH)), nn.Conv2d(1, width, 3, padding=1))
+
+    def _into(self, width: int) -> nn.Module:
+        return nn.Conv2d(width, CHANNELS, 2) if self.has_images else nn.Linear(width, CHANNELS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total = x.new_zeros(())

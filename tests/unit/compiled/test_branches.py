@@ -50,7 +50,7 @@ def test_ranks_with_other_batches_run_the_rounds_of_two_branches_in_one_order():
     assert _orders() == [expected] * 2
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [1, 2, 7])
 def test_random_networks_train_to_the_whole_batch(members, seed):
     """By the backend that only traces; scripts/branches has inductor's."""
     ranks = 2 + seed % 2
@@ -59,6 +59,8 @@ def test_random_networks_train_to_the_whole_batch(members, seed):
 
 
 @pytest.mark.long
-def test_a_network_compiled_by_inductor_trains_to_the_whole_batch(members):
-    results = members(2, branch_programs.train, 0, 2, "inductor")
-    assert branches.differences(Network(0, 2), results) == []
+@pytest.mark.parametrize("seed", [0, 4])
+def test_a_network_compiled_by_inductor_trains_to_the_whole_batch(members, seed):
+    """The second has convolutions."""
+    results = members(2, branch_programs.train, seed, 2, "inductor")
+    assert branches.differences(Network(seed, 2), results) == []
