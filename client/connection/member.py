@@ -19,8 +19,8 @@ ELASTIC = "elastic"
 ZEROMQ = "zeromq"
 SHARED_MEMORY = "shared_memory"
 
-# Where a group is spread over hosts: in the memory of each host, and from there over the server. Only by request, until
-# the simulator plays it.
+# Where a group is spread over hosts: in the memory of each host, and from there over the server. Only by request: it
+# has not been tried on several machines yet.
 RELAY = "relay"
 
 LANES = (ZEROMQ, SHARED_MEMORY)
