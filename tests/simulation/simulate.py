@@ -5,6 +5,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,9 @@ from simulation.simulator import Finding, Tally, World
 
 # Seeds that a process takes at a time: enough to be worth the way, few enough to share evenly.
 CHUNK = 25
+
+# Findings whose text is shown, as they come; the others are named by their seeds.
+SHOWN = 3
 
 Chunk = tuple[int, int, str]
 
@@ -44,6 +48,12 @@ def run_chunk(chunk: Chunk) -> tuple[Tally, list[tuple[int, str]]]:
     return tally, found
 
 
+def _begin_process() -> None:
+    gc.freeze()
+    # Ctrl-C comes to all processes of a run, and the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tuple[Tally, list[tuple[int, str]]]]:
     """Runs seeds in several processes and yields what comes, in the order of the seeds."""
     chunks = [(start, min(start + CHUNK, end), bug) for start in range(first, end, CHUNK)]
@@ -55,7 +65,7 @@ def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tu
         finally:
             gc.unfreeze()
         return
-    with multiprocessing.get_context("fork").Pool(jobs, initializer=gc.freeze) as pool:
+    with multiprocessing.get_context("fork").Pool(jobs, initializer=_begin_process) as pool:
         yield from pool.imap(run_chunk, chunks)
 
 
@@ -107,17 +117,21 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _run_many(options: argparse.Namespace) -> int:
-    first, end = options.seeds
     started, total, findings = time.monotonic(), Tally(), []
-    with contextlib.closing(run_seeds(first, end, options.bug, options.jobs)) as results:
-        for tally, found in results:
-            total.add(tally)
-            findings += found
-            if found and options.bug:
-                break
+    is_interrupted = False
+    try:
+        with contextlib.closing(run_seeds(*options.seeds, options.bug, options.jobs)) as results:
+            for tally, found in results:
+                total.add(tally)
+                for _, text in found[: max(0, SHOWN - len(findings))]:
+                    print(text, "\n", flush=True)
+                findings += found
+                if found and options.bug:
+                    break
+    except KeyboardInterrupt:
+        # Whoever ends a run of hours is told how far it came.
+        is_interrupted = True
     seconds = time.monotonic() - started
-    for _, text in findings[:3]:
-        print(text, "\n")
     worlds = total.worlds + len(findings)
     print(f"{worlds} worlds in {seconds:.1f} s, {worlds / seconds:.0f} seeds/s in {options.jobs} processes")
     print(f"rounds delivered: {total.rounds}")
@@ -125,7 +139,9 @@ def _run_many(options: argparse.Namespace) -> int:
     print("errors: " + ", ".join(f"{name} {count}" for name, count in total.errors.most_common()))
     if findings:
         print(f"{len(findings)} findings, at seeds {[seed for seed, _ in findings[:10]]}")
-    return int(bool(findings))
+    if is_interrupted:
+        print("interrupted")
+    return int(bool(findings) or is_interrupted)
 
 
 if __name__ == "__main__":

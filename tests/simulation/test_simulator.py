@@ -111,6 +111,20 @@ def test_a_bug_that_is_not_where_it_was_is_searched_for():
     assert found[0] != elsewhere
 
 
+def test_a_run_that_is_interrupted_tells_what_it_has_found(monkeypatch, capsys):
+    def run_seeds(*_):
+        yield simulate.run_chunk((0, 2, ""))
+        yield simulate.Tally(), [(seed, f"seed {seed}: a finding") for seed in range(2, 7)]
+        assert "".join(capsys.readouterr().out.split()) == "seed2:afindingseed3:afindingseed4:afinding"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate, "run_seeds", run_seeds)
+    assert simulate.main(["--seeds", "0:100"]) == 1
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("7 worlds in ")
+    assert last == "interrupted"
+
+
 def test_a_seed_repeats_to_the_byte_whatever_the_hash_seed():
     program = (
         "import support.without_torch, sys; from simulation.simulator import World; "
