@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import zmq
 
-from client.connection.member import Member
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.session import Session
 from statsd_bn import limits
 from statsd_bn.messages import Aggregate
 from statsd_bn.rows import Rows

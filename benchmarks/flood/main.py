@@ -25,8 +25,8 @@ import numpy as np
 import zmq
 
 import client
-from client.connection.member import Member
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.session import Session
 from statsd_bn import Rows, limits
 
 if TYPE_CHECKING:

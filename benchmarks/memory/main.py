@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from client.connection.member import Member
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.session import Session
 from statsd_bn import limits
 from statsd_bn.errors import RoundFailed
 from statsd_bn.messages import Aggregate

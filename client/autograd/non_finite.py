@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from client.connection.connection import NON_FINITE, Connection
 from client.connection.current import current_connection
 from client.connection.groups import this_place
-from client.connection.member import IGNORE, ON_NONFINITE, RAISE, WARN
+from client.conversation.member import IGNORE, ON_NONFINITE, RAISE, WARN
 from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
 from client.lanes.zeromq import SlavePipe

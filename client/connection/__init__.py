@@ -1,4 +1,5 @@
-"""A rank's conversation with the server: the protocol, its retries, its sockets.
+"""A rank's connection to the server: its sockets, its threads, its clock.
 
-It works on arrays and bytes and loads no torch. How a server is found or started belongs in `client.launch`.
+It runs what `client.conversation` decides. It works on arrays and bytes and loads no torch. How a server is found or
+started belongs in `client.launch`.
 """

@@ -16,15 +16,16 @@ from typing import Self, TypeVar
 import numpy as np
 
 from client.border import at_border, make_readable
-from client.connection import all_gather, driver, groups
+from client.connection import driver, groups
 from client.connection.groups import Group
-from client.connection.member import RELAY, SHARED_MEMORY, ZEROMQ, LaneInUse, Member
-from client.connection.registration import cause_of
-from client.connection.round_trip import RoundTrip
-from client.connection.session import Session
 from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
 from client.connection.transport import Transport
+from client.conversation import all_gather
+from client.conversation.member import RELAY, SHARED_MEMORY, ZEROMQ, LaneInUse, Member
+from client.conversation.registration import cause_of
+from client.conversation.round_trip import RoundTrip
+from client.conversation.session import Session
 from client.whereabouts import notes
 from statsd_bn.errors import (
     ConfigurationError,

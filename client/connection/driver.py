@@ -5,8 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from client.connection.machine import Machine, Turn
 from client.connection.transport import Channel
+from client.conversation.machine import Machine, Turn
 
 ResultT = TypeVar("ResultT")
 

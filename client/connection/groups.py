@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from client.connection.member import Member
+from client.conversation.member import Member
 from statsd_bn import limits
 from statsd_bn.checks import check_integer, check_name
 from statsd_bn.environment import integer

@@ -3,7 +3,7 @@
 It also answers the server's question where this process is, hears that the job is broken, and tells of rounds that the
 server does not see, because it can do so wherever the training script is. It is Python on purpose. ZeroMQ has
 heartbeats of its own, but its I/O thread answers them even where no line of Python runs any more. Which sessions speak,
-and when, is in `client.connection.pulse`.
+and when, is in `client.conversation.pulse`.
 """
 
 import logging
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from client.connection.heartbeat_socket import Beacon
-from client.connection.pulse import Pulse
-from client.connection.session import Session
+from client.conversation.pulse import Pulse
+from client.conversation.session import Session
 from client.whereabouts.broken_job import BrokenJob
 
 logger = logging.getLogger("statsd_bn.client")

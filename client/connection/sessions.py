@@ -13,10 +13,11 @@ from typing import cast
 from client.connection import driver
 from client.connection.groups import Group
 from client.connection.heartbeat import Heartbeat
-from client.connection.member import BY_JOIN, Member
-from client.connection.registration import Registration, cause_of
-from client.connection.session import LastSettled, Session
 from client.connection.transport import Transport
+from client.conversation.last_settled import LastSettled
+from client.conversation.member import BY_JOIN, Member
+from client.conversation.registration import Registration, cause_of
+from client.conversation.session import Session
 from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
 from client.whereabouts.termination import Termination

@@ -14,7 +14,7 @@ from torch import nn
 
 from client.border import at_border
 from client.connection.current import current_connection
-from client.connection.member import DEFAULT_ROUND_TIMEOUT
+from client.conversation.member import DEFAULT_ROUND_TIMEOUT
 from client.data_parallel import any_device, sync_master
 from client.data_parallel.barrier import Barrier
 

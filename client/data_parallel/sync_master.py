@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from queue import Empty, Full, SimpleQueue
 from typing import Any
 
-from client.connection.member import DEFAULT_ROUND_TIMEOUT
+from client.conversation.member import DEFAULT_ROUND_TIMEOUT
 from client.data_parallel.barrier import Barrier
 from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundTimeout

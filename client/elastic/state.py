@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection
-from client.connection.registration import cause_of
+from client.conversation.registration import cause_of
 from client.elastic import commit_reports
 from client.elastic.commit_reports import Report, Reports
 from client.elastic.sampler import ElasticSampler

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import nn
 
 from client.connection.current import current_connection
-from client.connection.registration import cause_of
+from client.conversation.registration import cause_of
 from client.integrations.connecting import connect_unless_connected
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.layers.convert import convert, revert

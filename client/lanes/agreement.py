@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from client.connection.connection import Connection
 from client.connection.groups import Group
-from client.connection.member import AUTO, RELAY, SHARED_MEMORY, ZEROMQ, Member
+from client.conversation.member import AUTO, RELAY, SHARED_MEMORY, ZEROMQ, Member
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.host_memory import HostMemory, size_of
 from client.shared_memory.passing import Offer, take, why_not

@@ -18,9 +18,9 @@ watch it, and would cost all others a round whenever it is held up. The last to 
 
 from collections.abc import Callable
 
-from client.connection.machine import Turn
-from client.connection.round_trip import RoundTrip
-from client.connection.session import Session
+from client.conversation.machine import Turn
+from client.conversation.round_trip import RoundTrip
+from client.conversation.session import Session
 from client.lanes.key_digest import digest_of
 from client.lanes.round_in_memory import ESCALATE_SECONDS, AtServer
 from client.shared_memory.host_memory import HostMemory

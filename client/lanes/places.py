@@ -9,8 +9,8 @@ from typing import Any
 
 from client.connection import driver
 from client.connection.connection import Connection
-from client.connection.machine import Turn
-from client.connection.member import Member
+from client.conversation.machine import Turn
+from client.conversation.member import Member
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
 from statsd_bn.messages import WORLD, Failure, Status, StatusRequest
 from statsd_bn.ranks_in_words import places_in

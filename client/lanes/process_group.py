@@ -20,10 +20,10 @@ import torch
 from torch import distributed
 
 from client.border import make_readable
-from client.connection.all_gather import MAX_BYTES
 from client.connection.current import current_connection, has_been_alone, has_been_connected
 from client.connection.groups import this_place
-from client.connection.session import Steps
+from client.conversation.all_gather import MAX_BYTES
+from client.conversation.steps import Steps
 from client.lanes.group_insight import insight_of
 from client.lanes.key_digest import digest_of
 from client.lanes.named_process_group import NamedProcessGroup

@@ -4,8 +4,8 @@ import time
 from functools import partial
 
 from client.connection.connection import Connection
-from client.connection.machine import Turn
-from client.connection.session import Session
+from client.conversation.machine import Turn
+from client.conversation.session import Session
 from client.lanes.carried_round import CarriedRound
 from client.lanes.round_in_memory import AtServer
 from client.shared_memory.host_memory import HostMemory

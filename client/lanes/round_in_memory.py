@@ -7,9 +7,9 @@ whoever is first. So the server sees every long wait, and says what it is about.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from client.connection.machine import Turn
-from client.connection.round_trip import RoundTrip
-from client.connection.session import Session
+from client.conversation.machine import Turn
+from client.conversation.round_trip import RoundTrip
+from client.conversation.session import Session
 from client.lanes.key_digest import digest_of
 from client.shared_memory.group_memory import GroupMemory
 from statsd_bn import limits

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 
 from client.connection.connection import Connection
 from client.connection.groups import Group
-from client.connection.machine import Turn
-from client.connection.session import Session
 from client.connection.transport import SHORT_SECONDS
+from client.conversation.machine import Turn
+from client.conversation.session import Session
 from client.lanes import agreement, relay
 from client.lanes.round_in_memory import AtServer, RoundInMemory
 from client.lanes.zeromq import SlavePipe

@@ -15,7 +15,8 @@ from types import TracebackType
 from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection, hold
-from client.connection.member import (
+from client.connection.transport import ZmqTransport
+from client.conversation.member import (
     BY_ELASTIC,
     DEFAULT_ABORT_AFTER,
     DEFAULT_ROUND_TIMEOUT,
@@ -23,8 +24,7 @@ from client.connection.member import (
     STRICT,
     Member,
 )
-from client.connection.registration import cause_of
-from client.connection.transport import ZmqTransport
+from client.conversation.registration import cause_of
 from client.launch import alone, log_level, own_server, process_group, server_process
 from client.launch.first_step import FirstStep
 from client.launch.settings import Settings, resolve

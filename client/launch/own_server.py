@@ -9,7 +9,7 @@ from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
-from client.connection.member import Member
+from client.conversation.member import Member
 from client.launch import job_secret, process_group
 from client.launch.launchers import StoreAddress
 from client.launch.server_process import ServerProcess

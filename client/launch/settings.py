@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from client.connection.groups import this_place
-from client.connection.member import (
+from client.conversation.member import (
     DEFAULT_ABORT_AFTER,
     DEFAULT_ROUND_TIMEOUT,
     ELASTIC,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from client.connection.registration import cause_of
+from client.conversation.registration import cause_of
 from client.lanes import process_group
 from client.lanes.choose import Company
 from client.lanes.named_process_group import NamedProcessGroup

@@ -11,8 +11,8 @@ import sys
 import msgpack
 
 from client.connection.connection import Connection
-from client.connection.session import Member
 from client.connection.transport import ZmqTransport
+from client.conversation.session import Member
 from statsd_bn.errors import StatsdBNError
 
 ENDPOINT = "tcp://127.0.0.1:5555"

@@ -66,8 +66,8 @@ def contributions() -> np.ndarray:
 def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path, min_members: int = 0) -> Played:
     """Takes part in rounds until the file `stop` is there; makes the file `begun` after the first ones."""
     from client.connection.connection import Connection  # noqa: PLC0415 - torch comes with it, which a test needs not
-    from client.connection.session import Member  # noqa: PLC0415
     from client.connection.transport import ZmqTransport  # noqa: PLC0415
+    from client.conversation.session import Member  # noqa: PLC0415
     from statsd_bn import Rows  # noqa: PLC0415
     from statsd_bn.keys import load_client  # noqa: PLC0415
 

@@ -15,8 +15,8 @@ from attacks.peers import Peers, job_of
 from attacks.servers import ROOT, environment
 from attacks.variants import first_is_quick, keys_if_long
 from client.connection.connection import Connection
-from client.connection.member import Member
 from client.connection.transport import ZmqTransport
+from client.conversation.member import Member
 from client.serialization import packing
 from statsd_bn.messages import Failure, StatusRequest
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION

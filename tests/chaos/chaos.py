@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from chaos import chaos_scenarios, chaos_world
 from chaos.chaos_scenarios import Result
 from chaos.chaos_world import Finding
-from client.connection.member import LANES, RELAY
+from client.conversation.member import LANES, RELAY
 
 HEADER = (
     f"{'scenario':32} {'runs':>5} {'troubles':>8} {'median s':>9} {'worst s':>9} {'bit-identical':>14} {'findings':>9}"

@@ -12,7 +12,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from client.connection import heartbeat_socket, registration, round_trip, transport
+from client.connection import heartbeat_socket, transport
+from client.conversation import registration, round_trip
 from client.launch import connect
 from documentation import life_table
 from server.core import collectives, deadlock, ended, liveness, quiet

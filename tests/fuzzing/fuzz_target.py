@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from client.connection.member import Member
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.session import Session
 from client.whereabouts.place import Place, TorchGroup
 from server.core.dispatcher import Dispatcher
 from server.group.rounds import Reply

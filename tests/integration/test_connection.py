@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 import client
-from client.connection import registration, round_trip
 from client.connection.connection import Connection
-from client.connection.member import Member
 from client.connection.transport import ZmqTransport
+from client.conversation import registration, round_trip
+from client.conversation.member import Member
 from client.launch import connect as launch
 from client.launch.settings import resolve
 from programs import member_programs

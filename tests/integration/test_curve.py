@@ -20,8 +20,8 @@ from zmq.utils.monitor import recv_monitor_message
 import client
 from client.connection.connection import Connection
 from client.connection.curve import secure
-from client.connection.member import Member
 from client.connection.transport import ZmqTransport
+from client.conversation.member import Member
 from server import Service
 from server import __main__ as command
 from server.cli.status import ask
@@ -117,7 +117,7 @@ def test_a_client_with_a_key_is_told_of_a_server_without_one(serve, keys):
 
 
 def test_where_nobody_listens_a_client_with_a_key_says_so(keys, tmp_path, monkeypatch):
-    monkeypatch.setattr("client.connection.registration.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("client.conversation.registration.ANSWER_SECONDS", 1.0)
     with pytest.raises(ServerUnreachable):
         join(f"ipc://{tmp_path}/nobody", load_client(secret(keys, "alice")))
 
@@ -294,7 +294,7 @@ def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
 
 def test_the_doors_stay_shut_when_the_gatekeeper_is_away(keys, monkeypatch, serve):
     """ZeroMQ's own default would let everybody in who knows the server's public key."""
-    monkeypatch.setattr("client.connection.registration.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("client.conversation.registration.ANSWER_SECONDS", 1.0)
     monkeypatch.setattr("server.network.zap.ENDPOINT", "inproc://elsewhere")
     service = serve(curve=keys)
     error = outcome(lambda: join(service.endpoints[0], load_client(secret(keys, "alice"))))

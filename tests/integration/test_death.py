@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from client.connection.member import LANES, RELAY, SHARED_MEMORY, ZEROMQ
+from client.conversation.member import LANES, RELAY, SHARED_MEMORY, ZEROMQ
 from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 

@@ -10,7 +10,7 @@ import torch
 
 import client
 from client.autograd import non_finite
-from client.connection.member import RELAY, ZEROMQ
+from client.conversation.member import RELAY, ZEROMQ
 from client.lanes.zeromq import SlavePipe
 from programs import non_finite_programs
 from programs.non_finite_programs import three_steps, three_steps_on_hosts

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from client.connection.member import ZEROMQ
+from client.conversation.member import ZEROMQ
 from integration.test_death import WAIT_SECONDS, Company
 from programs import death_programs
 from server import Config, Service

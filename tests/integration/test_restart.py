@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client.connection.member import RELAY, SHARED_MEMORY, ZEROMQ, Member
-from client.connection.session import Session
+from client.conversation.member import RELAY, SHARED_MEMORY, ZEROMQ, Member
+from client.conversation.session import Session
 from programs import restart_programs
 from server.core.dispatcher import Dispatcher
 from server.group.seals import Seals

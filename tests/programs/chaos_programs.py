@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import client
-from client.connection.member import RELAY
+from client.conversation.member import RELAY
 from support.memory_members import outcome
 from support.pretended_hosts import pretend_to_be_on
 

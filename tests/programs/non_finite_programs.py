@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from client.autograd import non_finite
-from client.connection.member import RELAY, ZEROMQ
+from client.conversation.member import RELAY, ZEROMQ
 from client.shared_memory import passing
 from statsd_bn.errors import NonFinite
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import client
 from client.connection.connection import Connection
-from client.connection.member import AUTO, RELAY, SHARED_MEMORY
+from client.conversation.member import AUTO, RELAY, SHARED_MEMORY
 from client.lanes.choose import lane_for
 from client.lanes.zeromq import SlavePipe
 from statsd_bn.messages import Aggregate

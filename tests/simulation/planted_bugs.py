@@ -13,10 +13,10 @@ from unittest import mock
 
 import numpy as np
 
-import client.connection.session
-from client.connection.registration import Registration
-from client.connection.round_trip import GRACE_SECONDS, RoundTrip
-from client.connection.session import Session
+import client.conversation.session
+from client.conversation.registration import Registration
+from client.conversation.round_trip import GRACE_SECONDS, RoundTrip
+from client.conversation.session import Session
 from client.lanes import carried_round, round_in_memory
 from client.lanes.carried_round import CarriedRound
 from client.lanes.round_in_memory import RoundInMemory
@@ -383,7 +383,7 @@ def steps_count_by_forward() -> Any:
 
     def contribution(right: Any, self: Session, key: Any, *args: Any) -> bytes:
         frame = right(self, key, *args)
-        if key.phase != client.connection.session.FORWARD:
+        if key.phase != client.conversation.session.FORWARD:
             self._steps.step, self._steps._backward_seen = self._steps.step + 1, False
         return frame
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from client.connection.member import Member
-from client.connection.session import LastSettled
+from client.conversation.last_settled import LastSettled
+from client.conversation.member import Member
 from simulation.simulated_frames import SimulatedSession
 from statsd_bn import limits
 from statsd_bn.members import Members

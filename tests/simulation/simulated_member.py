@@ -9,10 +9,11 @@ import numpy as np
 
 from client.connection import groups
 from client.connection.groups import Group
-from client.connection.member import Member
-from client.connection.registration import Registration, cause_of
-from client.connection.round_trip import RoundTrip
-from client.connection.session import LastSettled, Session
+from client.conversation.last_settled import LastSettled
+from client.conversation.member import Member
+from client.conversation.registration import Registration, cause_of
+from client.conversation.round_trip import RoundTrip
+from client.conversation.session import Session
 from client.lanes.carried_round import CarriedRound
 from client.lanes.round_in_memory import RoundInMemory
 from client.shared_memory.group_memory import GroupMemory

@@ -4,15 +4,15 @@ import math
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from client.connection.machine import Machine
-from client.connection.pulse import Pulse
 from client.connection.transport import WATCH_SECONDS
+from client.conversation.machine import Machine
+from client.conversation.pulse import Pulse
 from client.whereabouts.place import Place
 from simulation.simulated_network import BEACON_RECONNECT_SECONDS, Clock, Network, SimulatedChannel
 from statsd_bn.errors import StatsdBNError
 
 if TYPE_CHECKING:
-    from client.connection.session import Session
+    from client.conversation.session import Session
 
 # What the simulator's own arithmetic may add to a time.
 ROUNDING_SECONDS = 1e-6

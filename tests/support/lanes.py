@@ -6,7 +6,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from client.connection import member
+from client.conversation import member
 from client.kernels import backends, device_statistics
 from client.lanes import device_rows
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from client.connection.connection import Connection
-from client.connection.member import ZEROMQ, Member
 from client.connection.transport import MemoryTransport
+from client.conversation.member import ZEROMQ, Member
 from server.core.dispatcher import Dispatcher
 
 SERVER = b"server-0"

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import client
-from client.connection import current, groups, registration
+from client.connection import current, groups
 from client.connection.connection import Connection
 from client.connection.groups import Group
+from client.conversation import registration
 from client.lanes.in_process import LocalPipe
 from client.lanes.zeromq import SlavePipe
 from programs import member_programs

@@ -17,9 +17,9 @@ import zmq
 import client
 from client.connection.heartbeat import Heartbeat
 from client.connection.heartbeat_socket import Beacon
-from client.connection.member import Member
-from client.connection.pulse import Pulse
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.pulse import Pulse
+from client.conversation.session import Session
 from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
 from statsd_bn import limits
@@ -320,7 +320,7 @@ def test_a_connection_has_one_thread_and_closing_ends_it(server, job):
 
 
 def test_a_connection_that_was_refused_leaves_no_thread_behind(monkeypatch, tmp_path):
-    monkeypatch.setattr(client.connection.registration, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(client.conversation.registration, "ANSWER_SECONDS", 0.1)
     with pytest.raises(Exception, match="nobody listens"):
         client.connect(f"ipc://{tmp_path}/nobody")
     assert heartbeats() == []
@@ -347,7 +347,7 @@ def test_a_forked_child_has_none(server, job):
 UNTIDY = """
 import sys, client
 from client.connection.connection import Connection
-from client.connection.member import Member
+from client.conversation.member import Member
 from client.connection.transport import ZmqTransport
 if sys.argv[2] == "connected":
     client.connect(sys.argv[1], job=sys.argv[3])

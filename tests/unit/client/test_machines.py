@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from client.connection.member import Member
-from client.connection.registration import ANSWER_SECONDS, ASK_AGAIN_SECONDS, TAKEN_SECONDS, Registration
-from client.connection.round_trip import GRACE_SECONDS, RoundTrip
-from client.connection.session import LastSettled, Session
+from client.conversation.last_settled import LastSettled
+from client.conversation.member import Member
+from client.conversation.registration import ANSWER_SECONDS, ASK_AGAIN_SECONDS, TAKEN_SECONDS, Registration
+from client.conversation.round_trip import GRACE_SECONDS, RoundTrip
+from client.conversation.session import Session
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, RoundTimeout, ServerUnreachable
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Pending, Register, Registered

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from client.connection.member import Member
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.session import Session
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch, StatsdBNError, VersionMismatch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered

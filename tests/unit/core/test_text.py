@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.connection.member import Member
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.session import Session
 from client.launch.settings import resolve
 from server.__main__ import main
 from server.cli.plain_logs import MAX_LINE, PlainFormatter

@@ -2,8 +2,8 @@
 
 import pytest
 
-from client.connection.member import Member
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.session import Session
 from integration.test_restart import World, rows_of
 from statsd_bn import limits
 from statsd_bn.errors import UnknownSession

@@ -2,9 +2,9 @@
 
 import pytest
 
-from client.connection.member import Member
-from client.connection.pulse import Pulse
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.pulse import Pulse
+from client.conversation.session import Session
 from statsd_bn.members import Members
 from statsd_bn.messages import Registered, RoundTrips
 from statsd_bn.timing.round_trip_times import MOST_TOLD, SECONDS, RoundTripTimes

@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from client.connection.connection import Connection
-from client.connection.member import Member
 from client.connection.transport import ZmqTransport
+from client.conversation.member import Member
 from server import Service
 from server.cli.status import ask
 from server.limits.quota import Quota

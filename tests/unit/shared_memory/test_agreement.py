@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from client.connection.member import AUTO, BY_A_RANK, BY_JOIN, SHARED_MEMORY, ZEROMQ
+from client.conversation.member import AUTO, BY_A_RANK, BY_JOIN, SHARED_MEMORY, ZEROMQ
 from client.lanes import agreement
 from client.lanes.choose import lane_over
 from client.lanes.shared_memory import SharedMemoryPipe

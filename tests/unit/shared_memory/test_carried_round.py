@@ -5,8 +5,8 @@ from mmap import mmap
 import numpy as np
 import pytest
 
-from client.connection.member import Member
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.session import Session
 from client.lanes.carried_round import CARRY_SECONDS, MOST_BYTES, CarriedRound
 from client.lanes.round_in_memory import ESCALATE_SECONDS, AtServer
 from client.shared_memory import passing

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
-from client.connection.member import SHARED_MEMORY, ZEROMQ
+from client.conversation.member import SHARED_MEMORY, ZEROMQ
 from client.lanes import agreement, round_in_memory
 from client.lanes.shared_memory import SharedMemoryPipe
 from client.lanes.zeromq import SlavePipe

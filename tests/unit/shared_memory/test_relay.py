@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from client.connection.member import RELAY, ZEROMQ
+from client.conversation.member import RELAY, ZEROMQ
 from client.lanes import agreement, carried_round
 from client.lanes.shared_memory import SharedMemoryPipe
 from client.lanes.zeromq import SlavePipe

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from client.connection.member import SHARED_MEMORY
-from client.connection.pulse import Pulse
+from client.conversation.member import SHARED_MEMORY
+from client.conversation.pulse import Pulse
 from client.lanes.shared_memory import SharedMemoryPipe
 from client.shared_memory import passing
 from statsd_bn import Rows

@@ -13,8 +13,8 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from client.connection.member import Member
-from client.connection.session import Session
+from client.conversation.member import Member
+from client.conversation.session import Session
 from client.whereabouts import collectives, stack
 from client.whereabouts.look import Looks
 from client.whereabouts.place import Place

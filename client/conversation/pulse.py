@@ -5,7 +5,7 @@ A session that takes part in rounds is heard by that, and needs no heartbeat.
 
 from collections.abc import Iterable
 
-from client.connection.session import Session
+from client.conversation.session import Session
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Question

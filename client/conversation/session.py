@@ -1,19 +1,19 @@
 """Session: the client half of the protocol, pure.
 
-It turns a layer's rows into a frame and the answer's frame back into an aggregate or an error, and it gives
-every round its key. All members run the same program, so each counts for itself and all arrive at the same
-keys: a step begins with the first forward round after a backward round, and `call` counts a layer's
-forward rounds within the step. A backward round keeps the key of its forward round, whatever step has come.
+It turns a layer's rows into a frame and the answer's frame back into an aggregate or an error, and it gives every round
+its key, by the steps that the member counts.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeGuard
 
 import numpy as np
 
-from client.connection.member import BY_ELASTIC, LaneInUse, Member
+from client.conversation.last_settled import LastSettled
+from client.conversation.member import BY_ELASTIC, LaneInUse, Member
+from client.conversation.steps import Steps
 from client.whereabouts.place import Place, TorchGroup
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
@@ -39,7 +39,7 @@ from statsd_bn.messages import (
     Stand,
     Whereabouts,
 )
-from statsd_bn.round_key import FORWARD, GATHER, RoundKey
+from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew.samples import Sample, told_by
 from statsd_bn.text import told
@@ -48,61 +48,8 @@ from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from statsd_bn.wire.layer_frames import LayerFrames
 
-# The phases that may begin a step.
-BEGINNINGS = (FORWARD, GATHER)
-
 # What is about a round.
 _ANSWERS = (Aggregate, Pending)
-
-
-class Steps:
-    """How a member counts its rounds, see above.
-
-    Attributes:
-        step: the one that it is in.
-    """
-
-    def __init__(self) -> None:
-        self.step = 0
-        self._calls: Counter[str] = Counter()
-        self._backward_seen = False
-
-    def next(self, layer: str) -> tuple[int, int]:
-        """Returns the step and the call of the next forward round, or gather, of a layer."""
-        if self._backward_seen:
-            self.begin_at(self.step + 1)
-        call = self._calls[layer]
-        self._calls[layer] += 1
-        return self.step, call
-
-    def begins(self, phase: str) -> None:
-        """A round of this phase takes place now."""
-        self._backward_seen = self._backward_seen or phase not in BEGINNINGS
-
-    def begin_at(self, step: int) -> None:
-        """Begins a step."""
-        self.step = step
-        self._calls.clear()
-        self._backward_seen = False
-
-
-class LastSettled:
-    """What this process has said last of a round that is over in memory, in any group; one for all its sessions.
-
-    It is said again ahead of the next contribution. What was lost with a connection would else leave a member at the
-    server that seems to wait there still for this one, while this one waits for it elsewhere.
-
-    Attributes:
-        frame: the Settled; empty once the server has answered what came behind it.
-    """
-
-    def __init__(self) -> None:
-        self.frame = b""
-
-    def was_heard(self, frame: bytes) -> None:
-        """The server has answered what came behind a frame; meanwhile another thread may have said something else."""
-        if self.frame == frame:
-            self.frame = b""
 
 
 class Session:

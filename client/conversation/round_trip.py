@@ -8,8 +8,8 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from client.connection.machine import Turn
-from client.connection.session import Session
+from client.conversation.machine import Turn
+from client.conversation.session import Session
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import RoundTimeout, UnknownSession
 from statsd_bn.members import Members

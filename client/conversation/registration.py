@@ -2,9 +2,9 @@
 
 import logging
 
-from client.connection.machine import Turn
-from client.connection.member import Member
-from client.connection.session import Session
+from client.conversation.machine import Turn
+from client.conversation.member import Member
+from client.conversation.session import Session
 from statsd_bn.error_text import error_text, in_brief
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
 from statsd_bn.messages import WORLD, Registered, missing_members
