@@ -66,7 +66,7 @@ class Heartbeat:
                 self._listen()
                 self._beat()
                 self._guarded(self._tell_figures)
-                self._guarded(self._tell_round_trips)
+                self._guarded(self._tell_times)
                 if is_anew:
                     # After the heartbeat: a server that sees other connections close must know of this one.
                     if self._has_connected:
@@ -103,8 +103,8 @@ class Heartbeat:
         for frame in self._pulse.figures(time.monotonic(), self._sessions()):
             self._beacon.send(frame)
 
-    def _tell_round_trips(self) -> None:
-        for frame in self._pulse.round_trips(time.monotonic(), self._sessions()):
+    def _tell_times(self) -> None:
+        for frame in self._pulse.told_times(time.monotonic(), self._sessions()):
             self._beacon.send(frame)
 
     def _beat(self) -> None:

@@ -56,10 +56,10 @@ class Pulse:
         frames = [session.figures(samples) for session, samples in looks if samples and session.token in self._told]
         return [frame for frame in frames if frame]
 
-    def round_trips(self, now: float, sessions: Iterable[Session]) -> list[bytes]:
-        """Returns the frames that tell how long rounds took."""
-        frames = [session.round_trips(now) for session in _known(sessions) if session.token in self._told]
-        return [frame for frame in frames if frame]
+    def told_times(self, now: float, sessions: Iterable[Session]) -> list[bytes]:
+        """Returns the frames that tell how long rounds took, and how late members came to them."""
+        known = [session for session in _known(sessions) if session.token in self._told]
+        return [frame for session in known for frame in session.told_times(now)]
 
     def overhear(self, frame: bytes, sessions: Iterable[Session]) -> list[bytes]:
         """Returns the replies to a frame that came over this connection.

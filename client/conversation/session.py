@@ -27,6 +27,7 @@ from statsd_bn.messages import (
     Digest,
     Failure,
     Heartbeat,
+    Lateness,
     Leave,
     Message,
     Pending,
@@ -43,7 +44,7 @@ from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew.samples import Sample, told_by
 from statsd_bn.text import told
-from statsd_bn.timing.round_trip_times import RoundTripTimes
+from statsd_bn.timing.told_times import ToldTimes
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from statsd_bn.wire.layer_frames import LayerFrames
@@ -67,6 +68,7 @@ class Session:
         is_uneven: whether members of the group have been away, or may have been, so that not all are in each round.
         lane: how the group's rows travel.
         times: how long its rounds took.
+        lateness: how much later than all others it came, each time that it came last to a round in memory.
         last_settled: as given.
         spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
         decode: what reads the server's frames.
@@ -83,7 +85,8 @@ class Session:
         self.first_step = 0
         self.members = NOBODY
         self.lane = LaneInUse()
-        self.times = RoundTripTimes(member.world_size)
+        self.times = ToldTimes(member.world_size)
+        self.lateness = ToldTimes(member.world_size)
         # What they are made of is checked once for each layer.
         self._keys: dict[tuple[str, str], RoundKey] = {}
         self._frames = LayerFrames(token)
@@ -176,13 +179,15 @@ class Session:
         step, figures = told
         return encode(Digest(self.token, step, "\n".join(figures), np.stack(list(figures.values()))))
 
-    def round_trips(self, now: float) -> bytes | None:
-        """Returns the frame that tells how long its rounds took; None where there is no news, or none is due."""
-        self.times.count()
-        if not self.times.is_due(now):
-            return None
-        told = self.times.tell(now)
-        return encode(RoundTrips(self.token, int(1e6 * told.sum), tuple(told.counts)))
+    def told_times(self, now: float) -> list[bytes]:
+        """Returns the frames that tell how long its rounds took and how late it came, where there is news to tell."""
+        frames = []
+        for times, kind in ((self.times, RoundTrips), (self.lateness, Lateness)):
+            times.count()
+            if times.is_due(now):
+                told = times.tell(now)
+                frames.append(encode(kind(self.token, int(1e6 * told.sum), tuple(told.counts))))
+        return frames
 
     def registered(self, frame: bytes) -> Registered | None:
         """Returns the answer to `register`; None if `frame` is about something else.

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
 
 from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
@@ -166,10 +166,13 @@ def _with_others(kind: Any, layer: str) -> str:
     return f"layer {layer!r} and {others} more of its class" if others > 0 else f"layer {layer!r}"
 
 
-# What the compiler takes for a constant it computes while it traces.
-@assume_constant_result  # type: ignore[untyped-decorator]
 def _tell_unreached(kind: Any, layer: str) -> None:
     _tell(kind, layer, "unreached")
+
+
+# What torch.compile takes for a constant it computes while it traces. As `torch.compiler.assume_constant_result`, which
+# would load the compiler.
+_tell_unreached._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name
 
 
 def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:

@@ -1,6 +1,6 @@
 """GroupMemory: all members of a group on one host bring their rows, and everybody sees everybody's.
 
-    memory.arrive(digest, rows)
+    memory.arrive(digest, rows, now)
     while not memory.wait(seconds):
         ...
     brought = memory.brought()
@@ -46,15 +46,19 @@ class GroupMemory:
         self._region = Region(memory, members, me)
         self._futex = Futex(memory, 0)
         self._number = 0
+        # When this member came to this turn, and to the one before, in nanoseconds.
+        self._came = self._came_before = 0
         self._spin_seconds = SPIN_SECONDS if members < len(os.sched_getaffinity(0)) else 0.0
 
-    def arrive(self, digest: int, rows: Rows) -> bool:
+    def arrive(self, digest: int, rows: Rows, now: float = 0.0) -> bool:
         """Comes to the next turn; returns whether all have come.
 
         Args:
             digest: of what it is about, 64 bits; the same for all members.
             rows: what this member brings.
+            now: the time, by the clock that the processes of a host have in common.
         """
+        self._came_before, self._came = self._came, int(1e9 * now)
         if not self._bring(digest, rows):
             return False
         self._futex.wake(self._number & _LOW_BITS)
@@ -70,7 +74,7 @@ class GroupMemory:
     def _bring(self, digest: int, rows: Rows) -> bool:
         """Comes to the next turn; returns whether all have come."""
         self._number += 1
-        self._region.bring(self._number, digest, rows)
+        self._region.bring(self._number, digest, rows, self._came)
         return self._region.have_all_come(self._number)
 
     def _wait(self, is_over: Callable[[int], bool], seconds: float) -> bool:
@@ -92,6 +96,16 @@ class GroupMemory:
     def have_all_come(self) -> bool:
         """Whether all have come to this turn."""
         return self._region.have_all_come(self._number)
+
+    @property
+    def seconds_behind(self) -> float | None:
+        """How much later than all others this member came to this turn, once all have come.
+
+        None where another process has another clock, as it may in a container, and for the first turn. All others came
+        after this one had come to the turn before; what says otherwise is no time of ours.
+        """
+        behind = self._region.nanoseconds_behind(self._number)
+        return behind / 1e9 if 0 <= behind <= self._came - self._came_before < self._came else None
 
     def tell(self) -> None:
         """Lets the others know that this member tells the server that it waits."""

@@ -1,6 +1,6 @@
 """Region: what lies where in the memory that the members of a group share.
 
-    futex | member 0: arrivals, closed, told | slot 0 | slot 1 | member 1: arrivals, closed, told | slot 0 | ...
+    futex | member 0: arrivals, closed, told, came, came | slot 0 | slot 1 | member 1: arrivals, ... | slot 0 | ...
 
 Every word has one writer, its member, so no process that is killed leaves a lock behind, and nothing has to be atomic
 but one word of eight bytes. Two slots are enough, used in turn: nobody comes to turn n + 2 before everybody has come
@@ -89,6 +89,8 @@ class Region:
         self._arrivals = [start // WORD_BYTES for start in self._starts]
         self._closed = [place + 1 for place in self._arrivals]
         self._told = [place + 2 for place in self._arrivals]
+        # When each came, in two words used in turn like the slots.
+        self._came = tuple([place + word for place in self._arrivals] for word in (3, 4))
         self._slots = tuple([start + LINE_BYTES + slot * SLOT_BYTES for start in self._starts] for slot in (0, 1))
         self._me = me
         # Where this member's slots begin, in bytes.
@@ -100,9 +102,10 @@ class Region:
         # Of rows of all members that are alike, by the slot and their shape.
         self._layouts: dict[tuple[int, bytes], _Layout] = {}
 
-    def bring(self, turn: int, digest: int, rows: Rows) -> None:
-        """Writes this member's rows, and says that it has come."""
+    def bring(self, turn: int, digest: int, rows: Rows, came: int = 0) -> None:
+        """Writes this member's rows, and says that it has come, and when, in nanoseconds."""
         slot, words, values = turn % 2, self._words, rows.values
+        words[self._came[slot][self._me]] = came
         words[self._own[slot] // WORD_BYTES] = digest
         sizes = values.shape, rows.counts
         if self._written[slot] != sizes:
@@ -126,6 +129,15 @@ class Region:
         if IS_WEAKLY_ORDERED:
             fence()  # the rows are looked at after the arrivals
         return True
+
+    def nanoseconds_behind(self, turn: int) -> int:
+        """Returns how much later than all others this member came to a turn to which all have come."""
+        words, places = self._words, self._came[turn % 2]
+        own, latest = words[places[self._me]], 0
+        for member, place in enumerate(places):  # a loop, as above
+            if member != self._me and (came := words[place]) > latest:
+                latest = came
+        return own - latest
 
     def brought(self, turn: int) -> Brought | None:
         """Returns what the members have brought to a turn to which all have come.

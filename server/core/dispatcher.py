@@ -47,6 +47,7 @@ from statsd_bn.messages import (
     Digest,
     FiguresRequest,
     Heartbeat,
+    Lateness,
     Leave,
     NonFiniteRound,
     Register,
@@ -245,7 +246,7 @@ class Dispatcher:
                 replies = self._registration.register(now, message, peer, tenant)
                 self._registry.liveness.begin(now, message.session, peer)
                 return Received(replies, message.session)
-            case Result() | Settled() | Digest() | RoundTrips() | NonFiniteRound():
+            case Result() | Settled() | Digest() | RoundTrips() | Lateness() | NonFiniteRound():
                 return self._hear_of(now, message, record, peer)
             case Leave():
                 return Received(self._registry.leave(now, message.session, message.cause))
@@ -322,7 +323,7 @@ class Dispatcher:
     def _hear_of(
         self,
         now: float,
-        told: Result | Settled | Digest | RoundTrips | NonFiniteRound,
+        told: Result | Settled | Digest | RoundTrips | Lateness | NonFiniteRound,
         record: SessionRecord | None,
         peer: bytes,
     ) -> Received:
@@ -332,13 +333,13 @@ class Dispatcher:
             return self._refuse_stranger([])
         liveness = self._registry.liveness
         # What comes over the heartbeats' socket must not hide the other one, to which a member may be reached still.
-        note = liveness.beat if isinstance(told, RoundTrips | Digest) else liveness.hear
+        note = liveness.beat if isinstance(told, RoundTrips | Lateness | Digest) else liveness.hear
         note(now, told.session, peer)
         if isinstance(told, Result):
             return Received(record.master.recall(now, record.contributor, told.aggregate, peer), told.session)
         if isinstance(told, Settled):
             record.master.settle(now, record.contributor, told.key)
-        elif isinstance(told, RoundTrips):
+        elif isinstance(told, RoundTrips | Lateness):
             record.master.count(record.contributor, told)
         elif isinstance(told, NonFiniteRound):
             record.master.note(record.contributor, told)

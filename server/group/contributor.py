@@ -33,7 +33,8 @@ class Contributor:
         threads: how many rounds it has had under way at once, at most: so many threads of it exchange.
         late: how much later than the first member it has come to its rounds, in seconds altogether.
         waited: how long it has waited in rounds of which the server saw nothing, in seconds, as it says.
-        behind: how much later than all others it has come, each time that it came last.
+        behind: how much later than all others it has come, each time that it came last, here and in memory.
+        told_behind: the same in memory, as it says.
         trips: how long its rounds took, as it says.
         recalled: the rounds whose results have come.
         sighting: where it was when it was asked; None while nobody waits for it.
@@ -58,6 +59,7 @@ class Contributor:
     late: float = 0.0
     waited: float = 0.0
     behind: Histogram = field(default_factory=Histogram)
+    told_behind: Histogram = field(default_factory=Histogram)
     trips: Histogram = field(default_factory=Histogram)
     sighting: Sighting | None = None
 

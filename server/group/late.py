@@ -6,7 +6,7 @@ from server.group.contributor import Contributor
 from server.group.rounds import Round
 from statsd_bn.error_text import MOST_ROWS, Place, Row
 
-# Rounds at the server that say something; of members that share memory it sees few.
+# So many rounds say something.
 ENOUGH = 100
 
 

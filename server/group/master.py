@@ -41,6 +41,7 @@ from statsd_bn.messages import (
     Contribution,
     Digest,
     Heartbeat,
+    Lateness,
     NonFiniteRound,
     Register,
     Registered,
@@ -204,12 +205,19 @@ class SyncMaster:
         self._rounds_without = max(self._rounds_without, said.rounds)
         contributor.waited = said.waited / 1e3
 
-    def count(self, contributor: Contributor, told: RoundTrips) -> None:
-        """Take how long a member's rounds have taken, if it is news: it always tells of all of them."""
-        before, seconds = contributor.trips, told.microseconds / 1e6
+    def count(self, contributor: Contributor, told: RoundTrips | Lateness) -> None:
+        """Take how long a member's rounds have taken, or how late it came to those in memory.
+
+        It always tells of all of them, so what is less than before is no news.
+        """
+        if isinstance(told, RoundTrips):
+            before, everywhere = contributor.trips, [self.round_trips]
+        else:
+            before, everywhere = contributor.told_behind, [contributor.behind, self.open_rounds.lateness]
+        seconds = told.microseconds / 1e6
         if seconds < before.sum or any(new < old for new, old in zip(told.counts, before.counts, strict=True)):
             return
-        for counted in (self.round_trips, before):
+        for counted in (*everywhere, before):
             counted.grow(tuple(before.counts), told.counts, seconds - before.sum)
 
     def note(self, contributor: Contributor, told: NonFiniteRound) -> None:
@@ -231,7 +239,7 @@ class SyncMaster:
         if self.membership.is_elastic or told.values.shape[1] != members:
             raise ProtocolError(
                 f"digest: expected the figures of the {members} members of a strict group, "
-                f"got those of {told.values.shape[1]}"
+                f"got those of {told.values.shape[1]}{' of an elastic one' if self.membership.is_elastic else ''}"
             )
         self._look(now, told.step, told.names, told.values)
 

@@ -57,7 +57,7 @@ class OpenRounds:
         failed: how many have ended with an error.
         non_finite: whose NaN or infinity came first.
         lengths: how long each round was open that ended as its last contribution came.
-        lateness: how much later that one came than the one before.
+        lateness: how much later that one came than the one before; in rounds in memory too, as the members say.
         was_refused: whether a member came to a round after the group was broken.
         answered: when members were last told that one has ended, or that the group is open.
     """

@@ -23,7 +23,10 @@ MAX_LAYERS = 20
 # A group's histograms in the report, and what they are about.
 HISTOGRAMS = (
     ("round_seconds", "How long rounds at the server were open, from the first contribution to the last."),
-    ("late_seconds", "How much later than all others the last rank came to rounds at the server."),
+    (
+        "late_seconds",
+        "How much later than all others the last rank came to rounds, in shared memory too.",
+    ),
     ("round_trip_seconds", "How long rounds took, as all ranks saw them, from a contribution to its aggregate."),
 )
 

@@ -129,16 +129,14 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTrips:
-    """A member tells how long its rounds have taken, as it has seen them, since it registered. It has no answer.
+class _Times:
+    """A member tells of times in its rounds since it registered. It has no answer.
 
     Attributes:
         session: who speaks.
-        microseconds: that all of them took.
+        microseconds: all of them together.
         counts: how many there were in each bucket, see `statsd_bn.timing.histogram`; the last is beyond all bounds.
     """
-
-    type: ClassVar[int] = 18
 
     session: bytes
     microseconds: int
@@ -151,6 +149,20 @@ class RoundTrips:
             raise ProtocolError(f"counts: expected {limits.BUCKETS} integers, got {shown(self.counts)}")
         for count in self.counts:
             check_integer("count", count, 0, limits.MAX_COUNTER)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrips(_Times):
+    """How long a member's rounds have taken, as it has seen them."""
+
+    type: ClassVar[int] = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness(_Times):
+    """How much later than all others a member has come, each time that it came last to a round in shared memory."""
+
+    type: ClassVar[int] = 21
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from statsd_bn.messages.insight import (
     Digest,
     Figures,
     FiguresRequest,
+    Lateness,
     NonFiniteRound,
     RoundTrips,
     Status,
@@ -30,6 +31,7 @@ Request = (
     | Settled
     | Digest
     | RoundTrips
+    | Lateness
     | NonFiniteRound
     | FiguresRequest
 )

@@ -17,6 +17,7 @@ from statsd_bn.messages import (
     Digest,
     Failure,
     Figures,
+    Lateness,
     Message,
     NonFiniteRound,
     Pending,
@@ -156,6 +157,11 @@ def _round_trips(fields: list[Any]) -> RoundTrips:
     return RoundTrips(session, microseconds, tuple(array("counts", counts)))
 
 
+def _lateness(fields: list[Any]) -> Lateness:
+    session, microseconds, counts = fields
+    return Lateness(session, microseconds, tuple(array("counts", counts)))
+
+
 def _non_finite_round(fields: list[Any]) -> NonFiniteRound:
     session, key, members, what = fields
     return NonFiniteRound(session, unpacked_key(key), unpacked_members(members), what)
@@ -200,6 +206,7 @@ _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
     Pending: _pending,
     Settled: _settled,
     RoundTrips: _round_trips,
+    Lateness: _lateness,
     NonFiniteRound: _non_finite_round,
     Failure: _failure,
     Status: _status,

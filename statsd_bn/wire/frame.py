@@ -7,7 +7,7 @@ import numpy as np
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAGIC = b"SBN"
 
 PRELUDE = struct.Struct("<3sBI")

@@ -17,6 +17,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import (
     Aggregate,
     FiguresRequest,
+    Lateness,
     NonFiniteRound,
     Question,
     Registered,
@@ -165,6 +166,7 @@ def _sound_frames() -> Iterator[bytes]:
         yield session.leave("it failed")
         yield _figures(session, key)
         yield encode(RoundTrips(session.token, 500, (0, 3, *[0] * 22)))
+        yield encode(Lateness(session.token, 500, (0, 3, *[0] * 22)))
         yield encode(NonFiniteRound(session.token, key, Members.of([0]), "1 of 3 channels (inf)"))
         if session.member.rank == 0:  # all of them would leave few rounds to end otherwise
             yield session.settled(key)

@@ -27,7 +27,7 @@ def test_no_play_raises_out_of_the_server(data):
 
 def test_the_sound_frames_are_all_that_a_member_may_say():
     assert {type(decode(frame)) for frame in SOUND} == set(get_args(Request))
-    assert len(BY_TYPE) == 20
+    assert len(BY_TYPE) == 21
 
 
 def test_random_plays_get_far():
@@ -54,7 +54,7 @@ def test_random_plays_end_gathers(monkeypatch):
 
     monkeypatch.setattr(open_rounds, "reduce_round", count)
     chance = random.Random(0)
-    for _ in range(300):
+    for _ in range(1000):
         Play().run(fuzz.random_play(chance))
     assert phases[GATHER] >= 10, phases
 

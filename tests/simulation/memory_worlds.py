@@ -188,6 +188,7 @@ class MemoryWorld:
             (rng.choice((1, 1, 2)), rng.choice((1, 2)), rng.choice((0, 0, 50)), rng.choice((None, None, 0, 1)))
             for _ in range(self.rounds)
         ]
+        self._order = [rng.sample(range(self.members), self.members) for _ in range(self.rounds)]
         self._killed = rng.randrange(self.members) if rng.random() < 0.2 else None
         self._patience = rng.choice((0.2, 0.5, 0.9))
         self._turn = threading.Condition()
@@ -266,10 +267,23 @@ class MemoryWorld:
     def take_turn(self, memory: Any, me: int, number: int) -> Any:
         """Takes part in a round; returns what it has brought this member."""
         # In an odd round one member has come for another one.
-        memory.arrive(1000 + number + (number in self._odd and me == 0), self.rows_of(me, number))
+        digest = 1000 + number + (number in self._odd and me == 0)
+        if memory.arrive(digest, self.rows_of(me, number), self._came(me, number)):
+            self._check_time(memory, me, number)
         while not memory.wait(float("inf")):
             pass
         return _told(memory.brought())
+
+    def _came(self, member: int, number: int) -> float:
+        """When a member comes to a round, by its clock; chance may let others write before it after all."""
+        return 8.0 * number + self._order[number].index(member) + 1
+
+    def _check_time(self, memory: Any, me: int, number: int) -> None:
+        """Whoever sees that all have come sees when they did."""
+        behind = self._came(me, number) - max(self._came(one, number) for one in range(self.members) if one != me)
+        expected = behind if behind >= 0 and number else None
+        if (found := memory.seconds_behind) != expected:
+            self.find(f"member {me} came {found} s behind all others to round {number}, not {expected}")
 
     def expected(self, number: int) -> list[Any]:
         """Returns what a round may bring a member."""
@@ -336,6 +350,6 @@ def with_simulated_parts(kind: type[GroupMemory], world: MemoryWorld, view: View
     made.lock = threading.Lock()
     made._region = SimulatedRegion(view, world.members, me)
     made._futex = SimulatedFutex(world, view)  # type: ignore[assignment]
-    made._number = 0
+    made._number = made._came = made._came_before = 0
     made._spin_seconds = 0.0
     return made

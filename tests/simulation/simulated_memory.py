@@ -74,8 +74,8 @@ class _SimulatedGroupMemory(GroupMemory):
         super().__init__(memory, members, me)
         self._wake_others = wake
 
-    def arrive(self, digest: int, rows: Rows) -> bool:
-        is_last = super().arrive(digest, rows)
+    def arrive(self, digest: int, rows: Rows, now: float = 0.0) -> bool:
+        is_last = super().arrive(digest, rows, now)
         if is_last:
             self._wake_others()
         return is_last

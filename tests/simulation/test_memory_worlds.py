@@ -45,6 +45,29 @@ def one_slot() -> AbstractContextManager[object]:
     return mock.patch.object(Region, "__init__", begin_with_one)
 
 
+def one_time() -> AbstractContextManager[object]:
+    """Who is quick writes when it came over what another reads."""
+    begin = Region.__init__
+
+    def begin_with_one(self, *arguments):
+        begin(self, *arguments)
+        self._came = self._came[:1] * 2
+
+    return mock.patch.object(Region, "__init__", begin_with_one)
+
+
+def time_after_arrival() -> AbstractContextManager[object]:
+    """A member says that it has come, and then when."""
+    bring = Region.bring
+
+    def late(self, number, digest, rows, came):
+        place = self._came[number % 2][self._me]
+        bring(self, number, digest, rows, self._words[place])
+        self._words[place] = came
+
+    return mock.patch.object(Region, "bring", late)
+
+
 def counts_not_written_again() -> AbstractContextManager[object]:
     """Rows of a shape that was in the slot before have the counts of then."""
     write = Region._write_sizes
@@ -89,7 +112,7 @@ def woken_before_the_word() -> AbstractContextManager[object]:
 def keys_not_compared() -> AbstractContextManager[object]:
     """Members that have come for different rounds take one another's rows."""
     arrive = GroupMemory.arrive
-    return mock.patch.object(GroupMemory, "arrive", lambda self, _digest, rows: arrive(self, 1, rows))
+    return mock.patch.object(GroupMemory, "arrive", lambda self, _digest, rows, now: arrive(self, 1, rows, now))
 
 
 def reader_overtaken() -> AbstractContextManager[object]:
@@ -118,6 +141,8 @@ def no_look_after_the_word() -> AbstractContextManager[object]:
         pytest.param(no_fence_in(Region.have_all_come), id="no fence in have_all_come"),
         pytest.param(no_fence_in(GroupMemory._wait), id="no fence in wait"),
         one_slot,
+        one_time,
+        time_after_arrival,
         counts_not_written_again,
         shape_not_written_again,
         wake_up_lost,

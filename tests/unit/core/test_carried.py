@@ -297,7 +297,7 @@ def test_what_is_carried_is_accounted_for_until_it_is_forgotten():
 
 
 def test_where_there_is_no_room_nothing_is_begun():
-    server = Server(Quota(max_tenant_bytes=20_000))
+    server = Server(Quota(max_tenant_bytes=25_000))
     (failure,) = server.say(1, carried(1, 0, 1, rows=lambda member: rows_of(member, channels=2000)))[b"socket 1"]
     assert failure.code == "limit"
     assert server.waiting == []

@@ -19,6 +19,7 @@ from statsd_bn.messages import (
     Digest,
     Failure,
     Heartbeat,
+    Lateness,
     Leave,
     Message,
     Registered,
@@ -37,6 +38,7 @@ RESULT = Result(session_of(2), Aggregate(KEY, 1, 1, Members.of([2]), np.ones((1,
 
 # What goes over the socket of the heartbeats besides.
 ROUND_TRIPS = RoundTrips(session_of(0), 5, (1, *[0] * (limits.BUCKETS - 1)))
+LATENESS = Lateness(session_of(0), 5, ROUND_TRIPS.counts)
 DIGEST = Digest(session_of(0), 0, "bn", np.full((1, 2, NUMBERS), 0.5))
 
 Answers = list[tuple[bytes, Message]]
@@ -332,7 +334,7 @@ def test_a_member_without_a_beacon_yet_is_tried_where_it_last_spoke(clock):
     assert clock.present == [0, 1]
 
 
-@pytest.mark.parametrize("told", [ROUND_TRIPS, DIGEST])
+@pytest.mark.parametrize("told", [ROUND_TRIPS, LATENESS, DIGEST])
 def test_what_comes_behind_a_heartbeat_hides_no_other_address(clock, told):
     clock.open(2)
     clock.beat(0)

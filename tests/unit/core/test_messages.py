@@ -17,6 +17,7 @@ from statsd_bn.messages import (
     Figures,
     FiguresRequest,
     Heartbeat,
+    Lateness,
     Leave,
     NonFiniteRound,
     Pending,
@@ -81,6 +82,7 @@ SOUND: dict[type, dict[str, Any]] = {
     },
     Digest: {"session": b"session0", "step": 7, "layers": "bn1\nbn2", "values": np.full((2, 3, 8), 0.5)},
     RoundTrips: {"session": b"session0", "microseconds": 500, "counts": (0, 3, *[0] * 22)},
+    Lateness: {"session": b"session0", "microseconds": 500, "counts": (0, 3, *[0] * 22)},
     NonFiniteRound: {"session": b"session0", "key": KEY, "members": Members.of([1]), "what": "1 of 3 channels (inf)"},
     FiguresRequest: {"job": "job", "group": "world", "first": 2},
     Figures: {
@@ -254,6 +256,14 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     (RoundTrips, "microseconds", *COUNTERS),
     (
         RoundTrips,
+        "counts",
+        [(0,) * 24, (limits.MAX_COUNTER,) * 24],
+        [(0,) * 23, (0,) * 25, [0] * 24, (-1, *[0] * 23), (limits.MAX_COUNTER + 1, *[0] * 23), (1.0, *[0] * 23), None],
+    ),
+    (Lateness, "session", *TOKENS),
+    (Lateness, "microseconds", *COUNTERS),
+    (
+        Lateness,
         "counts",
         [(0,) * 24, (limits.MAX_COUNTER,) * 24],
         [(0,) * 23, (0,) * 25, [0] * 24, (-1, *[0] * 23), (limits.MAX_COUNTER + 1, *[0] * 23), (1.0, *[0] * 23), None],

@@ -19,6 +19,7 @@ from statsd_bn.messages import (
     Contribution,
     Digest,
     Failure,
+    Lateness,
     Leave,
     NonFiniteRound,
     Pending,
@@ -122,7 +123,7 @@ def test_the_golden_frame_of_a_contribution():
     header = [3, b"session0", PACKED_KEY, 0, [3, 0], 1, 2]
     assert encode(CONTRIBUTION) == hand_built(header, struct.pack("<4d", 1.5, -2.0, 0.0, 1e300))
     assert encode(CONTRIBUTION).hex() == (
-        "53424e07 2e000000"  # "SBN", version 7, a header of 46 bytes
+        "53424e08 2e000000"  # "SBN", version 8, a header of 46 bytes
         "97 03 c408 73657373696f6e30"  # 7 fields: type 3, the session
         "c41a 97 a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
         "00 920300 01 02"  # attempt, counts, vectors, channels
@@ -139,11 +140,12 @@ def test_the_golden_frame_of_a_digest():
     assert decode(frame).values.tolist() == values.tolist()
 
 
-def test_the_golden_frame_of_round_trips():
+@pytest.mark.parametrize(("kind", "number"), [(RoundTrips, 18), (Lateness, 21)])
+def test_the_golden_frame_of_times(kind, number):
     counts = (0, 3, *[0] * 21, 1)
-    frame = hand_built([18, b"session0", 500, list(counts)])
-    assert encode(RoundTrips(b"session0", 500, counts)) == frame
-    assert decode(frame) == RoundTrips(b"session0", 500, counts)
+    frame = hand_built([number, b"session0", 500, list(counts)])
+    assert encode(kind(b"session0", 500, counts)) == frame
+    assert decode(frame) == kind(b"session0", 500, counts)
 
 
 def test_the_golden_frame_of_a_round_that_was_not_finite():
@@ -164,7 +166,7 @@ def test_the_golden_frame_of_an_aggregate():
         [4, PACKED_KEY, 2, 3, packed_runs(0, 1, 2, 1), packed_runs(2, 1), 1, 2], struct.pack("<2d", 1.5, 1e300) + SEAL
     )
     assert encode(AGGREGATE).hex() == (
-        "53424e07 32000000"  # "SBN", version 7, a header of 50 bytes
+        "53424e08 32000000"  # "SBN", version 8, a header of 50 bytes
         "98 04"  # 8 fields: type 4
         "c41a 97 a36a6f62 a5776f726c64 01 02 a3626e31 03 a7666f7277617264"  # the key
         "02 03 c408 0000 0100 0200 0100"  # replicas, count, members 0 and 2

@@ -9,7 +9,7 @@ from server.core.report import group as report_of
 from server.group.master import SyncMaster
 from server.insight.pace import STARTUP_SECONDS, WINDOW_SECONDS
 from statsd_bn import limits
-from statsd_bn.messages import Heartbeat, RoundTrips
+from statsd_bn.messages import Heartbeat, Lateness, RoundTrips
 from statsd_bn.timing.histogram import BOUNDS, Histogram
 from support.strategies import contribution, key, register
 
@@ -150,11 +150,11 @@ def test_how_late_the_last_rank_comes_is_counted():
     assert told["sum"] == pytest.approx(STEP / 4 * job.report()["rounds_done"])
 
 
-def trips(job, rank, *, of=0, times=0, microseconds=0):
+def trips(job, rank, *, of=0, times=0, microseconds=0, kind=RoundTrips):
     counts = [0] * limits.BUCKETS
     counts[of] = times
     one = job.contributors[rank]
-    job.master.count(one, RoundTrips(one.session, microseconds, tuple(counts)))
+    job.master.count(one, kind(one.session, microseconds, tuple(counts)))
 
 
 def test_round_trips_are_those_that_all_members_have_told_of():
@@ -180,6 +180,21 @@ def test_round_trips_never_become_fewer():
     assert job.report()["round_trip_seconds"] == before
     job.master.remove_contributor(job.now, job.contributors[0], "")
     assert job.report()["round_trip_seconds"] == before
+
+
+def test_who_came_last_in_memory_counts_with_who_came_last_at_the_server():
+    job = Job(2)
+    job.run(10.0, lambda rank: STEP * (1.0 + rank / 4))
+    before = job.report()
+    assert before["late_seconds"]["sum"] == pytest.approx(STEP / 4 * before["rounds_done"])
+    assert before["members"][1]["last"] == before["rounds_done"]
+    for times in (2, 5):  # it tells of all of them each time
+        trips(job, 1, of=3, times=times, microseconds=100 * times, kind=Lateness)
+    trips(job, 1, of=3, times=4, microseconds=600, kind=Lateness)
+    after = job.report()
+    assert after["late_seconds"]["sum"] == pytest.approx(before["late_seconds"]["sum"] + 500e-6)
+    assert [member.get("last") for member in after["members"]] == [None, before["rounds_done"] + 5]
+    assert "round_trip_seconds" not in after
 
 
 def test_round_trips_that_are_more_than_can_be_counted_are_as_many_as_can():

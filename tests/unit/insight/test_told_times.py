@@ -1,4 +1,4 @@
-"""How long rounds took: counted beside the rounds, and told once a second, all of them each time."""
+"""How long rounds took and how late members came: counted beside the rounds, and told once a second, all each time."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from client.conversation.member import Member
 from client.conversation.pulse import Pulse
 from client.conversation.session import Session
 from statsd_bn.members import Members
-from statsd_bn.messages import Registered, RoundTrips
-from statsd_bn.timing.round_trip_times import MOST_TOLD, SECONDS, RoundTripTimes
+from statsd_bn.messages import Lateness, Registered, RoundTrips
+from statsd_bn.timing.told_times import MOST_TOLD, SECONDS, ToldTimes
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
@@ -18,27 +18,38 @@ def a_session():
     return session
 
 
-def counts(frame):
-    told = decode(frame)
-    assert isinstance(told, RoundTrips)
+def counts(frames, kind=RoundTrips):
+    (told,) = map(decode, frames)
+    assert isinstance(told, kind)
     return told.session, told.microseconds, [count for count in told.counts if count]
 
 
 def test_all_rounds_are_told_again_each_time():
     session = a_session()
-    assert session.round_trips(0.0) is None
+    assert session.told_times(0.0) == []
     for _ in range(3):
         session.times.add(30e-6)
-    assert counts(session.round_trips(1.0)) == (b"session0", 90, [3])
+    assert counts(session.told_times(1.0)) == (b"session0", 90, [3])
     session.times.add(1e-3)
-    assert session.round_trips(1.0 + SECONDS / 2) is None
-    assert counts(session.round_trips(1.0 + SECONDS)) == (b"session0", 1090, [3, 1])
-    assert session.round_trips(9.0) is None, "there is no news"
+    assert session.told_times(1.0 + SECONDS / 2) == []
+    assert counts(session.told_times(1.0 + SECONDS)) == (b"session0", 1090, [3, 1])
+    assert session.told_times(9.0) == [], "there is no news"
+
+
+def test_lateness_is_told_beside_them():
+    session = a_session()
+    session.lateness.add(30e-6)
+    assert counts(session.told_times(1.0), Lateness) == (b"session0", 30, [1])
+    session.times.add(1e-3)
+    session.lateness.add(50e-6)
+    trips, late = session.told_times(1.0 + SECONDS)
+    assert counts([trips]) == (b"session0", 1000, [1])
+    assert counts([late], Lateness) == (b"session0", 80, [1, 1])
 
 
 @pytest.mark.parametrize(("members", "pause"), [(2, SECONDS), (MOST_TOLD, SECONDS), (8 * MOST_TOLD, 8 * SECONDS)])
 def test_in_a_large_group_each_tells_less_often(members, pause):
-    times = RoundTripTimes(members)
+    times = ToldTimes(members)
     times.add(1e-3)
     times.count()
     assert times.is_due(0.0)
@@ -51,7 +62,7 @@ def test_in_a_large_group_each_tells_less_often(members, pause):
 def test_they_go_only_where_a_heartbeat_has_gone_before():
     pulse, session = Pulse(), a_session()
     session.times.add(1e-3)
-    assert pulse.round_trips(1.0, [session]) == []
+    assert pulse.told_times(1.0, [session]) == []
     pulse.due(1e9, [session])
     pulse.sent(session)
-    assert len(pulse.round_trips(2.0, [session])) == 1
+    assert len(pulse.told_times(2.0, [session])) == 1

@@ -1,4 +1,4 @@
-"""Round-trip times: how long a session's rounds took, counted where it costs the rounds nothing.
+"""Told times: how long what a session does in its rounds took, counted where it costs the rounds nothing.
 
 The thread that trains appends a number to a queue. The heartbeat's thread counts what has come, by bucket, and tells
 the server the whole count, once a second at most. So a frame that is lost loses nothing.
@@ -15,8 +15,8 @@ MOST_NEW = 2**16
 SECONDS, MOST_TOLD = 1.0, 64
 
 
-class RoundTripTimes:
-    """Those of one session.
+class ToldTimes:
+    """Those of one kind, of one session.
 
     One thread at a time may take from it; any may `add`.
 
@@ -24,7 +24,7 @@ class RoundTripTimes:
         members: how many the group has.
 
     Attributes:
-        add: takes the seconds of one more round.
+        add: takes the seconds of one more.
         counted: what has come, as far as it was counted.
     """
 

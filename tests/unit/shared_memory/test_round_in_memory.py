@@ -1,0 +1,89 @@
+"""One member's part in a round in memory: who came last, by how much, as its session counts it."""
+
+from mmap import mmap
+
+import numpy as np
+import pytest
+
+from client.conversation.member import Member
+from client.conversation.session import Session
+from client.lanes.round_in_memory import AtServer, RoundInMemory
+from client.shared_memory import passing
+from client.shared_memory.group_memory import GroupMemory
+from client.shared_memory.region import size_of
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate
+from statsd_bn.rows import Rows
+
+pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+
+MEMBERS = 3
+
+
+class Host:
+    """Three members that take part in rounds; each has a session and the memory."""
+
+    def __init__(self) -> None:
+        memory = mmap(-1, size_of(MEMBERS))
+        self.memories = [GroupMemory(memory, MEMBERS, me) for me in range(MEMBERS)]
+        self.sessions = [
+            Session(b"session%d" % me, Member("job", "world", 0, me, MEMBERS, 60.0, f"place {me}"))
+            for me in range(MEMBERS)
+        ]
+        for session in self.sessions:
+            session.members = Members.of(range(MEMBERS))
+
+    def round(self, *, value: float = 1.0, **came: float) -> list[object]:
+        """All come, in the order of when they do; returns what each has found."""
+        machines = {}
+        found: dict[str, object] = {}
+        for name, now in sorted(came.items(), key=lambda one: one[1]):
+            me = int(name[-1])
+            session = self.sessions[me]
+            rows = Rows((1,), np.full((1, 2, 1), value))
+            machines[name] = RoundInMemory(session, session.forward_key("bn"), rows, self.memories[me], lambda: "trip")
+            found[name] = machines[name].begin(now)[2]
+        end = max(came.values())
+        return [found[name] or machines[name].step(end, None)[2] for name in sorted(came)]
+
+    def late(self) -> list[list[float]]:
+        """How often each member came last, and how late it came in all."""
+        for session in self.sessions:
+            session.lateness.count()
+        return [[one.lateness.counted.total, round(one.lateness.counted.sum, 6)] for one in self.sessions]
+
+
+def test_whoever_comes_last_counts_how_much_later_it_came_than_all_others():
+    host = Host()
+    host.round(rank0=1.0, rank1=1.0, rank2=1.0)
+    assert all(isinstance(found, Aggregate) for found in host.round(rank0=2.0, rank1=2.03, rank2=2.005))
+    host.round(rank0=3.0, rank1=3.02, rank2=3.01)
+    host.round(rank0=4.004, rank1=4.0, rank2=4.001)
+    assert host.late() == [[1, 0.003], [2, 0.035], [0, 0.0]]
+
+
+def test_the_first_round_of_all_is_not_counted():
+    """They come to it from their start, each in its own time."""
+    host = Host()
+    host.round(rank0=1.0, rank1=30.0, rank2=1.0)
+    assert host.late() == [[0, 0.0]] * MEMBERS
+
+
+def test_a_round_that_goes_to_the_server_is_counted_there():
+    host = Host()
+    host.round(rank0=1.0, rank1=1.0, rank2=1.0)
+    found = host.round(rank0=2.0, rank1=2.03, rank2=2.005, value=float("nan"))
+    assert all(isinstance(one, AtServer) for one in found)
+    assert host.late() == [[0, 0.0]] * MEMBERS
+
+
+@pytest.mark.parametrize("other", [0.5, 2.5, 1e6])
+def test_times_of_another_clock_are_not_counted(other):
+    """Of a container with a clock of its own; whoever comes to a round has been seen in the one before."""
+    host = Host()
+    host.round(rank0=1.0, rank1=1.01, rank2=1.0)
+    host.memories[0]._region.bring(2, 0, Rows((1,), np.zeros((1, 2, 1))), int(1e9 * other))
+    host.memories[2]._region.bring(2, 0, Rows((1,), np.zeros((1, 2, 1))), int(1e9 * 0.4))
+    host.memories[1].arrive(0, Rows((1,), np.zeros((1, 2, 1))), 2.0)
+    assert host.memories[1].have_all_come
+    assert host.memories[1].seconds_behind is None
