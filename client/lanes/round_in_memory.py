@@ -65,14 +65,12 @@ class RoundInMemory:
         self._begin_trip = begin_trip
         self._listen_seconds = listen_seconds
         self._trip: RoundTrip | None = None
-        self._came_last = False
         self._began = self._due = 0.0
 
     def begin(self, now: float) -> Turn[Aggregate | AtServer]:
         """Writes its rows."""
         self._began, self._due = now, now + ESCALATE_SECONDS
         if self._memory.arrive(digest_of(self._key), self._rows, now):
-            self._came_last = True
             return self._end(now)
         return self._look(now) or ((), self._due, None)
 
@@ -123,7 +121,7 @@ class RoundInMemory:
             return (), now, self._at_server()
         self._session.lane.rounds_in_memory += self._trip is None
         self._session.lane.seconds_in_memory += now - self._began
-        if self._came_last and (behind := memory.seconds_behind) is not None:
+        if behind := memory.seconds_behind:
             self._session.lateness.add(behind)
         if memory.is_told:
             # Everybody says so, and at once: the teller may be asleep, or what it says may be lost. It would seem to

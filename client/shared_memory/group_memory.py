@@ -99,10 +99,10 @@ class GroupMemory:
 
     @property
     def seconds_behind(self) -> float | None:
-        """How much later than all others this member came to this turn, once all have come.
+        """How much later than all others this member came to this turn, once all have come; None if others came later.
 
-        None where another process has another clock, as it may in a container, and for the first turn. All others came
-        after this one had come to the turn before; what says otherwise is no time of ours.
+        None too where another process has another clock, as it may in a container, and for the first turn. All others
+        came after this one had come to the turn before; what says otherwise is no time of ours.
         """
         behind = self._region.nanoseconds_behind(self._number)
         return behind / 1e9 if 0 <= behind <= self._came - self._came_before < self._came else None

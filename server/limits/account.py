@@ -17,8 +17,8 @@ ROUND_BYTES = 2048
 # What a round keeps for each member it waits for: 94 bytes.
 FUTURE_BYTES = 128
 
-# A member: what its group knows of it, its record and its pulse, 2.0 kB.
-MEMBER_BYTES = 2560
+# A member: what its group knows of it, its record and its pulse, and what it tells, 2.5 kB.
+MEMBER_BYTES = 3072
 
 # A group without members: 6.5 kB.
 GROUP_BYTES = 8192

@@ -42,7 +42,8 @@ class Histogram:
 
     def add(self, seconds: float) -> None:
         """Count one."""
-        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        bucket = bisect_left(BOUNDS, seconds)
+        self.counts[bucket] = min(self.counts[bucket] + 1, MOST)
         self.sum += seconds
 
     @property

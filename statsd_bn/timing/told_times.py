@@ -1,7 +1,8 @@
-"""Told times: how long what a session does in its rounds took, counted where it costs the rounds nothing.
+"""Told times: seconds that a session counts, where it costs its rounds nothing, and tells the server.
 
 The thread that trains appends a number to a queue. The heartbeat's thread counts what has come, by bucket, and tells
-the server the whole count, once a second at most. So a frame that is lost loses nothing.
+the server the whole count, once a second at most, and now and then without news. So a frame that is lost loses nothing,
+and a server that was restarted learns all of it.
 """
 
 from collections import deque
@@ -13,6 +14,9 @@ MOST_NEW = 2**16
 
 # How often a member tells, in seconds. In a larger group than this each tells less often.
 SECONDS, MOST_TOLD = 1.0, 64
+
+# After how many times as long it tells again although there is no news.
+PAUSES = 10
 
 
 class ToldTimes:
@@ -34,7 +38,7 @@ class ToldTimes:
         self.counted = Histogram()
         self._told = 0
         self._pause = SECONDS * max(1.0, members / MOST_TOLD)
-        self._due = 0.0
+        self._due = self._again = 0.0
 
     def count(self) -> None:
         """Count what has come."""
@@ -42,10 +46,11 @@ class ToldTimes:
             self.counted.add(self._new.popleft())
 
     def is_due(self, now: float) -> bool:
-        """Whether there is something new to tell, and it is time to."""
-        return now >= self._due and self.counted.total > self._told
+        """Whether there is something to tell, and it is time to."""
+        has_news = self.counted.total > self._told
+        return now >= (self._due if has_news else self._again) and self.counted.total > 0
 
     def tell(self, now: float) -> Histogram:
         """All that was counted; it is told now."""
-        self._told, self._due = self.counted.total, now + self._pause
+        self._told, self._due, self._again = self.counted.total, now + self._pause, now + PAUSES * self._pause
         return self.counted

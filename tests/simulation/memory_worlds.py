@@ -268,10 +268,10 @@ class MemoryWorld:
         """Takes part in a round; returns what it has brought this member."""
         # In an odd round one member has come for another one.
         digest = 1000 + number + (number in self._odd and me == 0)
-        if memory.arrive(digest, self.rows_of(me, number), self._came(me, number)):
-            self._check_time(memory, me, number)
+        memory.arrive(digest, self.rows_of(me, number), self._came(me, number))
         while not memory.wait(float("inf")):
             pass
+        self._check_time(memory, me, number)
         return _told(memory.brought())
 
     def _came(self, member: int, number: int) -> float:
@@ -279,7 +279,7 @@ class MemoryWorld:
         return 8.0 * number + self._order[number].index(member) + 1
 
     def _check_time(self, memory: Any, me: int, number: int) -> None:
-        """Whoever sees that all have come sees when they did."""
+        """Whoever has found that all have come finds when they did."""
         behind = self._came(me, number) - max(self._came(one, number) for one in range(self.members) if one != me)
         expected = behind if behind >= 0 and number else None
         if (found := memory.seconds_behind) != expected:

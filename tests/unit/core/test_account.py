@@ -18,7 +18,7 @@ from server.limits.quota import Budget, Quota
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import NO_SEAL, Carried, Failure, Leave, Message, Result
+from statsd_bn.messages import NO_SEAL, Carried, Failure, Heartbeat, Lateness, Leave, Message, Result, RoundTrips
 from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
@@ -87,6 +87,16 @@ def many_members(_: Play) -> list[Message]:
     return [register(member, 1000, session=os.urandom(8), place="h" * 250) for member in range(900)]
 
 
+def many_who_tell(play: Play) -> list[Message]:
+    """Members that have told all that there is to tell."""
+    said = many_members(play)
+    counts = tuple(1000 + bucket for bucket in range(limits.BUCKETS))
+    for session in [one.session for one in said]:
+        said += [kind(session, 500, counts) for kind in (RoundTrips, Lateness)]
+        said.append(Heartbeat(session, 1, 1000, "shared_memory", "", 1000))
+    return said
+
+
 def many_groups(_: Play) -> list[Message]:
     return [register(0, job=f"{number} {'j' * 200}", session=os.urandom(8)) for number in range(500)]
 
@@ -120,7 +130,17 @@ def dataclass_of(step: int, members: Members, bearers: Members = NOBODY) -> Any:
 
 
 @pytest.mark.parametrize(
-    "ways", [many_futures, many_rows, carried_for_strangers, many_members, many_groups, scattered, scattered_bearers]
+    "ways",
+    [
+        many_futures,
+        many_rows,
+        carried_for_strangers,
+        many_members,
+        many_who_tell,
+        many_groups,
+        scattered,
+        scattered_bearers,
+    ],
 )
 def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
     play = Play()

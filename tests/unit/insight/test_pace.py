@@ -2,6 +2,7 @@
 
 import logging
 import random
+from array import array
 
 import pytest
 
@@ -195,6 +196,15 @@ def test_who_came_last_in_memory_counts_with_who_came_last_at_the_server():
     assert after["late_seconds"]["sum"] == pytest.approx(before["late_seconds"]["sum"] + 500e-6)
     assert [member.get("last") for member in after["members"]] == [None, before["rounds_done"] + 5]
     assert "round_trip_seconds" not in after
+
+
+def test_a_round_at_the_server_adds_to_as_much_lateness_as_can_be_counted():
+    job = Job(2)
+    late = job.master.open_rounds.lateness
+    late.counts = array("Q", [2**64 - 1] * limits.BUCKETS)
+    job.run(10.0, lambda rank: STEP * (1.0 + rank / 4))
+    assert job.report()["members"][1]["last"] == job.report()["rounds_done"] > 0
+    assert set(late.counts) == {2**64 - 1}
 
 
 def test_round_trips_that_are_more_than_can_be_counted_are_as_many_as_can():

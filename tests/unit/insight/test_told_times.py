@@ -7,7 +7,7 @@ from client.conversation.pulse import Pulse
 from client.conversation.session import Session
 from statsd_bn.members import Members
 from statsd_bn.messages import Lateness, Registered, RoundTrips
-from statsd_bn.timing.told_times import MOST_TOLD, SECONDS, ToldTimes
+from statsd_bn.timing.told_times import MOST_TOLD, PAUSES, SECONDS, ToldTimes
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
@@ -34,6 +34,9 @@ def test_all_rounds_are_told_again_each_time():
     assert session.told_times(1.0 + SECONDS / 2) == []
     assert counts(session.told_times(1.0 + SECONDS)) == (b"session0", 1090, [3, 1])
     assert session.told_times(9.0) == [], "there is no news"
+    # The last frame may have been lost, or the server may know nothing any more.
+    assert counts(session.told_times(1.0 + (1 + PAUSES) * SECONDS)) == (b"session0", 1090, [3, 1])
+    assert session.told_times(2.0 + (1 + PAUSES) * SECONDS) == []
 
 
 def test_lateness_is_told_beside_them():

@@ -33,12 +33,13 @@ class Host:
         for session in self.sessions:
             session.members = Members.of(range(MEMBERS))
 
-    def round(self, *, value: float = 1.0, **came: float) -> list[object]:
-        """All come, in the order of when they do; returns what each has found."""
+    def round(self, *, value: float = 1.0, order: tuple[int, ...] = (), **came: float) -> list[object]:
+        """All come, in the order of when they do or in another; returns what each has found."""
         machines = {}
         found: dict[str, object] = {}
-        for name, now in sorted(came.items(), key=lambda one: one[1]):
-            me = int(name[-1])
+        for me in order or sorted(range(MEMBERS), key=lambda member: came[f"rank{member}"]):
+            name = f"rank{me}"
+            now = came[name]
             session = self.sessions[me]
             rows = Rows((1,), np.full((1, 2, 1), value))
             machines[name] = RoundInMemory(session, session.forward_key("bn"), rows, self.memories[me], lambda: "trip")
@@ -60,6 +61,21 @@ def test_whoever_comes_last_counts_how_much_later_it_came_than_all_others():
     host.round(rank0=3.0, rank1=3.02, rank2=3.01)
     host.round(rank0=4.004, rank1=4.0, rank2=4.001)
     assert host.late() == [[1, 0.003], [2, 0.035], [0, 0.0]]
+
+
+def test_it_counts_by_when_it_came_whoever_saw_last_that_all_had():
+    """The system may hold one up between the look at its clock and its arrival."""
+    host = Host()
+    host.round(rank0=1.0, rank1=1.0, rank2=1.0)
+    host.round(rank0=2.0, rank1=2.005, rank2=2.0, order=(0, 1, 2))
+    assert host.late() == [[0, 0.0], [1, 0.005], [0, 0.0]]
+
+
+def test_who_comes_with_another_is_not_late():
+    host = Host()
+    host.round(rank0=1.0, rank1=1.0, rank2=1.0)
+    host.round(rank0=2.0, rank1=2.03, rank2=2.03)
+    assert host.late() == [[0, 0.0]] * MEMBERS
 
 
 def test_the_first_round_of_all_is_not_counted():
