@@ -1,11 +1,15 @@
 """Warns once where a process is one of several and trains without a connection to the others."""
 
+import gc
 import logging
 import os
+from typing import Any
 
 from torch import distributed
 
 from client.connection import current
+from client.lanes.named_process_group import NamedProcessGroup
+from client.layers.synchronized import Synchronized
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -31,7 +35,7 @@ class Unconnected:
             why, what = "client.connect() heard of no others", "call it after init_process_group()"
         else:
             return
-        logger.warning("%s, and %s: layer %r normalises its batch alone; %s", others, why, layer, what)
+        logger.warning("%s, and %s: %s; %s", others, why, _with_others(layer), what)
 
     def _others(self) -> str:
         """Returns what says that there are other processes; "" if nothing does."""
@@ -43,6 +47,26 @@ class Unconnected:
             return self._launched
         size = distributed.get_world_size()
         return f"torch's process group has {size} ranks" if size > 1 else ""
+
+
+def _with_others(layer: str) -> str:
+    """Names a layer, and says how many more of this process are trained the same way."""
+    others = sum(map(_is_alone, gc.get_objects())) - 1
+    if others < 1:
+        return f"layer {layer!r} normalises its batch alone"
+    return f"layer {layer!r} and {others} more normalise their batches alone"
+
+
+def _is_alone(anything: object) -> bool:
+    """Whether it is a layer in training that no process group of its own and no replicas synchronise.
+
+    It goes by the type: `isinstance` would ask a proxy for its class, which may fail.
+    """
+    if not issubclass(type(anything), Synchronized):
+        return False
+    layer: Any = anything
+    is_trained = getattr(layer, "training", False)  # one that is just being made does not have it yet
+    return is_trained and layer._replica is None and not isinstance(layer.group, NamedProcessGroup)  # noqa: SLF001 - ours
 
 
 unconnected = Unconnected()

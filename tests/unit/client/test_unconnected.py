@@ -1,10 +1,15 @@
 """What is said of layers that train alone though their process has company."""
 
+import gc
+import re
+
 import pytest
 import torch
+from torch import nn
 
 import client
 from client.connection import current
+from client.lanes.named_process_group import NamedProcessGroup
 from client.layers.unconnected import Unconnected
 from statsd_bn import private_folder
 from support.memory_members import run_members
@@ -39,6 +44,40 @@ def test_a_process_of_several_that_trains_unconnected_is_told_once(monkeypatch, 
     assert "WORLD_SIZE is 4" in text
     assert "layer 'bn1'" in text
     assert "client.connect()" in text
+
+
+class OfItsOwn(nn.BatchNorm1d):
+    """Keeps its class when it is converted."""
+
+
+def test_the_warning_says_how_many_layers_train_alone(monkeypatch, told):
+    """Not those that evaluate, that synchronise over a process group of their own, or that are just being made."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    first, grouped = layer("first"), layer()
+    grouped.group = NamedProcessGroup("7", 2)
+    alone = [first, layer(), client.convert_model(OfItsOwn(3))]
+    others = [layer().eval(), grouped, client.SynchronizedBatchNorm1d.__new__(client.SynchronizedBatchNorm1d)]
+    monkeypatch.setattr(gc, "get_objects", lambda: [*alone, *others, nn.BatchNorm1d(3), "a text"])
+    first(X)
+    (text,) = told()
+    assert "layer 'first' and 2 more normalise their batches alone; call client.connect()" in text
+
+
+def test_the_layers_are_found_in_the_process(monkeypatch, told):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    model(X)
+    (text,) = told()
+    assert re.search("layer '0' and [1-9][0-9]* more ", text)
+
+
+def test_a_single_layer_has_no_others(monkeypatch, told):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    only = layer()
+    monkeypatch.setattr(gc, "get_objects", lambda: [only])
+    only(X)
+    (text,) = told()
+    assert "layer 'bn1' normalises its batch alone;" in text
 
 
 @pytest.mark.parametrize("world_size", [None, "1", "many", ""])
@@ -86,7 +125,7 @@ def test_a_process_of_a_process_group_that_trains_unconnected_is_told(process_gr
     for _ in range(2):
         bn(X)
     (text,) = told()
-    assert "torch's process group has 3 ranks, and this process is not connected: layer 'bn1'" in text
+    assert "torch's process group has 3 ranks, and this process is not connected: layer 'bn1' " in text
 
 
 def test_the_only_process_of_a_process_group_is_told_nothing(process_group, told):
