@@ -1,7 +1,7 @@
 """Ultralytics' own trainer with the recipe's callbacks, in two processes on the CPU.
 
-Its loss divides by what each rank's labels weigh, so its gradients are none of the whole batch, and weights cannot be
-compared. The first step's running statistics can, and those of both ranks to the end.
+Its loss divides by what the labels of a rank's share weigh, so it is none of the whole batch. One process on the whole
+batch, with the sum of the shares' losses, has to come to the same weights and running statistics.
 """
 
 import importlib.util
@@ -24,8 +24,10 @@ pytestmark = [
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
-# Of float32, for all layers; without synchronisation some statistics are off by more than a hundredth.
+# Of float32, for all layers: after the first step, and after the last. On one machine the differences were 4e-7, then
+# 6e-5 for weights and 1e-4 for running statistics. Without synchronisation they were 4e-2, 2e-2 and 8e-2.
 TOLERANCE = 1e-4
+LAST_TOLERANCE = 1e-3
 
 
 def train(folder, **environ):
@@ -41,11 +43,18 @@ def furthest(found, expected):
     return max((found[name] - value).abs().max().item() for name, value in expected.items())
 
 
-def test_the_layers_are_synchronised_and_checkpoints_are_plain(tmp_path):
+def weights(state):
+    return {name: value for name, value in state.items() if name.endswith((".weight", ".bias"))}
+
+
+def test_two_processes_train_as_one_and_checkpoints_are_plain(tmp_path):
     first, second = train(tmp_path)
     for found in (first, second):
-        torch.testing.assert_close(found["first"], found["whole"], rtol=TOLERANCE, atol=TOLERANCE)
+        whole = found["whole"]
+        torch.testing.assert_close(found["first"], whole["first"], rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(dict(found["last"]), dict(whole["last"]), rtol=LAST_TOLERANCE, atol=LAST_TOLERANCE)
     assert furthest(first["last"], first["first"]) > 1e-2  # it has gone on
+    assert furthest(first["last"], weights(first["beginning"])) > 10 * LAST_TOLERANCE
     torch.testing.assert_close(first["last"], second["last"], rtol=0, atol=0)
     assert "SynchronizedBatchNorm2d" in first["layers"]
     assert "torch.nn.modules.batchnorm.BatchNorm2d" in first["saved"]
@@ -54,5 +63,6 @@ def test_the_layers_are_synchronised_and_checkpoints_are_plain(tmp_path):
 
 def test_without_the_callbacks_the_ranks_differ(tmp_path):
     first, second = train(tmp_path, UNSYNCHRONISED="yes")
-    assert furthest(first["first"], first["whole"]) > 100 * TOLERANCE
+    assert furthest(first["first"], first["whole"]["first"]) > 100 * TOLERANCE
     assert furthest(first["last"], second["last"]) > 100 * TOLERANCE
+    assert furthest(first["last"], weights(first["whole"]["last"])) > 10 * LAST_TOLERANCE

@@ -23,6 +23,7 @@ from zoo.libraries import library
 RANKS = 2
 IMAGES = 8
 EPOCHS = 3
+MAX_NORM = 10.0  # to which the trainer clips gradients
 PLAIN = {"mosaic", "hsv_h", "hsv_s", "hsv_v", "translate", "scale", "fliplr", "erasing", "warmup_epochs"}
 
 
@@ -34,12 +35,12 @@ class Parallel(nn.parallel.DistributedDataParallel):
 
 
 class OnTheCPU(DetectionTrainer):
-    """Keeps what its first step saw, and the running statistics that it left."""
+    """Keeps what its steps saw, and the running statistics that the first one left."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.world_size = RANKS
-        self.images = None
+        self.batches = []
         self.first = None
 
     def _setup_ddp(self):
@@ -48,8 +49,7 @@ class OnTheCPU(DetectionTrainer):
 
     def preprocess_batch(self, batch):
         batch = super().preprocess_batch(batch)
-        if self.images is None:
-            self.images = batch["img"].clone()
+        self.batches.append({name: batch[name].clone() for name in ("img", "cls", "bboxes", "batch_idx")})
         return batch
 
     def validate(self):
@@ -70,7 +70,7 @@ def leave(_):
 
 
 def keep_the_beginning(trainer):
-    trainer.beginning = deepcopy(trainer.ema.ema)
+    trainer.beginning = deepcopy(unwrap_model(trainer.model))
 
 
 def keep_the_first_step(trainer):
@@ -82,10 +82,33 @@ def statistics(model):
     return {name: value.clone() for name, value in model.named_buffers() if "running" in name}
 
 
-def on_the_whole_batch(model, images):
-    """Running statistics after the first step of the plain model, on the images of all ranks."""
-    model.train()(images)
-    return statistics(model)
+def train_on_the_whole_batch(trainer, steps):
+    """The plain model's statistics after the first step and its state after the last, in one process.
+
+    The trainer's loss divides by what the labels of a rank's share weigh. So the loss here is the sum of the shares'
+    losses: the trainer multiplies each by the number of ranks, and DistributedDataParallel takes the mean.
+    """
+    model, options = trainer.beginning.train(), trainer.args
+    optimizer = trainer.build_optimizer(model, options.optimizer, options.lr0, options.momentum, options.weight_decay)
+    after = []
+    for shares in steps:
+        predictions = in_shares(model(torch.cat([share["img"] for share in shares])))
+        sum(model.loss(*both)[0].sum() for both in zip(shares, predictions, strict=True)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        after.append(statistics(model))
+    return {"first": after[0], "last": model.state_dict()}
+
+
+def in_shares(predictions):
+    """Splits whatever holds tensors along their first dimension, for each rank."""
+    if isinstance(predictions, torch.Tensor):
+        return predictions.chunk(RANKS)
+    if isinstance(predictions, dict):
+        parts = zip(*map(in_shares, predictions.values()), strict=True)
+        return [dict(zip(predictions, part, strict=True)) for part in parts]
+    return [list(part) for part in zip(*map(in_shares, predictions), strict=True)]
 
 
 def make_images(folder):
@@ -106,16 +129,18 @@ def main(folder: Path) -> None:
     data = folder / f"data{rank}"
     make_images(data)
     model = YOLO("yolo11n.yaml")
+    model.add_callback("on_pretrain_routine_end", keep_the_beginning)
     if "UNSYNCHRONISED" not in os.environ:
         model.add_callback("on_pretrain_routine_end", synchronise)
         model.add_callback("on_train_end", leave)
-    model.add_callback("on_pretrain_routine_end", keep_the_beginning)
     model.add_callback("on_train_batch_end", keep_the_first_step)
     options = {
         "batch": IMAGES,
         "nbs": IMAGES,
         "imgsz": 64,
         "epochs": EPOCHS,
+        "optimizer": "SGD",
+        "lrf": 1.0,  # a constant rate
         "amp": False,
         "plots": False,
         "val": False,
@@ -125,12 +150,14 @@ def main(folder: Path) -> None:
     model.train(trainer=OnTheCPU, device="cpu", **where, **options)
 
     trainer = model.trainer
-    shares = [torch.empty_like(trainer.images) for _ in range(RANKS)]
-    distributed.all_gather(shares, trainer.images)
+    steps = [[{} for _ in range(RANKS)] for _ in trainer.batches]
+    for shares, batch in zip(steps, trainer.batches, strict=True):
+        distributed.all_gather_object(shares, batch)
     found = {
+        "beginning": {name: value.clone() for name, value in trainer.beginning.state_dict().items()},
         "first": trainer.first,
-        "last": statistics(unwrap_model(trainer.model)),
-        "whole": on_the_whole_batch(trainer.beginning, torch.cat(shares)),
+        "last": unwrap_model(trainer.model).state_dict(),
+        "whole": train_on_the_whole_batch(trainer, steps),
         "layers": {type(part).__name__ for part in unwrap_model(trainer.model).modules()},
     }
     if rank == 0:
