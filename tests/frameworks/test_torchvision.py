@@ -15,6 +15,7 @@ from support.paths import TESTS
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.timeout(300),  # the first test waits for two trainings
     pytest.mark.skipif(
         importlib.util.find_spec("torchvision") is None or importlib.util.find_spec("presets") is None,
         reason="needs torchvision and its references, see docs/frameworks.md#what-is-tested",
