@@ -51,12 +51,13 @@ class NamedProcessGroup:
 def default() -> NamedProcessGroup | None:
     """Returns torch's default process group; None without one, or where this process is alone in it.
 
-    Where a call is traced, the compiler watches what is read here, as it does not watch `is_initialized`.
+    Where a call is traced, the compiler watches WORLD, as it does not watch `is_initialized`. That of torch 2.6 takes
+    WORLD for a group even where it is None.
     """
     if not _IS_AVAILABLE:
         return None
     world = distributed.group.WORLD
-    if world is None or world.size() == 1:
+    if world is None or not distributed.is_initialized() or world.size() == 1:
         return None
     return NamedProcessGroup(world.group_name, world.size())
 

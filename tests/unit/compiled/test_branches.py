@@ -43,7 +43,7 @@ def _orders() -> list[list[branch_programs.Round]]:
 
 # torch's own, while it imports inductor.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Skipping serialization:UserWarning")
 def test_ranks_with_other_batches_run_the_rounds_of_two_branches_in_one_order():
     expected = [(layer, 0, phase) for layer, phase in (("first.3", "forward"), ("second.3", "forward"))]
     expected += [(layer, 0, "backward") for layer in ("second.3", "first.3")]
