@@ -162,9 +162,9 @@ def _registered(world: "World", key: RoundKey) -> set[int]:
     """Who suffices without being covered: whoever is away, or begins later, or was one of these a moment ago.
 
     What counts is the time of the answer: one that was frozen reads it when others have left since. A server that
-    sleeps hears later of an end.
+    sleeps hears later of an end. After a restart one that has never heard of the opening begins later, too.
     """
-    if not (world.plan.passes or world.plan.has_newcomers):
+    if not (world.plan.passes or world.plan.has_newcomers or world.server.outages):
         return set()
     when = world.sent_at.get(key, world.clock.now)
     news = NEWS_SECONDS + nap_seconds(world)
