@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from functools import cache
+from importlib import import_module
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
@@ -139,6 +140,8 @@ def connect(
         on_nonfinite=on_nonfinite,
     )
     logger.info("connecting with %s", settings)
+    if settings.world_size.value > 1:
+        _load_compiler()
     connection = _connection(settings)
     hold(connection)
     if connection.member.world_size > 1:
@@ -152,6 +155,14 @@ def connect(
         # A forked child of multiprocessing does not run atexit.
         Finalize(None, _goodbye, exitpriority=AFTER_QUEUES)
     return connection
+
+
+def _load_compiler() -> None:
+    """Loads what torch's optimizers load, before others listen for heartbeats.
+
+    It holds Python's lock for long, and on a busy machine a rank that is silent for so long is taken for dead.
+    """
+    import_module("torch._dynamo")
 
 
 def _connection(settings: Settings) -> Connection:

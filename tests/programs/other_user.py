@@ -17,6 +17,7 @@ needs_another_user = pytest.mark.skipif(os.getuid() != 0, reason="only root can 
 # The interpreter may lie where nobody else can read it, so the program imports what it needs before.
 BECOME = f"""
 import os
+import torch._dynamo
 from client.launch import store
 from client.launch import own_server
 from torch.distributed import rendezvous
