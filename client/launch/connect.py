@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from multiprocessing.util import Finalize
@@ -162,7 +163,8 @@ def _load_compiler() -> None:
 
     It holds Python's lock for long, and on a busy machine a rank that is silent for so long is taken for dead.
     """
-    import_module("torch._dynamo")
+    with suppress(ImportError):  # whoever needs it is told then
+        import_module("torch._dynamo")
 
 
 def _connection(settings: Settings) -> Connection:
