@@ -180,7 +180,7 @@ class Session:
         return encode(Digest(self.token, step, "\n".join(figures), np.stack(list(figures.values()))))
 
     def told_times(self, now: float) -> list[bytes]:
-        """Returns the frames that tell how long its rounds took and how late it came, where there is news to tell."""
+        """Returns the frames that tell how long its rounds took and how late it came, where it is time to."""
         frames = []
         for times, kind in ((self.times, RoundTrips), (self.lateness, Lateness)):
             times.count()

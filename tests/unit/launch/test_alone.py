@@ -2,6 +2,8 @@
 
 import logging
 import socket
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -108,3 +110,25 @@ def test_a_child_of_multiprocessing_that_hears_of_no_others_is_warned(monkeypatc
     client.connect().close()
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "call client.connect() after torch.distributed.init_process_group()" in record.getMessage()
+
+
+# What connect() has loaded: alone, and when it would go on to a server and send heartbeats.
+LOADED = """
+import sys
+import client
+from client.launch import connect
+def is_loaded(*_):
+    print("torch._dynamo" in sys.modules)
+    raise SystemExit
+client.connect().close()
+print("torch._dynamo" in sys.modules)
+connect._connection = is_loaded
+client.connect("ipc:///nowhere", rank=0, world_size=2)
+"""
+
+
+@pytest.mark.processes
+def test_with_others_the_compiler_is_loaded_before_heartbeats_begin():
+    """It holds Python's lock for long; a process that is alone may never need it."""
+    ended = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.split() == ["False", "True"], ended.stderr
