@@ -4,7 +4,7 @@ A session is a secret of its member, so whoever names it was given it. All else 
 """
 
 from server.core.registry import Registry, SessionRecord
-from server.group.contributor import Contributor
+from server.membership.contributor import Contributor
 from statsd_bn.errors import AuthenticationRefused, ProtocolError
 from statsd_bn.messages import Carried
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.core.collectives import Held
-from server.group.contributor import Contributor
-from server.group.life import GroupState
 from server.group.master import SyncMaster
+from server.membership.contributor import Contributor
+from server.membership.life import GroupState
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.messages import WORLD

@@ -23,12 +23,12 @@ from server.core.registration import Registration
 from server.core.registry import Registry, SessionRecord
 from server.core.report import Reports
 from server.group.master import SyncMaster
-from server.group.rounds import Reply, failure, unknown
-from server.group.seals import Seals
 from server.limits.access import ANYBODY, REVOKED, Access, Tenant
 from server.limits.account import FUTURE_BYTES, ROUND_BYTES, Account
 from server.limits.fair_share import STRANGERS
 from server.limits.quota import Budget, Quota, bytes_carried, size_of
+from server.rounds.rounds import Reply, failure, unknown
+from server.rounds.seals import Seals
 from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
@@ -150,7 +150,7 @@ class Dispatcher:
         masters = list(self._registry.masters.values())
         for turn in range(len(masters)):
             place = (self._looked_at + 1 + turn) % len(masters)
-            if masters[place].look(now):
+            if masters[place].insight.look(now):
                 self._looked_at = place
                 return
 
@@ -340,11 +340,11 @@ class Dispatcher:
         if isinstance(told, Settled):
             record.master.settle(now, record.contributor, told.key)
         elif isinstance(told, RoundTrips | Lateness):
-            record.master.count(record.contributor, told)
+            record.master.insight.count(record.contributor, told)
         elif isinstance(told, NonFiniteRound):
             record.master.note(record.contributor, told)
         else:
-            record.master.file(now, told)
+            record.master.insight.file(now, told)
         return Received([], told.session)
 
     def _beat(self, now: float, said: Heartbeat | Whereabouts, record: SessionRecord | None, peer: bytes) -> Received:

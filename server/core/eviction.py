@@ -11,9 +11,9 @@ from operator import itemgetter
 from server.core.ended import Name
 from server.core.registry import Registry
 from server.group.master import SyncMaster
-from server.group.rounds import Reply
 from server.limits.access import ANYBODY, Tenant
 from server.limits.quota import Budget
+from server.rounds.rounds import Reply
 
 # An eighth of all groups is kept for jobs at work: their members may need groups of their hosts.
 RESERVE = 8

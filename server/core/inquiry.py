@@ -15,11 +15,11 @@ from itertools import islice
 from server.core.collectives import APART_SILENCES
 from server.core.quiet import QUIET_ASKED_AT_MOST, QuietJobs
 from server.core.registry import Registry
-from server.group.contributor import Contributor
-from server.group.life import GroupState
 from server.group.master import SyncMaster
-from server.group.rounds import Reply
-from server.group.sighting import ASK_SECONDS, Sighting
+from server.membership.contributor import Contributor
+from server.membership.life import GroupState
+from server.membership.sighting import ASK_SECONDS, Sighting
+from server.rounds.rounds import Reply
 from statsd_bn import limits
 from statsd_bn.messages import WORLD, Question, Whereabouts
 from statsd_bn.tokens import digest

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from server.core import deadlock
 from server.core.collectives import held_members, ranks_told
 from server.core.ended import Name
-from server.group.contributor import Contributor
 from server.group.master import SyncMaster
+from server.membership.contributor import Contributor
 from statsd_bn.limits import SILENCE_SECONDS
 
 # A job that waits for at most so many is searched each time: 60 µs.

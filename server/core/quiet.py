@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from server.core.ended import Name
-from server.group.life import GroupState
 from server.group.master import SyncMaster
+from server.membership.life import GroupState
 from statsd_bn.messages import WORLD
 
 # How long a job has had no round when its members are asked first. Steps may take as long: then each member is asked

@@ -1,6 +1,6 @@
 """Received: what became of a frame, for whoever holds the sockets."""
 
-from server.group.rounds import Reply
+from server.rounds.rounds import Reply
 
 
 class Received:

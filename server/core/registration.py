@@ -5,14 +5,14 @@ import logging
 from server.core.ended import Name
 from server.core.eviction import Eviction
 from server.core.registry import Registry, SessionRecord, failed_member
-from server.group.admission import too_late
-from server.group.life import GroupState
 from server.group.master import SyncMaster
-from server.group.rounds import Reply
-from server.group.seals import Seals
 from server.limits.access import ANYBODY, Tenant
 from server.limits.account import GROUP_BYTES, MEMBER_BYTES
 from server.limits.quota import Budget
+from server.membership.admission import too_late
+from server.membership.life import GroupState
+from server.rounds.rounds import Reply
+from server.rounds.seals import Seals
 from statsd_bn.errors import ProtocolError, ReplicaLost, StaleEpoch, StatsdBNError
 from statsd_bn.messages import NO_SERVER, WORLD, Register
 from statsd_bn.tokens import digest

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from server.core.ended import Ended, Name
 from server.core.ended_jobs import EndedJobs
 from server.core.liveness import Liveness
-from server.group.contributor import Contributor
 from server.group.master import SyncMaster
-from server.group.rounds import Reply, failure
 from server.limits.access import ANYBODY
+from server.membership.contributor import Contributor
+from server.rounds.rounds import Reply, failure
 from statsd_bn.errors import RegistrationRefused, RoundMismatch, StatsdBNError
 from statsd_bn.messages import WORLD
 from statsd_bn.text import on_one_line

@@ -10,8 +10,8 @@ from typing import Any
 from server.core.allowance import Allowance
 from server.core.ended_jobs import EndedJobs
 from server.group.master import SyncMaster
-from server.group.rounds import Round
 from server.limits.access import Tenant
+from server.rounds.rounds import Round
 from statsd_bn import limits
 from statsd_bn.error_text import in_log
 from statsd_bn.messages import Status
@@ -86,8 +86,8 @@ def _head(master: SyncMaster) -> dict[str, Any]:
 
 def _pace(master: SyncMaster) -> dict[str, Any]:
     """What a group has to tell of its rounds."""
-    rounds, minute, findings = master.open_rounds, master.pace.minute, master.findings.told
-    trips = master.round_trips
+    rounds, insight = master.open_rounds, master.insight
+    trips, minute, findings = insight.round_trips, insight.pace.minute, insight.findings.told
     return {
         **({"round_seconds": rounds.lengths.told} if rounds.lengths.total else {}),
         **({"late_seconds": rounds.lateness.told} if rounds.lateness.total else {}),
@@ -126,7 +126,7 @@ def _fill(head: dict[str, Any], master: SyncMaster, now: float, room: int) -> in
         head["waiting_left_out"] = left_out
     contributors = master.membership.contributors
     for member in sorted(contributors):
-        told = {**contributors[member].report(now), **master.pace.told(member)}
+        told = {**contributors[member].report(now), **master.insight.pace.told(member)}
         size = MEMBER_BYTES + _size(told["place"]) + _size(told.get("lane", "")) + _size(told.get("where", ""))
         if used + size > room:
             break

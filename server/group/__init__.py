@@ -1,4 +1,5 @@
-"""One group of one job: its members, its rounds, its recovery after a restart of the server.
+"""One group of one job: its members and its rounds brought together, and what is noticed of them.
 
-Pure: no socket, thread or clock. What concerns several groups belongs in `server.core`.
+Who belongs to it belongs in `server.membership`, what becomes of a round in `server.rounds`, and what concerns several
+groups in `server.core`. Pure: no socket, thread or clock.
 """

@@ -7,31 +7,25 @@ clock, so a test can put it through years of faults in seconds.
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
-import numpy as np
-
-from server.group.claims import Claims
-from server.group.contributor import Contributor
-from server.group.late import held_up
-from server.group.life import GroupState, MemberState, Told
-from server.group.membership import Membership
-from server.group.open_rounds import OpenRounds, pending
-from server.group.parked_contributions import Deferral
-from server.group.reduction import reduce_round
-from server.group.results import Archive, Room
-from server.group.rounds import Reply, Round, failure, unknown
-from server.group.seals import Seals
-from server.insight.findings import NOBODY, Findings
-from server.insight.pace import Pace
+from server.group.insight import Insight
 from server.limits.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
 from server.limits.quota import Budget
+from server.membership.contributor import Contributor
+from server.membership.life import GroupState, MemberState, Told
+from server.membership.membership import Membership
+from server.rounds.claims import Claims
+from server.rounds.open_rounds import OpenRounds, pending
+from server.rounds.parked_contributions import Deferral
+from server.rounds.reduction import reduce_round
+from server.rounds.results import Archive, Room
+from server.rounds.rounds import Reply, Round, failure, unknown
+from server.rounds.seals import Seals
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import (
     ContributionConflict,
     LimitExceeded,
     MasterStopped,
-    ProtocolError,
     ReplicaLost,
     StatsdBNError,
 )
@@ -39,21 +33,13 @@ from statsd_bn.messages import (
     Aggregate,
     Carried,
     Contribution,
-    Digest,
     Heartbeat,
-    Lateness,
     NonFiniteRound,
     Register,
     Registered,
-    RoundTrips,
 )
-from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.skew.comparison import Comparison
-from statsd_bn.skew.few import Apart
-from statsd_bn.skew.in_words import in_words
-from statsd_bn.timing.histogram import Histogram
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
@@ -77,10 +63,7 @@ class SyncMaster:
         epoch: which life it is.
         membership: who belongs to the group.
         open_rounds: the rounds that have not ended.
-        pace: how the group gets on.
-        comparison: what the members' data show beside each other.
-        findings: what was noticed.
-        round_trips: how long the rounds of all members took, as these say.
+        insight: what is noticed of the members.
         owner: as given.
         logged_cause: why a member has left, as the log has told it last.
         loss_is_told: whether all who wait in other groups for a member of this one were told why it is broken.
@@ -103,10 +86,6 @@ class SyncMaster:
         self.loss_is_told = False
         self.news_told_at: float | None = None
         self.why_not_faster = ""
-        self.pace = Pace()
-        self.comparison = Comparison(register.world_size)
-        self.findings = Findings(f"job {register.job!r}, group {register.group!r}")
-        self.round_trips = Histogram()
         self._rounds_without = 0
         self._moved = -math.inf
         self._server = server
@@ -124,6 +103,7 @@ class SyncMaster:
             self.epoch, self.membership, self._budget, self._archive, self._claims, self._seals
         )
         self._deferral = Deferral(self._room)
+        self.insight = Insight(self.membership, self.open_rounds, self._room)
 
     @property
     def rounds_done(self) -> int:
@@ -205,21 +185,6 @@ class SyncMaster:
         self._rounds_without = max(self._rounds_without, said.rounds)
         contributor.waited = said.waited / 1e3
 
-    def count(self, contributor: Contributor, told: RoundTrips | Lateness) -> None:
-        """Take how long a member's rounds have taken, or how late it came to those in memory.
-
-        It always tells of all of them, so what is less than before is no news.
-        """
-        if isinstance(told, RoundTrips):
-            before, everywhere = contributor.trips, [self.round_trips]
-        else:
-            before, everywhere = contributor.told_behind, [contributor.behind, self.open_rounds.lateness]
-        seconds = told.microseconds / 1e6
-        if seconds < before.sum or any(new < old for new, old in zip(told.counts, before.counts, strict=True)):
-            return
-        for counted in (*everywhere, before):
-            counted.grow(tuple(before.counts), told.counts, seconds - before.sum)
-
     def note(self, contributor: Contributor, told: NonFiniteRound) -> None:
         """Take whose NaN or infinity came to a round that the members have had among themselves.
 
@@ -228,39 +193,6 @@ class SyncMaster:
         """
         self.open_rounds.check_key(contributor, told.key)
         self.open_rounds.non_finite.note(told.key, told.members, told.what, self.membership.contributors)
-
-    def file(self, now: float, told: Digest) -> None:
-        """Take the figures of rounds that the members have had among themselves.
-
-        Raises:
-            ProtocolError: they are not those of this group's members.
-        """
-        members = self.membership.world_size
-        if self.membership.is_elastic or told.values.shape[1] != members:
-            raise ProtocolError(
-                f"digest: expected the figures of the {members} members of a strict group, "
-                f"got those of {told.values.shape[1]}{' of an elastic one' if self.membership.is_elastic else ''}"
-            )
-        self._look(now, told.step, told.names, told.values)
-
-    def look(self, now: float) -> bool:
-        """See how far the data of the members differ, in a step whose rows have come here; returns whether any had."""
-        if (told := self.open_rounds.take_look(now)) is None:
-            return False
-        step, figures = told
-        self._look(now, step, list(figures), np.stack(list(figures.values())))
-        return True
-
-    def _look(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> None:
-        members = [one for _, one in sorted(self.membership.contributors.items())]
-        if len(members) < self.membership.world_size:
-            return
-        with suppress(LimitExceeded):  # then they are not kept
-            self._room.check(self.comparison.more_for(layers))
-            for found in self.comparison.look(now, step, layers, values):
-                whose = NOBODY if isinstance(found, Apart) else members[found.member].member
-                text = in_words(found, [str(member) for member in members])
-                self.findings.add("skew", whose, step, text, found.layer)
 
     def settle(self, now: float, contributor: Contributor, key: RoundKey) -> None:
         """Forget a round that the members have had among themselves; those of an elastic group have none such.
@@ -277,7 +209,7 @@ class SyncMaster:
     def recall(self, now: float, contributor: Contributor, aggregate: Aggregate, peer: bytes) -> list[Reply]:
         """Take an aggregate that an earlier life of the server gave the member, as the member says.
 
-        See `server.group.claims` for what that is worth. The member has told it, so that nobody waits for it any more.
+        See `server.rounds.claims` for what that is worth. The member has told it, so that nobody waits for it any more.
         """
         key = aggregate.key
         try:
@@ -322,23 +254,8 @@ class SyncMaster:
         """End what is over its time: rounds, and the wait for members after a restart of the server."""
         self.membership.give_up_waiting(now)
         self._weigh()
-        self._look_at_pace(now)
+        self.insight.look_at_pace(now, self.rounds_done)
         return self._tell_news() + self._settle(now) + self.open_rounds.expire(now)
-
-    def _look_at_pace(self, now: float) -> None:
-        """Once in a while, say who holds the others up."""
-        pace, rounds = self.pace, self.rounds_done
-        if pace.due is None:
-            pace.begin(now, rounds)
-        if pace.due is None or now < pace.due:
-            return
-        contributors = self.membership.contributors
-        # In each round the first one waits from its beginning to its end, and the others so much less as they are late.
-        longest = self.open_rounds.lengths.sum
-        waited = {one.member: longest - one.late + one.waited for one in contributors.values()}
-        if pace.end_window(now, rounds, waited):
-            slowest = contributors[pace.minute.slowest or 0]
-            self.findings.add("straggler", slowest.member, slowest.step, held_up(slowest, pace.minute.held))
 
     def stop(self) -> list[Reply]:
         """End all open rounds, and the wait for the group to open, because the server stops."""
@@ -371,7 +288,7 @@ class SyncMaster:
 
     def _weigh(self) -> None:
         """Account for the room that the members take, and for what they tell after a restart until all are back."""
-        size = MEMBER_BYTES * self.nr_slaves + self.comparison.kept
+        size = MEMBER_BYTES * self.nr_slaves + self.insight.kept
         if (recovery := self.membership.recovery) is not None:
             size += NAMED_BYTES * recovery.nr_named + self._told_bytes
         self._room.keep(size - self._weighed)
@@ -410,7 +327,7 @@ class SyncMaster:
         self, now: float, contributor: Contributor, loss: ReplicaLost | None
     ) -> tuple[ReplicaLost | None, list[Reply]]:
         self._deferral.forget(contributor)
-        self.pace.forget(contributor.member)
+        self.insight.forget(contributor)
         self._weigh()
         replies = self._tell_news()
         if self.membership.state is not GroupState.BROKEN:

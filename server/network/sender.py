@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import zmq
 
 from server.core.dispatcher import Dispatcher
-from server.group.rounds import Reply
 from server.network.unread import Unread
+from server.rounds.rounds import Reply
 
 logger = logging.getLogger("statsd_bn.server")
 

@@ -14,7 +14,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from server.core.dispatcher import Dispatcher
 from server.core.received import Received
-from server.group.rounds import failure
 from server.limits.access import Tenant
 from server.limits.quota import Quota
 from server.network.connections import Connections
@@ -24,6 +23,7 @@ from server.network.listener import Listener
 from server.network.refusals import Refusals
 from server.network.resets import Resets
 from server.network.sender import Sender
+from server.rounds.rounds import failure
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ProtocolError, StatsdBNError
 

@@ -7,7 +7,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from server.group.seals import NO_SEALS, Seals
+from server.rounds.seals import NO_SEALS, Seals
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.private_folder import make_private, private_folder

@@ -1,6 +1,6 @@
-"""Writes the table of `server.group.life` into docs/protocol.md; `scripts/life` calls it."""
+"""Writes the table of `server.membership.life` into docs/protocol.md; `scripts/life` calls it."""
 
-from server.group import life
+from server.membership import life
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "protocol.md"

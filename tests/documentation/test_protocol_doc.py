@@ -18,11 +18,12 @@ from client.launch import connect
 from documentation import life_table
 from server.core import collectives, deadlock, ended, liveness, quiet
 from server.core.dispatcher import Dispatcher
-from server.group import life, results, sighting
-from server.group.rounds import TRANSITIONS
 from server.limits import quota
 from server.limits.access import Tenant
+from server.membership import life, sighting
 from server.network import disconnect_probe, listener, service
+from server.rounds import results
+from server.rounds.rounds import TRANSITIONS
 from statsd_bn import PROTOCOL_VERSION, errors, limits
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members

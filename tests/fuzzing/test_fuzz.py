@@ -13,7 +13,7 @@ import server.core.registry
 from fuzzing import fuzz, fuzz_target
 from fuzzing.fuzz_target import MOST_TURNS, SOUND, Play
 from server.core.dispatcher import Dispatcher
-from server.group import open_rounds
+from server.rounds import open_rounds
 from statsd_bn.messages import BY_TYPE, Request
 from statsd_bn.round_key import GATHER
 from statsd_bn.wire import decode

@@ -15,7 +15,7 @@ from client.conversation.member import RELAY, SHARED_MEMORY, ZEROMQ, Member
 from client.conversation.session import Session
 from programs import restart_programs
 from server.core.dispatcher import Dispatcher
-from server.group.seals import Seals
+from server.rounds.seals import Seals
 from statsd_bn import limits
 from statsd_bn.errors import RegistrationRefused, ReplicaLost
 from statsd_bn.members import Members

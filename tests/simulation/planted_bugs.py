@@ -27,15 +27,15 @@ from server.core import collectives, deadlock, inquiry, mismatches
 from server.core.dispatcher import Dispatcher
 from server.core.liveness import Liveness
 from server.core.received import Received
-from server.group import open_rounds
-from server.group.claims import Claims
-from server.group.life import GroupState, MemberState
 from server.group.master import SyncMaster
-from server.group.membership import Membership
-from server.group.open_rounds import OpenRounds
-from server.group.recovery import Recovery
-from server.group.rounds import Round
-from server.group.seals import Seals
+from server.membership.life import GroupState, MemberState
+from server.membership.membership import Membership
+from server.membership.recovery import Recovery
+from server.rounds import open_rounds
+from server.rounds.claims import Claims
+from server.rounds.open_rounds import OpenRounds
+from server.rounds.rounds import Round
+from server.rounds.seals import Seals
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Whereabouts

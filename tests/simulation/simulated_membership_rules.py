@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from client.lanes.round_in_memory import ESCALATE_SECONDS
-from server.group.recovery import RECONNECT_SECONDS
+from server.membership.recovery import RECONNECT_SECONDS
 from simulation.simulated_beginnings import may_meet_another_beginning, newcomers_may_come_first, opened
 from simulation.simulated_frames import decode_once
 from simulation.simulated_memory import LISTEN_SECONDS

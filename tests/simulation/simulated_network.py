@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.core.dispatcher import Dispatcher
-from server.group.seals import Seals
 from server.limits.quota import Quota
 from server.network.disconnect_probe import Probing
 from server.network.service import TICK_SECONDS
+from server.rounds.seals import Seals
 
 Trace = list[tuple[Any, ...]]
 

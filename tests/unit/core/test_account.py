@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.group.results import Room
 from server.limits.access import Tenant
 from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, Account
 from server.limits.quota import Budget, Quota
+from server.rounds.results import Room
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
 from statsd_bn.members import NOBODY, Members

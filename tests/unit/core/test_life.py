@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from server.group import life
-from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
-from server.group.membership import Membership
+from server.membership import life
+from server.membership.life import Event, GroupState, MemberState, Move, Policy, Told
+from server.membership.membership import Membership
 from statsd_bn.errors import ReplicaLost
 from support.strategies import register
 

@@ -8,8 +8,8 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.registry import OTHERS_END_SECONDS
-from server.group.recovery import RECONNECT_SECONDS
 from server.limits.quota import Quota
+from server.membership.recovery import RECONNECT_SECONDS
 from server.network import service
 from statsd_bn import limits
 from statsd_bn.members import NOBODY, Members

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.core.report import group as report_of
-from server.group import results
 from server.group.master import SyncMaster
-from server.group.rounds import FutureResult, Reply, Round, State, failure
 from server.limits.account import GROUP_BYTES, MEMBER_BYTES
+from server.rounds import results
+from server.rounds.rounds import FutureResult, Reply, Round, State, failure
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, LimitExceeded, ReplicaLost, StatsdBNError
 from statsd_bn.members import Members

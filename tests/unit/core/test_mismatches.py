@@ -5,7 +5,7 @@ import pytest
 from server.core import deadlock, mismatches
 from server.core.mismatches import Mismatches
 from server.group.master import SyncMaster
-from server.group.sighting import STEADY_SECONDS, Sighting
+from server.membership.sighting import STEADY_SECONDS, Sighting
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Whereabouts

@@ -2,9 +2,9 @@
 
 import pytest
 
-from server.group.life import MemberState
-from server.group.membership import Membership
-from server.group.recovery import RECONNECT_SECONDS, Recovery
+from server.membership.life import MemberState
+from server.membership.membership import Membership
+from server.membership.recovery import RECONNECT_SECONDS, Recovery
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost
 from statsd_bn.members import NOBODY, Members

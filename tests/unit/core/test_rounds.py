@@ -4,7 +4,7 @@ import struct
 import numpy as np
 import pytest
 
-from server.group.rounds import TRANSITIONS, Event, FutureResult, Round, State, failed
+from server.rounds.rounds import TRANSITIONS, Event, FutureResult, Round, State, failed
 from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zmq
 
-from server.group.seals import NO_SEALS, Seals
+from server.rounds.seals import NO_SEALS, Seals
 from server.secrets import seal_key
 from server.secrets.seal_key import KEY_BYTES, NAME, load_or_make, seals_of
 from statsd_bn.errors import ConfigurationError, ProtocolError

@@ -15,7 +15,7 @@ from server.__main__ import main
 from server.cli.plain_logs import MAX_LINE, PlainFormatter
 from server.cli.status import describe, report_of
 from server.core.dispatcher import Dispatcher
-from server.group.rounds import failure
+from server.rounds.rounds import failure
 from statsd_bn import limits
 from statsd_bn.checks import check_depth, shown
 from statsd_bn.errors import ConfigurationError, ProtocolError, RegistrationRefused, StatsdBNError, from_wire

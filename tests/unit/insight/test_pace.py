@@ -131,8 +131,8 @@ def test_a_rank_that_has_left_is_forgotten():
     job = Job(3)
     job.run(STARTUP_SECONDS + 1.5 * WINDOW_SECONDS, lambda rank: STEP * (1.5 if rank == 2 else 1.0))
     job.master.remove_contributor(job.now, job.contributors[2], "")
-    assert 2 not in job.master.pace._waited
-    assert 2 not in job.master.pace._best
+    assert 2 not in job.master.insight.pace._waited
+    assert 2 not in job.master.insight.pace._best
 
 
 def test_how_long_rounds_are_open_is_counted():
@@ -155,7 +155,7 @@ def trips(job, rank, *, of=0, times=0, microseconds=0, kind=RoundTrips):
     counts = [0] * limits.BUCKETS
     counts[of] = times
     one = job.contributors[rank]
-    job.master.count(one, kind(one.session, microseconds, tuple(counts)))
+    job.master.insight.count(one, kind(one.session, microseconds, tuple(counts)))
 
 
 def test_round_trips_are_those_that_all_members_have_told_of():
@@ -210,7 +210,7 @@ def test_a_round_at_the_server_adds_to_as_much_lateness_as_can_be_counted():
 def test_round_trips_that_are_more_than_can_be_counted_are_as_many_as_can():
     """Whoever comes and goes in an elastic group can tell of any number, and tell it again as somebody else."""
     job = Job(1)
-    job.master.round_trips.counts[3] = 2**64 - 3
+    job.master.insight.round_trips.counts[3] = 2**64 - 3
     trips(job, 0, of=3, times=1, microseconds=5)
     trips(job, 0, of=3, times=limits.MAX_COUNTER, microseconds=6)
     assert job.report()["round_trip_seconds"]["counts"] == [0, 0, 0, 2**64 - 1]

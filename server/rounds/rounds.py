@@ -12,7 +12,7 @@ Whatever the table below does not name cannot happen, and raises if it does.
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
-from server.group.contributor import Contributor
+from server.membership.contributor import Contributor
 from statsd_bn import limits
 from statsd_bn.error_text import Place, error_text
 from statsd_bn.errors import (

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from server.group.rounds import Round
+from server.rounds.rounds import Round
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, sound_aggregate
 from statsd_bn.reduction import FloatArray, bearers, is_finite, join_in_order, sum_in_order

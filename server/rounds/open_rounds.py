@@ -5,20 +5,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
-from server.group import late
-from server.group.claims import Claims
-from server.group.contributor import Contributor
-from server.group.first_non_finite import FirstNonFinite
-from server.group.life import GroupState
-from server.group.membership import Membership
-from server.group.reduction import reduce_round
-from server.group.results import Archive
-from server.group.rounds import FutureResult, Reply, Round, failed, failure, unknown
-from server.group.seals import Seals
 from server.insight import looks
 from server.insight.looks import Looks
 from server.limits.account import FUTURE_BYTES, ROUND_BYTES
 from server.limits.quota import Budget, bytes_carried, size_of
+from server.membership.contributor import Contributor
+from server.membership.life import GroupState
+from server.membership.membership import Membership
+from server.rounds import late
+from server.rounds.claims import Claims
+from server.rounds.first_non_finite import FirstNonFinite
+from server.rounds.reduction import reduce_round
+from server.rounds.results import Archive
+from server.rounds.rounds import FutureResult, Reply, Round, failed, failure, unknown
+from server.rounds.seals import Seals
 from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,

@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from server.group.contributor import Contributor
-from server.group.results import Room
-from server.group.rounds import conflict, same
 from server.limits.quota import size_of
+from server.membership.contributor import Contributor
+from server.rounds.results import Room
+from server.rounds.rounds import conflict, same
 from statsd_bn.messages import Contribution
 from statsd_bn.round_key import RoundKey
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from server.group import life
-from server.group.contributor import Contributor
-from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
+from server.membership import life
+from server.membership.contributor import Contributor
+from server.membership.life import Event, GroupState, MemberState, Move, Policy, Told
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import Members
@@ -13,7 +13,7 @@ from statsd_bn.messages import WORLD, Register
 
 
 class Group(Protocol):
-    """What admission needs to know of a group; `server.group.membership.Membership` is one."""
+    """What admission needs to know of a group; `server.membership.membership.Membership` is one."""
 
     job: str
     group: str

@@ -15,10 +15,10 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from server.group.contributor import Contributor
-from server.group.results import Room
-from server.group.rounds import Round
 from server.limits.account import CONTRIBUTION_BYTES, RUN_BYTES
+from server.membership.contributor import Contributor
+from server.rounds.results import Room
+from server.rounds.rounds import Round
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
 from statsd_bn.members import Members

@@ -6,8 +6,8 @@ an answer out. Of those before the latest a number each is enough: a late copy o
 round anew.
 """
 
-from server.group.rounds import Round, State
 from server.limits.quota import Budget
+from server.rounds.rounds import Round, State
 from statsd_bn.round_key import RoundKey
 
 # A copy can be late by what a broken connection had under way, which is far less than this.

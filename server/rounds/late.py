@@ -1,13 +1,10 @@
-"""Late: who has not come to a round, who waits there, and who is late again and again, for people."""
+"""Late: who has not come to a round, and who waits there, for people."""
 
 from collections.abc import Mapping, Sequence
 
-from server.group.contributor import Contributor
-from server.group.rounds import Round
+from server.membership.contributor import Contributor
+from server.rounds.rounds import Round
 from statsd_bn.error_text import MOST_ROWS, Place, Row
-
-# So many rounds say something.
-ENOUGH = 100
 
 
 def table(now: float, round_: Round, contributors: Mapping[int, Contributor], missing: Sequence[int]) -> list[Place]:
@@ -27,21 +24,6 @@ def table(now: float, round_: Round, contributors: Mapping[int, Contributor], mi
         *([Place(late, len(missing), "that have not come")] if late else []),
         *([Place(there, len(waiting), f"in {where}")] if there else []),
     ]
-
-
-def held_up(slow: Contributor, part: float) -> str:
-    """What a member costs the others that come before it.
-
-    Args:
-        slow: the member.
-        part: of the last minute, in which the others waited for it.
-    """
-    text = f"{slow} held the others up for {part:.0%} of the last minute"
-    if slow.behind.total < ENOUGH:
-        return text
-    median, most = (1e3 * slow.behind.quantile(of_all) for of_all in (0.5, 0.99))
-    when = f"by up to {median:.3g} ms in the median and {most:.3g} ms in 99 of 100 rounds"
-    return f"{text}; where it came last, it was {when}"
 
 
 def _late(now: float, member: int, contributors: Mapping[int, Contributor], where: str) -> Row:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.group.life import MemberState
-from server.group.sighting import Sighting
+from server.membership.life import MemberState
+from server.membership.sighting import Sighting
 from statsd_bn.messages import Register
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import plain
@@ -23,7 +23,7 @@ class Contributor:
         peer: whom to answer.
         step: the step it is in, by its contributions.
         first_step: the first step it takes part in.
-        state: whether it takes part, see `server.group.life`.
+        state: whether it takes part, see `server.membership.life`.
         has_past: whether it was in the group when that was open in an earlier life of the server.
         owed: how many results of that life it has announced.
         replicas: rows in its latest contribution; 0 before the first.

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from itertools import islice
 
-from server.group.contributor import Contributor
+from server.membership.contributor import Contributor
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.ranks_in_words import TOLD_OF, ranks_in_words

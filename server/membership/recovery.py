@@ -6,7 +6,7 @@ group waits until all who were named are there, as long as it would wait for any
 
 from collections.abc import Collection, Iterable
 
-from server.group.contributor import Contributor
+from server.membership.contributor import Contributor
 from statsd_bn.members import Members
 from statsd_bn.round_key import RoundKey
 

@@ -1,17 +1,17 @@
 """Who belongs to a group, since which step, until when.
 
-What may happen to a group, and what follows, is the table of `server.group.life`. This file finds out when it happens,
-and keeps who is in the group. The first member of a new run replaces a group that is broken. Newcomers to an elastic
-group take part from a step on that nobody has begun.
+What may happen to a group, and what follows, is the table of `server.membership.life`. This file finds out when it
+happens, and keeps who is in the group. The first member of a new run replaces a group that is broken. Newcomers to an
+elastic group take part from a step on that nobody has begun.
 
 A member may be away for a while, because its data has ended, and takes part again when all others are back as well.
 """
 
-from server.group import admission, life
-from server.group.contributor import Contributor
-from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
-from server.group.recovery import Recovery
-from server.group.standing import Standing
+from server.membership import admission, life
+from server.membership.contributor import Contributor
+from server.membership.life import Event, GroupState, MemberState, Move, Policy, Told
+from server.membership.recovery import Recovery
+from server.membership.standing import Standing
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError

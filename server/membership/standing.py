@@ -1,12 +1,12 @@
 """Standing: where one group is in its life, and why it is broken or can have no further pass."""
 
-from server.group import life
-from server.group.life import Event, GroupState, MemberState, Move, Policy, Told
+from server.membership import life
+from server.membership.life import Event, GroupState, MemberState, Move, Policy, Told
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 
 
 class Standing:
-    """How a group stands. It moves along the table of `server.group.life`, and in no other way.
+    """How a group stands. It moves along the table of `server.membership.life`, and in no other way.
 
     Args:
         policy: strict or elastic.
