@@ -67,8 +67,9 @@ def held(slice_: Slice) -> Slice:
     if slice_.input.requires_grad:
         x = _Hold.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach(), None)
         return replace(slice_, input=x, holder=x.grad_fn)
-    # The output is of no use: with it for its input, the batch norm would take a round for a gradient nobody wants.
-    return replace(slice_, holder=_Hold.apply(slice_.input, slice_.weight, slice_.bias).grad_fn)
+    # With an output of the node for its input, the batch norm would take a round for a gradient nobody wants.
+    anchor = _Keep.apply(slice_.input, slice_.weight, slice_.bias)
+    return replace(slice_, holder=_Kept(anchor) if anchor.requires_grad else None)
 
 
 class _Hold(torch.autograd.Function):
@@ -83,6 +84,28 @@ class _Hold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004 - torch's signature
         return grad, None, None
+
+
+class _Keep(torch.autograd.Function):
+    """Saves input and weight; nobody differentiates the output, which has no elements and so keeps no memory."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:  # noqa: ARG004 - for `setup_context`
+        return x.new_empty(0)
+
+    setup_context = _Hold.setup_context
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What such a node has saved, as long as this is there: in torch 2.6 a node ends with its output."""
+
+    output: Tensor
+
+    @property
+    def saved_tensors(self) -> Any:
+        node: Any = self.output.grad_fn
+        return node.saved_tensors
 
 
 def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
