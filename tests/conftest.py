@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -35,6 +34,7 @@ from programs.ddp_programs import process_group_of
 from server import Config, Service
 from server.limits.quota import Quota
 from support.lanes import ON_DEVICE, PROCESS_GROUP, rows_on_devices
+from support.starter import STARTER
 
 MEMBERS = 4
 WAIT_SECONDS = 100.0
@@ -142,9 +142,8 @@ def job() -> str:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPoolExecutor]:
     """Worker processes that play the members; kept, because importing torch takes seconds."""
-    context = multiprocessing.get_context("spawn")
-    together = context.Barrier(MEMBERS)
-    with ProcessPoolExecutor(MEMBERS, mp_context=context, initializer=_wait_for_all, initargs=(together,)) as executor:
+    together = STARTER.Barrier(MEMBERS)
+    with ProcessPoolExecutor(MEMBERS, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,)) as executor:
         # All have imported torch, as this module does, when the first test's time begins.
         for started in [executor.submit(int) for _ in range(MEMBERS)]:
             started.result(timeout=WAIT_SECONDS)

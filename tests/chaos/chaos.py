@@ -18,6 +18,7 @@ from chaos import chaos_scenarios, chaos_world
 from chaos.chaos_scenarios import Result
 from chaos.chaos_world import Finding
 from client.conversation.member import LANES, RELAY
+from support import starter
 
 HEADER = (
     f"{'scenario':32} {'runs':>5} {'troubles':>8} {'median s':>9} {'worst s':>9} {'bit-identical':>14} {'findings':>9}"
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [Line(each.__name__) for each in scenarios]
     if options.lane:
         os.environ["STATSD_BN_LANE"] = options.lane
-    chaos_world.warm_up()
+    starter.warm_up()
     for turn in _rounds(options):
         for line, scenario in zip(lines, scenarios, strict=True):
             _run(line, scenario, f"{seed} {turn} {line.name}")

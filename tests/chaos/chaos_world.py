@@ -1,6 +1,5 @@
 """The processes of the chaos tests: a server that can be killed, and members that train; nothing survives its block."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 from programs import chaos_programs
 from programs.chaos_programs import READY, Part, Told
+from support.starter import STARTER
 
 # Far above what is promised; whatever takes longer hangs.
 WAIT_SECONDS = 60.0
@@ -26,9 +26,6 @@ WAIT_SECONDS = 60.0
 LOOK_SECONDS = 0.001
 
 WORLD = 3
-
-# New processes from one that has loaded everything: it takes milliseconds, and nothing is inherited from here.
-STARTER = multiprocessing.get_context("forkserver")
 
 # Whoever starts or joins a process looks at all others too, and two threads may not read one exit code.
 _LIFE = threading.Lock()
@@ -42,15 +39,6 @@ def require(condition: object, text: str) -> None:
     """Raises a `Finding` unless the condition is true."""
     if not condition:
         raise Finding(text)
-
-
-def warm_up() -> None:
-    """Starts what starts the members, with all that is slow to load; it lives as long as this process."""
-    # Otherwise the first optimizer of each member would load torch._dynamo, which takes seconds.
-    STARTER.set_forkserver_preload(["client", "torch._dynamo"])
-    process = STARTER.Process(target=int)
-    process.start()
-    process.join(WAIT_SECONDS)
 
 
 class Server:

@@ -22,10 +22,11 @@ from typing import Any, Self
 # Small rows in many processes: more threads than cores only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from chaos import chaos_world
-from chaos.chaos_world import STARTER, Finding, Server, require
+from chaos.chaos_world import Finding, Server, require
 from programs import soak_programs
 from programs.soak_programs import Told
+from support import starter
+from support.starter import STARTER
 
 # From one kill of the server to the next, at most.
 KILL_SECONDS = 10.0
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.members) < 2 * options.hosts:
         parser.error(f"--members: expected two on each of {options.hosts} hosts at least, got {min(options.members)}")
-    chaos_world.warm_up()
+    starter.warm_up()
     findings = 0
     for size in options.members:
         started = time.monotonic()

@@ -17,8 +17,9 @@ from torch import nn
 
 from chaos import chaos, chaos_scenarios
 from chaos.chaos_scenarios import Result
-from chaos.chaos_world import WORLD, Finding, Members, Server, descendants, warm_up
+from chaos.chaos_world import WORLD, Finding, Members, Server, descendants
 from programs import chaos_programs
+from support import starter
 from support.memory_members import in_threads
 
 # Far above what is promised, which is 5 s at most.
@@ -39,7 +40,7 @@ TIMES = {chaos_scenarios.killed_member: 2, chaos_scenarios.briefly_frozen_member
 @pytest.fixture(scope="module", autouse=True)
 def _ready():
     """What starts the members lives on, and the undisturbed run is made once."""
-    warm_up()
+    starter.warm_up()
     chaos_scenarios.undisturbed()
 
 

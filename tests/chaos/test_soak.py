@@ -4,10 +4,11 @@ import random
 
 import pytest
 
-from chaos import chaos_world, soak
+from chaos import soak
 from chaos.chaos_world import Finding
 from client.lanes import agreement
 from client.shared_memory import passing
+from support import starter
 
 pytestmark = [
     pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not()),
@@ -21,7 +22,7 @@ ROUNDS = 3000
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm():
-    chaos_world.warm_up()
+    starter.warm_up()
 
 
 def test_every_round_has_the_right_bits_whatever_becomes_of_the_server():

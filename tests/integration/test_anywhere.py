@@ -75,6 +75,7 @@ def test_under_torchrun_the_broadcast_is_turned_off_whatever_ddp_is_told(start):
     assert not warnings_in(lines)
 
 
+@pytest.mark.long
 def test_under_torchrun_a_broadcast_that_is_needed_stays(start):
     """For other buffers, for layers of a part of the ranks, and in torch's Join, which sends the last one's buffers."""
     lines = start(*TORCHRUN, "other_buffers,groups_of_one,uneven,afterwards")
@@ -114,6 +115,7 @@ def test_under_torchrun_a_model_that_was_not_converted_is_told_of_when_the_optim
     assert all(lines.index(line) < first_end for line in told)
 
 
+@pytest.mark.long
 def test_under_spawn_connect_needs_no_argument(start, tmp_path):
     lines = start(sys.executable, PROGRAMS, "ddp", "2", str(tmp_path / "store"))
     (first,), (second,) = found_by(lines, "ddp")

@@ -1,6 +1,5 @@
 """Processes that are killed, frozen or busy, among others that live on; through a real server."""
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -10,12 +9,10 @@ import pytest
 from client.conversation.member import LANES, RELAY, SHARED_MEMORY, ZEROMQ
 from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
+from support.starter import STARTER
 
 # Far above what is promised, far below the rounds' deadline of 100 s.
 WAIT_SECONDS = 40.0
-
-STARTER = multiprocessing.get_context("forkserver")
-STARTER.set_forkserver_preload(["client", "programs.death_programs"])
 
 
 class Company:

@@ -1,6 +1,5 @@
 """An elastic job goes on when members are lost, takes in newcomers, and says what each aggregate covers."""
 
-import multiprocessing
 import threading
 from contextlib import ExitStack
 
@@ -412,16 +411,15 @@ def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors
 
 
 def test_survivors_of_a_killed_process_train_on_and_a_new_one_joins(server, job):
-    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        pipes = [stack.enter_context(elastic_programs.started(context, server.endpoint, job, n, 3)) for n in range(3)]
+        pipes = [stack.enter_context(elastic_programs.started(server.endpoint, job, n, 3)) for n in range(3)]
         elastic_programs.connected(*pipes)
         for _ in range(2):
             assert elastic_programs.step(pipes) == [([0, 1, 2], 0)] * 3
         elastic_programs.kill(pipes[1])
         survivors = [pipes[0], pipes[2]]
         assert elastic_programs.step(survivors) == [([0, 2], 0)] * 2
-        newcomer = stack.enter_context(elastic_programs.started(context, server.endpoint, job, 1, 3))
+        newcomer = stack.enter_context(elastic_programs.started(server.endpoint, job, 1, 3))
         elastic_programs.connected(newcomer)
         pipes = [pipes[0], newcomer, pipes[2]]
         assert elastic_programs.step(pipes) == [([0, 1, 2], 0), ([0, 1, 2], 3), ([0, 1, 2], 0)]

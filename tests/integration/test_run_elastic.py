@@ -1,6 +1,5 @@
 """Processes train a model with batch norm under `run_elastic` while one is killed and another comes."""
 
-import multiprocessing
 from contextlib import ExitStack
 from functools import partial
 
@@ -10,9 +9,8 @@ EPOCHS = 8
 
 
 def test_after_a_kill_and_with_a_newcomer_all_end_with_the_same_bits_and_no_sample_lost_or_repeated(server, job):
-    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        start = partial(started, context, server.endpoint, job, world_size=3, epochs=EPOCHS)
+        start = partial(started, server.endpoint, job, world_size=3, epochs=EPOCHS)
         first, killed, third, newcomer = (stack.enter_context(start(member=member)) for member in range(4))
         for member in (first, killed, third):
             member.go()

@@ -38,6 +38,7 @@ def test_after_20_steps_under_ddp_the_weights_are_those_of_the_whole_batch(membe
         assert_equal(found, expected, 1e-8)
 
 
+@pytest.mark.long
 def test_torchrun_trains_as_on_the_whole_batch_with_nothing_configured(tmp_path):
     script = ROOT / "tests" / "programs" / "subclass_programs.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, tmp_path / "saved.npz"]

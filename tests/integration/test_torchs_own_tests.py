@@ -10,7 +10,8 @@ from support.paths import ROOT
 from support.torchs_own_tests import names_for
 
 
-@pytest.mark.parametrize("nr_ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("nr_ranks", [2, 3])
 def test_torchs_own_tests_pass(tmp_path, nr_ranks):
     script = ROOT / "tests" / "programs" / "torchs_own_tests.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nr_ranks), script]

@@ -118,7 +118,10 @@ def test_processes_meet_as_often_as_they_like_and_share_the_store_with_a_process
 
 
 @with_proc
-@pytest.mark.parametrize("program", ["go_on_after_member_0", "go_on_after_member_0_in_forked_children"])
+@pytest.mark.parametrize(
+    "program",
+    ["go_on_after_member_0", pytest.param("go_on_after_member_0_in_forked_children", marks=pytest.mark.long)],
+)
 def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch, program):
     first, second = launch(program, 2)
     first.line("at the end")
@@ -131,6 +134,7 @@ def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch, program):
 
 
 @with_proc
+@pytest.mark.long
 def test_a_member_that_was_busy_when_its_master_ended_does_not_wait_for_another(launch):
     first, second = launch("be_busy_when_member_0_ends", 2)
     for process in (first, second):

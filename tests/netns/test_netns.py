@@ -28,6 +28,7 @@ def test_on_a_bad_network_the_weights_are_those_of_a_clean_one():
     assert result.dropped > 0
 
 
+@pytest.mark.long
 def test_a_member_that_is_cut_off_for_ever_is_named():
     assert SCENARIOS["partition for ever"](0).identical is None
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import client
+from support.starter import STARTER
 
 WAIT_SECONDS = 60.0
 
@@ -28,10 +29,10 @@ class Process:
 
 
 @contextmanager
-def started(context: Any, endpoint: str, job: str, member: int, world_size: int) -> Iterator[Process]:
+def started(endpoint: str, job: str, member: int, world_size: int) -> Iterator[Process]:
     """Runs a member as long as the block."""
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=_train, args=(theirs, endpoint, job, member, world_size))
+    pipe, theirs = STARTER.Pipe()
+    process = STARTER.Process(target=_train, args=(theirs, endpoint, job, member, world_size))
     process.start()
     theirs.close()
     try:

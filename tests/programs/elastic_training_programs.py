@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import client
+from support.starter import STARTER
 
 WAIT_SECONDS = 60.0
 SAMPLES, BATCH, COMMIT_EVERY = 90, 4, 3
@@ -45,10 +46,10 @@ class Process:
 
 
 @contextmanager
-def started(context: Any, endpoint: str, job: str, member: int, world_size: int, epochs: int) -> Iterator[Process]:
+def started(endpoint: str, job: str, member: int, world_size: int, epochs: int) -> Iterator[Process]:
     """Runs a member as long as the block; it has loaded torch and waits for `go`."""
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=_live, args=(theirs, endpoint, job, member, world_size, epochs))
+    pipe, theirs = STARTER.Pipe()
+    process = STARTER.Process(target=_live, args=(theirs, endpoint, job, member, world_size, epochs))
     process.start()
     theirs.close()
     try:

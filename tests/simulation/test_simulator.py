@@ -46,7 +46,7 @@ FOUND_LAST = {
     "session-not-checked": 23,
     "too-few-go-on": 33,
     "deadline-counts-anew": 1622,
-    "settled-rounds-begin-anew": 1226,
+    "settled-rounds-begin-anew": 1610,
     "refused-begins-recovery": 999,
     "settled-by-the-teller-alone": 1270,
     "no-introduction-in-a-round": 222,
