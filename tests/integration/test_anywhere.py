@@ -14,7 +14,7 @@ from support.paths import ROOT, TESTS
 PROGRAMS = TESTS / "programs" / "anywhere_programs.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAMS)
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # torchrun twice, on a busy machine
 
 
 @pytest.fixture

@@ -53,9 +53,7 @@ class Launched:
         return self
 
     def __exit__(self, *_) -> None:
-        for number in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
+        kill_all(self._mark)
         self.process.wait(WAIT_SECONDS)
         self._reader.join(WAIT_SECONDS)
         self.process.stdin.close()
@@ -83,7 +81,7 @@ class Launched:
 
     def processes(self, **environ: str) -> list[int]:
         """The ids of its processes with these variables."""
-        return [number for number in _numbers() if self._is_one(number, environ)]
+        return _with(**{MARK: self._mark}, **environ)
 
     def leaves_nothing(self) -> bool:
         """Whether all its processes end, which is waited for."""
@@ -94,18 +92,28 @@ class Launched:
             time.sleep(0.02)
         return True
 
-    def _is_one(self, number: int, environ: dict[str, str]) -> bool:
-        try:
-            found = (PROC / str(number) / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            return False  # it has ended meanwhile, or is another user's
-        return {f"{name}={value}" for name, value in {**environ, MARK: self._mark}.items()} <= set(found)
-
     def _read(self) -> None:
         for line in self.process.stdout:
             self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
 
-def _numbers() -> list[int]:
-    return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
+def kill_all(mark: str) -> None:
+    """Ends all processes with this mark."""
+    for number in _with(**{MARK: mark}):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+def _with(**environ: str) -> list[int]:
+    """The ids of the processes with these variables."""
+    numbers = (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
+    return [number for number in numbers if _has(number, environ)]
+
+
+def _has(number: int, environ: dict[str, str]) -> bool:
+    try:
+        found = (PROC / str(number) / "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False  # it has ended meanwhile, or is another user's
+    return {f"{name}={value}" for name, value in environ.items()} <= set(found)
