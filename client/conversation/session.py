@@ -17,7 +17,7 @@ from client.conversation.steps import Steps
 from client.whereabouts.place import Place, TorchGroup
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
-from statsd_bn.errors import ReplicaLost, RoundFailed, StatsdBNError, UnknownSession, from_wire
+from statsd_bn.errors import DuplicateMember, ReplicaLost, RoundFailed, StatsdBNError, UnknownSession, from_wire
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     NO_SERVER,
@@ -94,6 +94,8 @@ class Session:
             self.lane.refuse(BY_ELASTIC)
         self.spoke = 0.0
         self._server = NO_SERVER
+        # What a restarted server has said that had another process of this number.
+        self._refusal: DuplicateMember | None = None
         self._steps = Steps()
         self.is_uneven = False
         self._results: deque[Aggregate] = deque(maxlen=limits.KEPT_ROUNDS)
@@ -207,9 +209,12 @@ class Session:
 
         Raises:
             UnknownSession: the server has no memory, and wants an `introduction`.
+            DuplicateMember: a server has had another process of this number; the answer may have that one's rows.
             ReplicaLost: the round has ended without this member.
             StatsdBNError: the round failed; the error is the server's.
         """
+        if self._refusal:
+            raise self._refusal
         if (again := self._frames.aggregate(key, frame)) is not None:
             self._take(again)
             return again
@@ -229,11 +234,25 @@ class Session:
         try:
             self._is_registered(self._read(frame, None))
         except UnknownSession as error:
-            return self.introduction() if error.fields.get("digest") == self._digest.hex() else []
+            is_asked = error.fields.get("digest") == self._digest.hex() and not self._refusal
+            return self.introduction() if is_asked else []
+        except DuplicateMember as error:
+            self._take_refusal(error)
         except StatsdBNError:
             # Whatever ends it, its next contribution will be told.
             pass
         return []
+
+    def _take_refusal(self, error: DuplicateMember) -> None:
+        """Remembers for good that another process has its number; by its next contribution the server may be another.
+
+        Rounds may have ended with the other one's rows. A later server would take them for this member's, since an
+        aggregate says which members it covers, not which processes. One that was in no open group waits for no round.
+        """
+        who, fields = self.member, error.fields
+        is_mine = (fields.get("job"), fields.get("group"), fields.get("member")) == (who.job, who.group, who.rank)
+        if is_mine and self.members:
+            self._refusal = error
 
     def asked(self, frame: bytes) -> Question | None:
         """Returns the question where this process is, if a frame is one to this session."""

@@ -5,7 +5,7 @@ import pytest
 
 from client.conversation.member import Member
 from client.conversation.session import Session
-from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch, StatsdBNError, VersionMismatch
+from statsd_bn.errors import DuplicateMember, ProtocolError, ReplicaLost, RoundMismatch, StatsdBNError, VersionMismatch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered
 from statsd_bn.round_key import BACKWARD
@@ -118,6 +118,44 @@ def test_a_failure_of_another_round_is_not_its_answer(session):
 def test_a_failure_of_no_round_concerns_whoever_waits(session):
     with pytest.raises(RoundMismatch):
         session.answer(session.forward_key("a"), encode(Failure("mismatch", "no", {})))
+
+
+def opened():
+    return encode(Registered(digest(TOKEN), b"server-0", 2, 0, 0, Members.of(range(3))))
+
+
+def refusal(**others):
+    fields = {"job": "job", "group": "world", "member": 1, "place": "elsewhere"} | others
+    return encode(Failure("duplicate_member", "there is a rank 1 already", fields))
+
+
+def test_one_that_has_overheard_of_its_double_takes_no_answer_and_introduces_itself_to_no_other_master(session):
+    session.overhear(opened())
+    unknown = encode(Failure("unknown_session", "who?", {"digest": digest(TOKEN).hex()}))
+    assert session.overhear(unknown) == session.introduction()
+    assert session.overhear(refusal()) == []
+    assert session.overhear(unknown) == []
+    key = session.forward_key("a")
+    with pytest.raises(DuplicateMember, match="there is a rank 1 already"):
+        session.answer(key, encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2)))))
+    assert decode(session.register()).results == 0
+
+
+@pytest.mark.parametrize("others", [{"job": "other"}, {"group": "pair"}, {"member": 2}])
+def test_the_double_of_another_session_does_not_concern_it(session, others):
+    session.overhear(opened())
+    session.overhear(refusal(**others))
+    key = session.forward_key("a")
+    frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
+    assert session.answer(key, frame).count == 6
+
+
+def test_one_that_was_in_no_open_group_may_get_its_number_later(session):
+    session.overhear(refusal())
+    session.overhear(opened())
+    key = session.forward_key("a")
+    frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
+    assert session.answer(key, frame).count == 6
 
 
 def test_an_unknown_code_of_a_newer_master_is_still_an_error(session):

@@ -5,8 +5,9 @@ import pytest
 from client.conversation.member import Member
 from client.conversation.session import Session
 from integration.test_restart import World, rows_of
+from server.membership.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
-from statsd_bn.errors import UnknownSession
+from statsd_bn.errors import DuplicateMember, UnknownSession
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Registered
 from statsd_bn.tokens import digest
@@ -92,3 +93,41 @@ def test_members_of_two_beginnings_are_told_and_none_is_given_the_result_of_the_
     told = answers(world, left_out)
     assert not [answer for answer in told if isinstance(answer, Aggregate)]
     assert [answer.code for answer in told if isinstance(answer, Failure)] == ["conflict"]
+
+
+def listen(world, session):
+    """Does what the thread of the heartbeats does with what has come."""
+    for frame in world.inboxes.pop(session.token, []):
+        world.say(session, *session.overhear(frame))
+
+
+def go_on(world):
+    world.now += RECONNECT_SECONDS
+    world.deliver(world.dispatcher.tick(world.now))
+
+
+def test_a_member_that_was_told_of_its_double_is_given_no_sum_with_that_ones_rows():
+    """A newcomer has taken its number at the second server, which ends the round; the third first hears of itself."""
+    world = World(n=2, min_members=1, keeps_key=True)
+    stays, displaced = world.members
+    key, _ = [session.forward_key("bn") for session in world.members]
+    world.restart(b"server-1")
+    double = newcomer(1, n=2, min_members=1)
+    world.say(double, double.register())
+    for session in (stays, displaced):
+        world.say(session, *session.introduction())
+    listen(world, displaced)
+    go_on(world)
+    for session in (stays, double):
+        world.read(session)
+    world.say(double, double.contribution(double.forward_key("bn"), rows_of(1, 7.0)))
+    world.say(stays, stays.contribution(key, rows_of(0)))
+    world.take(stays, key)
+    world.restart(b"server-2")
+    world.heartbeats(displaced)
+    listen(world, displaced)
+    world.say(stays, *stays.introduction())
+    go_on(world)
+    world.say(displaced, displaced.contribution(key, rows_of(1)))
+    with pytest.raises(DuplicateMember, match="newcomer 1 is registered, place 1 was refused"):
+        [displaced.answer(key, frame) for frame in world.inboxes.pop(displaced.token)]
