@@ -216,7 +216,7 @@ class Network:
         for fault, chance in self._chances:
             if fate < chance:
                 self.count(fault)
-                self._trace.append((self.clock.now, fault, frame))
+                self._trace.append((self.clock.now, fault, link.channel.owner, frame))
                 self._mistreat(link, frame, fault, seconds, upwards=upwards)
                 return
             fate -= chance

@@ -19,7 +19,7 @@ from simulation.simulated_beginnings import may_meet_another_beginning
 from simulation.simulated_frames import is_sound
 from simulation.simulated_plan import HARMLESS_FREEZE
 from statsd_bn import errors, limits
-from statsd_bn.wire import named_session
+from statsd_bn.wire import decode, named_session
 
 if TYPE_CHECKING:
     from simulation.simulated_member import Outcome, Process
@@ -57,6 +57,7 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
         or _a_goodbye_was_lost(world)
         or _news_was_lost(world)
         or _a_slow_one_lost_frames(world, outcome)
+        or _one_lost_all_its_time(world)
     )
     if world.plan.is_harmless and not excused:
         world.find("harmless faults do no harm", f"{outcome.process} {outcome.what} {outcome.key}: {outcome.error!r}")
@@ -194,6 +195,31 @@ def _asked_again_since(world: "World", member: int, since: float) -> bool:
     """Whether a member has been in a round for so long since then that it has asked again."""
     waits = [one for process in world.processes if process.number == member for one in process.outcomes]
     return any((one.ended or world.clock.now) - max(one.started, since) >= 0.9 * ASK_AGAIN_SECONDS for one in waits)
+
+
+def _one_lost_all_its_time(world: "World") -> bool:
+    """Whether one that came too late to a round was in an earlier one all the while, and lost so many frames of that.
+
+    Each frame that is lost costs it seconds, as the protocol has it.
+    """
+    waits = [one for process in world.processes for one in process.outcomes]
+    late = [one for one in waits if isinstance(one.error, errors.RoundTimeout)]
+    return any(
+        _frames_lost(world, wait) * ASK_AGAIN_AT_MOST >= world.plan.deadline
+        for one in late
+        for wait in waits
+        if wait.process.number in (one.error.fields.get("missing") or ())
+        and wait.key != one.key
+        and wait.started < one.started
+        and not 0.0 < wait.ended < one.ended
+    )
+
+
+def _frames_lost(world: "World", wait: "Outcome") -> int:
+    """How many contributions and aggregates of its round a member has lost on their way."""
+    lost = (entry[2:] for entry in world.trace if entry[1] == "dropped" and entry[0] >= wait.started)
+    own = (frame for process, frame in lost if process is wait.process and kind_of(frame) in {CONTRIBUTION, AGGREGATE})
+    return sum(decode(frame).key == wait.key for frame in own)
 
 
 def _nobody_was_mute(world: "World") -> bool:
