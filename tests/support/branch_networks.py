@@ -129,7 +129,10 @@ class _Model(nn.Module):
         return nn.Sequential(nn.Unflatten(1, (1, HEIGHT, WIDTH)), nn.Conv2d(1, width, 3, padding=1))
 
     def _into(self, width: int) -> nn.Module:
-        return nn.Conv2d(width, CHANNELS, 2) if self.has_images else nn.Linear(width, CHANNELS)
+        # Before a batch norm the gradient of a bias is 0, so what is found of it is rounding.
+        if self.has_images:
+            return nn.Conv2d(width, CHANNELS, 2, bias=False)
+        return nn.Linear(width, CHANNELS, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total = x.new_zeros(())
