@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
 from client.layers.batchnorm import BONDS, SynchronizedBatchNorm, Way
-from client.layers.conversion_report import has_own_forward, own, why_left, why_not
+from client.layers.conversion_report import REFUSED, has_own_forward, own, why_left, why_not
 from client.layers.interception import Handed, Interception, pop, push, unseen
 from client.layers.shortcut.copied_forward import shortcut_to
 from client.layers.synchronized import CONVERSIONS
@@ -38,8 +38,18 @@ class Adopted:
     # The layers that were given this class: a warning says how many.
     _adopted: ClassVar["WeakSet[nn.Module]"]
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        """A class that is made here is none of those that the original keeps a list of, or wants something for."""
+        if "converted_from" not in vars(cls):
+            super().__init_subclass__(**given)
+
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """A copy or pickle names the original class, and the class made of it is found again."""
+        """A copy or pickle names the original class, and the class made of it is found again.
+
+        A class that somebody derives from that one has a name.
+        """
+        if "converted_from" not in vars(type(self)):
+            return super().__reduce_ex__(protocol)
         return rebuilt_layer, (type(self).converted_from, self.chunks), self.__getstate__()
 
     def __getstate__(self) -> Any:
@@ -107,7 +117,7 @@ class Intercepted(Adopted):
 
     def _normalise_handed(self: Any, handed: Handed, counted: Tensor | None) -> Tensor:
         """Computes one call of `batch_norm`, in place of torch."""
-        input_checks.check(self, handed.input)
+        input_checks.check(self, handed.input, handed.nr_channels)
         if counted is not None:
             # The original has counted this call: it may be computed again, or not be the last of its mini-batch.
             self.num_batches_tracked.copy_(counted)
@@ -237,7 +247,11 @@ def adopt(layer: nn.Module) -> nn.Module:
     """
     if why_left(layer):
         return layer
-    made: Any = synchronized_class(type(layer))
+    try:
+        made: Any = synchronized_class(type(layer))
+    except Exception as error:  # noqa: BLE001 - of a metaclass of somebody's own, which may want more than Python gives it
+        REFUSED[type(layer)] = f"no class can be derived from it: {error}"
+        return layer
     layer.__class__ = made
     made._adopted.add(layer)  # noqa: SLF001 - of a class that is made here
     return layer

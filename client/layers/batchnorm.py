@@ -180,7 +180,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             process_group: with whom the layers synchronise, as `convert_model` takes it.
 
         Returns:
-            The module, or its replacement if it is itself a batch norm.
+            The module.
 
         Raises:
             ValueError: as `convert_model` says.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -28,13 +29,21 @@ NAMES = (
     *("_process_group_before", "_tally", "_told", "_traced", "_tracked_now"),
 )
 
+# How a `forward` names those of torch.
+_TORCHS_NAMES = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "_BatchNorm")
+
 # The name of a function that adds up over torch's process group, as `differentiable_all_reduce` of fvcore does.
 _COLLECTIVE = re.compile("all_?(?:reduce|gather)", re.IGNORECASE)
 
 # How deep a `forward` is followed through the functions that it calls.
 _DEPTH = 4
 
+# Classes that nothing could be derived from, and what they said.
+REFUSED: "WeakKeyDictionary[type, str]" = WeakKeyDictionary()
+
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+BY_ITSELF = "derived from ours, its forward calls torch's batch norm; call super().forward, or derive it from torch's"
 
 SHARDED = "sharded by FSDP; convert the model before"
 
@@ -80,6 +89,8 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     for path, module in places(model):
         if isinstance(module, Synchronized) and module.is_unreached:
             left[path] = (_name(module), "its forward did not call batch_norm in training")
+        elif isinstance(module, Synchronized) and _goes_by_itself(type(module)):
+            left[path] = (_name(module), BY_ITSELF)
         elif isinstance(module, Synchronized):
             synchronised[path] = _name(module)
         elif is_unsynchronised(module):
@@ -95,7 +106,9 @@ def places(module: nn.Module, place: str = "", seen: set[nn.Module] | None = Non
         return
     seen.add(module)
     yield place, module
-    for name, child in module.named_children():
+    for name, child in module._modules.items():  # noqa: SLF001 - a wrapper may hide its children from `named_children`
+        if child is None:
+            continue
         if isinstance(module, WRAPPERS) and name == "module":
             yield from places(child, place, seen)
         else:
@@ -163,7 +176,7 @@ def why_not(original: type[nn.Module]) -> str:
         return "it synchronises by itself, as a subclass of nn.SyncBatchNorm"
     if issubclass(original, nn.modules.lazy.LazyModuleMixin):
         return "it is lazy; run one batch through the model first"
-    return _why_not_by_forward(original) or _why_not_by_names(original)
+    return REFUSED.get(original) or _why_not_by_forward(original) or _why_not_by_names(original)
 
 
 def _why_not_by_names(original: type[nn.Module] | nn.Module) -> str:
@@ -172,9 +185,31 @@ def _why_not_by_names(original: type[nn.Module] | nn.Module) -> str:
 
 
 def _why_not_by_forward(original: type[nn.Module]) -> str:
+    if any("__call__" in vars(kind) for kind in own(original)):
+        return "it has a __call__ of its own, which need not come to its forward"
     if _has_collective(original):
         return "its forward synchronises by itself; client.register_conversion says how to convert it"
+    if _checkpoints(original):
+        return "its forward checkpoints its call of batch_norm; checkpoint the layer where it is called"
     return "" if _reaches_batch_norm(original) else "its forward does not call batch_norm"
+
+
+def _goes_by_itself(kind: type[Synchronized]) -> bool:
+    """Whether a class that somebody has derived from ours has a `forward` that calls torch's batch norm, not ours.
+
+    What such a `forward` hands to `batch_norm` is looked at only in classes that are converted.
+    """
+    forward = _undecorated(kind.forward)  # type: ignore[attr-defined]
+    if kind.converted_from is not None or not isinstance(forward, FunctionType) or _is_ours(forward):
+        return False
+    names = _names(forward.__code__)
+    if "super" in names:
+        return False
+    return _mentions(forward, {"batch_norm"}, _DEPTH) or ("forward" in names and not names.isdisjoint(_TORCHS_NAMES))
+
+
+def _is_ours(function: FunctionType) -> bool:
+    return function.__module__.partition(".")[0] == "client"
 
 
 def has_own_forward(original: type[nn.Module]) -> bool:
@@ -187,7 +222,8 @@ def _reaches_batch_norm(original: type[nn.Module]) -> bool:
     if not has_own_forward(original):
         return True
     functions = (_undecorated(value) for kind in own(original) for value in vars(kind).values())
-    return any(_mentions(function, _DEPTH) for function in functions if isinstance(function, FunctionType))
+    own_functions = (function for function in functions if isinstance(function, FunctionType))
+    return any(_mentions(function, {"batch_norm", "forward"}, _DEPTH) for function in own_functions)
 
 
 def _has_collective(original: type[nn.Module]) -> bool:
@@ -202,6 +238,12 @@ def _has_collective(original: type[nn.Module]) -> bool:
     return "batch_norm" not in names and any(map(_COLLECTIVE.search, names))
 
 
+def _checkpoints(original: type[nn.Module]) -> bool:
+    """Whether a class's `forward` has its call of `batch_norm` computed again, where nobody looks at its calls."""
+    forward = _undecorated(original.forward)
+    return isinstance(forward, FunctionType) and {"batch_norm", "checkpoint"} <= _names(forward.__code__)
+
+
 def own(original: type[nn.Module]) -> tuple[type, ...]:
     """A class and those between it and torch's."""
     return original.__mro__[: original.__mro__.index(_torchs_own(original))]
@@ -211,12 +253,12 @@ def _torchs_own(original: type[nn.Module]) -> type[nn.Module]:
     return next(kind for kind in original.__mro__ if kind.__module__ == _TORCHS.__name__)
 
 
-def _mentions(function: FunctionType, depth: int) -> bool:
+def _mentions(function: FunctionType, wanted: set[str], depth: int) -> bool:
     names = _names(function.__code__)
-    if names & {"batch_norm", "forward"}:
-        return True
+    if names & wanted or depth == 0:
+        return bool(names & wanted)
     called = map(_undecorated, _called(function, names))
-    return depth > 0 and any(_mentions(other, depth - 1) for other in called if isinstance(other, FunctionType))
+    return any(_mentions(other, wanted, depth - 1) for other in called if isinstance(other, FunctionType))
 
 
 def _called(function: FunctionType, names: set[str]) -> Iterator[Any]:

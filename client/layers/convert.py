@@ -23,7 +23,7 @@ from client.lanes.named_process_group import NamedProcessGroup, named
 from client.layers import ddp_buffers, sharding
 from client.layers.conversion_report import BOUND, conversion_report, in_brief, is_unsynchronised, places, why_left
 from client.layers.micro_batches import check_chunks
-from client.layers.synchronized import OWN_ATTRIBUTES, TWINS, Synchronized, conversion_of
+from client.layers.synchronized import CONVERSIONS, OWN_ATTRIBUTES, TWINS, Synchronized, conversion_of
 from statsd_bn import limits
 from statsd_bn.checks import check_name
 from statsd_bn.errors import ConfigurationError, ProtocolError
@@ -64,7 +64,8 @@ def convert_model(
             default process group while there is no connection.
 
     Returns:
-        The module, or its replacement if it is itself a batch norm or an `nn.DataParallel`.
+        The module. Layers stay the same objects and change their class. Another one comes in place of an
+        `nn.DataParallel`, and where a registered conversion makes one.
 
     Raises:
         ValueError: `group` is neither None, "local" nor a `client.Group`, `process_group` is something else, both
@@ -110,7 +111,7 @@ def revert_model(module: nn.Module) -> nn.Module:
         module: any module; containers are changed in place.
 
     Returns:
-        The module, or its replacement if it is itself a synchronised layer or a `DataParallelWithCallback`.
+        The module, or its replacement if it is itself a `DataParallelWithCallback`.
     """
     return revert(module, stacklevel=4)  # the border's frame is between
 
@@ -197,15 +198,17 @@ def _replace(
     if module in replaced:
         return replaced[module]
     new = _as(kinds[type(module)], module) if _has_twin(module, kinds) else otherwise(module)
-    replaced[module] = new
+    replaced[module] = module  # a conversion may put a layer into something else
+    replaced[new] = new
     for name, child in new._modules.items():
         if child is not None:
             new._modules[name] = _replace(child, kinds, otherwise, replaced)
+    replaced[module] = new
     return new
 
 
 def _has_twin(module: nn.Module, kinds: Kinds) -> bool:
-    if type(module) not in kinds or any(name in vars(module) for name in BOUND):
+    if type(module) not in kinds or type(module) in CONVERSIONS or any(name in vars(module) for name in BOUND):
         return False
     return not (isinstance(module, DataParallelWithCallback) and module.has_virtual_replicas)
 
@@ -215,13 +218,17 @@ def _converted(module: nn.Module) -> nn.Module:
     if isinstance(module, Synchronized) or any(name in vars(module) for name in BOUND):
         return module
     convert = conversion_of(type(module))
-    return module if convert is None else convert(module)
+    converted = module if convert is None else convert(module)
+    if not isinstance(converted, nn.Module):
+        kind = type(module).__qualname__
+        raise TypeError(f"the conversion registered for {kind}: expected a module from it, got {converted!r:.80}")
+    return converted
 
 
 def _released(module: nn.Module) -> nn.Module:
     """Gives a layer of an adopted class its own class back."""
-    original = module.converted_from if isinstance(module, Synchronized) else None
-    if original is not None:
+    original = vars(type(module)).get("converted_from")  # what is derived from such a class is somebody's own
+    if isinstance(module, Synchronized) and original is not None:
         module.__class__ = original
         for name in OWN_ATTRIBUTES:
             vars(module).pop(name, None)
@@ -229,18 +236,18 @@ def _released(module: nn.Module) -> nn.Module:
 
 
 def _as(kind: type[nn.Module], old: nn.Module) -> nn.Module:
-    """Returns a `kind` that takes over the state of `old`."""
-    if isinstance(old, nn.modules.lazy.LazyModuleMixin):
-        new: nn.Module = old  # its hooks are bound to it
-        new.__class__ = kind
-    else:
+    """Returns a `kind` with the state of `old`; a layer stays the same object, for whoever knows it."""
+    new, process_group = old, _process_group_of(old)
+    if isinstance(old, nn.DataParallel):
         new = kind.__new__(kind)
         vars(new).update(vars(old))
         _rebind_hooks(old, new)
+    else:
+        new.__class__ = kind
     for name in (*OWN_ATTRIBUTES, "has_virtual_replicas"):
         vars(new).pop(name, None)
     if isinstance(new, SyncBatchNorm):
-        vars(new).setdefault("process_group", _process_group_of(old))
+        vars(new).setdefault("process_group", process_group)
     return new
 
 

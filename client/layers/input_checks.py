@@ -11,21 +11,26 @@ from statsd_bn.error_text import broken
 _OWN = frozenset({Tensor, nn.Parameter, type(None)})
 
 
-def check(layer: Any, x: Tensor) -> None:
+def check(layer: Any, x: Tensor, expected: int | None = None) -> None:
     """Raises TypeError or ValueError where a layer cannot take an input of shape (N, C, *).
 
     A layer that does not know its channels yet takes them from its tensors, or from the input.
+
+    Args:
+        layer: which one.
+        x: the input.
+        expected: its channels; None for the layer's.
     """
     if not x.is_floating_point():
         raise TypeError(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}")
     if layer.num_features == 0:
         layer.num_features = _channels_of(layer, x)
-    channels = x.shape[1]
+    channels, expected = x.shape[1], layer.num_features if expected is None else expected
     # torch.jit.trace makes a tensor of it, and warns of whoever asks for its value; torch's operator asks again.
-    if not isinstance(channels, Tensor) and channels != layer.num_features:
+    if not isinstance(channels, Tensor) and channels != expected:
         raise ValueError(
             broken(
-                f"layer {layer.layer_name!r}: expected {layer.num_features} channels, got {channels} "
+                f"layer {layer.layer_name!r}: expected {expected} channels, got {channels} "
                 f"(input of shape {tuple(x.shape)})"
             )
         )

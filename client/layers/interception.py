@@ -78,13 +78,21 @@ class Handed:
 
         A layer without any is known by its channels; see `has_tensors`.
         """
-        if self.running_mean is not None:
-            return self.running_mean is layer.running_mean
+        if self.running_mean is not None and self.running_mean is layer.running_mean:
+            return True
         if self.has_tensors:
             return _is_same(self.weight, layer.weight) or _is_same(self.bias, layer.bias)
         keeps_none = layer.running_mean is None or not layer.track_running_stats
         is_like_layer = self.input.dim() > 1 and self.input.shape[1] == layer.num_features
         return keeps_none and layer.weight is None and layer.bias is None and is_like_layer
+
+    @property
+    def nr_channels(self) -> int | None:
+        """How many the tensors have; more than the layer where parts of a batch are laid beside each other."""
+        for given in (self.running_mean, self.weight, self.bias):
+            if given is not None:
+                return given.shape[0]
+        return None
 
     @property
     def has_tensors(self) -> bool:

@@ -1,0 +1,304 @@
+"""Models and classes that are written in an unusual way: they are synchronised all the same, or left and named."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import client
+from client.layers import convert, synchronized
+
+CHANNELS = 4
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return 2 * torch.randn(6, CHANNELS, 3, 3, dtype=torch.float64, generator=generator) + 1
+
+
+def step(model, x):
+    """The output of a step, and all that it leaves."""
+    output = model(x)
+    (output**3).mean().backward()
+    gradients = {f"gradient of {name}": one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return output.detach(), {name.removeprefix("module."): found for name, found in gradients.items()}
+
+
+def is_whole(model):
+    """Whether two replicas of the converted model do what the model does with the whole batch."""
+    whole, converted = copy.deepcopy(model), client.convert_model(model)
+    output, gradients = step(whole, batch())
+    found, found_gradients = step(client.DataParallelWithCallback(converted, device_ids=["cpu"] * 2), batch())
+    torch.testing.assert_close(dict(converted.named_buffers()), dict(whole.named_buffers()))
+    found_gradients = {name.replace("of module.", "of "): one for name, one in found_gradients.items()}
+    assert found_gradients.keys() == gradients.keys()
+    pairs = [(found, output), *((found_gradients[name], one) for name, one in gradients.items())]
+    return all(torch.allclose(one, other) for one, other in pairs)
+
+
+def normalise(layer, x, mean, var):
+    return F.batch_norm(x, mean, var, layer.weight, layer.bias, layer.training, 0.1, layer.eps)
+
+
+class WithAuxiliary(nn.BatchNorm2d):
+    """Other statistics for a part of what comes, and the same weight."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.register_buffer("aux_mean", torch.zeros(channels))
+        self.register_buffer("aux_var", torch.ones(channels))
+
+    def forward(self, x):
+        clean = normalise(self, x, self.running_mean, self.running_var)
+        return clean + normalise(self, x.square(), self.aux_mean, self.aux_var)
+
+
+class Beside(nn.BatchNorm2d):
+    """Lays parts of a batch beside each other, each with statistics of its own."""
+
+    def __init__(self, channels, parts=3):
+        super().__init__(channels)
+        self.parts = parts
+        self.register_buffer("running_mean", torch.zeros(channels * parts))
+        self.register_buffer("running_var", torch.ones(channels * parts))
+
+    def forward(self, x):
+        repeated = (vector.repeat(self.parts) for vector in (self.weight, self.bias))
+        beside = x.view(-1, self.num_features * self.parts, *x.shape[2:])
+        normalised = F.batch_norm(beside, self.running_mean, self.running_var, *repeated, training=self.training)
+        return normalised.view_as(x)
+
+
+class Hiding(nn.Module):
+    """A wrapper that does not tell what it wraps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)  # `double()` does not find it either
+
+    def named_children(self):
+        return iter(())
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("make", [lambda: WithAuxiliary(CHANNELS), lambda: Beside(CHANNELS), Hiding])
+def test_a_model_is_synchronised(make):
+    model = nn.Sequential(make()).double()
+    assert is_whole(model)
+    report = client.conversion_report(model)
+    assert len(report.synchronised) == 1
+    assert not report.left
+
+
+class Listed(nn.Module):
+    """Keeps its layers in a plain list too, and goes through that."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = []
+        for number in range(2):
+            layer = nn.BatchNorm2d(CHANNELS)
+            setattr(self, f"layer{number}", layer)
+            self.layers.append(layer)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_in_a_plain_list_are_those_that_are_converted_and_reverted():
+    model = Listed()
+    kept = list(model.layers)
+    client.convert_model(model)
+    assert model.layers == [model.layer0, model.layer1] == kept
+    assert {type(layer) for layer in kept} == {client.SynchronizedBatchNorm2d}
+    client.revert_model(model)
+    assert model.layers == [model.layer0, model.layer1] == kept
+    assert {type(layer) for layer in kept} == {nn.BatchNorm2d}
+
+
+@pytest.fixture
+def compiling():
+    """What was compiled here is no cause to compile later calls for any size."""
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("compiling")
+def test_a_layer_that_was_compiled_by_itself_is_converted_with_what_compiles_it(monkeypatch):
+    rounds = []
+    monkeypatch.setattr(client.SynchronizedBatchNorm, "_normalise", lambda _, *given: rounds.append(given) or given[1])
+    monkeypatch.setattr(client.SynchronizedBatchNorm, "_has_company", lambda *_: True)
+    model = nn.Sequential(torch.compile(nn.BatchNorm2d(CHANNELS), backend="eager"))
+    client.convert_model(model)
+    model(batch().float())
+    assert rounds
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Tripled(client.synchronized_class(Activated)):
+    """Somebody's own class, with a name."""
+
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda layer: pickle.loads(pickle.dumps(layer))])  # noqa: S301
+def test_a_class_derived_from_one_that_is_made_here_stays_itself(copied):
+    layer = Tripled(CHANNELS)
+    found = copied(layer)
+    assert type(found) is Tripled
+    assert torch.equal(found(batch().float()), layer(batch().float()))
+    with pytest.warns(UserWarning, match="revert_model left as they are, synchronised: '0' \\(Tripled\\)"):
+        assert type(client.revert_model(nn.Sequential(found))[0]) is Tripled
+
+
+def test_what_is_parametrized_after_it_was_converted_is_left_by_revert_and_named():
+    model = client.convert_model(nn.Sequential(Activated(CHANNELS)))
+    parametrizations.weight_norm(model[0])
+    with pytest.warns(UserWarning, match="revert_model left as they are, synchronised: '0'"):
+        client.revert_model(model)
+    model(batch().float())
+
+
+class Registered(nn.BatchNorm2d):
+    """Keeps a list of its subclasses, which have to say what they are."""
+
+    known = {}
+
+    def __init_subclass__(cls, *, name, **given):
+        super().__init_subclass__(**given)
+        Registered.known[name] = cls
+
+
+class Named(Registered, name="named"):
+    pass
+
+
+def test_a_class_that_keeps_a_list_of_its_subclasses_does_not_hear_of_ours():
+    model = client.convert_model(nn.Sequential(Named(CHANNELS)))
+    assert isinstance(model[0], client.SynchronizedBatchNorm)
+    assert Registered.known == {"named": Named}
+
+
+class Wanting(type):
+    """Makes no class without being told a kind."""
+
+    def __new__(cls, name, bases, body, *, kind):  # noqa: ARG004 - for `__init__`
+        return super().__new__(cls, name, bases, body)
+
+    def __init__(cls, name, bases, body, *, kind):
+        super().__init__(name, bases, body)
+        cls.kind = kind
+
+
+class Wanted(nn.BatchNorm2d, metaclass=Wanting, kind="one"):
+    pass
+
+
+def test_a_class_that_nothing_can_be_derived_from_is_left_and_named_and_the_others_are_converted():
+    model = nn.Sequential(Wanted(CHANNELS), nn.BatchNorm2d(CHANNELS))
+    with pytest.warns(UserWarning, match="'0' \\(Wanted: no class can be derived from it: .*'kind'"):
+        client.convert_model(model)
+    report = client.conversion_report(model)
+    assert report.synchronised == {"1": "SynchronizedBatchNorm2d"}
+    assert list(report.left) == ["0"]
+    model(batch().float())
+
+
+class CallsTheFunction(client.SynchronizedBatchNorm2d):
+    def forward(self, x):
+        return normalise_by_itself(self, x)
+
+
+def normalise_by_itself(layer, x):
+    return F.batch_norm(x, layer.running_mean, layer.running_var, training=layer.training)
+
+
+class CallsTorchsForward(client.SynchronizedBatchNorm2d):
+    def forward(self, x):
+        return nn.BatchNorm2d.forward(self, x)
+
+
+class CallsTheFunctionHere(client.SynchronizedBatchNorm2d):
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+
+with client.patch_sync_batchnorm():
+
+    class MadeWhilePatched(nn.BatchNorm2d):
+        def forward(self, x):
+            return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+
+@pytest.mark.parametrize("kind", [CallsTorchsForward, CallsTheFunctionHere, MadeWhilePatched, CallsTheFunction])
+def test_a_class_derived_from_ours_that_calls_torchs_batch_norm_is_named(kind):
+    model = nn.Sequential(kind(CHANNELS))
+    with pytest.warns(UserWarning, match=f"'0' \\({kind.__name__}: derived from ours, its forward calls torch's"):
+        client.convert_model(model)
+    assert list(client.conversion_report(model).left) == ["0"]
+
+
+class CallsOurs(client.SynchronizedBatchNorm2d):
+    def forward(self, x):
+        return client.SynchronizedBatchNorm2d.forward(self, x).relu()
+
+
+def test_a_class_derived_from_ours_that_calls_ours_is_synchronised():
+    report = client.conversion_report(client.convert_model(nn.Sequential(CallsOurs(CHANNELS))))
+    assert report.synchronised == {"0": "CallsOurs"}
+
+
+class Calling(nn.BatchNorm2d):
+    def __call__(self, x):
+        return normalise(self, x, self.running_mean, self.running_var)
+
+
+class Checkpointing(nn.BatchNorm2d):
+    def forward(self, x):
+        return checkpoint(lambda t: F.batch_norm(t, self.running_mean, self.running_var, training=True), x)
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Calling, "it has a __call__"), (Checkpointing, "its forward checkpoints")])
+def test_a_class_whose_calls_are_made_elsewhere_is_left_and_named(kind, why):
+    with pytest.warns(UserWarning, match=f"'0' \\({kind.__name__}: {why}"):
+        model = client.convert_model(nn.Sequential(kind(CHANNELS)))
+    assert type(model[0]) is kind
+
+
+@pytest.fixture
+def conversions(monkeypatch):
+    monkeypatch.setattr(synchronized, "CONVERSIONS", kept := dict(synchronized.CONVERSIONS))
+    monkeypatch.setattr(convert, "CONVERSIONS", kept)
+
+
+@pytest.mark.usefixtures("conversions")
+def test_a_conversion_may_put_a_layer_of_torchs_own_class_into_something_else():
+    client.register_conversion(nn.BatchNorm2d, lambda layer: nn.Sequential(layer, nn.ReLU()))
+    layer = nn.BatchNorm2d(CHANNELS)
+    with pytest.warns(UserWarning, match="left 2 layers unsynchronised: '0.0' \\(BatchNorm2d: not converted"):
+        model = client.convert_model(nn.Sequential(layer, nn.Identity(), layer, nn.BatchNorm2d(CHANNELS)))
+    assert [type(child) for child in model[0]] == [nn.BatchNorm2d, nn.ReLU]
+    assert model[0] is model[2]
+    assert model[0][0] is layer
+    assert (model(batch().float()) >= 0).all()
+
+
+@pytest.mark.usefixtures("conversions")
+def test_a_conversion_that_returns_no_module_is_said_to():
+    client.register_conversion(Activated, lambda _: None)
+    with pytest.raises(TypeError, match="the conversion registered for Activated: expected a module from it, got None"):
+        client.convert_model(nn.Sequential(Activated(CHANNELS)))
