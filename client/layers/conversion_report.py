@@ -43,7 +43,7 @@ REFUSED: "WeakKeyDictionary[type, str]" = WeakKeyDictionary()
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
-BY_ITSELF = "derived from ours, its forward calls torch's batch norm; call super().forward, or derive it from torch's"
+BY_ITSELF = "a forward above ours calls torch's batch norm; call super().forward, or convert torch's layer with it"
 
 SHARDED = "sharded by FSDP; convert the model before"
 
@@ -195,12 +195,13 @@ def _why_not_by_forward(original: type[nn.Module]) -> str:
 
 
 def _goes_by_itself(kind: type[Synchronized]) -> bool:
-    """Whether a class that somebody has derived from ours has a `forward` that calls torch's batch norm, not ours.
+    """Whether the first `forward` of a class is somebody's and calls torch's batch norm, not ours.
 
-    What such a `forward` hands to `batch_norm` is looked at only in classes that are converted.
+    It is in a class derived from ours, or was put into one after the conversion. What it hands to `batch_norm` is
+    looked at only where it was there before.
     """
     forward = _undecorated(kind.forward)  # type: ignore[attr-defined]
-    if kind.converted_from is not None or not isinstance(forward, FunctionType) or _is_ours(forward):
+    if not isinstance(forward, FunctionType) or _is_ours(forward):
         return False
     names = _names(forward.__code__)
     if "super" in names:

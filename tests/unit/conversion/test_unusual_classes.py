@@ -247,8 +247,18 @@ with client.patch_sync_batchnorm():
 @pytest.mark.parametrize("kind", [CallsTorchsForward, CallsTheFunctionHere, MadeWhilePatched, CallsTheFunction])
 def test_a_class_derived_from_ours_that_calls_torchs_batch_norm_is_named(kind):
     model = nn.Sequential(kind(CHANNELS))
-    with pytest.warns(UserWarning, match=f"'0' \\({kind.__name__}: derived from ours, its forward calls torch's"):
+    with pytest.warns(UserWarning, match=f"'0' \\({kind.__name__}: a forward above ours calls torch's"):
         client.convert_model(model)
+    assert list(client.conversion_report(model).left) == ["0"]
+
+
+def test_a_forward_that_a_class_is_given_after_its_layers_were_converted_is_named():
+    class Given(nn.BatchNorm2d):
+        pass
+
+    model = client.convert_model(nn.Sequential(Given(CHANNELS)))
+    assert list(client.conversion_report(model).synchronised) == ["0"]
+    Given.forward = CallsTheFunctionHere.forward
     assert list(client.conversion_report(model).left) == ["0"]
 
 
