@@ -39,7 +39,7 @@ class Adopted:
     _adopted: ClassVar["WeakSet[nn.Module]"]
 
     def __init_subclass__(cls, **given: Any) -> None:
-        """A class that is made here is none of those that the original keeps a list of, or wants something for."""
+        """The original, which may keep a list of its subclasses or want something of each, hears only of others'."""
         if "converted_from" not in vars(cls):
             super().__init_subclass__(**given)
 

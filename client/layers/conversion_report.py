@@ -18,7 +18,7 @@ from client.layers.synchronized import Synchronized
 
 _TORCHS = nn.modules.batchnorm
 
-# On an instance these are bound to it: a twin that took them over would go on running the old module.
+# An instance that has one of these runs it in place of its class's `forward`, which would be ours.
 BOUND = ("forward", "_compiled_call_impl")
 
 # What ours have beside torch's: a class's own attributes and methods that are called so would be taken for ours.

@@ -1,7 +1,7 @@
 """convert_model and its inverse: from torch's layers to ours, keeping everything else.
 
-A converted layer takes over the whole state of the old one (the same parameter and buffer objects, hooks, training
-mode), so optimizers and checkpoints made before the conversion go on working.
+A converted layer is the same object and changes its class, so optimizers, checkpoints and whoever else knows it go on
+working.
 """
 
 import logging

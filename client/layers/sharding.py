@@ -16,7 +16,7 @@ def is_distributed(tensor: Tensor | None) -> bool:
 
 
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields what FSDP, of either version, has in its hands: it would gather the parameters for a replaced layer.
+    """Yields what FSDP, of either version, has in its hands: it has made classes or wrappers of its own of it.
 
     Of a model in a FullyShardedDataParallel a part does not show that it is one.
     """
