@@ -214,11 +214,15 @@ class Session:
             StatsdBNError: the round failed; the error is the server's.
         """
         if self._refusal:
-            raise self._refusal
+            raise self._refusal.with_traceback(None)
         if (again := self._frames.aggregate(key, frame)) is not None:
             self._take(again)
             return again
-        message = self._read(frame, key)
+        try:
+            message = self._read(frame, key)
+        except DuplicateMember as error:
+            self._take_refusal(error)
+            raise
         if not isinstance(message, _ANSWERS):
             self._is_registered(message)
             return None

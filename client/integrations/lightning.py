@@ -41,7 +41,7 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
         self._handled: BaseException | None = None
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Returns the model with torch's batch norms replaced, as `client.convert_model`, and connects."""
+        """Returns the model with torch's batch norms synchronised, as by `client.convert_model`, and connects."""
         self._kept = [layer for layer in model.modules() if isinstance(layer, SynchronizedBatchNorm)]
         converted = convert(model, None, stacklevel=3)
         self._handled = sys.exception()

@@ -25,6 +25,8 @@ from client.layers.conversion_report import REFUSED, has_own_forward, own, why_l
 from client.layers.interception import Handed, Interception, pop, push, unseen
 from client.layers.shortcut.copied_forward import shortcut_to
 from client.layers.synchronized import CONVERSIONS
+from statsd_bn.error_text import broken
+from statsd_bn.errors import ConfigurationError
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -52,9 +54,16 @@ class Adopted:
             return super().__reduce_ex__(protocol)
         return rebuilt_layer, (type(self).converted_from, self.chunks), self.__getstate__()
 
-    def __getstate__(self) -> Any:
-        """What the original says that a copy keeps, which need not be ours: so what no copy keeps is left out here."""
-        return _without_bonds(super().__getstate__())
+    def __getstate__(self: Any) -> Any:
+        """What the original says that a copy keeps, which need not be ours: so what no copy keeps is left out here.
+
+        A class that somebody derives from one that is made here is not made with its chunks, and keeps them.
+        """
+        state = _without_bonds(super().__getstate__())
+        is_made_with_chunks = "converted_from" in vars(type(self))
+        if is_made_with_chunks or self.chunks == 1 or not isinstance(state, dict):
+            return state
+        return {**state, "_chunks": self.chunks}
 
 
 class Intercepted(Adopted):
@@ -118,6 +127,13 @@ class Intercepted(Adopted):
     def _normalise_handed(self: Any, handed: Handed, counted: Tensor | None) -> Tensor:
         """Computes one call of `batch_norm`, in place of torch."""
         input_checks.check(self, handed.input, handed.nr_channels)
+        if handed.running_mean is not None and handed.running_mean is not self.running_mean:
+            # What counts passes, or waits for micro-batches, knows one pair of statistics for each layer.
+            if self._tally is not None:
+                return handed.forward()
+            if self._deferred_now() is not None:
+                text = "expected chunks=1, since its forward has other running statistics beside its own"
+                raise ConfigurationError(broken(f"layer {self.layer_name!r}: {text}"))
         if counted is not None:
             # The original has counted this call: it may be computed again, or not be the last of its mini-batch.
             self.num_batches_tracked.copy_(counted)
@@ -249,10 +265,11 @@ def adopt(layer: nn.Module) -> nn.Module:
         return layer
     try:
         made: Any = synchronized_class(type(layer))
-    except Exception as error:  # noqa: BLE001 - of a metaclass of somebody's own, which may want more than Python gives it
+        layer.__class__ = made
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        # Of a metaclass of somebody's own, say, that wants more than Python gives it.
         REFUSED[type(layer)] = f"no class can be derived from it: {error}"
         return layer
-    layer.__class__ = made
     made._adopted.add(layer)  # noqa: SLF001 - of a class that is made here
     return layer
 

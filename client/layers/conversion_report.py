@@ -29,7 +29,8 @@ NAMES = (
     *("_process_group_before", "_tally", "_told", "_traced", "_tracked_now"),
 )
 
-# How a `forward` names those of torch.
+# How a `forward` names ours, and those of torch.
+_OUR_NAMES = ("SynchronizedBatchNorm", "SynchronizedBatchNorm1d", "SynchronizedBatchNorm2d", "SynchronizedBatchNorm3d")
 _TORCHS_NAMES = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "_BatchNorm")
 
 # The name of a function that adds up over torch's process group, as `differentiable_all_reduce` of fvcore does.
@@ -43,7 +44,7 @@ REFUSED: "WeakKeyDictionary[type, str]" = WeakKeyDictionary()
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
-BY_ITSELF = "a forward above ours calls torch's batch norm; call super().forward, or convert torch's layer with it"
+BY_ITSELF = "its own forward calls torch's batch norm, not ours; call super().forward, or derive it from torch's class"
 
 SHARDED = "sharded by FSDP; convert the model before"
 
@@ -204,13 +205,13 @@ def _goes_by_itself(kind: type[Synchronized]) -> bool:
     if not isinstance(forward, FunctionType) or _is_ours(forward):
         return False
     names = _names(forward.__code__)
-    if "super" in names:
-        return False
+    if "forward" in names and names & {"super", *_OUR_NAMES}:
+        return False  # in training it comes to ours, as far as names tell
     return _mentions(forward, {"batch_norm"}, _DEPTH) or ("forward" in names and not names.isdisjoint(_TORCHS_NAMES))
 
 
 def _is_ours(function: FunctionType) -> bool:
-    return function.__module__.partition(".")[0] == "client"
+    return (function.__module__ or "").partition(".")[0] == "client"
 
 
 def has_own_forward(original: type[nn.Module]) -> bool:
@@ -240,9 +241,10 @@ def _has_collective(original: type[nn.Module]) -> bool:
 
 
 def _checkpoints(original: type[nn.Module]) -> bool:
-    """Whether a class's `forward` has its call of `batch_norm` computed again, where nobody looks at its calls."""
-    forward = _undecorated(original.forward)
-    return isinstance(forward, FunctionType) and {"batch_norm", "checkpoint"} <= _names(forward.__code__)
+    """Whether a class has its call of `batch_norm` computed again, where nobody looks at its calls."""
+    values = (_undecorated(value) for kind in own(original) for value in vars(kind).values())
+    names = set().union(*(_names(value.__code__) for value in values if isinstance(value, FunctionType)))
+    return {"batch_norm", "checkpoint"} <= names
 
 
 def own(original: type[nn.Module]) -> tuple[type, ...]:

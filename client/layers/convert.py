@@ -41,17 +41,17 @@ def convert_model(
     chunks: int | None = None,
     process_group: Any = None,
 ) -> nn.Module:
-    """Replaces every batch norm of torch's in `module` by its synchronised twin, and names it by its place.
+    """Makes every batch norm of torch's in `module` a synchronised one, and names it by its place.
 
     That is `nn.BatchNorm1d/2d/3d`, `nn.LazyBatchNorm1d/2d/3d` and `nn.SyncBatchNorm`, at any depth; `nn.DataParallel`
-    becomes `DataParallelWithCallback`. A lazy layer stays the same object. A layer used in two places stays one
-    layer, with the name of the first. Names do not count the levels of `DataParallel` and `DistributedDataParallel`.
+    becomes `DataParallelWithCallback`. A layer used in two places stays one layer, with the name of the first. Names do
+    not count the levels of `DataParallel` and `DistributedDataParallel`.
 
-    A subclass keeps its own `forward` and stays the same object; what it hands to `batch_norm` in training is
-    synchronised, see `client.synchronized_class`. Classes that compute their statistics themselves are converted as
+    A subclass keeps its own `forward`; what it hands to `batch_norm` in training is synchronised, see
+    `client.synchronized_class`. Classes that compute their statistics themselves are converted as
     `client.register_conversion` was told. A batch norm that cannot be converted is left as it is: because its
-    `forward` comes to no `batch_norm`, or because it was parametrized, compiled, sharded by FSDP or given a `forward`
-    of its own before. A `UserWarning` tells of those, and `client.conversion_report(model)` names each.
+    `forward` comes to no `batch_norm`, or because it was parametrized, sharded by FSDP or given a `forward` of its
+    own before. A `UserWarning` tells of those, and `client.conversion_report(model)` names each.
 
     Args:
         module: any module; containers are changed in place. Layers that are synchronised already are only named.
@@ -70,7 +70,8 @@ def convert_model(
     Raises:
         ValueError: `group` is neither None, "local" nor a `client.Group`, `process_group` is something else, both
             are given, or `chunks` is below 1; nothing is changed.
-        TypeError: `chunks` is neither None nor an int.
+        TypeError: `chunks` is neither None nor an int; or a registered conversion gives no module: the layers before it
+            are converted then.
         ConfigurationError: a layer's place in the model is not printable, or too long; nothing is changed.
     """
     return convert(module, meant(group, process_group), chunks, stacklevel=4)  # the border's frame is between
@@ -82,12 +83,11 @@ def convert(module: nn.Module, group: With = None, chunks: int | None = None, *,
         check_chunks(chunks)
     _check_names(module)
     _check_process_groups(module)
-    converted = _replace(module, _synchronised(), _converted, {part: part for part in sharding.parts_of(module)})
-    for place, layer in places(converted):
-        if isinstance(layer, Synchronized):
-            layer.layer_name = place or type(layer).__name__.removeprefix("Lazy")
-            layer.group = _with_whom(layer, group)
-            layer.chunks = chunks or layer.chunks
+    converted = module
+    try:
+        converted = _replace(module, _synchronised(), _converted, {part: part for part in sharding.parts_of(module)})
+    finally:  # a conversion of somebody's own may fail, and layers that are converted by then go on working
+        _equip(converted, group, chunks)
     report = conversion_report(converted)
     logger.info("%s", report)
     if report.left:
@@ -98,9 +98,18 @@ def convert(module: nn.Module, group: With = None, chunks: int | None = None, *,
     return converted
 
 
+def _equip(module: nn.Module, group: With, chunks: int | None) -> None:
+    """Gives each layer of ours its name, with whom it synchronises, and its micro-batches."""
+    for place, layer in places(module):
+        if isinstance(layer, Synchronized):
+            layer.layer_name = place or type(layer).__name__.removeprefix("Lazy")
+            layer.group = _with_whom(layer, group)
+            layer.chunks = chunks or layer.chunks
+
+
 @at_border
 def revert_model(module: nn.Module) -> nn.Module:
-    """Replaces every synchronised layer in `module` by torch's own: the inverse of `convert_model`.
+    """Makes every synchronised layer in `module` torch's own again: the inverse of `convert_model`.
 
     A `DataParallelWithCallback` becomes an `nn.DataParallel`, except where its replicas share a device, which torch's
     cannot. Subclasses of ours and what FSDP has sharded are left as they are, and a `UserWarning` names them.
@@ -145,6 +154,10 @@ def patch_sync_batchnorm() -> Iterator[None]:
         for torchs, ours in TWINS.items():
             stack.enter_context(mock.patch.object(nn, torchs.__name__, ours))
         yield
+
+
+# Layers whose registered conversion is at work: it may ask for ours, and gets that.
+_in_conversion: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def _synchronised() -> Kinds:
@@ -194,21 +207,23 @@ def _replace(
     otherwise: Callable[[nn.Module], nn.Module],
     replaced: dict[nn.Module, nn.Module],
 ) -> nn.Module:
-    """Replaces by exact type; a module that is used in two places stays one module."""
+    """Converts by exact type; a module that is used in two places stays one module."""
     if module in replaced:
         return replaced[module]
-    new = _as(kinds[type(module)], module) if _has_twin(module, kinds) else otherwise(module)
-    replaced[module] = module  # a conversion may put a layer into something else
-    replaced[new] = new
+    has_twin = _has_twin(module, kinds)
+    new = _as(kinds[type(module)], module) if has_twin else otherwise(module)
+    replaced[module] = replaced[new] = new
+    if new is not module and not has_twin:
+        return new  # what somebody's own conversion returns is as it wants it
     for name, child in new._modules.items():
         if child is not None:
             new._modules[name] = _replace(child, kinds, otherwise, replaced)
-    replaced[module] = new
     return new
 
 
 def _has_twin(module: nn.Module, kinds: Kinds) -> bool:
-    if type(module) not in kinds or type(module) in CONVERSIONS or any(name in vars(module) for name in BOUND):
+    is_registered = type(module) in CONVERSIONS and module not in _in_conversion
+    if type(module) not in kinds or is_registered or any(name in vars(module) for name in BOUND):
         return False
     return not (isinstance(module, DataParallelWithCallback) and module.has_virtual_replicas)
 
@@ -218,7 +233,13 @@ def _converted(module: nn.Module) -> nn.Module:
     if isinstance(module, Synchronized) or any(name in vars(module) for name in BOUND):
         return module
     convert = conversion_of(type(module))
-    converted = module if convert is None else convert(module)
+    if convert is None or module in _in_conversion:
+        return module
+    _in_conversion.add(module)
+    try:
+        converted = convert(module)
+    finally:
+        _in_conversion.discard(module)
     if not isinstance(converted, nn.Module):
         kind = type(module).__qualname__
         raise TypeError(f"the conversion registered for {kind}: expected a module from it, got {converted!r:.80}")

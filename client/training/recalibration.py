@@ -195,7 +195,7 @@ class _Share:
 
     @property
     def vectors(self) -> FloatArray:
-        channels = self.layer.num_features
+        channels = len(self.moments.sums)
         return np.stack(
             [
                 self.moments.sums,
@@ -210,6 +210,11 @@ class _Share:
         return float(zlib.crc32(self.layer.layer_name.encode()))
 
 
+def _width(layer: SynchronizedBatchNorm) -> int:
+    """How many statistics a layer keeps, which may be several for each channel."""
+    return layer.num_features if layer.running_mean is None else layer.running_mean.numel()
+
+
 def _groups(layers: list[SynchronizedBatchNorm]) -> list[With]:
     """Returns the layers' groups, each once, in the order of the model, which is the same on all members."""
     return list(dict.fromkeys(layer.group for layer in layers))
@@ -219,14 +224,14 @@ def _over_all_members(
     layers: list[SynchronizedBatchNorm], tallies: Tallies, batches: int, group: With
 ) -> tuple[list[Population], int]:
     """Exchanges this member's moments and number of batches for those of all members of the layers' group."""
-    shares = [_Share(layer, tallies[layer].moments or Moments.empty(layer.num_features)) for layer in layers]
+    shares = [_Share(layer, tallies[layer].moments or Moments.empty(_width(layer))) for layer in layers]
     vectors = np.concatenate([share.vectors for share in shares], axis=1)
     company = company_in(group)
     if isinstance(company, Connection) and not isinstance(group, NamedProcessGroup):
         company.end_absence(group)
     lane = lane_for(LANE, group)
     aggregates = [lane.run_slave(Rows((batches,), part[None])) for part in _parts(vectors)]
-    ends = np.cumsum([layer.num_features for layer in layers])[:-1]
+    ends = np.cumsum([_width(layer) for layer in layers])[:-1]
     totals = np.split(np.concatenate([aggregate.values for aggregate in aggregates], axis=1), ends, axis=1)
     last = aggregates[-1]
     for share, total in zip(shares, totals, strict=True):

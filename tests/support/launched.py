@@ -99,10 +99,11 @@ class Launched:
 
 
 def kill_all(mark: str) -> None:
-    """Ends all processes with this mark."""
-    for number in _with(**{MARK: mark}):
-        with suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
+    """Ends all processes with this mark, and those that they have started meanwhile."""
+    while numbers := _with(**{MARK: mark}):
+        for number in numbers:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
 
 
 def _with(**environ: str) -> list[int]:

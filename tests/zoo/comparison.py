@@ -97,8 +97,7 @@ class _Anatomy:
         for (path, kind, part), (_, now) in zip(self._parts, parts, strict=True):
             if type(now) is not kind:
                 yield f"reverted, {path} is a {type(now).__name__}"
-            # A layer of torch's own makes room for its twin; all else stays the same object.
-            if now is not part and kind.__module__ != nn.modules.batchnorm.__name__:
+            if now is not part:
                 yield f"reverted, {path} is another object"
         tensors = [*reverted.named_parameters(), *reverted.named_buffers()]
         if not all(

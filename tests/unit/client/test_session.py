@@ -141,6 +141,16 @@ def test_one_that_has_overheard_of_its_double_takes_no_answer_and_introduces_its
     assert decode(session.register()).results == 0
 
 
+def test_one_that_was_told_of_its_double_in_a_round_takes_no_later_answer_either(session):
+    session.overhear(opened())
+    key = session.forward_key("a")
+    frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
+    for said in (refusal(), frame):
+        with pytest.raises(DuplicateMember, match="there is a rank 1 already"):
+            session.answer(key, said)
+    assert session.overhear(encode(Failure("unknown_session", "who?", {"digest": digest(TOKEN).hex()}))) == []
+
+
 @pytest.mark.parametrize("others", [{"job": "other"}, {"group": "pair"}, {"member": 2}])
 def test_the_double_of_another_session_does_not_concern_it(session, others):
     session.overhear(opened())

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from client.layers import convert, synchronized
+from statsd_bn.errors import ConfigurationError
 
 CHANNELS = 4
 
@@ -155,11 +156,30 @@ class Tripled(client.synchronized_class(Activated)):
         return 3 * super().forward(x)
 
 
+def test_micro_batches_know_no_statistics_beside_the_layers_own():
+    model = client.convert_model(nn.Sequential(WithAuxiliary(CHANNELS)), chunks=2)
+    replicas = client.DataParallelWithCallback(model, device_ids=["cpu"] * 2)
+    with pytest.raises(ConfigurationError, match="expected chunks=1, since its forward has other running statistics"):
+        replicas(batch().float())
+
+
+@pytest.mark.parametrize("kind", [WithAuxiliary, Beside])
+def test_recalibration_measures_the_statistics_of_the_layer_alone(kind):
+    batches = [batch(), 3 * batch()]
+    model = client.convert_model(nn.Sequential(kind(CHANNELS)).double())
+    client.recalibrate(model, batches)
+    parts = len(model[0].running_mean) // CHANNELS
+    values = torch.cat(batches).view(-1, parts * CHANNELS, 9).movedim(1, 0).flatten(1)
+    torch.testing.assert_close(model[0].running_mean, values.mean(1))
+    torch.testing.assert_close(model[0].running_var, values.var(1))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda layer: pickle.loads(pickle.dumps(layer))])  # noqa: S301
 def test_a_class_derived_from_one_that_is_made_here_stays_itself(copied):
     layer = Tripled(CHANNELS)
+    layer.chunks = 2
     found = copied(layer)
-    assert type(found) is Tripled
+    assert (type(found), found.chunks) == (Tripled, 2)
     assert torch.equal(found(batch().float()), layer(batch().float()))
     with pytest.warns(UserWarning, match="revert_model left as they are, synchronised: '0' \\(Tripled\\)"):
         assert type(client.revert_model(nn.Sequential(found))[0]) is Tripled
@@ -247,7 +267,7 @@ with client.patch_sync_batchnorm():
 @pytest.mark.parametrize("kind", [CallsTorchsForward, CallsTheFunctionHere, MadeWhilePatched, CallsTheFunction])
 def test_a_class_derived_from_ours_that_calls_torchs_batch_norm_is_named(kind):
     model = nn.Sequential(kind(CHANNELS))
-    with pytest.warns(UserWarning, match=f"'0' \\({kind.__name__}: a forward above ours calls torch's"):
+    with pytest.warns(UserWarning, match=f"'0' \\({kind.__name__}: its own forward calls torch's"):
         client.convert_model(model)
     assert list(client.conversion_report(model).left) == ["0"]
 
@@ -267,9 +287,19 @@ class CallsOurs(client.SynchronizedBatchNorm2d):
         return client.SynchronizedBatchNorm2d.forward(self, x).relu()
 
 
-def test_a_class_derived_from_ours_that_calls_ours_is_synchronised():
-    report = client.conversion_report(client.convert_model(nn.Sequential(CallsOurs(CHANNELS))))
-    assert report.synchronised == {"0": "CallsOurs"}
+class CallsOursInTraining(client.SynchronizedBatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) if self.training else normalise_by_itself(self, x)
+
+
+class Written(client.SynchronizedBatchNorm2d):
+    exec("def forward(self, x): return super(Written, self).forward(x)", {"__name__": None})  # noqa: S102
+
+
+@pytest.mark.parametrize("kind", [CallsOurs, CallsOursInTraining, Written])
+def test_a_class_derived_from_ours_that_calls_ours_is_synchronised(kind):
+    report = client.conversion_report(client.convert_model(nn.Sequential(kind(CHANNELS))))
+    assert report.synchronised == {"0": kind.__name__}
 
 
 class Calling(nn.BatchNorm2d):
@@ -282,7 +312,25 @@ class Checkpointing(nn.BatchNorm2d):
         return checkpoint(lambda t: F.batch_norm(t, self.running_mean, self.running_var, training=True), x)
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Calling, "it has a __call__"), (Checkpointing, "its forward checkpoints")])
+class CheckpointingAMethod(nn.BatchNorm2d):
+    def forward(self, x):
+        return checkpoint(self.inner, x)
+
+    def inner(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, training=True)
+
+
+class BelowOneThatCheckpoints(Checkpointing):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+CHECKPOINTING = [Checkpointing, CheckpointingAMethod, BelowOneThatCheckpoints]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(Calling, "it has a __call__"), *((kind, "its forward checkpoints") for kind in CHECKPOINTING)]
+)
 def test_a_class_whose_calls_are_made_elsewhere_is_left_and_named(kind, why):
     with pytest.warns(UserWarning, match=f"'0' \\({kind.__name__}: {why}"):
         model = client.convert_model(nn.Sequential(kind(CHANNELS)))
@@ -296,19 +344,31 @@ def conversions(monkeypatch):
 
 
 @pytest.mark.usefixtures("conversions")
-def test_a_conversion_may_put_a_layer_of_torchs_own_class_into_something_else():
-    client.register_conversion(nn.BatchNorm2d, lambda layer: nn.Sequential(layer, nn.ReLU()))
+def test_what_a_conversion_of_torchs_own_class_returns_stays_as_it_is():
+    client.register_conversion(nn.BatchNorm2d, lambda layer: nn.Sequential(layer, nn.BatchNorm2d(CHANNELS)))
     layer = nn.BatchNorm2d(CHANNELS)
-    with pytest.warns(UserWarning, match="left 2 layers unsynchronised: '0.0' \\(BatchNorm2d: not converted"):
+    with pytest.warns(UserWarning, match="left 4 layers unsynchronised: '0.0' \\(BatchNorm2d: not converted"):
         model = client.convert_model(nn.Sequential(layer, nn.Identity(), layer, nn.BatchNorm2d(CHANNELS)))
-    assert [type(child) for child in model[0]] == [nn.BatchNorm2d, nn.ReLU]
+    assert [type(child) for child in model[0]] == [nn.BatchNorm2d] * 2
     assert model[0] is model[2]
     assert model[0][0] is layer
-    assert (model(batch().float()) >= 0).all()
+    model(batch().float())
+
+
+@pytest.mark.usefixtures("conversions")
+def test_a_conversion_of_torchs_own_class_may_ask_for_ours():
+    asked = []
+    client.register_conversion(nn.BatchNorm2d, lambda layer: asked.append(layer) or client.convert_model(layer))
+    model = client.convert_model(nn.Sequential(nn.BatchNorm2d(CHANNELS)))
+    assert asked == [model[0]]
+    assert type(model[0]) is client.SynchronizedBatchNorm2d
 
 
 @pytest.mark.usefixtures("conversions")
 def test_a_conversion_that_returns_no_module_is_said_to():
     client.register_conversion(Activated, lambda _: None)
+    model = nn.Sequential(nn.BatchNorm2d(CHANNELS), Activated(CHANNELS))
     with pytest.raises(TypeError, match="the conversion registered for Activated: expected a module from it, got None"):
-        client.convert_model(nn.Sequential(Activated(CHANNELS)))
+        client.convert_model(model)
+    assert model[0].layer_name == "0"
+    model(batch().float())
