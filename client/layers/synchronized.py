@@ -52,8 +52,9 @@ def register_conversion(original: type[nn.Module], convert: Callable[[nn.Module]
     Args:
         original: the class of the layers; their subclasses are converted the same way, but for those that have a
             conversion of their own.
-        convert: takes a layer and returns the one that replaces it, which may be the same. Parameters and buffers that
-            an optimizer knows already should be taken over as they are.
+        convert: takes a layer and returns the module that replaces it, which may be the same. Another one is taken as
+            it is, with all that is in it. Parameters and buffers that an optimizer knows already should be taken over
+            as they are.
 
     Raises:
         TypeError: `original` is not a class of modules, or `convert` cannot be called.
