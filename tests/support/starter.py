@@ -1,6 +1,7 @@
 """Starter: test processes come from one that has loaded torch, its compiler and ours, so in milliseconds, not seconds.
 
-Nothing is inherited from whoever starts them but what the environment was when the first one began.
+Nothing is inherited from whoever starts them but what the environment was when the first one began. Their random
+numbers begin alike.
 """
 
 import multiprocessing
