@@ -35,6 +35,9 @@ with client.connect(endpoint, job=job, rank=0, world_size=2, round_timeout=10.0,
         print(type(error).__name__, error)
 """
 
+# The victim imports torch meanwhile, which a busy machine takes long for.
+JOIN_SECONDS = 60.0
+
 DEPTHS = [200, 3_000, 20_000]
 
 
@@ -74,7 +77,7 @@ def gather_with_victim(endpoint: str, job: str, structure: bytes, command: list[
     """Gives a member what nests, in a job of two; returns how that member ended, and what it said."""
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as victim:
         try:
-            who = Member(job, "world", 0, 1, 2, 20.0, "hostile", 1)
+            who = Member(job, "world", 0, 1, 2, JOIN_SECONDS, "hostile", 1)
             with Connection(ZmqTransport(endpoint), who) as hostile:
                 data = struct.pack("<I", len(structure)) + structure + parts(packing.pack([]))[1]
                 outcome(lambda: hostile.all_gather("mp_sync()", data))

@@ -80,6 +80,7 @@ def test_what_is_promised_is_kept(scenario):
     assert go_wrong(scenario) == ""
 
 
+@pytest.mark.long
 def test_what_is_promised_is_kept_by_those_who_wait():
     assert in_threads([functools.partial(go_wrong, scenario) for scenario in WAITING], 100.0) == [""] * len(WAITING)
 

@@ -78,6 +78,7 @@ def test_where_one_rank_is_on_the_host_all_go_over_it(ranks):
     )
 
 
+@pytest.mark.long
 def test_a_compiled_layer_whose_process_group_gathers_on_the_host_gives_the_same_bits(ranks):
     expected = ranks(4, lane_programs.compiled)
     for rank, found in enumerate(ranks(4, lane_programs.compiled_for_devices)):

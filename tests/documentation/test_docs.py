@@ -37,7 +37,13 @@ ENDPOINT = re.compile(r"tcp://[\w.-]+:\d+")
 
 
 def of(language: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == language], ids=str)
+    """The blocks of a language; those with torchrun on several nodes, which is the real one, take long."""
+    blocks = [
+        pytest.param(block, id=str(block), marks=pytest.mark.long if "torchrun --nnodes=" in block.text else [])
+        for block in BLOCKS
+        if block.language == language
+    ]
+    return pytest.mark.parametrize("block", blocks)
 
 
 def test_every_block_is_tested():

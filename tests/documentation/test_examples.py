@@ -89,6 +89,7 @@ train_digits.main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_member_that_dies_while_the_others_are_in_gloo_is_named(server, job, tmp_path):
     together = ["--steps", "5", "--init-method", f"file://{tmp_path / 'meeting'}"]
@@ -117,6 +118,7 @@ def test_a_member_that_dies_while_the_others_are_in_gloo_is_named(server, job, t
         assert any("ReplicaLost: rank 2 (" in line for line in text.splitlines()), text
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_elastic_members_end_with_the_same_weights_and_have_learnt(server, job, tmp_path, monkeypatch):
     processes = [

@@ -10,6 +10,8 @@ from torch import nn
 from support.groups_of_processes import run_to_its_end
 from support.paths import ROOT
 
+pytestmark = [pytest.mark.processes, pytest.mark.long]
+
 EXAMPLES = ROOT / "examples"
 STEPS = 20
 

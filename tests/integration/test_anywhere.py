@@ -49,6 +49,7 @@ def warnings_in(lines):
 TURNED_OFF = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view", "ignored_buffers", "compiled")
 
 
+@pytest.mark.long
 def test_under_torchrun_the_broadcast_is_turned_off_and_the_training_is_the_same_to_the_bit(start):
     programs = "ddp,no_sync,nested"
     kept = start(*TORCHRUN, programs, STATSD_BN_BROADCAST_BUFFERS="1")
@@ -106,6 +107,7 @@ def test_under_torchrun_sharded_training_is_the_same_to_the_bit_whatever_is_aske
     assert not [*warnings_in(lines), *(line for line in lines if "broadcasts buffers" in line)]
 
 
+@pytest.mark.long
 def test_under_torchrun_a_model_that_was_not_converted_is_told_of_when_the_optimizer_steps(start):
     lines = start(*TORCHRUN, "unconverted")
     told = [line for line in lines if "was the model given to client.convert_model()?" in line]

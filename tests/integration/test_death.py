@@ -77,15 +77,17 @@ def company(impatient_server, job, request) -> Iterator[Company]:
         found.end()
 
 
-# For what holds a processor for seconds: `scripts/test --long` tries it in all companies.
-IN_TWO_LANES = pytest.mark.parametrize(
-    "company",
-    [
-        pytest.param(company, id=name, marks=[] if name in {ZEROMQ, SHARED_MEMORY} else pytest.mark.long)
+def _in(*lanes: str) -> pytest.MarkDecorator:
+    """For what holds a processor for seconds: `scripts/test --long` tries it in all other companies."""
+    companies = [
+        pytest.param(company, id=name, marks=[] if name in lanes else pytest.mark.long)
         for name, company in COMPANIES.items()
-    ],
-    indirect=True,
-)
+    ]
+    return pytest.mark.parametrize("company", companies, indirect=True)
+
+
+IN_ONE_LANE = _in(ZEROMQ)
+IN_TWO_LANES = _in(ZEROMQ, SHARED_MEMORY)
 
 DEATHS = pytest.mark.parametrize(
     ("number", "cause"),
@@ -139,7 +141,7 @@ def test_one_that_was_frozen_in_a_round_is_told_too(company):
     assert_lost([company.answer(2)], 2, "no sign of life for ")
 
 
-@IN_TWO_LANES
+@IN_ONE_LANE
 def test_one_that_computes_in_python_between_rounds_is_not_taken_for_dead(company):
     company.tell(death_programs.exchange, 0, 1)
     assert company.ask(death_programs.compute, 2) == [None]
@@ -147,7 +149,7 @@ def test_one_that_computes_in_python_between_rounds_is_not_taken_for_dead(compan
     assert [company.answer(member) for member in (0, 1)] == [3, 3]
 
 
-@IN_TWO_LANES
+@IN_ONE_LANE
 def test_one_that_holds_pythons_global_lock_for_too_long_is_taken_for_dead(company):
     """It cannot be told from one that is frozen."""
     company.tell(death_programs.hold_the_lock, 2)
@@ -157,7 +159,7 @@ def test_one_that_holds_pythons_global_lock_for_too_long_is_taken_for_dead(compa
     assert_lost(company.ask(death_programs.exchange, 2), 2, "no sign of life for ")
 
 
-@IN_TWO_LANES
+@IN_ONE_LANE
 def test_one_that_closes_a_channel_after_an_error_is_not_taken_for_dead(company):
     """The round fails for its own reason, and nobody is lost for it, though the channels of all are closed."""
     company.tell(death_programs.exchange, 0, 1)

@@ -12,7 +12,12 @@ RANKS = len(lane_programs.SIZES)
     ("lanes", "program"),
     [
         pytest.param(HOST_LANES, lane_programs.every_kind_of_call, id="over the host, the CPU's kernels"),
-        pytest.param(LANES, lane_programs.elementwise, id="over the host and on devices, elementwise kernels"),
+        pytest.param(
+            LANES,
+            lane_programs.elementwise,
+            id="over the host and on devices, elementwise kernels",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_every_kind_of_call_gives_the_same_bits_over_all_lanes(over, lanes, program):

@@ -31,7 +31,7 @@ PLAIN = ["BatchNorm2d", "InstanceNorm2d", "BatchNorm1d"]
 SYNCHRONISED = ["SynchronizedBatchNorm2d", "InstanceNorm2d", "SynchronizedBatchNorm1d"]
 
 
-@pytest.fixture(scope="module", params=["torchrun", pytest.param("Lightning's own launcher", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.long) for name in LAUNCHERS])
 def found(request, server, tmp_path_factory):
     """What the processes have found, by rank."""
 

@@ -23,9 +23,6 @@ RANKS = 3
 
 LANES = (*lanes.LANES, RELAY)
 
-# A compiler takes seconds, so `scripts/test` has it for the two kinds of rows, and `scripts/test --long` for all lanes.
-COMPILED = {ZEROMQ, lanes.ON_DEVICE}
-
 
 @pytest.fixture
 def steps_over(over):
@@ -138,7 +135,8 @@ def test_whoever_scales_gradients_is_known_by_name_and_use():
     ("how", "lane"),
     [
         *(("checkpointed", lane) for lane in LANES),
-        *(pytest.param("compiled", lane, marks=[] if lane in COMPILED else pytest.mark.long) for lane in LANES),
+        # A compiler takes seconds in each process.
+        *(pytest.param("compiled", lane, marks=pytest.mark.long) for lane in LANES),
     ],
 )
 def test_it_is_told_of_calls_of_any_kind(steps_over, lane, how):

@@ -238,6 +238,7 @@ def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(sta
     assert master not in server_process._started
 
 
+@pytest.mark.long
 def test_one_that_is_killed_now_and_then_for_hours_is_always_started_again(start, caplog, monkeypatch):
     monkeypatch.setattr(restarts, "WINDOW_SECONDS", 0.0)
     master = start()

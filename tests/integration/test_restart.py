@@ -75,7 +75,7 @@ def run_members(pool, endpoint, job, n, lane=ZEROMQ):
     [
         (0, ZEROMQ),
         pytest.param(1, ZEROMQ, marks=pytest.mark.long),
-        (2, SHARED_MEMORY),
+        pytest.param(2, SHARED_MEMORY, marks=pytest.mark.long),
         pytest.param(3, RELAY, marks=pytest.mark.long),
     ],
 )

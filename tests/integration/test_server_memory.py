@@ -184,7 +184,7 @@ def by_work_that_waits(server: Server) -> None:
     [
         by_futures,
         by_two_jobs,
-        by_registrations,
+        pytest.param(by_registrations, marks=pytest.mark.long),
         by_unread_answers,
         by_asking_again,
         # How much ZeroMQ holds at a moment depends on who else has the processor.

@@ -22,7 +22,13 @@ def test_members_train_as_on_the_whole_batch(members, backend):
         assert_equal(found, expected, 1e-9)
 
 
-@pytest.mark.parametrize("network", subclass_programs.IN_THREES)
+THREES = [
+    pytest.param(three, marks=pytest.mark.long if place % 2 else [])
+    for place, three in enumerate(subclass_programs.IN_THREES)
+]
+
+
+@pytest.mark.parametrize("network", THREES)
 def test_compiled_members_with_other_kinds_train_as_on_the_whole_batch(members, network):
     training = Training(network, backend="aot_eager")
     expected = subclass_programs.train_on_the_whole_batch(training)

@@ -48,7 +48,7 @@ def is_whole_batch(saved: Path, whole_batch: dict[str, torch.Tensor]) -> bool:
 
 
 def test_the_digits_are_trained_as_on_the_whole_batch(tmp_path, whole_batch):
-    with digits_in(4, tmp_path) as run:
+    with digits_in(2, tmp_path) as run:
         assert run.end() == 0, run.errors
         assert run.leaves_nothing()
     assert is_whole_batch(tmp_path / "saved.pt", whole_batch)
@@ -67,6 +67,7 @@ def test_after_a_worker_was_killed_those_that_are_started_anew_train_as_on_the_w
     assert is_whole_batch(tmp_path / "saved.pt", whole_batch)
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, whole_batch):
     with digits_in(2, tmp_path) as run:
         run.line("step 10 of")

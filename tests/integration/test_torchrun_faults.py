@@ -134,7 +134,7 @@ def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_o
             assert "in forward of layer '1', step 7" in said
 
 
-@cases("foreign, victim", now=[(FOREIGN, 1)], later=[(FOREIGN, 0), (OURS, 0), (OURS, 1)])
+@cases("foreign, victim", now=[], later=[(FOREIGN, 1), (FOREIGN, 0), (OURS, 0), (OURS, 1)])
 def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, foreign, victim):
     with Faulty(tmp_path, "fewer", victim, foreign) as run:
         said = run.survivor_ends(1 - victim)
@@ -179,7 +179,7 @@ def test_one_batch_fewer_is_said_where_one_rank_waits_in_a_round_and_the_others_
         assert re.search(r"rank 1 \(.*\) is in torch/\S* barrier", said), said
 
 
-@cases("foreign", now=[(FOREIGN,)], later=[(OURS,), (SHARDS,)])
+@cases("foreign", now=[], later=[(FOREIGN,), (OURS,), (SHARDS,)])
 def test_the_exception_of_one_rank_is_said_by_the_other(tmp_path, foreign):
     with Faulty(tmp_path, "raises", 1, foreign) as run:
         said = run.survivor_ends(0)
@@ -211,6 +211,7 @@ def test_a_killed_rank_is_named_by_the_other(tmp_path, foreign, victim):
         assert run.leaves_nothing()
 
 
+@pytest.mark.long
 def test_a_late_rank_is_said_to_be_where_it_is_and_the_training_goes_on(tmp_path):
     with Faulty(tmp_path, "late", 0, 2) as run:
         assert run.end() == 0, run.stderr(1)

@@ -10,6 +10,8 @@ from support.launched import Launched
 from support.made_once import made_once
 from support.paths import ROOT
 
+pytestmark = pytest.mark.long
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 PROGRAM = ROOT / "tests" / "programs" / "skipping_program.py"
 FRAME = re.compile(r'^  File "(.*?)", line \d+, in (.+)$', re.MULTILINE)

@@ -103,6 +103,7 @@ def join(environ, rank, join_at=lambda *found: found, **given):
     return own_server.join(settings, settings.store.value, environ, join_at)
 
 
+@pytest.mark.long
 @by_name
 @with_proc
 def test_processes_meet_as_often_as_they_like_and_share_the_store_with_a_process_group(launch):
@@ -173,6 +174,7 @@ for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, rank=1, wor
 """
 
 
+@pytest.mark.long
 @needs_another_user
 @with_proc
 def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(launch):

@@ -50,7 +50,7 @@ FOUND_LAST = {
     "settled-rounds-begin-anew": 1610,
     "refused-begins-recovery": 999,
     "settled-by-the-teller-alone": 1270,
-    "no-introduction-in-a-round": 222,
+    "no-introduction-in-a-round": 1372,
     "memory-keys-not-compared": 320,
     "relay-keys-not-compared": 376,
     "relay-waits-for-its-carrier": 96,

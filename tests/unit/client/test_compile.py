@@ -16,7 +16,7 @@ from support.memory_members import MemoryMaster
 # Where nothing depends on generated code, the backend that only traces is twenty times quicker.
 TRACE = "aot_eager"
 
-MOMENTUM = pytest.mark.parametrize("momentum", [0.1, None])
+MOMENTUM = pytest.mark.parametrize("momentum", [pytest.param(0.1, marks=pytest.mark.long), None])
 
 
 def assert_equal(results, tolerance=1e-9):

@@ -221,6 +221,7 @@ assert time.monotonic() - started < 5.0
 
 
 @pytest.mark.processes
+@pytest.mark.long
 @needs_another_user
 @pytest.mark.usefixtures("server")
 def test_another_user_who_configures_nothing_finds_no_server_and_is_told_so():
@@ -229,6 +230,7 @@ def test_another_user_who_configures_nothing_finds_no_server_and_is_told_so():
 
 
 @pytest.mark.processes
+@pytest.mark.long
 @needs_another_user
 @pytest.mark.usefixtures("server")
 def test_another_user_who_names_the_path_is_told_that_the_folder_is_closed(environ):
