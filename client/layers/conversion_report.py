@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from client.data_parallel.replicate import DataParallelWithCallback
 from client.layers import sharding
+from client.layers.shortcut.bytecode import asks_for_attribute, instructions_of
 from client.layers.synchronized import Synchronized
 
 _TORCHS = nn.modules.batchnorm
@@ -192,6 +194,8 @@ def _why_not_by_forward(original: type[nn.Module]) -> str:
         return "its forward synchronises by itself; client.register_conversion says how to convert it"
     if _checkpoints(original):
         return "its forward checkpoints its call of batch_norm; checkpoint the layer where it is called"
+    if looping := _looping_in_subclasses(original):
+        return f"its {looping} calls super(self.__class__, self), endless in classes derived from it; write super()"
     return "" if _reaches_batch_norm(original) else "its forward does not call batch_norm"
 
 
@@ -245,6 +249,28 @@ def _checkpoints(original: type[nn.Module]) -> bool:
     values = (_undecorated(value) for kind in own(original) for value in vars(kind).values())
     names = set().union(*(_names(value.__code__) for value in values if isinstance(value, FunctionType)))
     return {"batch_norm", "checkpoint"} <= names
+
+
+def _looping_in_subclasses(original: type[nn.Module]) -> str:
+    """The method that calls itself without an end in each class derived from its own, or "".
+
+    A layer that is converted has been made already, so its `__init__` may be like that.
+    """
+    values = ((name, _undecorated(value)) for kind in own(original) for name, value in vars(kind).items())
+    methods = ((name, value) for name, value in values if isinstance(value, FunctionType) and name != "__init__")
+    return next((name for name, method in methods if _asks_super_of_its_self(method)), "")
+
+
+def _asks_super_of_its_self(method: FunctionType) -> bool:
+    """Whether it calls `super(self.__class__, self)` or `super(type(self), self)`."""
+    for (one, after), (_, third) in pairwise(instructions_of(method.__code__)):
+        if one.opname != "LOAD_GLOBAL" or one.argval != "super":
+            continue
+        if after.opname == "LOAD_GLOBAL" and after.argval == "type":
+            return True
+        if asks_for_attribute(third) and third.argval == "__class__":
+            return True
+    return False
 
 
 def own(original: type[nn.Module]) -> tuple[type, ...]:
