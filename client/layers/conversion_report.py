@@ -3,10 +3,11 @@
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -206,16 +207,12 @@ def _goes_by_itself(kind: type[Synchronized]) -> bool:
     looked at only where it was there before.
     """
     forward = _undecorated(kind.forward)  # type: ignore[attr-defined]
-    if not isinstance(forward, FunctionType) or _is_ours(forward):
+    if not isinstance(forward, FunctionType) or _is_of(forward, "client"):
         return False
-    names = _names(forward.__code__)
+    names = _names(forward)
     if "forward" in names and names & {"super", *_OUR_NAMES}:
         return False  # in training it comes to ours, as far as names tell
-    return _mentions(forward, {"batch_norm"}, _DEPTH) or ("forward" in names and not names.isdisjoint(_TORCHS_NAMES))
-
-
-def _is_ours(function: FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] == "client"
+    return _mention([forward], {"batch_norm"}) or ("forward" in names and not names.isdisjoint(_TORCHS_NAMES))
 
 
 def has_own_forward(original: type[nn.Module]) -> bool:
@@ -227,9 +224,7 @@ def _reaches_batch_norm(original: type[nn.Module]) -> bool:
     """Whether a class's `forward` may come to a call of `batch_norm`, by the names in it and in what it calls."""
     if not has_own_forward(original):
         return True
-    functions = (_undecorated(value) for kind in own(original) for value in vars(kind).values())
-    own_functions = (function for function in functions if isinstance(function, FunctionType))
-    return any(_mentions(function, {"batch_norm", "forward"}, _DEPTH) for function in own_functions)
+    return _mention(_own_functions(original), {"batch_norm", "forward"})
 
 
 def _has_collective(original: type[nn.Module]) -> bool:
@@ -240,15 +235,29 @@ def _has_collective(original: type[nn.Module]) -> bool:
     forward = _undecorated(next((vars(kind)["forward"] for kind in own(original) if "forward" in vars(kind)), None))
     if not isinstance(forward, FunctionType):
         return False
-    names = _names(forward.__code__)
+    names = _names(forward)
     return "batch_norm" not in names and any(map(_COLLECTIVE.search, names))
 
 
 def _checkpoints(original: type[nn.Module]) -> bool:
-    """Whether a class has its call of `batch_norm` computed again, where nobody looks at its calls."""
-    values = (_undecorated(value) for kind in own(original) for value in vars(kind).values())
-    names = set().union(*(_names(value.__code__) for value in values if isinstance(value, FunctionType)))
-    return {"batch_norm", "checkpoint"} <= names
+    """Whether a class has its call of `batch_norm` computed again, where nobody looks at its calls.
+
+    What it does so by `super().forward` comes to ours by itself.
+    """
+    functions = _with_called(_own_functions(original))
+    is_checkpoint_called = any("checkpoint" in _names(function) for function in functions)
+    return is_checkpoint_called and any(map(_names_torchs_batch_norm, functions))
+
+
+def _names_torchs_batch_norm(function: FunctionType) -> bool:
+    names = _names(function)
+    return "batch_norm" in names or ("forward" in names and not names.isdisjoint(_TORCHS_NAMES))
+
+
+def _own_functions(original: type[nn.Module]) -> Iterator[FunctionType]:
+    """The functions in a class and in those between it and torch's."""
+    functions = (_undecorated(value) for kind in own(original) for value in vars(kind).values())
+    yield from (function for function in functions if isinstance(function, FunctionType))
 
 
 def _looping_in_subclasses(original: type[nn.Module]) -> str:
@@ -256,9 +265,8 @@ def _looping_in_subclasses(original: type[nn.Module]) -> str:
 
     A layer that is converted has been made already, so its `__init__` may be like that.
     """
-    values = ((name, _undecorated(value)) for kind in own(original) for name, value in vars(kind).items())
-    methods = ((name, value) for name, value in values if isinstance(value, FunctionType) and name != "__init__")
-    return next((name for name, method in methods if _asks_super_of_its_self(method)), "")
+    methods = (method for method in _own_functions(original) if method.__name__ != "__init__")
+    return next((method.__name__ for method in methods if _asks_super_of_its_self(method)), "")
 
 
 def _asks_super_of_its_self(method: FunctionType) -> bool:
@@ -282,27 +290,57 @@ def _torchs_own(original: type[nn.Module]) -> type[nn.Module]:
     return next(kind for kind in original.__mro__ if kind.__module__ == _TORCHS.__name__)
 
 
-def _mentions(function: FunctionType, wanted: set[str], depth: int) -> bool:
-    names = _names(function.__code__)
-    if names & wanted or depth == 0:
-        return bool(names & wanted)
-    called = map(_undecorated, _called(function, names))
-    return any(_mentions(other, wanted, depth - 1) for other in called if isinstance(other, FunctionType))
+def _mention(functions: Iterable[FunctionType], wanted: set[str]) -> bool:
+    return any(_names(function) & wanted for function in _with_called(functions))
 
 
-def _called(function: FunctionType, names: set[str]) -> Iterator[Any]:
-    """What stands behind these names in a function, also as attributes of modules; torch's own need no look."""
-    found = [function.__globals__.get(name) for name in names]
-    yield from found
-    for module in found:
-        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != "torch":
-            yield from (vars(module).get(name) for name in names)
+def _with_called(functions: Iterable[FunctionType]) -> Iterable[FunctionType]:
+    """Functions, those that they call, as far as names tell, and those that these call."""
+    found = newest = dict.fromkeys(functions)
+    for _ in range(_DEPTH):
+        called = dict.fromkeys(other for function in newest for other in _called(function))
+        newest = {function: None for function in called if function not in found}
+        found = found | newest
+    return found
+
+
+def _called(function: FunctionType) -> Iterator[FunctionType]:
+    """The functions behind the names in one, also as attributes of modules and classes, but for torch's and ours."""
+    names = _names_in(function.__code__)
+    values = [value for value in _values(function) if not _is_of(value, "torch")]
+    attributes = (vars(value).get(name) for value in values if isinstance(value, ModuleType | type) for name in names)
+    for other in map(_undecorated, (*values, *attributes)):
+        if isinstance(other, FunctionType) and not _is_of(other, "torch") and not _is_of(other, "client"):
+            yield other
+
+
+def _values(function: FunctionType) -> Iterator[Any]:
+    """What a function finds by its names outside of itself; a decorator finds there what it decorates."""
+    yield from (function.__globals__.get(name) for name in _names_in(function.__code__))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # one that is still empty
+            if name != "__class__":
+                yield cell.cell_contents
+
+
+def _is_of(value: Any, package: str) -> bool:
+    """Whether a module, class or function is in a package."""
+    if not isinstance(value, ModuleType | type | FunctionType):
+        return False
+    module = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return isinstance(module, str) and module.partition(".")[0] == package
 
 
 def _undecorated(function: Any) -> Any:
     return inspect.unwrap(function) if callable(function) else function
 
 
-def _names(code: CodeType) -> set[str]:
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+def _names(function: FunctionType) -> set[str]:
+    """The names in a function, and the own names of functions that it calls by others."""
+    functions = (value for value in _values(function) if isinstance(value, FunctionType | BuiltinFunctionType))
+    return _names_in(function.__code__).union(value.__name__ for value in functions)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)

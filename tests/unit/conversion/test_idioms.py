@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
+from torch.nn.functional import batch_norm as function
+from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as computed_again
 
 import client
 
@@ -43,3 +47,95 @@ def test_a_layer_that_was_made_like_that_is_synchronised():
     model = client.convert_model(nn.Sequential(MadeBySuperOfItsClass(CHANNELS)))
     assert list(client.conversion_report(model).synchronised) == ["0"]
     model(batch())
+
+
+def doubled(forward):
+    """A decorator that does not say what it wraps."""
+
+    def twice_as_much(layer, x):
+        return 2 * forward(layer, x)
+
+    return twice_as_much
+
+
+def normalise(layer, x):
+    return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, layer.training)
+
+
+class Operations:
+    @staticmethod
+    def normalised(layer, x):
+        return normalise(layer, x)
+
+
+class Decorated(nn.BatchNorm2d):
+    @doubled
+    def forward(self, x):
+        return super().forward(x)
+
+
+class HelpedByAClass(nn.BatchNorm2d):
+    def forward(self, x):
+        return Operations.normalised(self, x)
+
+
+class ByAnotherName(nn.BatchNorm2d):
+    def forward(self, x):
+        return function(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+@pytest.mark.parametrize("kind", [Decorated, HelpedByAClass, ByAnotherName])
+def test_a_call_of_batch_norm_is_seen_behind_decorators_classes_and_other_names(kind):
+    model = client.convert_model(nn.Sequential(kind(CHANNELS)))
+    client.DataParallelWithCallback(model, device_ids=["cpu"] * 2)(batch())
+    assert list(client.conversion_report(model).synchronised) == ["0"]
+    torch.testing.assert_close(model[0].running_mean, batch().mean((0, 2, 3)) / 10)
+
+
+def normalise_again(layer, x):
+    return checkpoint(normalise, layer, x, use_reentrant=False)
+
+
+class HelperCheckpoints(nn.BatchNorm2d):
+    def forward(self, x):
+        return normalise_again(self, x)
+
+
+class CheckpointsByAnotherName(nn.BatchNorm2d):
+    def forward(self, x):
+        return computed_again(normalise, self, x, use_reentrant=False)
+
+
+class CheckpointsTorchsForward(nn.BatchNorm2d):
+    def forward(self, x):
+        return checkpoint(nn.BatchNorm2d.forward, self, x, use_reentrant=False)
+
+
+class DecoratedCheckpoint(nn.BatchNorm2d):
+    @doubled
+    def forward(self, x):
+        return checkpoint(normalise, self, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "kind", [HelperCheckpoints, CheckpointsByAnotherName, CheckpointsTorchsForward, DecoratedCheckpoint]
+)
+def test_a_checkpoint_is_seen_there_too(kind):
+    with pytest.warns(UserWarning, match=rf"'0' \({kind.__name__}: its forward checkpoints its call of batch_norm"):
+        model = client.convert_model(nn.Sequential(kind(CHANNELS)))
+    assert type(model[0]) is kind
+
+
+class CheckpointsSuper(nn.BatchNorm2d):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_checkpoint_of_super_is_synchronised():
+    model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), CheckpointsSuper(CHANNELS)).double()
+    whole = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.BatchNorm2d(CHANNELS)).double()
+    whole.load_state_dict(client.convert_model(model).state_dict())
+    for one in (whole, client.DataParallelWithCallback(model, device_ids=["cpu"] * 2)):
+        one(batch().double()).pow(3).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, whole[0].weight.grad)
+    torch.testing.assert_close(model[1].running_var, whole[1].running_var)
