@@ -271,6 +271,8 @@ def _looping_in_subclasses(original: type[nn.Module]) -> str:
 
 def _asks_super_of_its_self(method: FunctionType) -> bool:
     """Whether it calls `super(self.__class__, self)` or `super(type(self), self)`."""
+    if not {"super", "__class__"} <= (names := _names_in(method.__code__)) and not {"super", "type"} <= names:
+        return False  # without a look at each instruction
     for (one, after), (_, third) in pairwise(instructions_of(method.__code__)):
         if one.opname != "LOAD_GLOBAL" or one.argval != "super":
             continue
