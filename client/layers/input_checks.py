@@ -14,7 +14,8 @@ _OWN = frozenset({Tensor, nn.Parameter, type(None)})
 def check(layer: Any, x: Tensor, expected: int | None = None) -> None:
     """Raises TypeError or ValueError where a layer cannot take an input of shape (N, C, *).
 
-    A layer that does not know its channels yet takes them from its tensors, or from the input.
+    A layer that does not know its channels yet takes them from its tensors, or from the input. Where channels were
+    pruned by hand, the tensors count, as for torch's operator, and not `num_features`.
 
     Args:
         layer: which one.
@@ -24,10 +25,13 @@ def check(layer: Any, x: Tensor, expected: int | None = None) -> None:
     if not x.is_floating_point():
         raise TypeError(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}")
     if layer.num_features == 0:
-        layer.num_features = _channels_of(layer, x)
-    channels, expected = x.shape[1], layer.num_features if expected is None else expected
+        layer.num_features = _channels_of(layer, x.shape[1])
+    channels = x.shape[1]
     # torch.jit.trace makes a tensor of it, and warns of whoever asks for its value; torch's operator asks again.
-    if not isinstance(channels, Tensor) and channels != expected:
+    if isinstance(channels, Tensor) or (expected is None and channels == layer.num_features):
+        return
+    expected = _channels_of(layer, layer.num_features) if expected is None else expected
+    if channels != expected:
         raise ValueError(
             broken(
                 f"layer {layer.layer_name!r}: expected {expected} channels, got {channels} "
@@ -65,10 +69,10 @@ def check_mask(layer: Any, x: Tensor, mask: Tensor) -> None:
         )
 
 
-def _channels_of(layer: Any, x: Tensor) -> int:
+def _channels_of(layer: Any, otherwise: int) -> int:
     """Torch's lazy layers leave `num_features` at 0 where they have no tensor, or loaded theirs."""
     for tensor in (layer.weight, layer.running_mean):
         if tensor is not None:
             channels: int = tensor.shape[0]
             return channels
-    return x.shape[1]
+    return otherwise

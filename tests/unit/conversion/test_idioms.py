@@ -1,5 +1,7 @@
 """Idioms of users' code around batch norms, which torch's layers allow and a conversion must not break."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -139,3 +141,39 @@ def test_a_checkpoint_of_super_is_synchronised():
         one(batch().double()).pow(3).sum().backward()
     torch.testing.assert_close(model[0].weight.grad, whole[0].weight.grad)
     torch.testing.assert_close(model[1].running_var, whole[1].running_var)
+
+
+def pruned():
+    """Half of the channels are taken out by hand, which leaves `num_features` as it was."""
+    conv, norm = nn.Conv2d(CHANNELS, 2 * CHANNELS, 1), nn.BatchNorm2d(2 * CHANNELS)
+    for module in (conv, norm):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.dim():
+                setattr(module, name, nn.Parameter(tensor[::2]) if name in {"weight", "bias"} else tensor[::2])
+    return nn.Sequential(conv, norm)
+
+
+class Wider(nn.BatchNorm2d):
+    """Says that it has the channels of its input, and has more: it lays parts of a batch beside each other."""
+
+    def __init__(self, channels):
+        super().__init__(2 * channels)
+        self.num_features = channels
+
+    def forward(self, x):
+        return super().forward(x.view(-1, 2 * self.num_features, *x.shape[2:])).view_as(x)
+
+
+@pytest.mark.parametrize("make", [pruned, lambda: nn.Sequential(Wider(CHANNELS))])
+def test_a_layers_tensors_may_have_other_channels_than_it_says(make):
+    model = make().double()
+    x = torch.cat([batch(), batch() + 1])[:8].double()
+    whole, converted = copy.deepcopy(model), client.convert_model(model)
+    found = client.DataParallelWithCallback(converted, device_ids=["cpu"] * 2)(x)
+    torch.testing.assert_close(found, whole(x))
+    torch.testing.assert_close(dict(converted.named_buffers()), dict(whole.named_buffers()))
+
+
+def test_an_input_of_other_channels_than_the_tensors_have_is_refused():
+    with pytest.raises(ValueError, match=f"expected {CHANNELS} channels, got 3"):
+        client.convert_model(pruned())[1](batch()[:, :3])
