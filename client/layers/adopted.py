@@ -77,7 +77,7 @@ class Intercepted(Adopted):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if is_compiling():
             return self._traced(*args, **kwargs)
-        vars(self).pop(_CAME, None)  # from a call that raised, or was made in eval
+        vars(self).pop("_has_come", None)  # from a call that raised, or one that a checkpoint computed again
         interception = Interception(self, self._normalise_handed, self._counted())
         push(interception)
         try:
@@ -86,7 +86,7 @@ class Intercepted(Adopted):
             pop()
         if interception.nr_without_tensors > 1:
             _tell(type(self), self.layer_name, "ambiguous")
-        if not (vars(self).pop(_CAME, False) or interception.is_reached):
+        if not (vars(self).pop("_has_come", False) or interception.is_reached):
             output = self._pass_by(output, (*args, *kwargs.values()))
         return output
 
@@ -164,12 +164,9 @@ class Behind(SynchronizedBatchNorm):
             self._has_come = True
             return super().forward(input, mask)
         if self.training or self._tally is not None:
-            vars(self)[_CAME] = True
+            vars(self)["_has_come"] = True
         return unseen(super().forward, input, mask)
 
-
-# Noted by a layer while its call lasts.
-_CAME = "_came_behind"
 
 _WARNINGS = {
     "unreached": "not synchronised: %s; the forward of %s did not call batch_norm with the layer's tensors",

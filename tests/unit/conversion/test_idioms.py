@@ -15,6 +15,13 @@ import client
 CHANNELS = 4
 
 
+@pytest.fixture
+def compiling():
+    """What was compiled here is no cause to compile later calls for any size."""
+    yield
+    torch.compiler.reset()
+
+
 def batch():
     return torch.randn(6, CHANNELS, 3, 3, generator=torch.Generator().manual_seed(1))
 
@@ -177,3 +184,29 @@ def test_a_layers_tensors_may_have_other_channels_than_it_says(make):
 def test_an_input_of_other_channels_than_the_tensors_have_is_refused():
     with pytest.raises(ValueError, match=f"expected {CHANNELS} channels, got 3"):
         client.convert_model(pruned())[1](batch()[:, :3])
+
+
+class CompiledForward(nn.BatchNorm2d):
+    @torch.compile(backend="eager")
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("compiling")
+def test_a_forward_that_its_class_compiles_is_synchronised(monkeypatch):
+    monkeypatch.setattr(client.SynchronizedBatchNorm, "_normalise", lambda _, of, x, mask: x)  # noqa: ARG005 - as ours
+    model = client.convert_model(nn.Sequential(CompiledForward(CHANNELS)))
+    model(batch())
+    assert list(client.conversion_report(model).synchronised) == ["0"]
+
+
+class Failing(nn.BatchNorm2d):
+    def forward(self, x):
+        raise KeyError(super().forward(x).shape)
+
+
+def test_a_call_that_failed_leaves_nothing_behind_in_a_reverted_layer():
+    model = client.convert_model(nn.Sequential(Failing(CHANNELS)))
+    with pytest.raises(KeyError):
+        model(batch())
+    assert vars(client.revert_model(model)[0]).keys() == vars(Failing(CHANNELS)).keys()
