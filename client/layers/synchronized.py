@@ -76,14 +76,14 @@ class Synchronized:
 
     Attributes:
         eps_mode: "plus" or "clamp"; of a layer that was given none the class's, which `set_sbn_eps_mode` sets.
-        layer_name: its name on the wire.
+        layer_name: its name on the wire; the same for all that were made without our `__init__`, as by that of torch.
         group: with whom it synchronises.
         converted_from: the class that was adopted, see `client.layers.adopted`; None in a class of its own.
         is_unreached: whether the `forward` of that class was seen to come to no `batch_norm` in training.
     """
 
     eps_mode: str = "plus"
-    layer_name: str
+    layer_name: str = "unnamed"
     group: With = None
     _replica: tuple[Barrier, int] | None = None
     _tally: Tally | None = None

@@ -210,3 +210,13 @@ def test_a_call_that_failed_leaves_nothing_behind_in_a_reverted_layer():
     with pytest.raises(KeyError):
         model(batch())
     assert vars(client.revert_model(model)[0]).keys() == vars(Failing(CHANNELS)).keys()
+
+
+class MadeByName(nn.BatchNorm2d):
+    def __init__(self, channels):
+        nn.BatchNorm2d.__init__(self, channels)
+
+
+def test_a_class_whose_layers_are_made_by_the_name_of_torchs_makes_synchronised_ones():
+    layer = client.synchronized_class(MadeByName)(CHANNELS)
+    torch.testing.assert_close(layer(batch()), nn.BatchNorm2d(CHANNELS)(batch()))
