@@ -36,6 +36,10 @@ class Deferred:
         self._lock = threading.Lock()
         _numbered[self.number] = self
 
+    def __reduce__(self) -> Any:
+        """A copy of a layer that copies all its attributes, as of a parametrized one, begins with nothing."""
+        return type(self), (self.chunks,)
+
     def add(self, micro_batch: Any) -> Any:
         """Adds a micro-batch; returns the moments of the mini-batch if this was the last of its `chunks`, else None.
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 from torch.nn.functional import batch_norm as function
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint as computed_again
 
@@ -220,3 +221,14 @@ class MadeByName(nn.BatchNorm2d):
 def test_a_class_whose_layers_are_made_by_the_name_of_torchs_makes_synchronised_ones():
     layer = client.synchronized_class(MadeByName)(CHANNELS)
     torch.testing.assert_close(layer(batch()), nn.BatchNorm2d(CHANNELS)(batch()))
+
+
+def test_a_parametrized_layer_with_micro_batches_is_copied():
+    model = client.convert_model(nn.Sequential(nn.BatchNorm2d(CHANNELS)), chunks=2)
+    parametrizations.weight_norm(model[0])
+    model(batch())
+    copied = copy.deepcopy(model)
+    assert copied[0].chunks == 2
+    for one in (model, copied):
+        one(batch())
+    assert (model[0].num_batches_tracked, copied[0].num_batches_tracked) == (1, 0)
