@@ -112,7 +112,8 @@ def revert_model(module: nn.Module) -> nn.Module:
     """Makes every synchronised layer in `module` torch's own again: the inverse of `convert_model`.
 
     A `DataParallelWithCallback` becomes an `nn.DataParallel`, except where its replicas share a device, which torch's
-    cannot. Subclasses of ours and what FSDP has sharded are left as they are, and a `UserWarning` names them.
+    cannot. Subclasses of ours, layers that were given a `forward` of their own since and what FSDP has sharded are left
+    as they are, and a `UserWarning` names them.
     Micro-batches whose mini-batch has not ended are forgotten; `client.commit_running_statistics(module)` before it
     counts them.
 
@@ -249,7 +250,8 @@ def _converted(module: nn.Module) -> nn.Module:
 def _released(module: nn.Module) -> nn.Module:
     """Gives a layer of an adopted class its own class back."""
     original = vars(type(module)).get("converted_from")  # what is derived from such a class is somebody's own
-    if isinstance(module, Synchronized) and original is not None:
+    # A forward of its own that was put above ours may go on calling it.
+    if isinstance(module, Synchronized) and original is not None and "forward" not in vars(module):
         module.__class__ = original
         for name in OWN_ATTRIBUTES:
             vars(module).pop(name, None)

@@ -1,6 +1,7 @@
 """Idioms of users' code around batch norms, which torch's layers allow and a conversion must not break."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -232,3 +233,18 @@ def test_a_parametrized_layer_with_micro_batches_is_copied():
     for one in (model, copied):
         one(batch())
     assert (model[0].num_batches_tracked, copied[0].num_batches_tracked) == (1, 0)
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_a_layer_whose_forward_was_wrapped_since_is_left_by_revert_and_named():
+    model = client.convert_model(nn.Sequential(Activated(CHANNELS)))
+    model[0].forward = functools.partial(lambda forward, x: 2 * forward(x), model[0].forward)
+    with pytest.warns(UserWarning, match="revert_model left as they are, synchronised: '0' .*with its own forward"):
+        client.revert_model(model)
+    model(batch())
+    del model[0].forward
+    assert type(client.revert_model(model)[0]) is Activated
