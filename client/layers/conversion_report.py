@@ -86,7 +86,11 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
     Args:
         model: any module, converted or not.
+
+    Raises:
+        TypeError: it is not a module.
     """
+    check_is_module(model)
     sharded = set(sharding.parts_of(model))
     synchronised: dict[str, str] = {}
     left: dict[str, tuple[str, str]] = {}
@@ -101,6 +105,12 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             reason = SHARDED if module in sharded else why_left(module) or "not converted"
             left[path] = (type(module).__qualname__, reason)
     return ConversionReport(synchronised, left)
+
+
+def check_is_module(model: Any) -> None:
+    """Raises TypeError where a model is not a module, but a class of modules, say, or a list of them."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a module, got {model!r:.80}")
 
 
 def places(module: nn.Module, place: str = "", seen: set[nn.Module] | None = None) -> Iterator[tuple[str, nn.Module]]:

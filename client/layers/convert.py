@@ -21,7 +21,15 @@ from client.data_parallel.replicate import DataParallelWithCallback
 from client.lanes.choose import With, meant
 from client.lanes.named_process_group import NamedProcessGroup, named
 from client.layers import ddp_buffers, sharding
-from client.layers.conversion_report import BOUND, conversion_report, in_brief, is_unsynchronised, places, why_left
+from client.layers.conversion_report import (
+    BOUND,
+    check_is_module,
+    conversion_report,
+    in_brief,
+    is_unsynchronised,
+    places,
+    why_left,
+)
 from client.layers.micro_batches import check_chunks
 from client.layers.synchronized import CONVERSIONS, OWN_ATTRIBUTES, TWINS, Synchronized, conversion_of
 from statsd_bn import limits
@@ -70,8 +78,8 @@ def convert_model(
     Raises:
         ValueError: `group` is neither None, "local" nor a `client.Group`, `process_group` is something else, both
             are given, or `chunks` is below 1; nothing is changed.
-        TypeError: `chunks` is neither None nor an int; or a registered conversion gives no module: the layers before it
-            are converted then.
+        TypeError: `module` is not a module, or `chunks` is neither None nor an int; or a registered conversion gives no
+            module: the layers before it are converted then.
         ConfigurationError: a layer's place in the model is not printable, or too long; nothing is changed.
     """
     return convert(module, meant(group, process_group), chunks, stacklevel=4)  # the border's frame is between
@@ -79,6 +87,7 @@ def convert_model(
 
 def convert(module: nn.Module, group: With = None, chunks: int | None = None, *, stacklevel: int) -> nn.Module:
     """`convert_model`; `stacklevel`: as for `warnings.warn`."""
+    check_is_module(module)
     if chunks is not None:
         check_chunks(chunks)
     _check_names(module)
@@ -122,12 +131,16 @@ def revert_model(module: nn.Module) -> nn.Module:
 
     Returns:
         The module, or its replacement if it is itself a `DataParallelWithCallback`.
+
+    Raises:
+        TypeError: `module` is not a module.
     """
     return revert(module, stacklevel=4)  # the border's frame is between
 
 
 def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:
     """`revert_model`, but for the layers in `kept`; `stacklevel` is as `convert` takes it."""
+    check_is_module(module)
     ours = set(kept)
     ddp_buffers.turn_on_again(module)
     reverted = _replace(module, _plain(), _released, {part: part for part in (*ours, *sharding.parts_of(module))})

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from torch.nn.functional import batch_norm as function
+from torch.nn.functional import batch_norm as normalised
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint as computed_again
@@ -92,7 +92,7 @@ class HelpedByAClass(nn.BatchNorm2d):
 
 class ByAnotherName(nn.BatchNorm2d):
     def forward(self, x):
-        return function(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+        return normalised(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
 
 
 @pytest.mark.parametrize("kind", [Decorated, HelpedByAClass, ByAnotherName])
@@ -248,3 +248,10 @@ def test_a_layer_whose_forward_was_wrapped_since_is_left_by_revert_and_named():
     model(batch())
     del model[0].forward
     assert type(client.revert_model(model)[0]) is Activated
+
+
+@pytest.mark.parametrize("function", [client.convert_model, client.revert_model, client.conversion_report])
+@pytest.mark.parametrize("given", [None, nn.BatchNorm2d, [nn.BatchNorm2d(CHANNELS)]])
+def test_what_is_no_module_is_refused(function, given):
+    with pytest.raises(TypeError, match="expected a module, got "):
+        function(given)
