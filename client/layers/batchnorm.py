@@ -209,9 +209,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         if chunks := state.get("_chunks"):
             self.chunks = chunks
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: Any, **named: Any) -> None:
         """What was pending belongs to the state that is replaced, such as that of a step that failed."""
-        super()._load_from_state_dict(*args)
+        super()._load_from_state_dict(*args, **named)
         self.forget_pending()
 
     def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:

@@ -255,3 +255,18 @@ def test_a_layer_whose_forward_was_wrapped_since_is_left_by_revert_and_named():
 def test_what_is_no_module_is_refused(function, given):
     with pytest.raises(TypeError, match="expected a module, got "):
         function(given)
+
+
+class LoadedByNames(nn.BatchNorm2d):
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        lists = {"missing_keys": missing_keys, "unexpected_keys": unexpected_keys, "error_msgs": error_msgs}
+        named = {"state_dict": state_dict, "prefix": prefix, "local_metadata": local_metadata, "strict": strict}
+        super()._load_from_state_dict(**named, **lists)
+
+
+def test_a_class_that_loads_its_state_by_names_goes_on_doing_so():
+    model = client.convert_model(nn.Sequential(LoadedByNames(CHANNELS)))
+    model.load_state_dict({name: 3 * value for name, value in model.state_dict().items()})
+    assert model[0].weight.tolist() == [3] * CHANNELS
