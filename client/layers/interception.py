@@ -76,9 +76,11 @@ class Handed:
     def is_of(self, layer: Any) -> bool:
         """Whether one of these tensors is the layer's own.
 
-        A layer without any is known by its channels; see `has_tensors`.
+        It may have several running means, as one for each domain. A layer without any tensor is known by its channels;
+        see `has_tensors`.
         """
-        if self.running_mean is not None and self.running_mean is layer.running_mean:
+        kept = (layer.running_mean, *layer._buffers.values())  # noqa: SLF001 - `buffers()` has those of its children too
+        if any(_is_same(self.running_mean, buffer) for buffer in kept):
             return True
         if self.has_tensors:
             return _is_same(self.weight, layer.weight) or _is_same(self.bias, layer.bias)

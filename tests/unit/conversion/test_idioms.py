@@ -270,3 +270,26 @@ def test_a_class_that_loads_its_state_by_names_goes_on_doing_so():
     model = client.convert_model(nn.Sequential(LoadedByNames(CHANNELS)))
     model.load_state_dict({name: 3 * value for name, value in model.state_dict().items()})
     assert model[0].weight.tolist() == [3] * CHANNELS
+
+
+class OfDomains(nn.BatchNorm2d):
+    """Has running statistics for each domain, and neither weight nor bias."""
+
+    def __init__(self, channels):
+        super().__init__(channels, affine=False)
+        self.domain = 1
+        for domain in range(2):
+            self.register_buffer(f"mean{domain}", torch.zeros(channels))
+            self.register_buffer(f"var{domain}", torch.ones(channels))
+
+    def forward(self, x):
+        mean, variance = getattr(self, f"mean{self.domain}"), getattr(self, f"var{self.domain}")
+        return F.batch_norm(x, mean, variance, training=self.training)
+
+
+def test_running_statistics_of_several_domains_are_all_the_layers():
+    model = nn.Sequential(OfDomains(CHANNELS)).double()
+    whole, converted = copy.deepcopy(model), client.convert_model(model)
+    found = client.DataParallelWithCallback(converted, device_ids=["cpu"] * 2)(batch().double())
+    torch.testing.assert_close(found, whole(batch().double()))
+    torch.testing.assert_close(dict(converted.named_buffers()), dict(whole.named_buffers()))
