@@ -10,7 +10,7 @@ from client.autograd.checkpointing import is_inside_backward
 from client.kernels import on_device, on_host
 from client.lanes import device_rows
 from client.layers import running_stats
-from client.layers.interception import Handed
+from client.layers.interception import Handed, unseen
 from client.layers.micro_batches import Deferred
 
 
@@ -22,13 +22,23 @@ def forward(layer: Any, x: Tensor, deferred: Deferred | None = None) -> Tensor:
         x: the input.
         deferred: None where each call moves the buffers.
     """
-    if layer.training and torch.compiler.is_compiling():
-        if layer.momentum is None:
-            return _with_cumulative_average(layer, x)
-    elif layer.training and is_inside_backward():
+    if not torch.compiler.is_compiling():
+        # The `forward` of another layer may be under way, around this one, and is not to take the call for its own.
+        return unseen(_forward, layer, x, deferred)
+    if layer.training and layer.momentum is None:
+        return _with_cumulative_average(layer, x)
+    return _by_torch(layer, x)
+
+
+def _forward(layer: Any, x: Tensor, deferred: Deferred | None) -> Tensor:
+    if layer.training and is_inside_backward():
         return _without_moving(layer, x)
-    elif layer.training and deferred is not None:
+    if layer.training and deferred is not None:
         return _deferred(layer, x, deferred)
+    return _by_torch(layer, x)
+
+
+def _by_torch(layer: Any, x: Tensor) -> Tensor:
     if isinstance(layer, Handed):
         return layer.forward()
     return nn.modules.batchnorm._BatchNorm.forward(layer, x)  # noqa: SLF001 - as torch's own

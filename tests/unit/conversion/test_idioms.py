@@ -293,3 +293,22 @@ def test_running_statistics_of_several_domains_are_all_the_layers():
     found = client.DataParallelWithCallback(converted, device_ids=["cpu"] * 2)(batch().double())
     torch.testing.assert_close(found, whole(batch().double()))
     torch.testing.assert_close(dict(converted.named_buffers()), dict(whole.named_buffers()))
+
+
+class WithAuxiliary(nn.BatchNorm2d):
+    """Has another layer inside, which shares its weight and bias."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.auxiliary = nn.BatchNorm2d(channels)
+        self.auxiliary.weight, self.auxiliary.bias = self.weight, self.bias
+
+    def forward(self, x):
+        return super().forward(x) + self.auxiliary(x.square())
+
+
+def test_a_layer_inside_another_that_shares_its_weight_is_a_layer_of_its_own():
+    model = client.convert_model(nn.Sequential(WithAuxiliary(CHANNELS)), chunks=2)
+    for _ in range(2):
+        model(batch())
+    assert (model[0].num_batches_tracked, model[0].auxiliary.num_batches_tracked) == (1, 1)
