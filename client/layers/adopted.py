@@ -88,6 +88,8 @@ class Intercepted(Adopted):
             _tell(type(self), self.layer_name, "ambiguous")
         if not (vars(self).pop("_has_come", False) or interception.is_reached):
             output = self._pass_by(output, (*args, *kwargs.values()))
+        elif interception.nr_passed_by:
+            _tell(type(self), self.layer_name, "passed by")
         return output
 
     def _traced(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,6 +172,7 @@ class Behind(SynchronizedBatchNorm):
 
 _WARNINGS = {
     "unreached": "not synchronised: %s; the forward of %s did not call batch_norm with the layer's tensors",
+    "passed by": "%s: the forward of %s calls batch_norm without its tensors too; that call is not synchronised",
     "ambiguous": "%s: the forward of %s calls batch_norm several times without tensors; all are synchronised",
 }
 

@@ -85,8 +85,12 @@ class Handed:
         if self.has_tensors:
             return _is_same(self.weight, layer.weight) or _is_same(self.bias, layer.bias)
         keeps_none = layer.running_mean is None or not layer.track_running_stats
-        is_like_layer = self.input.dim() > 1 and self.input.shape[1] == layer.num_features
-        return keeps_none and layer.weight is None and layer.bias is None and is_like_layer
+        return keeps_none and layer.weight is None and layer.bias is None and self.has_channels_of(layer)
+
+    def has_channels_of(self, layer: Any) -> bool:
+        """Whether the input has as many channels as the layer."""
+        is_like_layer: bool = self.input.dim() > 1 and self.input.shape[1] == layer.num_features
+        return is_like_layer
 
     @property
     def nr_channels(self) -> int | None:
@@ -129,11 +133,13 @@ class Interception(TorchFunctionMode):
     Attributes:
         is_reached: whether there was such a call.
         nr_without_tensors: how many of them had nothing of the layer's but its channels.
+        nr_passed_by: how many such calls went their way, because the layer has tensors.
     """
 
     def __init__(self, layer: Any, normalise: Normalise, counted: Tensor | None) -> None:
         self.is_reached = False
         self.nr_without_tensors = 0
+        self.nr_passed_by = 0
         self._layer = layer
         self._normalise = normalise
         self._counted = counted
@@ -148,6 +154,7 @@ class Interception(TorchFunctionMode):
         given = kwargs or {}
         handed = (_of_operator if func is _OPERATOR else Handed)(self._layer, *args, **given)
         if not handed.is_of(self._layer):
+            self.nr_passed_by += handed.training and not handed.has_tensors and handed.has_channels_of(self._layer)
             return func(*args, **given)
         self.is_reached = True
         if handed.running_mean is None and not handed.has_tensors:

@@ -312,3 +312,20 @@ def test_a_layer_inside_another_that_shares_its_weight_is_a_layer_of_its_own():
     for _ in range(2):
         model(batch())
     assert (model[0].num_batches_tracked, model[0].auxiliary.num_batches_tracked) == (1, 1)
+
+
+class MovesApart(nn.BatchNorm2d):
+    """Moves its statistics by a call of its own, and normalises by one that has none of its tensors."""
+
+    def forward(self, x):
+        F.batch_norm(x.detach(), self.running_mean, self.running_var, training=self.training)
+        return F.batch_norm(x, None, None, training=True)
+
+
+def test_a_call_without_tensors_beside_one_that_has_some_is_told_of(caplog):
+    model = client.convert_model(nn.Sequential(MovesApart(CHANNELS)))
+    for _ in range(2):
+        model(batch())
+    told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
+    assert len(told) == 1
+    assert "layer '0': the forward of MovesApart calls batch_norm without its tensors too" in told[0]
