@@ -182,7 +182,7 @@ def why_left(module: nn.Module) -> str:
 
 def why_not(original: type[nn.Module]) -> str:
     """Reason that a class cannot be adopted, or ""."""
-    if not issubclass(original, _TORCHS._BatchNorm):  # noqa: SLF001 - torch's own name for all of them
+    if not (isinstance(original, type) and issubclass(original, _TORCHS._BatchNorm)):  # noqa: SLF001 - torch's own name for all of them
         return "expected a subclass of nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or torch's _BatchNorm"
     if issubclass(original, Synchronized):
         return "it is synchronised already"

@@ -329,3 +329,9 @@ def test_a_call_without_tensors_beside_one_that_has_some_is_told_of(caplog):
     told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
     assert len(told) == 1
     assert "layer '0': the forward of MovesApart calls batch_norm without its tensors too" in told[0]
+
+
+@pytest.mark.parametrize("given", [nn.BatchNorm2d(CHANNELS), nn.InstanceNorm2d, None])
+def test_what_is_no_class_of_batch_norms_is_refused(given):
+    with pytest.raises(TypeError, match=r"expected a subclass of nn\.BatchNorm1d"):
+        client.synchronized_class(given)
