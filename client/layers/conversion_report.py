@@ -1,5 +1,6 @@
 """Conversion reports: what is synchronised in a model, and what is not and why."""
 
+import functools
 import inspect
 import re
 from collections import Counter
@@ -327,8 +328,15 @@ def _called(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _values(function: FunctionType) -> Iterator[Any]:
-    """What a function finds by its names outside of itself; a decorator finds there what it decorates."""
+    """What a function finds by its names outside of itself, and its defaults; of a `functools.partial` the function."""
+    for value in _found(function):
+        yield value.func if isinstance(value, functools.partial) else value
+
+
+def _found(function: FunctionType) -> Iterator[Any]:
+    """The same as it is; a decorator finds there what it decorates."""
     yield from (function.__globals__.get(name) for name in _names_in(function.__code__))
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # one that is still empty
             if name != "__class__":

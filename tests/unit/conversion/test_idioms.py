@@ -95,7 +95,16 @@ class ByAnotherName(nn.BatchNorm2d):
         return normalised(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
 
 
-@pytest.mark.parametrize("kind", [Decorated, HelpedByAClass, ByAnotherName])
+class ByDefault(nn.BatchNorm2d):
+    def __init__(self, channels, function=F.batch_norm):
+        super().__init__(channels)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x, self.running_mean, self.running_var, training=self.training)
+
+
+@pytest.mark.parametrize("kind", [Decorated, HelpedByAClass, ByAnotherName, ByDefault])
 def test_a_call_of_batch_norm_is_seen_behind_decorators_classes_and_other_names(kind):
     model = client.convert_model(nn.Sequential(kind(CHANNELS)))
     client.DataParallelWithCallback(model, device_ids=["cpu"] * 2)(batch())
@@ -122,6 +131,14 @@ class CheckpointsTorchsForward(nn.BatchNorm2d):
         return checkpoint(nn.BatchNorm2d.forward, self, x, use_reentrant=False)
 
 
+computed_later = functools.partial(checkpoint, use_reentrant=False)
+
+
+class CheckpointsByAPartial(nn.BatchNorm2d):
+    def forward(self, x):
+        return computed_later(normalise, self, x)
+
+
 class DecoratedCheckpoint(nn.BatchNorm2d):
     @doubled
     def forward(self, x):
@@ -129,7 +146,8 @@ class DecoratedCheckpoint(nn.BatchNorm2d):
 
 
 @pytest.mark.parametrize(
-    "kind", [HelperCheckpoints, CheckpointsByAnotherName, CheckpointsTorchsForward, DecoratedCheckpoint]
+    "kind",
+    [HelperCheckpoints, CheckpointsByAnotherName, CheckpointsTorchsForward, CheckpointsByAPartial, DecoratedCheckpoint],
 )
 def test_a_checkpoint_is_seen_there_too(kind):
     with pytest.warns(UserWarning, match=rf"'0' \({kind.__name__}: its forward checkpoints its call of batch_norm"):
