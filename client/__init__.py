@@ -28,8 +28,8 @@ from client.layers.batchnorm import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
 )
-from client.layers.conversion_report import ConversionReport, conversion_report
-from client.layers.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.layers.conversion.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.layers.conversion.report import ConversionReport, conversion_report
 from client.layers.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
 from client.layers.synchronized import register_conversion, set_sbn_eps_mode
 from client.training.ddp_handler import DDPHandler

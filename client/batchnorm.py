@@ -1,7 +1,7 @@
 """What users of Synchronized-BatchNorm-PyTorch import from `sync_batchnorm.batchnorm`; all of it is in `client` too."""
 
 from client.layers.batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
-from client.layers.convert import convert_model, patch_sync_batchnorm
+from client.layers.conversion.convert import convert_model, patch_sync_batchnorm
 from client.layers.synchronized import set_sbn_eps_mode
 
 __all__ = [

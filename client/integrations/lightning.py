@@ -18,7 +18,7 @@ from client.connection.current import current_connection
 from client.conversation.registration import cause_of
 from client.integrations.connecting import connect_unless_connected
 from client.layers.batchnorm import SynchronizedBatchNorm
-from client.layers.convert import convert, revert
+from client.layers.conversion.convert import convert, revert
 
 if TYPE_CHECKING:
     from client.connection.connection import Connection

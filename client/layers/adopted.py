@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
 from client.layers.batchnorm import BONDS, SynchronizedBatchNorm, Way
-from client.layers.conversion_report import REFUSED, has_own_forward, own, why_left, why_not
+from client.layers.conversion.reasons import REFUSED, has_own_forward, own, why_left, why_not
 from client.layers.interception import Handed, Interception, pop, push, unseen
 from client.layers.shortcut.copied_forward import shortcut_to
 from client.layers.synchronized import CONVERSIONS
@@ -70,6 +70,13 @@ class Intercepted(Adopted):
     """The same for a class with a `forward` of its own."""
 
     _told: ClassVar[set[str]]
+    # The names of layers whose `forward` came to no `batch_norm` in training. Replicas share no more than names.
+    _unreached: ClassVar[set[str]]
+
+    @property
+    def is_unreached(self: Any) -> bool:
+        """Whether the layer's `forward` was seen to come to no `batch_norm` in training."""
+        return self.layer_name in self._unreached
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The original's; where it calls `batch_norm` in training, the statistics are those of the whole batch."""
@@ -179,17 +186,18 @@ _WARNINGS = {
 
 def _tell(kind: Any, layer: str, what: str) -> None:
     """Warns once of a class whose `forward` went another way."""
+    if what == "unreached":
+        kind._unreached.add(layer)  # noqa: SLF001 - of a class that is made here
     if what in kind._told:  # noqa: SLF001 - of a class that is made here
         return
     kind._told.add(what)  # noqa: SLF001 - as above
-    kind.is_unreached = what == "unreached" or kind.is_unreached
     logger.warning(_WARNINGS[what], _with_others(kind, layer), kind.converted_from.__qualname__)
 
 
 def _with_others(kind: Any, layer: str) -> str:
     """Names a layer, and says how many more were converted that are still of its class."""
     others = sum(type(each) is kind for each in list(kind._adopted)) - 1  # noqa: SLF001 - of a class that is made here
-    return f"layer {layer!r} and {others} more of its class" if others > 0 else f"layer {layer!r}"
+    return f"layer {layer!r} ({others} more of its class)" if others > 0 else f"layer {layer!r}"
 
 
 def _tell_unreached(kind: Any, layer: str) -> None:
@@ -221,6 +229,7 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
         body = {
             "converted_from": original,
             "_told": set(),
+            "_unreached": set(),
             "_adopted": WeakSet(),
             "__module__": original.__module__,
             "__doc__": original.__doc__,

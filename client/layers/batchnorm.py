@@ -21,7 +21,7 @@ from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import custom_op, input_checks, unconnected, unsynchronized
 from client.layers.call import Call
 from client.layers.compiled import device_op
-from client.layers.convert import convert
+from client.layers.conversion.convert import convert
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.synchronized import Synchronized, check_eps_mode, twin_of
 from statsd_bn.errors import ConfigurationError, StatsdBNError

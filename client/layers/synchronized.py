@@ -79,7 +79,7 @@ class Synchronized:
         layer_name: its name on the wire; the same for all that were made without our `__init__`, as by that of torch.
         group: with whom it synchronises.
         converted_from: the class that was adopted, see `client.layers.adopted`; None in a class of its own.
-        is_unreached: whether the `forward` of that class was seen to come to no `batch_norm` in training.
+        is_unreached: whether its `forward` was seen to come to no `batch_norm` in training.
     """
 
     eps_mode: str = "plus"

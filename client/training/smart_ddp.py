@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from client.border import at_border
 from client.layers import ddp_buffers
-from client.layers.convert import convert as synchronised
+from client.layers.conversion.convert import convert as synchronised
 from statsd_bn.environment import integer
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError

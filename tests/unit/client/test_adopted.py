@@ -19,7 +19,7 @@ import client
 from client.data_parallel import any_device
 from client.data_parallel.replicate import execute_replication_callbacks
 from client.layers import synchronized
-from client.layers.conversion_report import NAMES
+from client.layers.conversion.reasons import NAMES
 from client.layers.interception import Handed
 from statsd_bn.errors import ConfigurationError
 from support import subclasses
@@ -380,7 +380,7 @@ def test_a_forward_that_goes_another_way_is_told_once(caplog):
         model(batch()[0])
     (told,) = caplog.messages
     assert told == (
-        "not synchronised: layer '0.1' and 1 more of its class; the forward of Evasive did not call batch_norm with "
+        "not synchronised: layer '0.1' (1 more of its class); the forward of Evasive did not call batch_norm with "
         "the layer's tensors"
     )
     reason = "its forward did not call batch_norm in training"

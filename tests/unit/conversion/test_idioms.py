@@ -353,3 +353,26 @@ def test_a_call_without_tensors_beside_one_that_has_some_is_told_of(caplog):
 def test_what_is_no_class_of_batch_norms_is_refused(given):
     with pytest.raises(TypeError, match=r"expected a subclass of nn\.BatchNorm1d"):
         client.synchronized_class(given)
+
+
+@pytest.mark.parametrize("in_replicas", [False, True])
+def test_of_a_class_those_layers_are_named_whose_forward_goes_another_way(in_replicas, caplog):
+    class SlicedIfTold(nn.BatchNorm2d):
+        is_sliced = False
+
+        def forward(self, x):
+            if not self.is_sliced:
+                return super().forward(x)
+            first = [tensor[:2] for tensor in (self.running_mean, self.running_var, self.weight, self.bias)]
+            return F.batch_norm(x[:, :2], *first, self.training, self.momentum, self.eps)
+
+    model = client.convert_model(nn.Sequential(SlicedIfTold(CHANNELS), SlicedIfTold(CHANNELS)))
+    model[1].is_sliced = True
+    run = client.DataParallelWithCallback(model, device_ids=["cpu", "cpu"]) if in_replicas else model
+    run(batch())
+    report = client.conversion_report(model)
+    assert list(report.synchronised) == ["0"]
+    assert {path: reason for path, (_, reason) in report.left.items()} == {
+        "1": "its forward did not call batch_norm in training"
+    }
+    assert any("layer '1' (1 more of its class); the forward of " in told for told in caplog.messages)

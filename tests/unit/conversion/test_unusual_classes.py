@@ -11,7 +11,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.layers import convert, synchronized
+from client.layers import synchronized
+from client.layers.conversion import convert
 from statsd_bn.errors import ConfigurationError
 
 CHANNELS = 4

@@ -21,15 +21,8 @@ from client.data_parallel.replicate import DataParallelWithCallback
 from client.lanes.choose import With, meant
 from client.lanes.named_process_group import NamedProcessGroup, named
 from client.layers import ddp_buffers, sharding
-from client.layers.conversion_report import (
-    BOUND,
-    check_is_module,
-    conversion_report,
-    in_brief,
-    is_unsynchronised,
-    places,
-    why_left,
-)
+from client.layers.conversion.reasons import BOUND, why_left
+from client.layers.conversion.report import check_is_module, conversion_report, in_brief, is_unsynchronised, places
 from client.layers.micro_batches import check_chunks
 from client.layers.synchronized import CONVERSIONS, OWN_ATTRIBUTES, TWINS, Synchronized, conversion_of
 from statsd_bn import limits
