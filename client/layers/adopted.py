@@ -22,6 +22,7 @@ from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
 from client.layers.batchnorm import BONDS, SynchronizedBatchNorm, Way
 from client.layers.conversion.reasons import REFUSED, has_own_forward, own, why_left, why_not
+from client.layers.inner_checkpoints import Beginning
 from client.layers.interception import Handed, Interception, pop, push, unseen
 from client.layers.shortcut.copied_forward import shortcut_to
 from client.layers.synchronized import CONVERSIONS
@@ -85,7 +86,14 @@ class Intercepted(Adopted):
         if is_compiling():
             return self._traced(*args, **kwargs)
         vars(self).pop("_has_come", None)  # from a call that raised, or one that a checkpoint computed again
-        interception = Interception(self, self._normalise_handed, self._counted())
+        beginning = Beginning(_OF_FORWARD)
+
+        def normalise(handed: Handed, counted: Tensor | None) -> Tensor:
+            beginning.check(self.layer_name)
+            output: Tensor = self._normalise_handed(handed, counted)
+            return output
+
+        interception = Interception(self, normalise, self._counted())
         push(interception)
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -162,6 +170,9 @@ class Intercepted(Adopted):
             return output
         # The sum is 0. It makes the round's backward pass a part of the output's.
         return output + SynchronizedBatchNorm.forward(self, empty[0]).sum()
+
+
+_OF_FORWARD = Intercepted.forward.__code__
 
 
 class Behind(SynchronizedBatchNorm):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint as computed_again
 
 import client
+from statsd_bn.errors import ConfigurationError
 
 CHANNELS = 4
 
@@ -376,3 +377,48 @@ def test_of_a_class_those_layers_are_named_whose_forward_goes_another_way(in_rep
         "1": "its forward did not call batch_norm in training"
     }
     assert any("layer '1' (1 more of its class); the forward of " in told for told in caplog.messages)
+
+
+class Unseen(nn.BatchNorm2d):
+    """No name leads to its checkpoint."""
+
+    def __init__(self, channels, way):
+        super().__init__(channels)
+        self.way = way
+
+    def forward(self, x):
+        return self.way(lambda t: F.batch_norm(t, self.running_mean, self.running_var, training=self.training), x)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_that_no_name_leads_to_is_an_error_when_it_runs(use_reentrant):
+    way = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    model = client.convert_model(nn.Sequential(Unseen(CHANNELS, way)))
+    with pytest.raises(ConfigurationError, match="layer '0': its forward checkpoints its call of batch_norm"):
+        model(batch().requires_grad_())
+
+
+def without_gradients(function, x):
+    with torch.no_grad():
+        return function(x) + x
+
+
+def on_the_host(function, x):
+    with torch.autograd.graph.save_on_cpu():
+        return function(x)
+
+
+@pytest.mark.parametrize("way", [without_gradients, on_the_host])
+def test_what_else_a_forward_has_torch_record_is_none(way):
+    model = client.convert_model(nn.Sequential(Unseen(CHANNELS, way)))
+    run = client.DataParallelWithCallback(model, device_ids=["cpu", "cpu"])
+    whole = nn.Sequential(Unseen(CHANNELS, way))
+    torch.testing.assert_close(run(batch()), whole(batch()))
+    assert list(client.conversion_report(model).synchronised) == ["0"]
+
+
+def test_a_layer_with_a_forward_of_its_own_may_be_checkpointed_where_it_is_called():
+    model = client.convert_model(nn.Sequential(Unseen(CHANNELS, lambda function, x: function(x))))
+    x = batch().requires_grad_()
+    checkpoint(model, x, use_reentrant=False).square().sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,38 @@
+"""Inner checkpoints: those that a subclass's own `forward` puts around its call of `batch_norm`.
+
+Such a call is computed again in the backward pass, where nobody looks at it: it would be normalised by this replica's
+statistics alone. Most are seen by their names when the model is converted; the others here, when they run.
+"""
+
+import sys
+from types import CodeType, FrameType
+
+import torch
+from torch.utils import checkpoint
+
+from client.autograd import saved_tensor_hooks
+from statsd_bn.error_text import broken
+from statsd_bn.errors import ConfigurationError
+
+
+class Beginning:
+    """How torch recorded what was computed where a layer's `forward` began."""
+
+    __slots__ = ("_code", "_hooks", "_records")
+
+    def __init__(self, code: CodeType) -> None:
+        """Args: code: of the function that calls the layer's own `forward`."""
+        self._code = code
+        self._hooks = saved_tensor_hooks.innermost()
+        self._records = torch.is_grad_enabled()
+
+    def check(self, layer: str) -> None:
+        """Raises ConfigurationError where a checkpoint has begun since; looks for one only if something has changed."""
+        if self._records == torch.is_grad_enabled() and self._hooks is saved_tensor_hooks.innermost():
+            return
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack up to the `forward`
+        while frame is not None and frame.f_code is not self._code:
+            if frame.f_globals.get("__name__") == checkpoint.__name__:
+                text = "its forward checkpoints its call of batch_norm; checkpoint the layer where it is called"
+                raise ConfigurationError(broken(f"layer {layer!r}: {text}"))
+            frame = frame.f_back
