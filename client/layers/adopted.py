@@ -86,14 +86,7 @@ class Intercepted(Adopted):
         if is_compiling():
             return self._traced(*args, **kwargs)
         vars(self).pop("_has_come", None)  # from a call that raised, or one that a checkpoint computed again
-        beginning = Beginning(_OF_FORWARD)
-
-        def normalise(handed: Handed, counted: Tensor | None) -> Tensor:
-            beginning.check(self.layer_name)
-            output: Tensor = self._normalise_handed(handed, counted)
-            return output
-
-        interception = Interception(self, normalise, self._counted())
+        interception = Interception(self, self._normalise_handed, self._counted(), Beginning(_OF_FORWARD))
         push(interception)
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]

@@ -6,6 +6,7 @@ statistics alone. Most are seen by their names when the model is converted; the 
 
 import sys
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch.utils import checkpoint
@@ -16,23 +17,32 @@ from statsd_bn.errors import ConfigurationError
 
 
 class Beginning:
-    """How torch recorded what was computed where a layer's `forward` began."""
+    """How torch recorded what was computed where a layer's own `forward` began.
 
-    __slots__ = ("_code", "_hooks", "_records")
+    Args:
+        caller: the code of what calls that `forward`.
+    """
 
-    def __init__(self, code: CodeType) -> None:
-        """Args: code: of the function that calls the layer's own `forward`."""
-        self._code = code
+    __slots__ = ("_caller", "_hooks", "_records")
+
+    def __init__(self, caller: CodeType) -> None:
+        self._caller = caller
         self._hooks = saved_tensor_hooks.innermost()
         self._records = torch.is_grad_enabled()
 
-    def check(self, layer: str) -> None:
+    def check(self, layer: Any) -> None:
         """Raises ConfigurationError where a checkpoint has begun since; looks for one only if something has changed."""
         if self._records == torch.is_grad_enabled() and self._hooks is saved_tensor_hooks.innermost():
             return
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack up to the `forward`
-        while frame is not None and frame.f_code is not self._code:
+        if self._is_inside_checkpoint():
+            text = "its forward checkpoints its call of batch_norm; checkpoint the layer where it is called"
+            raise ConfigurationError(broken(f"layer {layer.layer_name!r}: {text}"))
+
+    def _is_inside_checkpoint(self) -> bool:
+        """Whether one has called what runs now, since the `forward` was called."""
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack has no public name
+        while frame is not None and frame.f_code is not self._caller:
             if frame.f_globals.get("__name__") == checkpoint.__name__:
-                text = "its forward checkpoints its call of batch_norm; checkpoint the layer where it is called"
-                raise ConfigurationError(broken(f"layer {layer!r}: {text}"))
+                return True
             frame = frame.f_back
+        return False

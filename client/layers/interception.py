@@ -16,6 +16,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 
+from client.layers.inner_checkpoints import Beginning
+
 T = TypeVar("T")
 
 _BATCH_NORM, _OPERATOR = F.batch_norm, torch.batch_norm
@@ -79,8 +81,8 @@ class Handed:
         It may have several running means, as one for each domain. A layer without any tensor is known by its channels;
         see `has_tensors`.
         """
-        kept = (layer.running_mean, *layer._buffers.values())  # noqa: SLF001 - `buffers()` has those of its children too
-        if any(_is_same(self.running_mean, buffer) for buffer in kept):
+        mean = self.running_mean
+        if mean is not None and (mean is layer.running_mean or _is_one_of(mean, layer)):
             return True
         if self.has_tensors:
             return _is_same(self.weight, layer.weight) or _is_same(self.bias, layer.bias)
@@ -129,6 +131,7 @@ class Interception(TorchFunctionMode):
         layer: whose tensors.
         normalise: computes a call that is taken over; its second argument is `counted`.
         counted: what it needs to know from before the `forward`.
+        beginning: how torch recorded then; None where it compiles.
 
     Attributes:
         is_reached: whether there was such a call.
@@ -136,13 +139,16 @@ class Interception(TorchFunctionMode):
         nr_passed_by: how many such calls went their way, because the layer has tensors.
     """
 
-    def __init__(self, layer: Any, normalise: Normalise, counted: Tensor | None) -> None:
+    def __init__(
+        self, layer: Any, normalise: Normalise, counted: Tensor | None, beginning: Beginning | None = None
+    ) -> None:
         self.is_reached = False
         self.nr_without_tensors = 0
         self.nr_passed_by = 0
         self._layer = layer
         self._normalise = normalise
         self._counted = counted
+        self._beginning = beginning
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -157,6 +163,8 @@ class Interception(TorchFunctionMode):
             self.nr_passed_by += handed.training and not handed.has_tensors and handed.has_channels_of(self._layer)
             return func(*args, **given)
         self.is_reached = True
+        if self._beginning is not None:
+            self._beginning.check(self._layer)
         if handed.running_mean is None and not handed.has_tensors:
             self.nr_without_tensors += 1
         return self._normalise(handed, self._counted)
@@ -171,6 +179,11 @@ def unseen(function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
     finally:
         push(interception)
+
+
+def _is_one_of(tensor: Tensor, layer: Any) -> bool:
+    """Whether it is a buffer of the layer itself."""
+    return any(tensor is buffer for buffer in layer._buffers.values())  # noqa: SLF001 - `buffers()` has its children's
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
