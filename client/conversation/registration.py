@@ -125,7 +125,7 @@ class Registration:
         if waited >= self._next_warning:
             self._next_warning = 2 * waited
             name, awaited = f"job {who.job!r}, group {who.group!r}", _awaited(who, answer)
-            logger.warning("%s: waiting since %.0f s for %s to connect", name, waited, awaited)
+            logger.warning("%s: has waited %.0f s for %s to connect", name, waited, awaited)
         self._is_asking = self._is_pausing = False
         return self._wait(now + min(ANSWER_SECONDS, self._timeout - waited))
 

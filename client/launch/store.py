@@ -181,7 +181,7 @@ class StoreEntry:
                 return waited
             if waited >= next_warning:
                 next_warning = waited * 2
-                logger.warning("waiting since %.0f s for %s in %s", waited, what, self._where)
+                logger.warning("has waited %.0f s for %s in %s", waited, what, self._where)
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS)
         return found

@@ -133,7 +133,7 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     if group["lost"]:
         state = f"broken: {_without_place(group['lost'], group)}"
     elif group["missing"] and group.get("members_left_out"):
-        state = f"waiting for {group['missing']} members"
+        state = f"waiting for {group['missing']} ranks"
     elif group["missing"]:
         present = Members.of(told["member"] for told in group["members"])
         state = f"waiting for {missing_members(group['group'], group['world_size'], present, group['missing'])}"
@@ -141,7 +141,7 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     failed = f", {group['rounds_failed']} failed" if group["rounds_failed"] else ""
     head = (
         f"job {group['job']!r}, group {group['group']!r}, epoch {group['epoch']}: "
-        f"{len(group['members']) + group.get('members_left_out', 0)} of {group['world_size']} members, {state}; "
+        f"{len(group['members']) + group.get('members_left_out', 0)} of {group['world_size']} ranks, {state}; "
         f"{group['rounds_done']} rounds done{failed}"
     )
     lines = [head, *(f"  {text}" for text in group.get("non_finite", ()))]
@@ -153,7 +153,7 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     ]
     lines += _describe_lanes(group)
     if left_out := group.get("members_left_out"):
-        lines.append(f"  and {left_out} members more than a report can hold")
+        lines.append(f"  and {left_out} ranks more than a report can hold")
     lines += [
         f"  waiting {round_['seconds']:.1f} s for ranks {_missing(round_)}: {round_['round']}"
         for round_ in group["waiting"]
@@ -181,7 +181,7 @@ def _describe_ended(job: dict[str, Any]) -> str:
     how = f"broken: {_without_place(job['lost'], {'group': WORLD, **job})}" if job["lost"] else "in good order"
     return (
         f"job {job['job']!r}, epoch {job['epoch']}: ended {job['seconds']:.0f} s ago, {how}; "
-        f"{job['world_size']} members, {job['rounds_done']} rounds done"
+        f"{job['world_size']} ranks, {job['rounds_done']} rounds done"
     )
 
 

@@ -348,7 +348,7 @@ class OpenRounds:
     def _pending(self, now: float, round_: Round) -> bytes:
         """Frame that tells a member that asks again whom its round waits for."""
         seconds = int(now - round_.opened)
-        text = f"waiting since {seconds} s for {self._awaited(round_)}"
+        text = f"has waited {seconds} s for {self._awaited(round_)}"
         return pending(round_.key, seconds, text, self._where(round_, now))
 
     def _awaited(self, round_: Round) -> str:

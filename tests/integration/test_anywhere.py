@@ -43,7 +43,7 @@ def found_by(lines, program, ranks=2):
 
 def warnings_in(lines):
     """But for those of a wait: on a busy machine a rank compiles for seconds, and the other says so."""
-    return [line for line in lines if line.startswith("WARNING") and ": waiting since " not in line]
+    return [line for line in lines if line.startswith("WARNING") and ": has waited " not in line]
 
 
 TURNED_OFF = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view", "ignored_buffers", "compiled")

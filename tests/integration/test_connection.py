@@ -216,7 +216,7 @@ def test_a_long_wait_for_the_group_to_fill_is_told(monkeypatch, caplog):
     with pytest.raises(GroupIncomplete), caplog.at_level("WARNING", "statsd_bn.client"):
         MemoryMaster().connect(0, 2, round_timeout=0.6)
     told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
-    assert told[0] == "job 'job', group 'world': waiting since 0 s for ranks [1] to connect"
+    assert told[0] == "job 'job', group 'world': has waited 0 s for ranks [1] to connect"
     assert 2 <= len(told) <= 4, "in growing intervals"
 
 

@@ -357,7 +357,7 @@ def test_a_contribution_that_is_sent_again_is_told_whom_the_round_waits_for():
     world.say(session, session.contribution(key, rows_of(1), attempt=1))
     (pending,) = world.read(session)
     assert pending.key == key
-    assert pending.message.endswith("waiting since 0 s for rank 0 (place 0), rank 2 (place 2)")
+    assert pending.message.endswith("has waited 0 s for rank 0 (place 0), rank 2 (place 2)")
 
 
 def test_a_newcomer_cannot_be_among_members_that_are_far_into_a_run():

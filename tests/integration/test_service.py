@@ -322,7 +322,7 @@ def test_the_status_command_says_what_the_server_is_doing(start, dial):
     assert head.startswith("server ")
     assert head.endswith("2 messages, 0 bad frames")
     assert groups == [
-        "job 'job', group 'world', epoch 0: 1 of 2 members, waiting for ranks [1]; 0 rounds done",
+        "job 'job', group 'world', epoch 0: 1 of 2 ranks, waiting for ranks [1]; 0 rounds done",
         "  rank 0 (host 7), step 0, 0 replicas",
     ]
 

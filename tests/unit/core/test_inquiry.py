@@ -41,7 +41,7 @@ def test_what_it_answers_is_told_to_those_who_wait_and_in_the_status():
     job.pass_time(1.5)
     assert job.pending(0).whereabouts == f"rank 1 (place 1) is in {LINE}, for 0 s"
     job.pass_time(12.0)
-    assert "waiting since 13 s for rank 1 (place 1), rank 2 (place 2)" in job.pending(0).message
+    assert "has waited 13 s for rank 1 (place 1), rank 2 (place 2)" in job.pending(0).message
     assert job.pending(0).whereabouts.startswith(f"rank 1 (place 1) is in {LINE}, for 12 s; rank 2")
     assert job.report()["members"][1]["where"] == f"is in {LINE}, for 12 s"
     assert "where" not in job.report()["members"][0]

@@ -51,8 +51,8 @@ def test_a_large_group_does_not_hide_the_others():
     assert [len(group["members"]) for group in small] == [2] * 20
     assert len(large["members"]) + large["members_left_out"] == 6000
     assert len(large["members"]) > 1000, "what there is room for is told"
-    assert "6000 of 6000 members" in describe(told)
-    assert f"and {large['members_left_out']} members more than a report can hold" in describe(told)
+    assert "6000 of 6000 ranks" in describe(told)
+    assert f"and {large['members_left_out']} ranks more than a report can hold" in describe(told)
 
 
 def test_many_rounds_and_who_is_missing_in_them_are_told_in_part():
@@ -76,7 +76,7 @@ def test_a_group_that_waits_for_members_and_is_told_in_part_reads_as_text(monkey
     play = Play()
     for member in range(90):
         play.say(register(member, 100, session=b"job %04x" % member))
-    assert "90 of 100 members, waiting for 10 members;" in describe(play.ask())
+    assert "90 of 100 ranks, waiting for 10 ranks;" in describe(play.ask())
 
 
 @pytest.mark.parametrize("room", [1500, 3000, 6000, 20_000, 100_000])

@@ -80,7 +80,7 @@ def test_a_long_wait_is_told(entry_of, monkeypatch, caplog):
     with pytest.raises(ServerUnreachable), caplog.at_level("WARNING", "statsd_bn.client"):
         entry_of(1, timeout=0.6).read()
     told = [record.getMessage() for record in caplog.records]
-    assert told[0].startswith("waiting since 0 s for rank 0 to announce a server in the store at 127.0.0.1:")
+    assert told[0].startswith("has waited 0 s for rank 0 to announce a server in the store at 127.0.0.1:")
     assert 2 <= len(told) <= 4, "in growing intervals"
 
 

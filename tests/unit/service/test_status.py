@@ -39,7 +39,7 @@ REPORT = {"server": "abcd", "seconds": 61.7, "received": 40, "bad_frames": 2, "g
 def test_a_report_reads_as_text():
     assert describe(REPORT) == (
         "server abcd, up 62 s, 40 messages, 2 bad frames\n"
-        "job 'resnet', group 'world', epoch 3: 2 of 2 members, open; 17 rounds done, 1 failed\n"
+        "job 'resnet', group 'world', epoch 3: 2 of 2 ranks, open; 17 rounds done, 1 failed\n"
         "  rank 0 (host 1), step 0, 4 replicas\n"
         "  rank 1 (host 2), step 5, 0 replicas\n"
         "  waiting 12.3 s for ranks [1]: layer 'bn1'"
@@ -79,8 +79,8 @@ def test_jobs_that_have_ended_are_told_with_how():
     said = describe(REPORT | {"groups": [], "ended": [job | {"lost": "rank 1 was lost"}, job]})
     assert said.splitlines()[1:] == [
         "no jobs now",
-        "job 'resnet', epoch 3: ended 62 s ago, broken: rank 1 was lost; 2 members, 17 rounds done",
-        "job 'resnet', epoch 3: ended 62 s ago, in good order; 2 members, 17 rounds done",
+        "job 'resnet', epoch 3: ended 62 s ago, broken: rank 1 was lost; 2 ranks, 17 rounds done",
+        "job 'resnet', epoch 3: ended 62 s ago, in good order; 2 ranks, 17 rounds done",
     ]
 
 
@@ -95,16 +95,16 @@ def test_why_a_job_broke_does_not_say_again_which_job_it_is():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"missing": 1, "members": GROUP["members"][:1]}, "1 of 2 members, waiting for ranks [1];"),
+        ({"missing": 1, "members": GROUP["members"][:1]}, "1 of 2 ranks, waiting for ranks [1];"),
         (
             {"group": "pair", "missing": 1, "members": GROUP["members"][1:]},
-            "1 of 2 members, waiting for 1 rank besides [1];",
+            "1 of 2 ranks, waiting for 1 rank besides [1];",
         ),
         (
             {"group": "pair", "world_size": 4, "missing": 2},
-            "2 of 4 members, waiting for 2 ranks besides [0, 1];",
+            "2 of 4 ranks, waiting for 2 ranks besides [0, 1];",
         ),
-        ({"lost": "member 1 left"}, "2 of 2 members, broken: member 1 left;"),
+        ({"lost": "member 1 left"}, "2 of 2 ranks, broken: member 1 left;"),
     ],
 )
 def test_a_group_that_is_not_well_says_so(changed, words):
@@ -139,7 +139,7 @@ def test_a_running_server_tells_of_a_job_that_waits(server, job, capsys):
         # The goodbye has arrived once something sent after it is answered.
         dealer.send(b"")
         assert dealer.poll(WAIT_MILLISECONDS)
-    assert f"job '{job}', group 'world', epoch 0: 1 of 2 members, waiting for ranks [0];" in said
+    assert f"job '{job}', group 'world', epoch 0: 1 of 2 ranks, waiting for ranks [0];" in said
     assert "  rank 1 (host 7), step 0, 0 replicas" in said
     assert command.main(["status", server.endpoint]) == 0
     assert f"'{job}'" not in capsys.readouterr().out
