@@ -71,13 +71,17 @@ class Intercepted(Adopted):
     """The same for a class with a `forward` of its own."""
 
     _told: ClassVar[set[str]]
-    # The names of layers whose `forward` came to no `batch_norm` in training. Replicas share no more than names.
-    _unreached: ClassVar[set[str]]
+
+    def __new__(cls, *args: Any, **named: Any) -> Any:
+        """A layer that is made of this class, copied or loaded; `adopt` does the same for one that it is given to."""
+        new: Any = super().__new__
+        layer: Any = new(cls) if new is object.__new__ else new(cls, *args, **named)
+        return _watched(layer)
 
     @property
     def is_unreached(self: Any) -> bool:
         """Whether the layer's `forward` was seen to come to no `batch_norm` in training."""
-        return self.layer_name in self._unreached
+        return bool(self._missed)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The original's; where it calls `batch_norm` in training, the statistics are those of the whole batch."""
@@ -158,7 +162,10 @@ class Intercepted(Adopted):
     def _pass_by(self: Any, output: Any, arguments: tuple[Any, ...]) -> Any:
         """Ends a call that came to no `batch_norm`: one of an empty batch, which the others wait for, or a mistake."""
         empty = [x for x in arguments if isinstance(x, Tensor) and x.numel() == 0 and x.dim() > 1]
-        if not empty or empty[0].shape[1] != self.num_features or not isinstance(output, Tensor):
+        channels = input_checks.channels_of(self, self.num_features)
+        if not empty or empty[0].shape[1] != channels or not isinstance(output, Tensor):
+            if not self._missed:
+                self._missed.append(True)
             _tell_unreached(type(self), self.layer_name)
             return output
         # The sum is 0. It makes the round's backward pass a part of the output's.
@@ -190,8 +197,6 @@ _WARNINGS = {
 
 def _tell(kind: Any, layer: str, what: str) -> None:
     """Warns once of a class whose `forward` went another way."""
-    if what == "unreached":
-        kind._unreached.add(layer)  # noqa: SLF001 - of a class that is made here
     if what in kind._told:  # noqa: SLF001 - of a class that is made here
         return
     kind._told.add(what)  # noqa: SLF001 - as above
@@ -233,7 +238,6 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
         body = {
             "converted_from": original,
             "_told": set(),
-            "_unreached": set(),
             "_adopted": WeakSet(),
             "__module__": original.__module__,
             "__doc__": original.__doc__,
@@ -284,6 +288,12 @@ def adopt(layer: nn.Module) -> nn.Module:
         REFUSED[type(layer)] = f"no class can be derived from it: {error}"
         return layer
     made._adopted.add(layer)  # noqa: SLF001 - of a class that is made here
+    return _watched(layer)
+
+
+def _watched(layer: nn.Module) -> nn.Module:
+    """Gives a layer the list that it shares with its replicas, whose attributes are its own."""
+    vars(layer)["_missed"] = []
     return layer
 
 

@@ -28,7 +28,7 @@ from statsd_bn.errors import ConfigurationError, StatsdBNError
 
 # What binds a layer to its replicas, to a mini-batch and to a call under way. The last is how many chunks a pickle says
 # there are.
-BONDS = frozenset({"_replica", "_tally", "_deferred", "_has_come", "_chunks"})
+BONDS = frozenset({"_replica", "_tally", "_deferred", "_has_come", "_missed", "_chunks"})
 
 
 class Way(Enum):

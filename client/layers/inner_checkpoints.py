@@ -9,6 +9,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils import checkpoint
 
 from client.autograd import saved_tensor_hooks
@@ -17,7 +18,7 @@ from statsd_bn.errors import ConfigurationError
 
 
 class Beginning:
-    """How torch recorded what was computed where a layer's own `forward` began.
+    """Whether torch recorded gradients, and through which hooks, when a layer's own `forward` began.
 
     Args:
         caller: the code of what calls that `forward`.
@@ -31,10 +32,14 @@ class Beginning:
         self._records = torch.is_grad_enabled()
 
     def check(self, layer: Any) -> None:
-        """Raises ConfigurationError where a checkpoint has begun since; looks for one only if something has changed."""
-        if self._records == torch.is_grad_enabled() and self._hooks is saved_tensor_hooks.innermost():
+        """Raises ConfigurationError where a checkpoint has begun since.
+
+        It is looked for only if something has changed. What torch.compile traces in between it computes again as it is.
+        """
+        if is_compiling():
             return
-        if self._is_inside_checkpoint():
+        is_same = self._records == torch.is_grad_enabled() and self._hooks is saved_tensor_hooks.innermost()
+        if not (is_same and saved_tensor_hooks.can_be_told()) and self._is_inside_checkpoint():
             text = "its forward checkpoints its call of batch_norm; checkpoint the layer where it is called"
             raise ConfigurationError(broken(f"layer {layer.layer_name!r}: {text}"))
 

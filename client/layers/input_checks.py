@@ -15,7 +15,7 @@ def check(layer: Any, x: Tensor, expected: int | None = None) -> None:
     """Raises TypeError or ValueError where a layer cannot take an input of shape (N, C, *).
 
     A layer that does not know its channels yet takes them from its tensors, or from the input. Where channels were
-    pruned by hand, the tensors count, as for torch's operator, and not `num_features`.
+    pruned by hand, so that `num_features` is another number, the input may have as many as the tensors.
 
     Args:
         layer: which one.
@@ -25,12 +25,12 @@ def check(layer: Any, x: Tensor, expected: int | None = None) -> None:
     if not x.is_floating_point():
         raise TypeError(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}")
     if layer.num_features == 0:
-        layer.num_features = _channels_of(layer, x.shape[1])
+        layer.num_features = channels_of(layer, x.shape[1])
     channels = x.shape[1]
     # torch.jit.trace makes a tensor of it, and warns of whoever asks for its value; torch's operator asks again.
     if isinstance(channels, Tensor) or (expected is None and channels == layer.num_features):
         return
-    expected = _channels_of(layer, layer.num_features) if expected is None else expected
+    expected = channels_of(layer, layer.num_features) if expected is None else expected
     if channels != expected:
         raise ValueError(
             broken(
@@ -69,8 +69,11 @@ def check_mask(layer: Any, x: Tensor, mask: Tensor) -> None:
         )
 
 
-def _channels_of(layer: Any, otherwise: int) -> int:
-    """Torch's lazy layers leave `num_features` at 0 where they have no tensor, or loaded theirs."""
+def channels_of(layer: Any, otherwise: int) -> int:
+    """The channels of a layer's tensors; of one without tensors what is given.
+
+    Torch's lazy layers leave `num_features` at 0 where they have no tensor, or loaded theirs.
+    """
     for tensor in (layer.weight, layer.running_mean):
         if tensor is not None:
             channels: int = tensor.shape[0]

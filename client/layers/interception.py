@@ -163,7 +163,7 @@ class Interception(TorchFunctionMode):
             self.nr_passed_by += handed.training and not handed.has_tensors and handed.has_channels_of(self._layer)
             return func(*args, **given)
         self.is_reached = True
-        if self._beginning is not None:
+        if self._beginning is not None and handed.training:
             self._beginning.check(self._layer)
         if handed.running_mean is None and not handed.has_tensors:
             self.nr_without_tensors += 1

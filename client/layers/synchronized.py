@@ -89,6 +89,7 @@ class Synchronized:
     _tally: Tally | None = None
     _deferred: Deferred | None = None
     _has_come: bool = False
+    _missed: list[bool]
     _process_group_before: NamedProcessGroup | None = None
     converted_from: ClassVar[type[nn.Module] | None] = None
     is_unreached: ClassVar[bool] = False

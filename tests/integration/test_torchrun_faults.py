@@ -33,7 +33,7 @@ MODELS = {FOREIGN: "with a foreign buffer", OURS: "with our buffers only", SHARD
 
 
 def cases(names: str, now: list[tuple[int, ...]], later: list[tuple[int, ...]]) -> pytest.MarkDecorator:
-    """Models and victims: `scripts/test` tries each with some of the others, `scripts/test --long` the other pairs."""
+    """Models and victims: those that `scripts/test` tries, and those that only `scripts/test --long` does."""
     return pytest.mark.parametrize(names, [*map(_case, now), *(_case(values, pytest.mark.long) for values in later)])
 
 

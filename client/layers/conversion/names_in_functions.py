@@ -5,7 +5,7 @@ What torch's functions and ours come to is not looked at.
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ def mention(functions: Iterable[FunctionType], wanted: set[str]) -> bool:
     return any(names_of(function) & wanted for function in with_called(functions))
 
 
-def with_called(functions: Iterable[FunctionType]) -> Iterable[FunctionType]:
+def with_called(functions: Iterable[FunctionType]) -> Collection[FunctionType]:
     """Functions, those that they call, as far as names tell, and those that these call."""
     found = newest = dict.fromkeys(functions)
     for _ in range(_DEPTH):
@@ -29,14 +29,48 @@ def with_called(functions: Iterable[FunctionType]) -> Iterable[FunctionType]:
     return found
 
 
+def functions_in(value: Any) -> Iterator[FunctionType]:
+    """A function, and those that its decorators say they wrap; none of anything else."""
+    seen: list[Any] = []
+    while not any(value is one for one in seen):
+        seen.append(value)
+        if isinstance(value, FunctionType):
+            yield value
+        # Statically, since some objects answer whatever they are asked for.
+        wrapped = inspect.getattr_static(value, "__wrapped__", None)
+        value = value.__func__ if isinstance(value, staticmethod | classmethod) else wrapped
+
+
+def innermost(value: Any) -> Any:
+    """The function that decorators have wrapped; anything else as it is."""
+    return next(reversed([*functions_in(value)]), value)
+
+
+def comes_to(function: FunctionType, name: str, module: str) -> bool:
+    """Whether what a function calls is called so, or it imports that from a module."""
+    names = names_in(function.__code__)
+    values = [*_values(function), *_attributes(_values(function), names)]
+    called = (value.__name__ for value in values if isinstance(value, FunctionType))
+    return name in called or {name, module} <= names
+
+
 def _called(function: FunctionType) -> Iterator[FunctionType]:
     """The functions behind the names in one, also as attributes of modules and classes, but for torch's and ours."""
     names = names_in(function.__code__)
     values = [value for value in _values(function) if not is_of(value, "torch")]
-    attributes = (vars(value).get(name) for value in values if isinstance(value, ModuleType | type) for name in names)
-    for other in map(undecorated, (*values, *attributes)):
-        if isinstance(other, FunctionType) and not is_of(other, "torch") and not is_of(other, "client"):
-            yield other
+    for other in (*values, *_attributes(values, names)):
+        yield from (found for found in functions_in(other) if not is_of(found, "torch") and not is_of(found, "client"))
+
+
+def _attributes(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
+    """What modules and classes have by these names, also inside of modules, as `torch.utils.checkpoint.checkpoint`."""
+    places = dict.fromkeys(value for value in values if isinstance(value, ModuleType | type))
+    for place in (found := list(places)):
+        for value in (vars(place).get(name) for name in names):
+            if isinstance(value, ModuleType) and value not in places:
+                places[value] = None
+                found.append(value)
+            yield value
 
 
 def _values(function: FunctionType) -> Iterator[Any]:
@@ -59,13 +93,11 @@ def is_of(value: Any, package: str) -> bool:
     """Whether a module, class or function is in a package."""
     if not isinstance(value, ModuleType | type | FunctionType):
         return False
-    module = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    if isinstance(value, FunctionType):
+        module = value.__globals__.get("__name__")  # a decorator gives its function the other one's `__module__`
+    else:
+        module = value.__name__ if isinstance(value, ModuleType) else value.__module__
     return isinstance(module, str) and module.partition(".")[0] == package
-
-
-def undecorated(function: Any) -> Any:
-    """The function that decorators have wrapped; anything else as it is."""
-    return inspect.unwrap(function) if callable(function) else function
 
 
 def names_of(function: FunctionType) -> set[str]:

@@ -9,8 +9,17 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.utils import parametrize
 
-from client.layers.conversion.names_in_functions import is_of, mention, names_in, names_of, undecorated, with_called
-from client.layers.shortcut.bytecode import asks_for_attribute, instructions_of
+from client.layers.conversion.bytecode import asks_for_attribute, instructions_of
+from client.layers.conversion.names_in_functions import (
+    comes_to,
+    functions_in,
+    innermost,
+    is_of,
+    mention,
+    names_in,
+    names_of,
+    with_called,
+)
 from client.layers.synchronized import Synchronized
 
 _TORCHS = nn.modules.batchnorm
@@ -23,7 +32,7 @@ NAMES = (
     *("layer_name", "group", "chunks", "eps_mode", "converted_from", "is_unreached", "commit_running_statistics"),
     *("forget_pending", "_adopted", "_can_be_torchs", "_counted", "_deferred", "_deferred_now", "_has_come"),
     *("_has_company", "_normalise", "_normalise_handed", "_normalise_traced", "_pass_by", "_replica", "_route"),
-    *("_process_group_before", "_tally", "_told", "_traced", "_tracked_now", "_unreached"),
+    *("_process_group_before", "_tally", "_told", "_traced", "_tracked_now", "_missed"),
 )
 
 # How a `forward` names ours, and those of torch.
@@ -85,7 +94,7 @@ def goes_by_itself(kind: type[Synchronized]) -> bool:
     It is in a class derived from ours, or was put into one after the conversion. What it hands to `batch_norm` is
     looked at only where it was there before.
     """
-    forward = undecorated(kind.forward)  # type: ignore[attr-defined]
+    forward = innermost(kind.forward)  # type: ignore[attr-defined]
     if not isinstance(forward, FunctionType) or is_of(forward, "client"):
         return False
     names = names_of(forward)
@@ -111,7 +120,7 @@ def _has_collective(original: type[nn.Module]) -> bool:
 
     In training it comes to no `batch_norm`; in eval it calls `super().forward`.
     """
-    forward = undecorated(next((vars(kind)["forward"] for kind in own(original) if "forward" in vars(kind)), None))
+    forward = innermost(next((vars(kind)["forward"] for kind in own(original) if "forward" in vars(kind)), None))
     if not isinstance(forward, FunctionType):
         return False
     names = names_of(forward)
@@ -123,9 +132,13 @@ def _checkpoints(original: type[nn.Module]) -> bool:
 
     What it does so by `super().forward` comes to ours by itself.
     """
-    functions = with_called(_own_functions(original))
-    is_checkpoint_called = any("checkpoint" in names_of(function) for function in functions)
-    return is_checkpoint_called and any(map(_names_torchs_batch_norm, functions))
+    methods = [*_own_functions(original)]
+    for function in with_called(methods):
+        if comes_to(function, "checkpoint", "torch.utils.checkpoint"):
+            named = [method for method in methods if method.__name__ in names_in(function.__code__)]
+            if any(map(_names_torchs_batch_norm, with_called([function, *named]))):
+                return True
+    return False
 
 
 def _names_torchs_batch_norm(function: FunctionType) -> bool:
@@ -134,9 +147,9 @@ def _names_torchs_batch_norm(function: FunctionType) -> bool:
 
 
 def _own_functions(original: type[nn.Module]) -> Iterator[FunctionType]:
-    """The functions in a class and in those between it and torch's."""
-    functions = (undecorated(value) for kind in own(original) for value in vars(kind).values())
-    yield from (function for function in functions if isinstance(function, FunctionType))
+    """The functions in a class and in those between it and torch's, but for torch's decorators."""
+    functions = (found for kind in own(original) for value in vars(kind).values() for found in functions_in(value))
+    yield from (function for function in functions if not is_of(function, "torch"))
 
 
 def _looping_in_subclasses(original: type[nn.Module]) -> str:

@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch.compiler import is_compiling
 
 from client.layers import interception
+from client.layers.conversion.bytecode import asks_for_attribute, instructions_of
 from client.layers.interception import Interception
-from client.layers.shortcut.bytecode import asks_for_attribute, instructions_of
 
 # The interpreter looks for these in a function's globals itself: for builtins, imports and warnings.
 _INTERPRETERS = ("__builtins__", "__file__", "__loader__", "__name__", "__package__", "__spec__")

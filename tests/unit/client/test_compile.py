@@ -96,7 +96,7 @@ def test_another_batch_size_is_compiled_too(members):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@MOMENTUM
+@pytest.mark.parametrize("momentum", [0.1, None])
 def test_alone_it_compiles_as_torchs(training, momentum):
     torch.compiler.reset()
     torch.manual_seed(0)

@@ -1,7 +1,9 @@
 """Idioms of users' code around batch norms, which torch's layers allow and a conversion must not break."""
 
+import contextlib
 import copy
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint as computed_again
 
 import client
+from client.autograd import saved_tensor_hooks
 from statsd_bn.errors import ConfigurationError
 
 CHANNELS = 4
@@ -156,6 +159,81 @@ def test_a_checkpoint_is_seen_there_too(kind):
     assert type(model[0]) is kind
 
 
+def checkpointed(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return checkpoint(function, *args, use_reentrant=False)
+
+    return wrapper
+
+
+def with_super_of_its_class(function):
+    @functools.wraps(function)
+    def wrapper(self, x):
+        return super(self.__class__, self).forward(x)
+
+    return wrapper
+
+
+class CheckpointsByADecorator(nn.BatchNorm2d):
+    @checkpointed
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+
+class LoopsByADecorator(nn.BatchNorm2d):
+    @with_super_of_its_class
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(CheckpointsByADecorator, "checkpoints"), (LoopsByADecorator, "calls super")]
+)
+def test_what_a_decorator_does_is_seen_though_it_says_what_it_wraps(kind, why):
+    with pytest.warns(UserWarning, match=rf"'0' \({kind.__name__}: its forward {why}"):
+        client.convert_model(nn.Sequential(kind(CHANNELS)))
+
+
+class Configured(nn.BatchNorm2d):
+    """Has something beside it that is only called like a checkpoint."""
+
+    def __init__(self, channels, settings):
+        super().__init__(channels)
+        self.path = settings.checkpoint
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+
+def activated_again(x):
+    return checkpoint(F.silu, x, use_reentrant=False)
+
+
+class CheckpointsItsActivation(nn.BatchNorm2d):
+    def forward(self, x):
+        return activated_again(F.batch_norm(x, self.running_mean, self.running_var, training=self.training))
+
+
+class AnswersEverything(nn.BatchNorm2d):
+    def forward(self, x, log=mock.call):  # noqa: ARG002 - only there to be looked at
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Configured(CHANNELS, mock.Mock()),
+        *(lambda k=k: k(CHANNELS) for k in (CheckpointsItsActivation, AnswersEverything)),
+    ],
+)
+def test_a_call_that_no_checkpoint_is_around_is_synchronised(make):
+    model = client.convert_model(nn.Sequential(make()))
+    client.DataParallelWithCallback(model, device_ids=["cpu"] * 2)(batch().requires_grad_())
+    assert list(client.conversion_report(model).synchronised) == ["0"]
+    torch.testing.assert_close(model[0].running_mean, batch().mean((0, 2, 3)) / 10)
+
+
 class CheckpointsSuper(nn.BatchNorm2d):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -214,11 +292,23 @@ class CompiledForward(nn.BatchNorm2d):
 
 
 @pytest.mark.usefixtures("compiling")
-def test_a_forward_that_its_class_compiles_is_synchronised(monkeypatch):
+def test_a_forward_that_its_class_compiles_is_reported_as_synchronised(monkeypatch):
     monkeypatch.setattr(client.SynchronizedBatchNorm, "_normalise", lambda _, of, x, mask: x)  # noqa: ARG005 - as ours
     model = client.convert_model(nn.Sequential(CompiledForward(CHANNELS)))
     model(batch())
     assert list(client.conversion_report(model).synchronised) == ["0"]
+
+
+class CompiledCall(nn.BatchNorm2d):
+    @torch.compile(backend="eager", fullgraph=True)
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+@pytest.mark.usefixtures("compiling")
+def test_a_call_of_batch_norm_that_its_class_compiles_is_compiled_whole():
+    found = client.convert_model(nn.Sequential(CompiledCall(CHANNELS)))(batch())
+    torch.testing.assert_close(found, nn.BatchNorm2d(CHANNELS)(batch()))
 
 
 class Failing(nn.BatchNorm2d):
@@ -398,6 +488,27 @@ def test_a_checkpoint_that_no_name_leads_to_is_an_error_when_it_runs(use_reentra
         model(batch().requires_grad_())
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_where_torch_cannot_tell_of_hooks_a_checkpoint_is_looked_for_each_time(is_inside, monkeypatch):
+    """As with torch 2.6."""
+    monkeypatch.setattr(saved_tensor_hooks, "_top", None)
+    way = functools.partial(checkpoint, use_reentrant=False) if is_inside else lambda function, x: function(x)
+    model = client.convert_model(nn.Sequential(Unseen(CHANNELS, way)))
+    with pytest.raises(ConfigurationError, match="checkpoints") if is_inside else contextlib.nullcontext():
+        model(batch().requires_grad_())
+
+
+class Frozen(Unseen):
+    def forward(self, x):
+        return self.way(lambda t: F.batch_norm(t, self.running_mean, self.running_var), x)
+
+
+def test_a_checkpoint_around_statistics_that_do_not_move_is_none_of_ours():
+    way = functools.partial(checkpoint, use_reentrant=False)
+    model = client.convert_model(nn.Sequential(Frozen(CHANNELS, way)))
+    torch.testing.assert_close(model(batch()), nn.BatchNorm2d(CHANNELS).eval()(batch()), atol=1e-4, rtol=1e-4)
+
+
 def without_gradients(function, x):
     with torch.no_grad():
         return function(x) + x
@@ -409,7 +520,7 @@ def on_the_host(function, x):
 
 
 @pytest.mark.parametrize("way", [without_gradients, on_the_host])
-def test_what_else_a_forward_has_torch_record_is_none(way):
+def test_no_grad_and_hooks_for_saved_tensors_are_not_taken_for_a_checkpoint(way):
     model = client.convert_model(nn.Sequential(Unseen(CHANNELS, way)))
     run = client.DataParallelWithCallback(model, device_ids=["cpu", "cpu"])
     whole = nn.Sequential(Unseen(CHANNELS, way))
@@ -422,3 +533,26 @@ def test_a_layer_with_a_forward_of_its_own_may_be_checkpointed_where_it_is_calle
     x = batch().requires_grad_()
     checkpoint(model, x, use_reentrant=False).square().sum().backward()
     assert x.grad is not None
+
+
+class Passing(nn.BatchNorm2d):
+    """Comes to no `batch_norm` while it is told so."""
+
+    is_passing = True
+
+    def forward(self, x):
+        if self.is_passing:
+            return x
+        return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+
+def test_a_layer_that_goes_another_way_is_named_by_its_next_name_too_and_no_other_by_its_name():
+    part, other = nn.Sequential(Passing(CHANNELS)), nn.Sequential(Passing(CHANNELS))
+    client.convert_model(part)(batch())
+    other[0].is_passing = False
+    client.convert_model(other)(batch())
+    assert list(client.conversion_report(other).synchronised) == ["0"]
+    whole = nn.ModuleDict({"body": part})
+    with pytest.warns(UserWarning, match="'body.0' .Passing: its forward did not call batch_norm in training"):
+        client.convert_model(whole)
+    assert list(client.conversion_report(whole).left) == ["body.0"]
