@@ -36,8 +36,8 @@ def whole_batch():
         return snapshot(network)
 
 
-def digits_in(processes: int, folder: Path, *options: str) -> Launched:
-    trained = ["--steps", str(STEPS), "--keep", str(COMPARE), "--save", folder / "saved.pt", "--deadline", "30"]
+def digits_in(processes: int, folder: Path, *options: str, steps: int = STEPS) -> Launched:
+    trained = ["--steps", str(steps), "--keep", str(COMPARE), "--save", folder / "saved.pt", "--deadline", "30"]
     command = [*TORCHRUN, "--nproc-per-node", str(processes), *options, EXAMPLES / "train_digits.py", *trained]
     return Launched(command, {}, folder / "errors")
 
@@ -48,7 +48,7 @@ def is_whole_batch(saved: Path, whole_batch: dict[str, torch.Tensor]) -> bool:
 
 
 def test_the_digits_are_trained_as_on_the_whole_batch(tmp_path, whole_batch):
-    with digits_in(2, tmp_path) as run:
+    with digits_in(2, tmp_path, steps=COMPARE) as run:
         assert run.end() == 0, run.errors
         assert run.leaves_nothing()
     assert is_whole_batch(tmp_path / "saved.pt", whole_batch)
