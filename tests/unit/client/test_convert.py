@@ -95,13 +95,13 @@ def anatomy(module):
     ]
 
 
-def test_every_batch_norm_is_replaced_and_named_by_its_place():
+def test_every_batch_norm_is_converted_and_named_by_its_place():
     converted = client.convert_model(model())
     assert kinds(converted) == [TWINS[kind] for kind in (nn.BatchNorm2d, nn.BatchNorm1d, nn.BatchNorm3d)]
     assert names(converted) == ["1", "2.2", "3.volume"]
 
 
-def test_every_kind_is_replaced_in_nested_containers_and_nothing_else():
+def test_every_kind_is_converted_in_nested_containers_and_nothing_else():
     original = everything()
     others = list(original["others"])
     converted = client.convert_model(original)
