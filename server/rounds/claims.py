@@ -14,6 +14,7 @@ claim ends its round, but only where it must be believed:
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from server.limits.account import CONTRIBUTION_BYTES, RUN_BYTES
 from server.membership.contributor import Contributor
@@ -23,7 +24,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
-from statsd_bn.round_key import RoundKey
+from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -109,13 +110,31 @@ class Claims:
                 )
 
     def proven_contradiction(self) -> ContributionConflict | None:
-        """Error of two different answers to one round that are both the server's own: the group was begun twice.
+        """Error of two answers that are both the server's own, and cannot be of one group: the group was begun twice.
 
         Members of both beginnings are here, and nobody can say whose rows an answer has.
         """
         if not self._are_genuine:
             return None
-        return next((conflict(claims[1]) for claims in self.of.values() if len(claims) > 1), None)
+        different = (claims[1] for claims in self.of.values() if len(claims) > 1)
+        of_another = next(different, None) or self._of_other_members()
+        return None if of_another is None else conflict(of_another)
+
+    def _of_other_members(self) -> Claim | None:
+        """A claim that covers a member which another one of the same step does not, though that one covers no fewer.
+
+        Members may be lost within a step, but nobody joins one.
+        """
+        steps: dict[int, dict[Members, Claim]] = {}
+        for key, claims in self.of.items():
+            if key.phase in {FORWARD, BACKWARD}:
+                steps.setdefault(key.step, {})[claims[0].aggregate.members] = claims[0]
+        for claims_of in steps.values():
+            most_first = sorted(claims_of, key=len, reverse=True)
+            for more, fewer in pairwise(most_first):
+                if not set(more).issuperset(fewer):
+                    return claims_of[fewer]
+        return None
 
     def contradictions(self, open_rounds: Collection[Round]) -> list[ContributionConflict]:
         """Errors of the rounds whose claims differ, where the rows cannot decide."""

@@ -95,6 +95,54 @@ def test_members_of_two_beginnings_are_told_and_none_is_given_the_result_of_the_
     assert [answer.code for answer in told if isinstance(answer, Failure)] == ["conflict"]
 
 
+def test_results_of_a_step_whose_members_cannot_have_been_together_tell_of_two_beginnings():
+    """No round has two results here: what the others had is out of date for one, and has yet to come for the other."""
+    world = World(n=2, min_members=1, keeps_key=True)
+    world.exchange("bn3")
+    before = world.members[0]
+    world.restart(b"server-1")
+    world.members = [newcomer(1, n=2, min_members=1), newcomer(3, n=2, min_members=1)]
+    for session in world.members:
+        world.say(session, session.register())
+    for session in world.members:
+        world.read(session)
+    world.exchange("bn")
+    double, _ = world.members
+    key = double.forward_key("bn3")
+    world.restart(b"server-2")
+    for session in (before, *world.members):
+        world.say(session, *session.introduction())
+    world.say(double, double.contribution(key, rows_of(1)))
+    go_on(world)
+    told = answers(world, double)
+    assert not [answer for answer in told if isinstance(answer, Aggregate)]
+    assert [answer.code for answer in told if isinstance(answer, Failure)] == ["conflict"]
+
+
+def live_on(world):
+    """Until whoever is silent is lost."""
+    end = world.now + 2 * limits.SILENCE_SECONDS
+    while world.now < end:
+        world.now += 0.5
+        world.heartbeats(*world.members)
+        world.deliver(world.dispatcher.tick(world.now))
+
+
+def test_results_of_a_step_that_lost_a_member_do_not():
+    world = World(n=3, min_members=1, keeps_key=True)
+    world.exchange("bn")
+    world.members.pop()
+    live_on(world)
+    world.exchange("bn2")
+    world.restart(b"server-1")
+    for session in world.members:
+        world.say(session, *session.introduction())
+    live_on(world)
+    for session in world.members:
+        world.read(session)
+    world.exchange("bn3")
+
+
 def listen(world, session):
     """Does what the thread of the heartbeats does with what has come."""
     for frame in world.inboxes.pop(session.token, []):
