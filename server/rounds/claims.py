@@ -24,7 +24,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
-from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
+from statsd_bn.round_key import GATHER, RoundKey
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -127,7 +127,7 @@ class Claims:
         """
         steps: dict[int, dict[Members, Claim]] = {}
         for key, claims in self.of.items():
-            if key.phase in {FORWARD, BACKWARD}:
+            if key.phase != GATHER:
                 steps.setdefault(key.step, {})[claims[0].aggregate.members] = claims[0]
         for claims_of in steps.values():
             most_first = sorted(claims_of, key=len, reverse=True)
