@@ -282,7 +282,7 @@ def adopt(layer: nn.Module) -> nn.Module:
         return layer
     try:
         made: Any = synchronized_class(type(layer))
-        layer.__class__ = made
+        object.__setattr__(layer, "__class__", made)
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         # Of a metaclass of somebody's own, say, that wants more than Python gives it.
         REFUSED[type(layer)] = f"no class can be derived from it: {error}"

@@ -104,9 +104,11 @@ def _equip(module: nn.Module, group: With, chunks: int | None) -> None:
     """Gives each layer of ours its name, with whom it synchronises, and its micro-batches."""
     for place, layer in places(module):
         if isinstance(layer, Synchronized):
-            layer.layer_name = place or type(layer).__name__.removeprefix("Lazy")
-            layer.group = _with_whom(layer, group)
-            layer.chunks = chunks or layer.chunks
+            # A class may refuse attributes that it does not know.
+            vars(layer)["layer_name"] = place or type(layer).__name__.removeprefix("Lazy")
+            vars(layer)["group"] = _with_whom(layer, group)
+            if chunks is not None:
+                layer.chunks = chunks
 
 
 @at_border
@@ -258,7 +260,7 @@ def _released(module: nn.Module) -> nn.Module:
     original = vars(type(module)).get("converted_from")  # what is derived from such a class is somebody's own
     # A forward of its own that was put above ours may go on calling it.
     if isinstance(module, Synchronized) and original is not None and "forward" not in vars(module):
-        module.__class__ = original
+        object.__setattr__(module, "__class__", original)
         for name in OWN_ATTRIBUTES:
             vars(module).pop(name, None)
     return module

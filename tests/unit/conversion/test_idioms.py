@@ -556,3 +556,25 @@ def test_a_layer_that_goes_another_way_is_named_by_its_next_name_too_and_no_othe
     with pytest.warns(UserWarning, match="'body.0' .Passing: its forward did not call batch_norm in training"):
         client.convert_model(whole)
     assert list(client.conversion_report(whole).left) == ["body.0"]
+
+
+class Closed(nn.BatchNorm2d):
+    """Takes no attribute that it does not have, once it is made."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        vars(self)["is_closed"] = True
+
+    def __setattr__(self, name, value):
+        if "is_closed" in vars(self) and name not in {*vars(self), *self._parameters, *self._buffers}:
+            raise RuntimeError(f"{name} is unknown")
+        super().__setattr__(name, value)
+
+
+def test_a_class_that_takes_no_other_attributes_is_converted_and_given_back():
+    model = nn.Sequential(Closed(CHANNELS))
+    attributes = vars(model[0]).keys()
+    client.convert_model(model)(batch())
+    assert list(client.conversion_report(model).synchronised) == ["0"]
+    assert type(client.revert_model(model)[0]) is Closed
+    assert vars(model[0]).keys() == attributes
