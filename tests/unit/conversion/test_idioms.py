@@ -573,7 +573,7 @@ class Closed(nn.BatchNorm2d):
 
 def test_a_class_that_takes_no_other_attributes_is_converted_and_given_back():
     model = nn.Sequential(Closed(CHANNELS))
-    attributes = vars(model[0]).keys()
+    attributes = {*vars(model[0])}
     client.convert_model(model)(batch())
     assert list(client.conversion_report(model).synchronised) == ["0"]
     assert type(client.revert_model(model)[0]) is Closed
