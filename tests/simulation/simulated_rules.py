@@ -217,9 +217,13 @@ def _one_lost_all_its_time(world: "World") -> bool:
 
 def _frames_lost(world: "World", wait: "Outcome") -> int:
     """How many contributions and aggregates of its round a member has lost on their way."""
+    return sum(decode(frame).key == wait.key for frame in _lost(world, wait))
+
+
+def _lost(world: "World", wait: "Outcome") -> list[bytes]:
+    """The contributions and aggregates that a member has lost since it waits, also of gathers before its round."""
     lost = (entry[2:] for entry in world.trace if entry[1] == "dropped" and entry[0] >= wait.started)
-    own = (frame for process, frame in lost if process is wait.process and kind_of(frame) in {CONTRIBUTION, AGGREGATE})
-    return sum(decode(frame).key == wait.key for frame in own)
+    return [frame for process, frame in lost if process is wait.process and kind_of(frame) in {CONTRIBUTION, AGGREGATE}]
 
 
 def _nobody_was_mute(world: "World") -> bool:
@@ -432,11 +436,15 @@ def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
 
 
 def _all_wait(world: "World", outcome: "Outcome", seconds: float) -> bool:
-    """Whether all others have waited as long, each somewhere."""
+    """Whether all others have waited as long, each somewhere, but for the time that their lost frames cost."""
     others = [process for process in world.processes if process.result is None and process is not outcome.process]
     least = min(seconds, THREADED_QUIET_SECONDS + MARGIN)
     waits = [process.outcomes[-1] if process.outcomes else None for process in others]
-    return all(wait and not wait.ended and world.clock.now - wait.started >= least for wait in waits)
+    return all(wait and not wait.ended and _seconds_in(world, wait) >= least for wait in waits)
+
+
+def _seconds_in(world: "World", wait: "Outcome") -> float:
+    return world.clock.now - wait.started - ASK_AGAIN_AT_MOST * len(_lost(world, wait))
 
 
 def _was_frozen(world: "World", member: int) -> bool:
