@@ -62,11 +62,11 @@ def wait_for(look, *facts):
 
 
 @contextlib.contextmanager
-def terminal(folder, endpoint):
-    """Opens the view in 80 columns and 24 lines; returns what looks at them, as one line without spaces."""
+def terminal(folder, endpoint, lines=24):
+    """Opens the view in 80 columns; returns what looks at them, as one line without spaces."""
     tmux = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]
     view = f"{sys.executable} -m server view {endpoint}"
-    subprocess.run([*tmux, "new-session", "-d", "-x", "80", "-y", "24", view], check=True, cwd=ROOT)
+    subprocess.run([*tmux, "new-session", "-d", "-x", "80", "-y", str(lines), view], check=True, cwd=ROOT)
 
     def look():
         shown = subprocess.run([*tmux, "capture-pane", "-p"], capture_output=True, text=True, check=True).stdout
@@ -104,7 +104,8 @@ def test_a_terminal_shows_a_training_as_it_goes(tmp_path):
 
         server = start("-m", "server", "--bind", endpoint, "--log-level", "error")
         ranks = [start(program, str(rank), endpoint) for rank in range(4)]
-        look = stack.enter_context(terminal(tmp_path, endpoint))
+        # With room for all events: several may come at once, and the latest leave none for those before.
+        look = stack.enter_context(terminal(tmp_path, endpoint, lines=60))
         wait_for(look, "4of4ranks", *(f"pid{rank.pid}" for rank in ranks))
         wait_for(
             look,
