@@ -67,19 +67,23 @@ def test_it_takes_part_once_the_others_are_back(late):
     assert list(aggregate.members) == [0, 1, 2]
 
 
+def begin_anew(world):
+    """Newcomers come first to a new server: one with a number that there was, and another one."""
+    world.restart(b"server-1")
+    world.members = [newcomer(1, n=2, min_members=1), newcomer(3, n=2, min_members=1)]
+    for session in world.members:
+        world.say(session, session.register())
+    for session in world.members:
+        world.read(session)
+
+
 def test_members_of_two_beginnings_are_told_and_none_is_given_the_result_of_the_other():
     """Newcomers have begun an elastic group anew, and the third server first hears of one who was left out."""
     world = World(n=2, min_members=1, keeps_key=True)
     world.exchange("bn")
     left_out = world.members[1]
     waiting_for = left_out.forward_key("bn2")
-    world.restart(b"server-1")
-    # The same number again, and another one.
-    world.members = [newcomer(1, n=2, min_members=1), newcomer(3, n=2, min_members=1)]
-    for session in world.members:
-        world.say(session, session.register())
-    for session in world.members:
-        world.read(session)
+    begin_anew(world)
     world.exchange("bn")
     world.exchange("bn2")
     world.restart(b"server-2")
@@ -100,12 +104,7 @@ def test_results_of_a_step_whose_members_cannot_have_been_together_tell_of_two_b
     world = World(n=2, min_members=1, keeps_key=True)
     world.exchange("bn3")
     before = world.members[0]
-    world.restart(b"server-1")
-    world.members = [newcomer(1, n=2, min_members=1), newcomer(3, n=2, min_members=1)]
-    for session in world.members:
-        world.say(session, session.register())
-    for session in world.members:
-        world.read(session)
+    begin_anew(world)
     world.exchange("bn")
     double, _ = world.members
     key = double.forward_key("bn3")
