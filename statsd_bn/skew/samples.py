@@ -7,8 +7,10 @@
 A member looks at its group's rounds in memory, in the thread that trains, and its heartbeat's thread takes the
 samples. The server looks at the rounds that come to it, and takes the samples in a tick. A round costs one look into a
 dictionary. Only where its layer is due, its rows are copied; in shared memory they are written over two rounds later.
-All layers are due at the same moment, once a second, so as a rule one step brings the rows of all. What is kept is
-bounded: a model with more layers than fit is looked at in turns, and a large layer at every second channel, or third.
+All layers are due at the same moment, once a second, so as a rule one step brings the rows of all. A look that could
+begin in the middle of a step waits for the next one: else the first layers of slow steps would be seen far less often
+than the last ones. What is kept is bounded: a model with more layers than fit is looked at in turns, and a large layer
+at every second channel, or third.
 """
 
 import math
@@ -87,6 +89,8 @@ class Samples:
         self._due: dict[str, float] = {}
         self._kept = _Kept()
         self._take_at = 0.0
+        # The first round of its step that found no room.
+        self._missed: RoundKey | None = None
         # How many looks it takes to see all layers once.
         self._looks = 0.0
 
@@ -134,12 +138,25 @@ class Samples:
         self._know(key.layer, size)
         kept = self._kept
         if not kept.has_room(key, size, self._most_bytes):
+            self._miss(key)
             return  # it stays due, and comes after the next `take`
+        if not kept.samples and self._has_missed_some_before(key):
+            return
         seconds = SECONDS if self._looks <= 1 else SECONDS * self._looks * SLACK
         self._due[key.layer] = (now // seconds + 1) * seconds
         kept.began = min(now, kept.began)
         kept.size += size
         kept.samples.append(Sample(key, *_by_member(counts, replicas, values[..., ::stride])))
+
+    def _miss(self, key: RoundKey) -> None:
+        if self._missed is None or self._missed.step != key.step:
+            self._missed = key
+
+    def _has_missed_some_before(self, key: RoundKey) -> bool:
+        """Whether an earlier layer of this step is due, and was not kept."""
+        missed = self._missed
+        # Where no step is ever counted, the missed layer itself comes again.
+        return missed is not None and missed.step == key.step and missed.layer != key.layer
 
     def _know(self, layer: str, size: int) -> None:
         if layer in self._due:

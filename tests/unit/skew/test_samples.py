@@ -1,6 +1,8 @@
 """Which rounds' rows are kept for a moment: each layer at most once a second, of one step, and a bounded number."""
 
 import tracemalloc
+from collections import Counter
+from random import Random
 
 import numpy as np
 import pytest
@@ -49,6 +51,42 @@ def test_a_look_is_of_one_step_and_what_comes_later_waits_for_the_next():
     assert [(sample.key.layer, sample.key.step) for sample in of_one.take(101.15)] == [("first", 7), ("second", 7)]
     look(of_one, 101.3, "first", step=9)
     assert [(sample.key.layer, sample.key.step) for sample in of_one.take(103.0)] == [("first", 9)]
+
+
+def test_a_look_does_not_begin_in_the_middle_of_a_step():
+    of_one = Samples()
+    look(of_one, 100.9, "first", step=7)
+    look(of_one, 101.0, "first", step=8)
+    assert layers(of_one.take(101.2)) == ["first"]
+    look(of_one, 101.3, "second", step=8)
+    look(of_one, 101.4, "first", step=9)
+    look(of_one, 101.5, "second", step=9)
+    assert [(sample.key.layer, sample.key.step) for sample in of_one.take(103.0)] == [("first", 9), ("second", 9)]
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.1, 0.3, 0.5, 0.7])
+def test_the_first_layers_of_a_step_are_seen_as_often_as_the_last_ones(seconds):
+    of_one, seen, random = Samples(), Counter(), Random(0)
+    now, taken_at = 100.0, 100.05
+    for step in range(int(60 / seconds)):
+        for layer, part in (("first", 0.6), ("last", 0.4)):
+            while taken_at <= now:
+                seen.update(layers(of_one.take(taken_at)))
+                taken_at += 1 + random.uniform(0, 0.01)
+            look(of_one, now, layer, step)
+            now += part * seconds * random.uniform(0.9, 1.1)
+    assert seen["first"] > 0.8 * seen["last"]
+
+
+def test_where_no_step_is_counted_looks_begin_too():
+    of_one = Samples()
+    for n in range(200):
+        for layer in ("first", "second"):
+            look(of_one, 100 + n / 10, layer, step=n // 100)
+        of_one.take(100 + n / 10 + 0.05)
+    for layer in ("first", "second"):
+        look(of_one, 200, layer, step=1)
+    assert layers(of_one.take(201)) == ["first", "second"]
 
 
 def test_nothing_is_taken_twice_nor_twice_in_a_second():
