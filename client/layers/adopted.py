@@ -141,7 +141,7 @@ class Intercepted(Adopted):
     def _normalise_handed(self: Any, handed: Handed, counted: Tensor | None) -> Tensor:
         """Computes one call of `batch_norm`, in place of torch."""
         input_checks.check(self, handed.input, handed.nr_channels)
-        if handed.running_mean is not None and handed.running_mean is not self.running_mean:
+        if handed.running_mean is not None and not handed.moves_own(self):
             # What counts passes, or waits for micro-batches, knows one pair of statistics for each layer.
             if self._tally is not None:
                 return handed.forward()

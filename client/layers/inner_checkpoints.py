@@ -1,7 +1,8 @@
 """Inner checkpoints: those that a subclass's own `forward` puts around its call of `batch_norm`.
 
 Such a call is computed again in the backward pass, where nobody looks at it: it would be normalised by this replica's
-statistics alone. Most are seen by their names when the model is converted; the others here, when they run.
+statistics alone. So would that of an `autograd.Function` of the subclass's own, whose backward pass is its own as well.
+Most checkpoints are seen by their names when the model is converted; the others here, when they run.
 """
 
 import sys
@@ -15,6 +16,15 @@ from torch.utils import checkpoint
 from client.autograd import saved_tensor_hooks
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
+
+# A checkpoint that is a function of autograd itself is found first: it calls what is inside it.
+_AROUND = {
+    checkpoint.__name__: "checkpoints its call of batch_norm; checkpoint the layer where it is called",
+    torch.autograd.function.__name__: (
+        "calls batch_norm in an autograd.Function, whose backward pass would be that of this replica's batch alone; "
+        "register a conversion for its class, see help(client.register_conversion)"
+    ),
+}
 
 
 class Beginning:
@@ -32,22 +42,23 @@ class Beginning:
         self._records = torch.is_grad_enabled()
 
     def check(self, layer: Any) -> None:
-        """Raises ConfigurationError where a checkpoint has begun since.
+        """Raises ConfigurationError where a checkpoint or an `autograd.Function` has begun since.
 
         It is looked for only if something has changed. What torch.compile traces in between it computes again as it is.
         """
-        if is_compiling():
+        records = torch.is_grad_enabled()
+        if is_compiling() or not (records or self._records):
             return
-        is_same = self._records == torch.is_grad_enabled() and self._hooks is saved_tensor_hooks.innermost()
-        if not (is_same and saved_tensor_hooks.can_be_told()) and self._is_inside_checkpoint():
-            text = "its forward checkpoints its call of batch_norm; checkpoint the layer where it is called"
-            raise ConfigurationError(broken(f"layer {layer.layer_name!r}: {text}"))
+        is_same = records == self._records and self._hooks is saved_tensor_hooks.innermost()
+        if not (is_same and saved_tensor_hooks.can_be_told()) and (around := self._around()):
+            raise ConfigurationError(broken(f"layer {layer.layer_name!r}: its forward {_AROUND[around]}"))
 
-    def _is_inside_checkpoint(self) -> bool:
-        """Whether one has called what runs now, since the `forward` was called."""
+    def _around(self) -> str | None:
+        """Returns which of these modules has called what runs now, if one has since the `forward` was called."""
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack has no public name
         while frame is not None and frame.f_code is not self._caller:
-            if frame.f_globals.get("__name__") == checkpoint.__name__:
-                return True
+            module: str = frame.f_globals.get("__name__", "")
+            if module in _AROUND:
+                return module
             frame = frame.f_back
-        return False
+        return None

@@ -81,13 +81,17 @@ class Handed:
         It may have several running means, as one for each domain. A layer without any tensor is known by its channels;
         see `has_tensors`.
         """
-        mean = self.running_mean
-        if mean is not None and (mean is layer.running_mean or _is_one_of(mean, layer)):
+        if self.running_mean is not None and (self.moves_own(layer) or _is_one_of(self.running_mean, layer)):
             return True
         if self.has_tensors:
             return _is_same(self.weight, layer.weight) or _is_same(self.bias, layer.bias)
         keeps_none = layer.running_mean is None or not layer.track_running_stats
         return keeps_none and layer.weight is None and layer.bias is None and self.has_channels_of(layer)
+
+    def moves_own(self, layer: Any) -> bool:
+        """Whether the running mean is the one that the layer keeps under its usual name."""
+        # A buffer is found here sooner than by its name.
+        return self.running_mean is layer._buffers.get("running_mean") or self.running_mean is layer.running_mean  # noqa: SLF001 - torch's
 
     def has_channels_of(self, layer: Any) -> bool:
         """Whether the input has as many channels as the layer."""

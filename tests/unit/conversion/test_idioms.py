@@ -488,6 +488,40 @@ def test_a_checkpoint_that_no_name_leads_to_is_an_error_when_it_runs(use_reentra
         model(batch().requires_grad_())
 
 
+class Recomputing(torch.autograd.Function):
+    """Saves memory in a way of its own."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            (x,) = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+            return None, torch.autograd.grad(ctx.function(x), x, grad)[0]
+
+
+@pytest.mark.parametrize("can_be_told", [True, False])
+def test_a_call_in_a_function_with_a_backward_pass_of_its_own_is_an_error_when_it_runs(can_be_told, monkeypatch):
+    if not can_be_told:
+        monkeypatch.setattr(saved_tensor_hooks, "_top", None)
+    model = client.convert_model(nn.Sequential(Unseen(CHANNELS, Recomputing.apply)))
+    with pytest.raises(ConfigurationError, match=r"layer '0': its forward calls batch_norm in an autograd\.Function"):
+        model(batch().requires_grad_())
+    with torch.no_grad():
+        model(batch())
+
+
+def test_a_layer_may_be_called_in_such_a_function():
+    layer = client.convert_model(Unseen(CHANNELS, lambda function, x: function(x)))
+    x = batch().requires_grad_()
+    Recomputing.apply(layer, x).square().sum().backward()
+    assert x.grad is not None
+
+
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_where_torch_cannot_tell_of_hooks_a_checkpoint_is_looked_for_each_time(is_inside, monkeypatch):
     """As with torch 2.6."""
