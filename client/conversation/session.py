@@ -210,11 +210,12 @@ class Session:
         Raises:
             UnknownSession: the server has no memory, and wants an `introduction`.
             DuplicateMember: a server has had another process of this number; the answer may have that one's rows.
-            ReplicaLost: the round has ended without this member.
+            ReplicaLost: the round has ended, or will end, without this member.
             StatsdBNError: the round failed; the error is the server's.
         """
         if self._refusal:
             raise self._refusal.with_traceback(None)
+        self._check_takes_part(key)
         if (again := self._frames.aggregate(key, frame)) is not None:
             self._take(again)
             return again
@@ -225,6 +226,7 @@ class Session:
             raise
         if not isinstance(message, _ANSWERS):
             self._is_registered(message)
+            self._check_takes_part(key)
             return None
         if message.key != key:
             return None
@@ -300,22 +302,27 @@ class Session:
         self.first_step = first_step
         self._steps.begin_at(first_step)
 
+    def _check_takes_part(self, key: RoundKey) -> None:
+        """A server may have taken this member for a new one meanwhile, which begins at a later step."""
+        if key.step < self.first_step:
+            raise self._taken_for_lost(key, f"was taken in again from step {self.first_step} on")
+
     def _take(self, aggregate: Aggregate) -> None:
-        who = self.member
-        if who.rank not in aggregate.members:
-            raise ReplicaLost(
-                error_text(
-                    f"rank {who.rank} was taken for lost, and ranks {aggregate.members} have gone on without it",
-                    where=str(aggregate.key),
-                ),
-                job=who.job,
-                group=who.group,
-                member=who.rank,
-                step=aggregate.key.step,
-                cause="taken for lost",
-            )
+        if self.member.rank not in aggregate.members:
+            raise self._taken_for_lost(aggregate.key, f"ranks {aggregate.members} have gone on without it")
         self.members = aggregate.members
         self._results.append(aggregate)
+
+    def _taken_for_lost(self, key: RoundKey, what_then: str) -> ReplicaLost:
+        who = self.member
+        return ReplicaLost(
+            error_text(f"rank {who.rank} was taken for lost, and {what_then}", where=str(key)),
+            job=who.job,
+            group=who.group,
+            member=who.rank,
+            step=key.step,
+            cause="taken for lost",
+        )
 
     def _read(self, frame: bytes, key: RoundKey | None) -> Message | None:
         message = self.decode(frame)

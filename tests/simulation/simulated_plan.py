@@ -104,8 +104,8 @@ class Plan:
     @property
     def is_harmless(self) -> bool:
         """Whether everybody must get every aggregate in spite of the faults."""
-        # A newcomer may take the place of one that is late; one that is through with a pass waits for the slow ones, and
-        # a restarted server does not wait for it while it is frozen.
+        # A newcomer may take the place of one that is late. One that is through with a pass waits for the slow ones,
+        # and a restarted server does not wait for it while it is frozen.
         is_late_for_restart = self.has("frozen") and self.has("server killed")
         if self.has("comes") or self.leaves_too_few or (self.passes and (self.has("slow") or is_late_for_restart)):
             return False

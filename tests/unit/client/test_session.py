@@ -120,8 +120,19 @@ def test_a_failure_of_no_round_concerns_whoever_waits(session):
         session.answer(session.forward_key("a"), encode(Failure("mismatch", "no", {})))
 
 
-def opened():
-    return encode(Registered(digest(TOKEN), b"server-0", 2, 0, 0, Members.of(range(3))))
+def opened(first_step=0):
+    return encode(Registered(digest(TOKEN), b"server-0", 2, first_step, 0, Members.of(range(3))))
+
+
+@pytest.mark.parametrize("is_said_in_the_round", [True, False])
+def test_one_that_was_taken_in_again_at_a_later_step_waits_for_no_earlier_round(session, is_said_in_the_round):
+    session.overhear(opened())
+    key = session.forward_key("a")
+    if not is_said_in_the_round:
+        session.overhear(opened(first_step=5))
+    with pytest.raises(ReplicaLost, match="rank 1 was taken for lost, and was taken in again from step 5 on"):
+        session.answer(key, opened(first_step=5))
+    assert session.forward_key("a").step == 5
 
 
 def refusal(**others):
