@@ -39,7 +39,7 @@ def main() -> None:
             state.sampler.set_epoch(state.epoch)
             for index, (pixels, labels) in enumerate(loader):
                 optimizer.zero_grad()
-                functional.cross_entropy(model(pixels), labels).backward()
+                functional.cross_entropy(model(pixels), labels, reduction="sum").backward()
                 client.average_gradients(model, len(labels))
                 optimizer.step()
                 state.sampler.record_batch(index, BATCH)

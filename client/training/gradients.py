@@ -26,38 +26,50 @@ LANE = "average_gradients()"
 
 @at_border
 def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) -> int:
-    """Replaces each gradient by its average over the members, weighted by how many samples each one's loss averages.
+    """Replaces each gradient by the sum of all members' gradients, divided by the sum of their counts.
 
-    All members call it after `backward`, in each step. With `count=len(batch)` and a loss that is a mean, the result is
-    the gradient of the mean over the whole batch, however unequal the members' shares; a member without a batch calls
-    it with 0. It takes one round for each 65,536 elements. Without a connection and without a process
-    group of torch's the gradients stay as they are.
+    All members call it after `backward`, in each step. With `count=len(batch)` and a loss that is a sum over the batch
+    (`reduction="sum"`), the result is the gradient of the mean over the whole batch, however unequal the members'
+    shares; a member without a batch calls it with 0. Where all shares are equal, a loss that is a mean and no `count`
+    give the same. With unequal shares and means nobody could: a synchronised layer adds up the members' gradients in
+    `backward`, and has to know by then what each weighs.
+
+    It takes one round for each 65,536 elements. A process that trains alone divides its own gradients.
 
     Args:
         parameters: the model, or what `model.parameters()` gives; the same shapes on every member. Where a member has
             no gradient it counts as zero; where nobody has one it stays None, so that no optimizer moves the parameter.
-        count: the samples in this member's loss.
+        count: the samples over which this member's loss is a sum; 1 for a mean over as many samples as the others'.
 
     Returns:
         The sum of the counts.
 
     Raises:
-        ConfigurationError: `count` is negative, no parameter is trained, or a gradient is sparse.
+        ConfigurationError: `count` is no int or negative, no parameter is trained, or a gradient is sparse.
         StatsdBNError: a round failed, with the reason; RoundMismatch where the members' models differ in size.
     """
-    if count < 0:
-        raise ConfigurationError(f"count: expected the number of samples in the loss, at least 0, got {count}")
+    if not isinstance(count, int) or count < 0:
+        raise ConfigurationError(
+            f"count: expected the number of samples in the loss, an int of at least 0, got {count!r}"
+        )
     company = company_in(None) or current_connection()
-    if company is None:
-        return count
     trained = _trained(parameters)
     _check_dense(trained)
-    parts = _sum(lane_over(company, LANE, None), _flat(trained) * count if count else np.zeros(_size(trained)), count)
+    if company is None:
+        _divide(trained, count)
+        return count
+    parts = _sum(lane_over(company, LANE, None), _flat(trained) if count else np.zeros(_size(trained)), count)
     # A member may be lost between two parts; each part is an average over its own members.
     averages = np.concatenate([part.values[0] / max(1, part.count) for part in parts])
     if parts[0].count:
         _write(trained, averages)
     return parts[0].count
+
+
+def _divide(trained: list[Tensor], count: int) -> None:
+    for parameter in trained:
+        if parameter.grad is not None and count > 1:
+            parameter.grad.div_(count)
 
 
 def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:

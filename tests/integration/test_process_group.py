@@ -113,7 +113,7 @@ def test_a_rank_that_gathers_while_another_is_in_a_layer_is_told_and_so_is_that(
 
 def test_values_and_gradients_go_over_it_too(ranks):
     assert ranks(2, process_group_programs.gather_values) == [([0, 0, 1], 0, 2), ([0, 0, 1], 1, 2)]
-    assert ranks(2, process_group_programs.average) == [([1.75, 3.5], 4)] * 2
+    assert ranks(2, process_group_programs.average) == [([0.75, 1.5], 4)] * 2
 
 
 def test_who_would_be_away_is_told_that_it_needs_a_connection(ranks):

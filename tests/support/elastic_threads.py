@@ -21,6 +21,7 @@ from client.connection.connection import Connection
 from client.elastic import sampler, state
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import ElasticState, run_elastic
+from client.lanes import choose
 from client.training import gradients
 from client.training.gradients import average_gradients
 from statsd_bn.errors import ReplicaLost
@@ -125,7 +126,7 @@ class World:
 def learn(model: nn.Module, batch: torch.Tensor) -> None:
     """Adds 1 to the weights of the samples of all members' batches."""
     model.weight.grad = None
-    model.weight[0, batch].mean().backward()
+    model.weight[0, batch].sum().backward()
     total = average_gradients(model, len(batch))
     with torch.no_grad():
         model.weight += (model.weight.grad * total).round()
@@ -163,5 +164,6 @@ def own_connections() -> Iterator[None]:
         mock.patch.object(state, "current_connection", here),
         mock.patch.object(sampler, "current_connection", here),
         mock.patch.object(gradients, "current_connection", here),
+        mock.patch.object(choose, "current_connection", here),
     ):
         yield

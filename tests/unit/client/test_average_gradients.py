@@ -18,12 +18,12 @@ from support.sentences import says
 
 INPUTS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 # Unequal shares, and one member without a sample.
-SHARES = (slice(0, 4), slice(4, 4), slice(4, 7))
+SHARES = (slice(0, 5), slice(5, 5), slice(5, 7))
 
 
 with torch.random.fork_rng():
     torch.manual_seed(1)
-    MODEL = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    MODEL = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
 def model() -> nn.Sequential:
@@ -37,9 +37,8 @@ def gradients(network: nn.Module) -> list[torch.Tensor]:
 
 def averaged(connection: Connection) -> tuple[int, list[torch.Tensor]]:
     use(connection)
-    network, mine = model(), INPUTS[SHARES[connection.rank]]
-    if len(mine):
-        network(mine).square().mean().backward()
+    network, mine = client.convert_model(model()), INPUTS[SHARES[connection.rank]]
+    network(mine).square().sum().backward()
     return average_gradients(network, len(mine)), gradients(network)
 
 
@@ -48,6 +47,7 @@ def test_unequal_shares_give_the_gradient_of_the_whole_batch():
     whole(INPUTS).square().mean().backward()
     with own_connections():
         results = run_members(3, averaged)
+    assert abs(gradients(whole)[0]).max() > 1e-2
     for total, found in results:
         assert total == 7
         for one, expected, first in zip(found, gradients(whole), results[0][1], strict=True):
@@ -132,23 +132,25 @@ def test_sparse_gradients_are_refused():
             average_gradients(layer)
 
 
-def test_half_precision_is_averaged_in_double():
+def test_half_precision_is_added_in_double():
     def average(connection: Connection) -> Any:
         use(connection)
         weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
         weight.grad = torch.full((1,), 60000.0, dtype=torch.float16)
-        average_gradients([weight], 1000)
+        average_gradients([weight])
         return weight.grad.item()
 
     with own_connections():
         assert run_members(2, average) == [60000.0] * 2
 
 
-def test_without_a_connection_gradients_are_their_own_average():
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.ones(2)
-    assert client.average_gradients([weight], 5) == 5
-    assert weight.grad.tolist() == [1.0, 1.0]
+@pytest.mark.parametrize(("count", "average"), [(5, 2.0), (1, 10.0), (0, 10.0)])
+def test_a_process_that_trains_alone_divides_its_own_gradients(count, average):
+    weight, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    weight.grad = torch.full((2,), 10.0)
+    assert client.average_gradients([weight, unused], count) == count
+    assert weight.grad.tolist() == [average] * 2
+    assert unused.grad is None
 
 
 def test_models_of_different_sizes_are_told():
@@ -164,6 +166,7 @@ def test_models_of_different_sizes_are_told():
     ("parameters", "count", "message"),
     [
         ([torch.zeros(2, requires_grad=True)], -1, "at least 0, got -1"),
+        ([torch.zeros(2, requires_grad=True)], torch.tensor(2), "an int of at least 0"),
         ([torch.zeros(2)], 1, "expected at least one that requires a gradient"),
     ],
 )

@@ -44,7 +44,7 @@ def test_all_that_a_connection_does_works_alone():
             with client.join(model):
                 model(x).square().sum().backward()
             plain(x).square().sum().backward()
-            before = [parameter.grad.clone() for parameter in model.parameters()]
+            before = [parameter.grad / 8 for parameter in model.parameters()]
             assert client.average_gradients(model, 8) == 8
             assert all(torch.equal(old, new.grad) for old, new in zip(before, model.parameters(), strict=True))
         handler = client.DDPHandler(Loop())
