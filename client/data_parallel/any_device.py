@@ -126,6 +126,8 @@ def _replica(
         return made[module]
     replica: Any = module._replicate_for_data_parallel()
     made[module] = replica
+    # Recurrent layers notice a parameter that is set, and keep it in a list; for others that takes too long.
+    notices = type(module).__setattr__ is not nn.Module.__setattr__
     replica._former_parameters = OrderedDict()  # where torch's replicas keep them
     for name, child in module._modules.items():
         replica._modules[name] = None if child is None else _replica(child, device, number, copies, made)
@@ -135,6 +137,8 @@ def _replica(
         else:
             # The copy is no Parameter: as in torch, replicas have none of their own.
             vars(replica)[name] = replica._former_parameters[name] = copies[parameter]
+            if notices:
+                setattr(replica, name, copies[parameter])
     for name, buffer in module._buffers.items():
         if buffer is not None:
             replica._buffers[name] = buffer.to(device, copy=number > 0)

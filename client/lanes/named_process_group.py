@@ -39,13 +39,24 @@ class NamedProcessGroup:
 
             try:
                 name: Any = self.name  # torch has a type of its own for these texts
-                return _distributed_c10d._resolve_process_group(name)  # noqa: SLF001 - has no public name
+                found = _distributed_c10d._resolve_process_group(name)  # noqa: SLF001 - has no public name
             except (RuntimeError, ValueError):
                 pass
+            else:
+                self._check_size(found.size())
+                return found
         raise ConfigurationError(
             f"process_group: expected one that this process is in, got {self.name!r}, which it does not have or has "
             "destroyed"
         )
+
+    def _check_size(self, size: int) -> None:
+        """Torch gives the names of groups that were destroyed to others."""
+        if size != self.size:
+            raise ConfigurationError(
+                f"process_group: expected {self.name!r} of {self.size} ranks, as when the layer was given it, and this "
+                f"process has one of {size} by that name now; give the layers the new one"
+            )
 
 
 def default() -> NamedProcessGroup | None:

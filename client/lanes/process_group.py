@@ -304,7 +304,7 @@ def _gathered(group: Any, words: Words) -> Words:
     while size < len(words):
         size *= 2
     device = _device_of(group)
-    message = torch.zeros(size, dtype=torch.int64)
+    message = torch.zeros(size, dtype=torch.int64, device="cpu")
     message[: len(words)] = torch.from_numpy(words)
     message = message.to(device)
     messages = torch.empty(group.size(), size, dtype=torch.int64, device=device)

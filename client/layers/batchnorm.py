@@ -259,7 +259,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             return False
         if self._replica is not None:
             return self._replica[0].nr_replicas > 1
-        unconnected.tell(self.layer_name)
+        if not isinstance(self.group, NamedProcessGroup):
+            unconnected.tell(self.layer_name)
         return False
 
     def _can_be_torchs(self, *, is_traced: bool) -> bool:

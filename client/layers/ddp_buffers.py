@@ -33,6 +33,7 @@ from client.lanes.named_process_group import NamedProcessGroup
 from client.lanes.zeromq import SlavePipe
 from client.layers.synchronized import Synchronized
 from client.whereabouts import collectives
+from statsd_bn.environment import boolean
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -125,7 +126,7 @@ def _turn_on_wrapper(found: "ref[nn.Module]") -> None:
 
 def _may_turn_off(wrapper: Any) -> bool:
     """Whether all buffers that it broadcasts are the same on all its ranks anyway."""
-    if os.environ.get("STATSD_BN_BROADCAST_BUFFERS") == "1" or hasattr(wrapper, "buffer_hook"):
+    if boolean(os.environ, "STATSD_BN_BROADCAST_BUFFERS") or hasattr(wrapper, "buffer_hook"):
         return False
     layers = [layer for layer in wrapper.module.modules() if isinstance(layer, Synchronized) and _has_buffers(layer)]
     if not layers or not all(_is_over_all(layer.group, wrapper) for layer in layers):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from client.border import at_border
 from client.connection.connection import Connection
@@ -115,7 +116,7 @@ def _layers_that_run(model: nn.Module) -> list[SynchronizedBatchNorm]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model itself: a wrapper made after `model.eval()` is in training mode."""
-    while isinstance(model, nn.DataParallel | DistributedDataParallel):
+    while isinstance(model, nn.DataParallel | DistributedDataParallel | AveragedModel):
         model = model.module
     return model
 
@@ -170,16 +171,20 @@ def _tallied(tallies: Tallies) -> Iterator[None]:
 
 @contextmanager
 def _without_broadcasts(model: nn.Module) -> Iterator[None]:
-    """DistributedDataParallel sends its buffers in a forward pass, and would wait for members with fewer batches."""
-    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    before = [wrapper.require_forward_param_sync for wrapper in wrappers]
+    """DistributedDataParallel would wait in a forward pass for members with fewer batches.
+
+    It sends its buffers there; and after a `Join`, which leaves this on, it asks who has data left.
+    """
+    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    before = [(wrapper.require_forward_param_sync, wrapper._join_config) for wrapper in wrappers]  # noqa: SLF001 - below
     try:
         for wrapper in wrappers:
             wrapper.require_forward_param_sync = False
+            wrapper._join_config = wrapper._join_config._replace(enable=False)  # noqa: SLF001 - torch has no other way
         yield
     finally:
-        for wrapper, value in zip(wrappers, before, strict=True):
-            wrapper.require_forward_param_sync = value
+        for wrapper, (sync, join) in zip(wrappers, before, strict=True):
+            wrapper.require_forward_param_sync, wrapper._join_config = sync, join  # noqa: SLF001 - as above
 
 
 @dataclass(frozen=True, slots=True)

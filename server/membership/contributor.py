@@ -90,6 +90,11 @@ class Contributor:
         """The place that it has answered with; empty while nothing is known."""
         return plain(self.sighting.latest.stack) if self.sighting and self.sighting.latest else ""
 
+    @property
+    def latest_step(self) -> int:
+        """The latest step that it is known to have been in."""
+        return max(self.step, self.told_step)
+
     def _late(self) -> dict[str, Any]:
         """How often it came last, and by how much."""
         last = self.behind.total
@@ -102,7 +107,7 @@ class Contributor:
             "member": self.member,
             "place": self.place,
             "stand": self.state.name.lower(),
-            "step": max(self.step, self.told_step),
+            "step": self.latest_step,
             "replicas": self.replicas,
             **self._late(),
             **({"round_trip": _in_brief(self.trips)} if self.trips.total else {}),

@@ -160,7 +160,7 @@ class Membership(Standing):
         late = self.recovery.late(now, self._returned) if self.recovery else []
         if late:
             cause = "did not come back after the server was restarted"
-            loss = self._loss(late[0], self.latest_step, f"ranks {late} {cause}", cause)
+            loss = self._loss(late[0], self.told_step, f"ranks {late} {cause}", cause)
             self._break_if_told(self._move(Event.SOME_ARE_LATE), loss)
         return bool(late)
 
@@ -280,7 +280,7 @@ class Membership(Standing):
             return None
         if self.recovery and self.is_elastic:
             self.recovery.forget(contributor.member)
-        loss = self._loss(contributor.member, contributor.step, f"{contributor} {reason}", cause)
+        loss = self._loss(contributor.member, contributor.latest_step, f"{contributor} {reason}", cause)
         self._break_if_told(move, loss)
         # Whoever was back when the first one left has been told then, and nobody can be back since.
         if move.told is Told.DEPARTED and self.departed is None:

@@ -108,6 +108,7 @@ def train_under_ddp(connection: Connection, batches: tuple[int, ...], rendezvous
                 optimizer.zero_grad()
                 (ddp(batch(member, number + 10 * number_of_pass).float()) ** 3).mean().backward()
                 optimizer.step()
+    client.recalibrate(ddp, [batch(member, number).float() for number in range(batches[member])])
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in ddp.parameters())
     dist.barrier()
     del ddp, optimizer

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import client
@@ -415,8 +416,14 @@ def test_a_checkpoint_never_finds_these_calls_nor_they_its():
     assert "checkpointed" not in exchanges._without_graph
 
 
-def test_distributed_data_parallel_broadcasts_no_buffers_for_a_batch(monkeypatch):
-    """A member with fewer batches would not be there to receive them."""
+def test_an_average_of_a_model_is_a_model_in_its_mode_as_well():
+    averaged = AveragedModel(layer().eval())
+    client.recalibrate(averaged, [samples(4), samples(3, seed=1)])
+    assert_population(averaged.module, torch.cat([samples(4), samples(3, seed=1)]))
+
+
+def test_distributed_data_parallel_sends_nothing_for_a_batch(monkeypatch):
+    """A member with fewer batches would not be there to receive it. After a Join torch asks who has data left."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         bn = layer()
@@ -424,8 +431,11 @@ def test_distributed_data_parallel_broadcasts_no_buffers_for_a_batch(monkeypatch
         assert wrapped.will_sync_module_buffers()
         monkeypatch.setattr(wrapped, "_sync_buffers", raiser(AssertionError("a broadcast")))
         monkeypatch.setattr(named_process_group, "default", lambda: None)
+        wrapped._join_config = wrapped._join_config._replace(enable=True)
+        monkeypatch.setattr(dist, "all_reduce", raiser(AssertionError("a question")))
         client.recalibrate(wrapped, [samples(4), samples(3, seed=1)])
         assert wrapped.will_sync_module_buffers()
+        assert wrapped._join_config.enable
     finally:
         dist.destroy_process_group()
     assert_population(bn, torch.cat([samples(4), samples(3, seed=1)]))

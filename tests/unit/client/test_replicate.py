@@ -9,6 +9,7 @@ from torch import nn
 
 import client
 from client import CallbackContext, DataParallelWithCallback
+from client.data_parallel import any_device
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 
 
@@ -159,6 +160,14 @@ def test_replica_0_keeps_the_running_statistics_in_the_module():
     DataParallelWithCallback(layer, ["cpu"] * 3)(torch.randn(6, 2) + 4)
     assert layer.num_batches_tracked == 1
     assert (layer.running_mean > 0.2).all()
+
+
+def test_the_weights_of_a_recurrent_layer_are_on_the_device_of_its_replica():
+    """It runs with a list of them, which it keeps beside its parameters."""
+    devices = [torch.device("cpu"), torch.device("meta")]
+    for device, replica in zip(devices, any_device.replicate(nn.LSTM(3, 4), devices), strict=True):
+        assert {weight.device for weight in replica._flat_weights} == {device}
+        assert replica._flat_weights[0] is replica.weight_ih_l0
 
 
 def test_the_module_itself_is_never_a_replica():

@@ -128,6 +128,14 @@ def test_a_process_of_a_process_group_that_trains_unconnected_is_told(process_gr
     assert "torch's process group has 3 ranks, and this process is not connected: layer 'bn1' " in text
 
 
+def test_a_layer_over_a_process_group_of_one_is_alone_because_somebody_said_so(monkeypatch, told):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    bn = layer()
+    bn.group = NamedProcessGroup("7", 1)
+    bn(X)
+    assert told() == []
+
+
 def test_the_only_process_of_a_process_group_is_told_nothing(process_group, told):
     process_group(1)
     layer(group=client.Group("left", 2))(X)

@@ -130,6 +130,17 @@ def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(c
     assert (later.code, later.fields) == ("replica_lost", told.fields)
 
 
+def test_the_step_of_a_lost_member_is_the_one_that_it_last_told_of(clock):
+    """Of rounds in shared memory the server hears nothing."""
+    clock.open()
+    for member in (0, 1, 2):
+        clock.bring(member, key(step=4))
+    clock.say(Heartbeat(session_of(2), 7, 90, "shared_memory"), beacon(2))
+    clock.bring(0, key(step=8))
+    ((_, told),) = clock.pass_time(SILENCE, alive=(0, 1))
+    assert told.fields["step"] == 7
+
+
 def test_a_member_has_all_of_its_time(clock):
     clock.open()
     assert clock.pass_time(SILENCE - 0.01) == []
