@@ -9,10 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 from statsd_bn.error_text import error_text
-from statsd_bn.errors import ServerUnreachable
+from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.private_folder import OTHERS
 
 WRITABLE_BY_OTHERS = 0o022
+
+MAX_PORT = 65_535
 
 # ZeroMQ has tried for seconds already, and a network that lets something through does so in milliseconds.
 PROBE_SECONDS = 1.0
@@ -46,6 +48,14 @@ def reach(endpoint: str) -> Reach:
     if scheme == "tcp" and is_loopback("::1" if host == "[::1]" else host) and host != "::1":
         return Reach.HOST
     return Reach.NETWORK
+
+
+def check_port(endpoint: str) -> None:
+    """Raises ConfigurationError for a TCP port that there is not; ZeroMQ would take it modulo 65,536."""
+    port = endpoint.rpartition(":")[2]
+    is_number = endpoint.startswith("tcp://") and port.removeprefix("-").isdecimal()
+    if is_number and not 0 <= int(port) <= MAX_PORT:
+        raise ConfigurationError(f"endpoint: expected a port of 0 to {MAX_PORT}, got {endpoint!r}")
 
 
 def ipc_path(endpoint: str) -> Path | None:

@@ -69,6 +69,7 @@ class Connection:
         transport: how it reaches the server.
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
+        is_told_alone: whether it needs no server because somebody said that its job has one member.
         watch: told of each exchange, by the layer's name and the round's key; or None.
         at_end: called when it closes.
         told_non_finite: what was said of aggregates that are not finite, see `client.autograd.non_finite`.
@@ -91,6 +92,7 @@ class Connection:
         self._has_asked = False
         self.watch: Callable[[str, RoundKey], None] | None = None
         self.at_end: list[Callable[[], None]] = []
+        self.is_told_alone = False
         self.told_non_finite: set[str] = set()
         self._round_trips: deque[float] = deque(maxlen=REMEMBERED_ROUND_TRIPS)
         try:

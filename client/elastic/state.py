@@ -69,6 +69,7 @@ class ElasticState:
 
     Raises:
         ValueError: a value's name is taken.
+        TypeError: a value is of another kind; `commit` raises that too, if it has become so.
     """
 
     if TYPE_CHECKING:
@@ -229,6 +230,8 @@ class ElasticState:
 
     def _copy(self) -> dict[str, Any]:
         parts = {name: getattr(self, name) for name in self._names}
+        for name, part in parts.items():
+            _check_travels(name, part)
         return copy.deepcopy({name: part.state_dict() if _has_state(part) else part for name, part in parts.items()})
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -276,6 +279,16 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
 
 def _reports(connection: Connection, report: bytes) -> Reports:
     return {member: Report.unpacked(data) for member, data in connection.all_gather(COMMIT, report).items()}
+
+
+def _check_travels(name: str, part: Any) -> None:
+    """A rank that others need a value of is the worst place to learn that it cannot travel."""
+    if _has_state(part):
+        return
+    try:
+        packing.check(part)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"state.{name}: {str(error).removeprefix('state: ')}") from None
 
 
 def _has_state(part: Any) -> bool:

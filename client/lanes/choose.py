@@ -43,7 +43,8 @@ def meant(group: With, process_group: Any) -> With:
 def company_in(group: With) -> Company | None:
     """Returns what reaches the other members of a group; None where nobody else is in it.
 
-    A connection goes before torch's default process group, where the job has both.
+    A connection goes before torch's default process group, where the job has both. One that heard of no others may have
+    been made before there was a process group.
 
     Args:
         group: with whom a layer synchronises.
@@ -51,7 +52,7 @@ def company_in(group: With) -> Company | None:
     if isinstance(group, NamedProcessGroup):
         return group if group.size != 1 else None
     connection = current_connection()
-    if group is None and (connection is None or connection.is_in_process):
+    if group is None and (connection is None or (connection.is_in_process and not connection.is_told_alone)):
         return named_process_group.default()
     return None if connection is None or connection.is_alone(group) else connection
 

@@ -30,7 +30,7 @@ from client.conversation.registration import cause_of
 from client.launch import alone, log_level, own_server, process_group, server_process
 from client.launch.first_step import FirstStep
 from client.launch.settings import Settings, resolve
-from client.launch.sources import DEFAULT
+from client.launch.sources import ARGUMENT, DEFAULT
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ConfigurationError, DuplicateMember, ServerUnreachable, WorldSizeMismatch
 from statsd_bn.keys import ClientKeys
@@ -196,7 +196,9 @@ def _alone(settings: Settings) -> Connection:
         )
     else:
         logger.info("this process is alone, as far as anything says, and needs no server")
-    return Connection(alone.transport(), settings.member())
+    connection = Connection(alone.transport(), settings.member())
+    connection.is_told_alone = settings.world_size.source == ARGUMENT
+    return connection
 
 
 def _running_server() -> str | None:

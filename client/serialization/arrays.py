@@ -58,9 +58,11 @@ def flattened(place: int, array: Array) -> tuple[int, bytes, bytes]:
         TypeError: it is neither a dense tensor nor a numpy array, or its dtype is neither of numbers nor bool.
         ValueError: it has too many dimensions.
     """
-    kind, dtype, elements = _elements_of(place, array)
-    if array.ndim > MAX_DIMENSIONS:
-        raise ValueError(f"array {place}: expected at most {MAX_DIMENSIONS} dimensions, got {array.ndim}")
+    kind, dtype = kind_and_dtype(place, array)
+    if isinstance(array, Tensor):
+        elements = _bytes(array.detach())
+    else:
+        elements = array.astype(NUMPY_DTYPES[dtype], copy=False).tobytes()
     return kind, struct.pack(f"<B{array.ndim}Q", _PLACES[dtype], *array.shape), elements
 
 
@@ -86,8 +88,10 @@ def restored(place: int, kind: int, description: bytes, data: memoryview) -> tup
     return _built(place, kind, dtype, shape, np.frombuffer(data, np.uint8, size).copy()), size
 
 
-def _elements_of(place: int, array: Array) -> tuple[int, str, bytes]:
-    """Returns an array's kind, the name of its dtype, and its elements."""
+def kind_and_dtype(place: int, array: Array) -> tuple[int, str]:
+    """Returns an array's kind and the name of its dtype; raises as `flattened` where it cannot travel."""
+    if array.ndim > MAX_DIMENSIONS:
+        raise ValueError(f"array {place}: expected at most {MAX_DIMENSIONS} dimensions, got {array.ndim}")
     if isinstance(array, Tensor):
         if array.layout is not torch.strided or array.dtype not in _TORCH_NAMES:
             raise TypeError(
@@ -95,10 +99,10 @@ def _elements_of(place: int, array: Array) -> tuple[int, str, bytes]:
                     f"array {place}: expected a dense tensor of numbers or bool, got {array.layout} of {array.dtype}"
                 )
             )
-        return TENSOR, _TORCH_NAMES[array.dtype], _bytes(array.detach())
+        return TENSOR, _TORCH_NAMES[array.dtype]
     if array.dtype.name not in NUMPY_DTYPES:
         raise TypeError(f"array {place}: expected numbers or bool, got dtype {array.dtype}")
-    return NDARRAY, array.dtype.name, array.astype(NUMPY_DTYPES[array.dtype.name], copy=False).tobytes()
+    return NDARRAY, array.dtype.name
 
 
 def _bytes(tensor: Tensor) -> bytes:

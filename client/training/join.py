@@ -21,6 +21,10 @@ from client.layers.batchnorm import SynchronizedBatchNorm
 from client.training.running_statistics import commit_running_statistics
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ConfigurationError, StatsdBNError
+from statsd_bn.messages import Stand
+
+# The name of the round at the entrance. No layer has such a name: the name of a module contains no brackets.
+ENTRANCE = "client.join()"
 
 
 @contextmanager
@@ -42,7 +46,8 @@ def join(model: nn.Module) -> Iterator[None]:
         model: contains all synchronised layers that this process uses in the pass.
 
     Raises:
-        GroupIncomplete: not all members entered in time.
+        GroupIncomplete, RoundTimeout: not all members entered in time.
+        RoundMismatch: one of them is in a layer instead.
         ReplicaLost: one of them has left the job, so no further pass is possible.
         ConfigurationError: layers synchronise over a process group of torch's, which waits for all its ranks.
     """
@@ -91,10 +96,17 @@ def _check_lanes(model: nn.Module) -> None:
 def _begin(model: nn.Module, connection: Connection) -> list[Group]:
     groups = _groups_of(model, connection)
     for group in groups:
+        _meet_others(connection, group)
         connection.come_back(group)
     # A rank whose data ends early gets the last one's buffers from torch's Join, if the broadcast is on.
     ddp_buffers.turn_on_again(model)
     return groups
+
+
+def _meet_others(connection: Connection, group: Group) -> None:
+    """Whoever has not been away is missed by one that is still in a round; else that would end without it."""
+    if not connection.member.is_elastic and connection.session(group).stand is Stand.TAKES_PART:
+        connection.gather_in(group, ENTRANCE, b"")
 
 
 def _end(model: nn.Module, connection: Connection, groups: list[Group]) -> None:

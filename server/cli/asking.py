@@ -12,11 +12,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from server.secrets.keygen import check_curve
-from statsd_bn.errors import ServerUnreachable
+from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.handshake import EVENTS, Handshakes, SocketHandshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import Message
-from statsd_bn.reach import check_is_open_to_us, why_silent
+from statsd_bn.reach import check_is_open_to_us, check_port, why_silent
 from statsd_bn.wire import encode
 
 ANSWER_SECONDS = 5.0
@@ -81,7 +81,10 @@ def _line(
             dealer.curve_secretkey = keys.pair.secret.encode()
         with dealer.get_monitor_socket(EVENTS) as monitor:
             try:
+                check_port(endpoint)
                 dealer.connect(endpoint)
+            except ConfigurationError as error:
+                raise ServerUnreachable(error.message, endpoint=endpoint) from None
             except zmq.ZMQError as error:
                 problem = zmq.strerror(error.errno or 0)
                 text = f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({problem})"

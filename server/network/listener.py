@@ -14,7 +14,7 @@ from server.network.zap import DOMAIN, Gatekeeper
 from server.secrets.keygen import check_curve
 from statsd_bn import keys, limits
 from statsd_bn.errors import BindError
-from statsd_bn.reach import Reach, reach
+from statsd_bn.reach import Reach, check_port, reach
 
 # How long the server sleeps at most: a request to stop, or the end of a connection, is noticed this late.
 LOOK_SECONDS = 0.05
@@ -83,8 +83,9 @@ class Listener:
 
         Raises:
             BindError: the endpoint is taken or does not exist.
-            ConfigurationError: the private folder that it is in is not private.
+            ConfigurationError: there is no such port, or the private folder that it is in is not private.
         """
+        check_port(endpoint)
         self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             with ipc_path.listening(endpoint) as descriptor:

@@ -301,6 +301,11 @@ def test_members_of_different_data_equal_the_whole_batch_of_those_that_are_left(
             torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=1e-12)
 
 
+def test_a_step_before_the_first_pass_does_not_take_place_without_those_who_wait_for_it(members):
+    told = members(2, uneven_programs.step_before_a_pass)
+    assert all("client.join()" in text for text in told)
+
+
 def test_after_a_pass_all_recalibrate_together(members):
     whole = torch.cat([uneven_programs.batch(member, 0) for member in range(2)]).mean((0, 2))
     for nr_batches, mean in members(2, uneven_programs.recalibrate_after_a_pass):

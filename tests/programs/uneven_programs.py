@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import client
 from client.connection.connection import Connection
 from statsd_bn import Rows
+from statsd_bn.errors import RoundMismatch
 
 PASSES = 2
 ROW = Rows((1,), np.ones((1, 2, 3)))
@@ -41,6 +42,18 @@ def train_passes(connection: Connection, batches: tuple[int, ...]) -> tuple[list
                 outputs.append(y.detach().numpy())
                 gradients.append(x.grad.numpy())
     return outputs, gradients, [buffer.numpy() for buffer in model.buffers()]
+
+
+def step_before_a_pass(connection: Connection) -> str:
+    """What comes of a step that only member 1 runs before the block, while member 0 waits at its entrance."""
+    model = client.convert_model(model_())
+    try:
+        if connection.rank:
+            model(batch(1, 0))
+        with client.join(model):
+            return "went on without the other"
+    except RoundMismatch as error:
+        return str(error)
 
 
 def recalibrate_after_a_pass(connection: Connection) -> tuple[int, list[float]]:

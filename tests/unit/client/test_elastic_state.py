@@ -3,6 +3,7 @@
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,18 @@ def test_what_all_take_over_at_the_beginning_is_member_0s(together):
         )
 
     assert together(3, begin) == [([[0.0, 0.0]], 0.1, (0.5, 0.6), 0, [0, (0, None)], torch.tensor(0), 3)] * 3
+
+
+def test_a_value_that_cannot_travel_is_named_before_others_need_it():
+    with pytest.raises(TypeError, match=r"state\.best: expected None, numbers"):
+        ElasticState(nn.Linear(2, 1), best=Path("best.pt"))
+    state = ElasticState(nn.Linear(2, 1), best={"loss": None})
+    state.best["loss"] = Path("best.pt")
+    with pytest.raises(TypeError, match=r"state\.best: expected None, numbers"):
+        state.commit()
+    state.best["loss"] = torch.zeros(1).to_sparse()
+    with pytest.raises(TypeError, match=r"state\.best: array 0: expected a dense tensor"):
+        state.commit()
 
 
 def test_a_tensor_stays_on_its_members_device(together):

@@ -79,6 +79,12 @@ def test_an_endpoint_that_is_none_is_named(endpoint):
         ZmqTransport(endpoint)
 
 
+@pytest.mark.parametrize("port", ["65536", "-5"])
+def test_a_port_that_there_is_not_is_named(port):
+    with pytest.raises(ConfigurationError, check=says(f"expected a port of 0 to 65535, got 'tcp://127.0.0.1:{port}'")):
+        ZmqTransport(f"tcp://127.0.0.1:{port}")
+
+
 @pytest.fixture
 def echo(tmp_path):
     """An ipc endpoint that answers each frame with itself."""

@@ -8,10 +8,12 @@ import tempfile
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 import client
+from client.lanes.choose import company_in
 from client.launch import connect
 from statsd_bn import private_folder
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
@@ -132,3 +134,14 @@ def test_with_others_the_compiler_is_loaded_before_heartbeats_begin():
     """It holds Python's lock for long; a process that is alone may never need it."""
     ended = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=False)
     assert ended.stdout.split() == ["False", "True"], ended.stderr
+
+
+@pytest.mark.parametrize(("given", "is_alone"), [({"rank": 0, "world_size": 1}, True), ({}, False)])
+def test_a_connection_that_was_told_that_it_is_alone_has_no_company_in_a_process_group(given, is_alone):
+    """One that nobody told anything may have come before the process group."""
+    with client.connect(**given):
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            assert (company_in(None) is None) == is_alone
+        finally:
+            distributed.destroy_process_group()

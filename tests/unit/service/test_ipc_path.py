@@ -14,7 +14,7 @@ import pytest
 from server import Config, Service
 from server.cli.status import ask
 from server.network import ipc_path
-from statsd_bn.errors import BindError
+from statsd_bn.errors import BindError, ConfigurationError
 from support.memory_members import wait_until
 from support.sentences import says
 
@@ -193,3 +193,8 @@ def test_a_frozen_server_keeps_its_path(path):
         os.close(ready)
         os.close(told)
     wait_until(lambda: not ipc_path._is_served(path))
+
+
+def test_a_port_that_there_is_not_is_refused_and_not_taken_for_another_one():
+    with pytest.raises(ConfigurationError, match="expected a port of 0 to 65535"):
+        Service(Config(bind=("tcp://127.0.0.1:99999",)))

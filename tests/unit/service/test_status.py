@@ -177,6 +177,11 @@ def test_what_is_no_endpoint_exits_with_4(endpoint, capsys):
     assert said.count("\n") == 1
 
 
+def test_a_port_that_there_is_not_exits_with_4(capsys):
+    assert command.main(["status", "tcp://127.0.0.1:99999"]) == 4
+    assert "expected a port of 0 to 65535, got 'tcp://127.0.0.1:99999'" in unfolded(capsys.readouterr().err)
+
+
 def test_a_check_of_a_running_server_exits_with_0_and_says_nothing(server, capsys):
     assert command.main(["check", server.endpoint]) == 0
     assert capsys.readouterr() == ("", "")
