@@ -38,7 +38,7 @@ from client.training.join import join
 from client.training.recalibration import recalibrate
 from client.training.running_statistics import commit_running_statistics
 from client.training.smart_ddp import smart_DDP, smart_ddp
-from statsd_bn.environment import integer
+from statsd_bn.environment import boolean
 
 __all__ = [
     "CallbackContext",
@@ -86,5 +86,5 @@ for _name in __all__:
     if isinstance(_class := globals()[_name], type):
         _class.__module__ = __name__
 
-if integer(os.environ, "STATSD_BN_COMPILED", 0):
+if boolean(os.environ, "STATSD_BN_COMPILED"):
     use_compiled_kernels()

@@ -149,5 +149,5 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
 
 def bound_to(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Endpoints that an environment says to listen on."""
-    given = environ.get("STATSD_BN_BIND")
-    return (default_endpoint(environ),) if given is None else tuple(filter(None, given.split(",")))
+    given = tuple(filter(None, map(str.strip, environ.get("STATSD_BN_BIND", "").split(","))))
+    return given or (default_endpoint(environ),)

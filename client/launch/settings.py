@@ -29,6 +29,7 @@ from client.launch.process_group import ProcessGroup
 from client.launch.sources import ARGUMENT, DEFAULT, Setting, found
 from statsd_bn import limits
 from statsd_bn.checks import check_name
+from statsd_bn.environment import boolean
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import WORLD
@@ -308,10 +309,9 @@ def _abort_after(given: float | None) -> Setting[float | None]:
 
 
 def _stacks(environ: Mapping[str, str]) -> Setting[bool]:
-    said = environ.get("STATSD_BN_STACKS") or "1"
-    if said not in {"0", "1"}:
-        raise ConfigurationError(f"STATSD_BN_STACKS: expected 0 or 1, got {said!r:.80}")
-    return Setting("stacks", said == "1", "STATSD_BN_STACKS" if environ.get("STATSD_BN_STACKS") else DEFAULT)
+    is_set = bool(environ.get("STATSD_BN_STACKS", "").strip())
+    tells = not is_set or boolean(environ, "STATSD_BN_STACKS")
+    return Setting("stacks", tells, "STATSD_BN_STACKS" if is_set else DEFAULT)
 
 
 def _one_of(choices: Sequence[str], name: str, given: str | None, variable: str, said: str | None) -> Setting[str]:

@@ -75,7 +75,8 @@ def recalibrate(
             a batch has one value per channel; on every member alike: there were no batches at all, or a layer saw
             NaN or infinity.
         TypeError: `num_batches` is no int.
-        StatsdBNError: the exchange failed; RoundMismatch if the members' models differ.
+        StatsdBNError: the exchange failed; RoundMismatch if the members' models differ. With `on_nonfinite="raise"` a
+            member whose own batch gives NaN or infinity raises NonFinite at once, and the others ReplicaLost.
 
     Warns:
         UserWarning: a layer was not called on any member, and keeps its statistics.

@@ -43,7 +43,8 @@ def test_environment_twins():
 
 
 def test_an_empty_variable_is_not_set():
-    assert from_arguments([], {"STATSD_BN_LOG_LEVEL": "", "STATSD_BN_CURVE": "", "STATSD_BN_MAX_JOBS": ""}) == Config()
+    names = ("STATSD_BN_LOG_LEVEL", "STATSD_BN_CURVE", "STATSD_BN_MAX_JOBS", "STATSD_BN_BIND")
+    assert from_arguments([], dict.fromkeys(names, "")) == Config()
 
 
 def test_a_flag_wins_over_its_twin():
@@ -56,6 +57,7 @@ def test_several_endpoints():
     both = ("tcp://127.0.0.1:*", "ipc:///run/statsd-bn")
     assert from_arguments(["--bind", both[0], "--bind", both[1]], {}).bind == both
     assert from_arguments([], {"STATSD_BN_BIND": ",".join(both)}).bind == both
+    assert from_arguments([], {"STATSD_BN_BIND": ", ".join(both)}).bind == both
 
 
 @pytest.mark.parametrize("value", ["0", "", "no", "false"])

@@ -138,3 +138,8 @@ def test_the_log_says_where_each_value_came_from(monkeypatch, caplog, tmp_path):
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("connecting with endpoint 'tcp://a:1' (argument), job 'run-7' (TORCHELASTIC_RUN_ID), ")
     assert "rank 1 (RANK), world_size 4 (WORLD_SIZE), round_timeout 600.0 (default), " in line
+
+
+@pytest.mark.parametrize(("said", "tells"), [("0", False), ("no", False), ("1", True), (" ", True)])
+def test_whether_it_tells_where_it_is_is_said_in_many_ways(said, tells):
+    assert resolve({"STATSD_BN_STACKS": said}).stacks.value is tells
