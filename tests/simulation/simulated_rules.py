@@ -296,16 +296,16 @@ def _was_left_behind(world: "World", member: int, cause: str) -> bool:
         is_back = any(process.number == member for process in world.returned)
         return not world.plan.weather.is_fair and not is_back
     if cause.startswith("what it was given"):
-        return _a_result_was_lost(world, member)
+        return _a_result_was_lost_or_late(world, member)
     return cause.startswith("the others had gone on") and may_meet_another_beginning(world)
 
 
-def _a_result_was_lost(world: "World", member: int) -> bool:
-    """Whether one was lost on its way to a restarted server, and with it the time to ask for it again."""
+def _a_result_was_lost_or_late(world: "World", member: int) -> bool:
+    """Whether one was held up on its way to a restarted server, for which there was no time any more."""
     lives = [process for process in world.processes if process.number == member]
     sessions = {session.token for process in lives for session in process.sessions.values()}
-    lost = (entry[-1] for entry in world.trace if entry[1] in {"dropped", "corrupted"})
-    return any(named_session(frame) in sessions for frame in lost if kind_of(frame) == RESULT)
+    held_up = (entry[-1] for entry in world.trace if entry[1] in {"dropped", "corrupted", "delayed"})
+    return any(named_session(frame) in sessions for frame in held_up if kind_of(frame) == RESULT)
 
 
 def _is_in_time(world: "World", outcome: "Outcome", error: Any) -> bool:
