@@ -89,8 +89,12 @@ class Intercepted(Adopted):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if is_compiling():
             return self._traced(*args, **kwargs)
-        vars(self).pop("_has_come", None)  # from a call that raised, or one that a checkpoint computed again
-        interception = Interception(self, self._normalise_handed, self._counted(), Beginning(_OF_FORWARD))
+        if "_has_come" in self.__dict__:  # from a call that raised, or one that a checkpoint computed again
+            del self.__dict__["_has_come"]
+        # Whether this call must not simply count on.
+        is_special = self._tally is not None or self._deferred is not None or is_inside_backward()
+        counted = self._tracked_now() if is_special else None
+        interception = Interception(self, self._normalise_handed, counted, Beginning(_OF_FORWARD))
         push(interception)
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -98,7 +102,9 @@ class Intercepted(Adopted):
             pop()
         if interception.nr_without_tensors > 1:
             _tell(type(self), self.layer_name, "ambiguous")
-        if not (vars(self).pop("_has_come", False) or interception.is_reached):
+        if has_come := self._has_come:
+            del self.__dict__["_has_come"]
+        if not (has_come or interception.is_reached):
             output = self._pass_by(output, (*args, *kwargs.values()))
         elif interception.nr_passed_by:
             _tell(type(self), self.layer_name, "passed by")
@@ -112,13 +118,6 @@ class Intercepted(Adopted):
         if not self._has_come:
             output = self._pass_by(output, (*args, *kwargs.values()))
         return output
-
-    def _counted(self: Any) -> Tensor | None:
-        """Returns the number of batches before this call, where a call must not simply count on."""
-        if self._tally is None and self._deferred is None and not is_inside_backward():
-            return None
-        tracked: Tensor | None = self._tracked_now()
-        return tracked
 
     def _tracked_now(self: Any) -> Tensor | None:
         tracked: Tensor | None = self.num_batches_tracked

@@ -161,11 +161,14 @@ class Interception(TorchFunctionMode):
         # A profiler may have put a function of its own in place of `F.batch_norm`; torch hands over that one.
         if func is not _BATCH_NORM and func is not _OPERATOR and func is not F.batch_norm:
             return func(*args, **kwargs) if kwargs else func(*args)
-        given = kwargs or {}
-        handed = (_of_operator if func is _OPERATOR else Handed)(self._layer, *args, **given)
+        return self.take(func, *args, **(kwargs or {}))
+
+    def take(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes a call of `batch_norm`; torch does where it is not with the layer's own tensors."""
+        handed = (_of_operator if func is _OPERATOR else Handed)(self._layer, *args, **kwargs)
         if not handed.is_of(self._layer):
             self.nr_passed_by += handed.training and not handed.has_tensors and handed.has_channels_of(self._layer)
-            return func(*args, **given)
+            return func(*args, **kwargs)
         self.is_reached = True
         if self._beginning is not None and handed.training:
             self._beginning.check(self._layer)

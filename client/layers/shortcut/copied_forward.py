@@ -79,7 +79,7 @@ class _Functional:
             return function(*args, **kwargs)
         interception.pop()
         try:
-            return mode.__torch_function__(function, (), args, kwargs)
+            return mode.take(function, *args, **kwargs)
         finally:
             interception.push(mode)
 
