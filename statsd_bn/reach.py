@@ -54,7 +54,7 @@ def check_port(endpoint: str) -> None:
     """Raises ConfigurationError for a TCP port that there is not; ZeroMQ would take it modulo 65,536."""
     port = endpoint.rpartition(":")[2]
     is_number = endpoint.startswith("tcp://") and port.removeprefix("-").isdecimal()
-    if is_number and not 0 <= int(port) <= MAX_PORT:
+    if is_number and (len(port) > len(str(MAX_PORT)) or not 0 <= int(port) <= MAX_PORT):
         raise ConfigurationError(f"endpoint: expected a port of 0 to {MAX_PORT}, got {endpoint!r}")
 
 

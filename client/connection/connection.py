@@ -69,7 +69,7 @@ class Connection:
         transport: how it reaches the server.
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
-        is_told_alone: whether it needs no server because somebody said that its job has one member.
+        is_told_alone: whether it needs no server because `connect(world_size=1)` said that its job has one member.
         watch: told of each exchange, by the layer's name and the round's key; or None.
         at_end: called when it closes.
         told_non_finite: what was said of aggregates that are not finite, see `client.autograd.non_finite`.

@@ -33,6 +33,11 @@ def has_been_connected() -> bool:
     return _current is not None
 
 
+def is_told_alone() -> bool:
+    """Whether somebody has said that this process's job has no others."""
+    return _current is not None and _current.is_told_alone
+
+
 def has_been_alone() -> bool:
     """Whether this process's latest connection needed no server, because nothing said that there were others."""
     return _current is not None and _current.is_in_process

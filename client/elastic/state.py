@@ -68,8 +68,8 @@ class ElasticState:
         sampler: as given.
 
     Raises:
-        ValueError: a value's name is taken.
-        TypeError: a value is of another kind; `commit` raises that too, if it has become so.
+        TypeError: a value, or what a `state_dict` gives, is of another kind.
+        ValueError: a value nests deeper, or its name is taken.
     """
 
     if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class ElasticState:
             MembersChanged: members have joined or are lost. The state is then the one to go on with: that of this
                 commit, or if members are lost that of the previous one.
             RoundMismatch: the members have committed at different points of the training.
+            TypeError, ValueError: a value has become one that cannot travel to another member.
             StatsdBNError: the exchange with the others failed, with the reason.
         """
         if self._is_epoch_committed():
@@ -229,10 +230,10 @@ class ElasticState:
             self.sampler.recorded = []
 
     def _copy(self) -> dict[str, Any]:
-        parts = {name: getattr(self, name) for name in self._names}
-        for name, part in parts.items():
-            _check_travels(name, part)
-        return copy.deepcopy({name: part.state_dict() if _has_state(part) else part for name, part in parts.items()})
+        given = {name: getattr(self, name) for name in self._names}
+        parts = {name: part.state_dict() if _has_state(part) else part for name, part in given.items()}
+        packing.check(parts)  # here, and not where others need it
+        return copy.deepcopy(parts)
 
     def _load(self, state: dict[str, Any]) -> None:
         for name, part in state.items():
@@ -279,16 +280,6 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
 
 def _reports(connection: Connection, report: bytes) -> Reports:
     return {member: Report.unpacked(data) for member, data in connection.all_gather(COMMIT, report).items()}
-
-
-def _check_travels(name: str, part: Any) -> None:
-    """A rank that others need a value of is the worst place to learn that it cannot travel."""
-    if _has_state(part):
-        return
-    try:
-        packing.check(part)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"state.{name}: {str(error).removeprefix('state: ')}") from None
 
 
 def _has_state(part: Any) -> bool:

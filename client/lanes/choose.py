@@ -43,8 +43,8 @@ def meant(group: With, process_group: Any) -> With:
 def company_in(group: With) -> Company | None:
     """Returns what reaches the other members of a group; None where nobody else is in it.
 
-    A connection goes before torch's default process group, where the job has both. One that heard of no others may have
-    been made before there was a process group.
+    A connection goes before torch's default process group, where the job has both. A connection that
+    heard of no others comes behind it: `connect` may have been called before there was a process group.
 
     Args:
         group: with whom a layer synchronises.

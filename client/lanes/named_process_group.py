@@ -43,7 +43,8 @@ class NamedProcessGroup:
             except (RuntimeError, ValueError):
                 pass
             else:
-                self._check_size(found.size())
+                if found is not distributed.group.WORLD:  # which means all ranks, however many there are now
+                    self._check_size(found.size())
                 return found
         raise ConfigurationError(
             f"process_group: expected one that this process is in, got {self.name!r}, which it does not have or has "
@@ -55,7 +56,7 @@ class NamedProcessGroup:
         if size != self.size:
             raise ConfigurationError(
                 f"process_group: expected {self.name!r} of {self.size} ranks, as when the layer was given it, and this "
-                f"process has one of {size} by that name now; give the layers the new one"
+                f"process has one of {size} by that name now; revert the model, and convert it with the new one"
             )
 
 

@@ -90,7 +90,7 @@ class Intercepted(Adopted):
         if is_compiling():
             return self._traced(*args, **kwargs)
         if "_has_come" in self.__dict__:  # from a call that raised, or one that a checkpoint computed again
-            del self.__dict__["_has_come"]
+            self.__dict__.pop("_has_come", None)
         # Whether this call must not simply count on.
         is_special = self._tally is not None or self._deferred is not None or is_inside_backward()
         counted = self._tracked_now() if is_special else None
@@ -103,7 +103,7 @@ class Intercepted(Adopted):
         if interception.nr_without_tensors > 1:
             _tell(type(self), self.layer_name, "ambiguous")
         if has_come := self._has_come:
-            del self.__dict__["_has_come"]
+            self.__dict__.pop("_has_come", None)
         if not (has_come or interception.is_reached):
             output = self._pass_by(output, (*args, *kwargs.values()))
         elif interception.nr_passed_by:

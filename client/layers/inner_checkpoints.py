@@ -6,6 +6,7 @@ Most checkpoints are seen by their names when the model is converted; the others
 """
 
 import sys
+from collections.abc import Set as AbstractSet
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,8 +19,9 @@ from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
 
 # A checkpoint that is a function of autograd itself is found first: it calls what is inside it.
+_CHECKPOINT = checkpoint.__name__
 _AROUND = {
-    checkpoint.__name__: "checkpoints its call of batch_norm; checkpoint the layer where it is called",
+    _CHECKPOINT: "checkpoints its call of batch_norm; checkpoint the layer where it is called",
     torch.autograd.function.__name__: (
         "calls batch_norm in an autograd.Function, whose backward pass would be that of this replica's batch alone; "
         "register a conversion for its class, see help(client.register_conversion)"
@@ -50,15 +52,19 @@ class Beginning:
         if is_compiling() or not (records or self._records):
             return
         is_same = records == self._records and self._hooks is saved_tensor_hooks.innermost()
-        if not (is_same and saved_tensor_hooks.can_be_told()) and (around := self._around()):
+        if is_same and saved_tensor_hooks.can_be_told():
+            return
+        # A function that records inside leaves the backward pass to us.
+        sought = {_CHECKPOINT} if records == self._records else _AROUND.keys()
+        if around := self._around(sought):
             raise ConfigurationError(broken(f"layer {layer.layer_name!r}: its forward {_AROUND[around]}"))
 
-    def _around(self) -> str | None:
+    def _around(self, modules: AbstractSet[str]) -> str | None:
         """Returns which of these modules has called what runs now, if one has since the `forward` was called."""
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack has no public name
         while frame is not None and frame.f_code is not self._caller:
             module: str = frame.f_globals.get("__name__", "")
-            if module in _AROUND:
+            if module in modules:
                 return module
             frame = frame.f_back
         return None

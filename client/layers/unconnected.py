@@ -26,7 +26,7 @@ class Unconnected:
 
         The launcher says so, or torch's process group, which may be initialised later than the first forward pass.
         """
-        if self._is_told or not (others := self._others()):
+        if self._is_told or current.is_told_alone() or not (others := self._others()):
             return
         self._is_told = True
         if not current.has_been_connected():

@@ -54,9 +54,15 @@ def pack(state: Any) -> bytes:
     return b"".join([_LENGTH.pack(len(structure)), structure, *writer.elements])
 
 
-def check(state: Any) -> None:
-    """Raises what `pack` would raise, without a copy of the arrays."""
-    _Checker().add(state, 0)
+def check(state: dict[str, Any]) -> None:
+    """Raises what `pack` would raise, and names the part of the state; it copies no arrays."""
+    checker = _Checker()
+    for name, part in state.items():
+        try:
+            checker.add(part, 1)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"state.{name}: {str(error).removeprefix('state: ')}") from None
 
 
 def unpack(data: bytes) -> Any:

@@ -4,7 +4,9 @@ A process group has a fixed membership, so members that come and go cannot avera
 adds gradients as it adds statistics: in replica order, in float64, the same bits for everybody.
 """
 
+import operator
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +32,9 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
 
     All members call it after `backward`, in each step. With `count=len(batch)` and a loss that is a sum over the batch
     (`reduction="sum"`), the result is the gradient of the mean over the whole batch, however unequal the members'
-    shares; a member without a batch calls it with 0. Where all shares are equal, a loss that is a mean and no `count`
-    give the same. With unequal shares and means nobody could: a synchronised layer adds up the members' gradients in
-    `backward`, and has to know by then what each weighs.
+    shares; a member without samples in the loss calls it with 0. Where all shares are equal, a loss that is a mean and
+    no `count` give the same. With unequal shares and means nobody could: a synchronised layer adds up the members'
+    gradients in `backward`, and has to know by then what each weighs.
 
     It takes one round for each 65,536 elements. A process that trains alone divides its own gradients.
 
@@ -48,17 +50,14 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
         ConfigurationError: `count` is no int or negative, no parameter is trained, or a gradient is sparse.
         StatsdBNError: a round failed, with the reason; RoundMismatch where the members' models differ in size.
     """
-    if not isinstance(count, int) or count < 0:
-        raise ConfigurationError(
-            f"count: expected the number of samples in the loss, an int of at least 0, got {count!r}"
-        )
+    count = _checked(count)
     company = company_in(None) or current_connection()
     trained = _trained(parameters)
     _check_dense(trained)
     if company is None:
         _divide(trained, count)
         return count
-    parts = _sum(lane_over(company, LANE, None), _flat(trained) if count else np.zeros(_size(trained)), count)
+    parts = _sum(lane_over(company, LANE, None), _flat(trained), count)
     # A member may be lost between two parts; each part is an average over its own members.
     averages = np.concatenate([part.values[0] / max(1, part.count) for part in parts])
     if parts[0].count:
@@ -66,10 +65,25 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     return parts[0].count
 
 
+def _checked(count: Any) -> int:
+    try:
+        number = operator.index(count)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigurationError(
+            f"count: expected the number of samples in the loss, an int of at least 0, got {count!r:.80}"
+        )
+    return number
+
+
+@torch.no_grad()
 def _divide(trained: list[Tensor], count: int) -> None:
-    for parameter in trained:
-        if parameter.grad is not None and count > 1:
-            parameter.grad.div_(count)
+    # Each once, though a parameter may be given twice.
+    gradients = {id(parameter.grad): parameter.grad for parameter in trained}
+    for gradient in gradients.values():
+        if gradient is not None and count > 1:
+            gradient.div_(count)
 
 
 def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
@@ -93,11 +107,6 @@ def _check_dense(trained: list[Tensor]) -> None:
 def _sizes(trained: list[Tensor]) -> list[int]:
     """Returns how many numbers each gradient has; a complex one has two for each element."""
     return [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in trained]
-
-
-def _size(trained: list[Tensor]) -> int:
-    """Returns how many numbers a member sends: all gradients, and for each parameter whether it has one."""
-    return sum(_sizes(trained)) + len(trained)
 
 
 def _flat(trained: list[Tensor]) -> FloatArray:

@@ -21,9 +21,8 @@ from client.layers.batchnorm import SynchronizedBatchNorm
 from client.training.running_statistics import commit_running_statistics
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ConfigurationError, StatsdBNError
-from statsd_bn.messages import Stand
 
-# The name of the round at the entrance. No layer has such a name: the name of a module contains no brackets.
+# The name of the round before the first pass. No layer has such a name: the name of a module contains no brackets.
 ENTRANCE = "client.join()"
 
 
@@ -104,8 +103,8 @@ def _begin(model: nn.Module, connection: Connection) -> list[Group]:
 
 
 def _meet_others(connection: Connection, group: Group) -> None:
-    """Whoever has not been away is missed by one that is still in a round; else that would end without it."""
-    if not connection.member.is_elastic and connection.session(group).stand is Stand.TAKES_PART:
+    """Before the first pass nobody has been away, so a rank that is still in a round would end it without this one."""
+    if not (connection.member.is_elastic or connection.session(group).is_uneven):
         connection.gather_in(group, ENTRANCE, b"")
 
 

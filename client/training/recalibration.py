@@ -143,7 +143,7 @@ def _run(model: nn.Module, batches: Iterable[Any], tallies: Tallies, progress: C
     """Returns how many batches there were."""
     done = 0
     for done, batch in enumerate(batches, 1):
-        with torch.no_grad(), _tallied(tallies), _without_broadcasts(model), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), _tallied(tallies), _without_collectives(model), torch.compiler.set_stance("force_eager"):
             _forward(model, batch, done)
         if progress is not None:
             progress(done)
@@ -171,7 +171,7 @@ def _tallied(tallies: Tallies) -> Iterator[None]:
 
 
 @contextmanager
-def _without_broadcasts(model: nn.Module) -> Iterator[None]:
+def _without_collectives(model: nn.Module) -> Iterator[None]:
     """DistributedDataParallel would wait in a forward pass for members with fewer batches.
 
     It sends its buffers there; and after a `Join`, which leaves this on, it asks who has data left.

@@ -85,7 +85,7 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
         ConfigurationError: `environ` names no endpoint, or one whose port only the server knows.
         ServerUnreachable: `environ` says nothing, and this user has no server.
     """
-    if not environ.get("STATSD_BN_BIND", "").strip():
+    if not environ.get("STATSD_BN_BIND", "").strip(" ,"):
         return _find_server(environ)
     endpoint = next(iter(bound_to(environ)), "")
     scheme, _, address = endpoint.partition("://")

@@ -89,7 +89,7 @@ class Insight:
         waited = {one.member: longest - one.late + one.waited for one in contributors.values()}
         if pace.end_window(now, rounds, waited):
             slowest = contributors[pace.minute.slowest or 0]
-            self.findings.add("straggler", slowest.member, slowest.latest_step, _held_up(slowest, pace.minute.held))
+            self.findings.add("straggler", slowest.member, slowest.known_step, _held_up(slowest, pace.minute.held))
 
     def file(self, now: float, told: Digest) -> None:
         """Take the figures of rounds that the members have had among themselves.

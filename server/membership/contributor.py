@@ -91,7 +91,7 @@ class Contributor:
         return plain(self.sighting.latest.stack) if self.sighting and self.sighting.latest else ""
 
     @property
-    def latest_step(self) -> int:
+    def known_step(self) -> int:
         """The latest step that it is known to have been in."""
         return max(self.step, self.told_step)
 
@@ -107,7 +107,7 @@ class Contributor:
             "member": self.member,
             "place": self.place,
             "stand": self.state.name.lower(),
-            "step": self.latest_step,
+            "step": self.known_step,
             "replicas": self.replicas,
             **self._late(),
             **({"round_trip": _in_brief(self.trips)} if self.trips.total else {}),

@@ -280,7 +280,7 @@ class Membership(Standing):
             return None
         if self.recovery and self.is_elastic:
             self.recovery.forget(contributor.member)
-        loss = self._loss(contributor.member, contributor.latest_step, f"{contributor} {reason}", cause)
+        loss = self._loss(contributor.member, contributor.known_step, f"{contributor} {reason}", cause)
         self._break_if_told(move, loss)
         # Whoever was back when the first one left has been told then, and nobody can be back since.
         if move.told is Told.DEPARTED and self.departed is None:

@@ -7,9 +7,9 @@
 A member looks at its group's rounds in memory, in the thread that trains, and its heartbeat's thread takes the
 samples. The server looks at the rounds that come to it, and takes the samples in a tick. A round costs one look into a
 dictionary. Only where its layer is due, its rows are copied; in shared memory they are written over two rounds later.
-All layers are due at the same moment, once a second, so as a rule one step brings the rows of all. A look that could
-begin in the middle of a step waits for the next one: else the first layers of slow steps would be seen far less often
-than the last ones. What is kept is bounded: a model with more layers than fit is looked at in turns, and a large layer
+All layers are due at the same moment, once a second, so as a rule one step brings the rows of all. Where the first
+layers of a step found no room, a look does not begin with later ones that have room by then: else the first would be
+seen far less often. What is kept is bounded: a model with more layers than fit is looked at in turns, and a large layer
 at every second channel, or third.
 """
 
@@ -86,7 +86,11 @@ class Samples:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._most_of_layer = min(MOST_LAYER_BYTES, most_bytes)
+        # When a layer's rows are to be kept again, and after how many looks: in slow steps the first layers would be
+        # due before the last ones have had their turn.
         self._due: dict[str, float] = {}
+        self._turn: dict[str, int] = {}
+        self._taken = 0
         self._kept = _Kept()
         self._take_at = 0.0
         # The first round of its step that found no room.
@@ -116,7 +120,8 @@ class Samples:
 
     def is_due(self, now: float, key: RoundKey) -> bool:
         """Whether to look at a round."""
-        return now >= self._due.get(key.layer, 0.0) and key.phase == FORWARD
+        is_time = now >= self._due.get(key.layer, 0.0) and key.phase == FORWARD
+        return is_time and self._taken >= self._turn.get(key.layer, 0)
 
     def stride(self, size: int) -> int:
         """Returns how many channels there are for each one that is kept, of rows of so many bytes."""
@@ -128,6 +133,7 @@ class Samples:
             return []
         kept, self._kept = self._kept, _Kept()
         self._take_at = now + SECONDS
+        self._taken += bool(kept.samples)
         return kept.samples
 
     def _keep(
@@ -142,7 +148,10 @@ class Samples:
             return  # it stays due, and comes after the next `take`
         if not kept.samples and self._has_missed_some_before(key):
             return
-        seconds = SECONDS if self._looks <= 1 else SECONDS * self._looks * SLACK
+        seconds = SECONDS
+        if self._looks > 1:
+            seconds *= self._looks * SLACK
+            self._turn[key.layer] = self._taken + math.ceil(self._looks)
         self._due[key.layer] = (now // seconds + 1) * seconds
         kept.began = min(now, kept.began)
         kept.size += size
@@ -163,6 +172,7 @@ class Samples:
             return
         if len(self._due) >= MOST_KNOWN:
             self._due.clear()
+            self._turn.clear()
             self._looks = 0.0
         self._due[layer] = 0.0
         self._looks += max(1 / MOST_LAYERS, size / self._most_bytes)

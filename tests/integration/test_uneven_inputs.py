@@ -306,6 +306,11 @@ def test_a_step_before_the_first_pass_does_not_take_place_without_those_who_wait
     assert all("client.join()" in text for text in told)
 
 
+def test_whoever_catches_an_exception_of_its_pass_waits_for_the_next_one(members):
+    """The others go on with theirs."""
+    assert members(2, uneven_programs.passes_with_a_caught_exception) == [5, 6]
+
+
 def test_after_a_pass_all_recalibrate_together(members):
     whole = torch.cat([uneven_programs.batch(member, 0) for member in range(2)]).mean((0, 2))
     for nr_batches, mean in members(2, uneven_programs.recalibrate_after_a_pass):

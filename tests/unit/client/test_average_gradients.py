@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -71,16 +72,24 @@ def test_more_elements_than_a_round_takes_go_in_several():
             assert rounds == 3
 
 
-def test_a_stale_gradient_of_a_member_without_samples_does_not_count():
+def test_samples_that_are_not_in_the_loss_have_their_part_in_the_layers_backward_pass():
+    """As those without a label, of which one member may have only such."""
+    whole = model()
+    whole(INPUTS)[:5].square().sum().div(5).backward()
+
     def average(connection: Connection) -> Any:
         use(connection)
-        weight = nn.Parameter(torch.zeros(2))
-        weight.grad = torch.tensor([1.0, 2.0]) if connection.rank else torch.full((2,), torch.nan)
-        average_gradients([weight], connection.rank)
-        return weight.grad.tolist()
+        network, is_in_loss = client.convert_model(model()), connection.rank == 0
+        outputs = network(INPUTS[slice(5) if is_in_loss else slice(5, 7)]).square().sum()
+        (outputs * is_in_loss).backward()
+        return average_gradients(network, 5 * is_in_loss), gradients(network)
 
     with own_connections():
-        assert run_members(2, average) == [[1.0, 2.0]] * 2
+        results = run_members(2, average)
+    for total, found in results:
+        assert total == 5
+        for one, expected in zip(found, gradients(whole), strict=True):
+            torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_where_nobody_has_a_sample_gradients_stay():
@@ -147,8 +156,8 @@ def test_half_precision_is_added_in_double():
 @pytest.mark.parametrize(("count", "average"), [(5, 2.0), (1, 10.0), (0, 10.0)])
 def test_a_process_that_trains_alone_divides_its_own_gradients(count, average):
     weight, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    weight.grad = torch.full((2,), 10.0)
-    assert client.average_gradients([weight, unused], count) == count
+    weight.grad = torch.full((2,), 10.0, requires_grad=True)
+    assert client.average_gradients([weight, unused, weight], np.int64(count)) == count
     assert weight.grad.tolist() == [average] * 2
     assert unused.grad is None
 
@@ -166,7 +175,7 @@ def test_models_of_different_sizes_are_told():
     ("parameters", "count", "message"),
     [
         ([torch.zeros(2, requires_grad=True)], -1, "at least 0, got -1"),
-        ([torch.zeros(2, requires_grad=True)], torch.tensor(2), "an int of at least 0"),
+        ([torch.zeros(2, requires_grad=True)], 2.0, "an int of at least 0"),
         ([torch.zeros(2)], 1, "expected at least one that requires a gradient"),
     ],
 )

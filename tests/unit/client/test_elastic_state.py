@@ -121,8 +121,21 @@ def test_a_value_that_cannot_travel_is_named_before_others_need_it():
     state.best["loss"] = Path("best.pt")
     with pytest.raises(TypeError, match=r"state\.best: expected None, numbers"):
         state.commit()
+    nested = None
+    for _ in range(32):
+        nested = [nested]
+    for value, kind, what in (
+        ("\udcff", ValueError, "surrogates not allowed"),
+        (nested, ValueError, "expected one that nests at most 32 deep"),
+    ):
+        with pytest.raises(kind, match=f"state.best: .*{what}"):
+            ElasticState(nn.Linear(2, 1), best=value)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(2, 1).parameters()), 1)
+    scheduler.path = Path("here")
+    with pytest.raises(TypeError, match=r"state\.scheduler: expected None"):
+        ElasticState(nn.Linear(2, 1), scheduler=scheduler)
     state.best["loss"] = torch.zeros(1).to_sparse()
-    with pytest.raises(TypeError, match=r"state\.best: array 0: expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"state\.best: array \d: expected a dense tensor"):
         state.commit()
 
 

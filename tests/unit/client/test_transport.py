@@ -79,9 +79,9 @@ def test_an_endpoint_that_is_none_is_named(endpoint):
         ZmqTransport(endpoint)
 
 
-@pytest.mark.parametrize("port", ["65536", "-5"])
+@pytest.mark.parametrize("port", ["65536", "-5", "9" * 5000])
 def test_a_port_that_there_is_not_is_named(port):
-    with pytest.raises(ConfigurationError, check=says(f"expected a port of 0 to 65535, got 'tcp://127.0.0.1:{port}'")):
+    with pytest.raises(ConfigurationError, check=says("expected a port of 0 to 65535, got 'tcp://127.0.0.1:")):
         ZmqTransport(f"tcp://127.0.0.1:{port}")
 
 

@@ -515,6 +515,34 @@ def test_a_call_in_a_function_with_a_backward_pass_of_its_own_is_an_error_when_i
         model(batch())
 
 
+class RecordingInside(torch.autograd.Function):
+    """Has autograd's own backward pass inside."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.output = function(ctx.x)
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, torch.autograd.grad(ctx.output, ctx.x, grad)[0]
+
+
+@pytest.mark.parametrize("can_be_told", [True, False])
+def test_a_call_in_a_function_that_records_inside_is_synchronised(can_be_told, monkeypatch):
+    if not can_be_told:
+        monkeypatch.setattr(saved_tensor_hooks, "_top", None)
+    x = batch().requires_grad_()
+    whole = Unseen(CHANNELS, lambda function, x: function(x))
+    model = client.convert_model(nn.Sequential(Unseen(CHANNELS, RecordingInside.apply)))
+    for run in (model, whole):
+        run(x).sin().sum().backward()
+        x.grad, before = None, x.grad
+    torch.testing.assert_close(before, torch.autograd.grad(model(x).sin().sum(), x)[0])
+
+
 def test_a_layer_may_be_called_in_such_a_function():
     layer = client.convert_model(Unseen(CHANNELS, lambda function, x: function(x)))
     x = batch().requires_grad_()

@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 import client
+from client.connection import current
 from client.lanes.choose import company_in
 from client.launch import connect
 from statsd_bn import private_folder
@@ -143,5 +144,6 @@ def test_a_connection_that_was_told_that_it_is_alone_has_no_company_in_a_process
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         try:
             assert (company_in(None) is None) == is_alone
+            assert current.is_told_alone() == is_alone
         finally:
             distributed.destroy_process_group()

@@ -78,6 +78,21 @@ def test_the_first_layers_of_a_step_are_seen_as_often_as_the_last_ones(seconds):
     assert seen["first"] > 0.8 * seen["last"]
 
 
+@pytest.mark.parametrize(("number", "seconds"), [(155, 5.0), (200, 3.0)])
+def test_the_last_layers_of_a_large_model_are_seen_in_slow_steps_too(number, seconds):
+    of_one, seen = Samples(), Counter()
+    now, taken_at = 100.0, 100.5
+    for step in range(int(200 / seconds)):
+        for layer in range(number):
+            while taken_at <= now:
+                seen.update(layers(of_one.take(taken_at)))
+                taken_at += 1
+            look(of_one, now, f"layer {layer}", step)
+            now += 0.4 * seconds / number
+        now += 0.6 * seconds
+    assert min(seen[f"layer {layer}"] for layer in range(number)) >= 5
+
+
 def test_where_no_step_is_counted_looks_begin_too():
     of_one = Samples()
     for n in range(200):
