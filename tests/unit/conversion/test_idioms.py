@@ -531,7 +531,7 @@ class RecordingInside(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("can_be_told", [True, False])
-def test_a_call_in_a_function_that_records_inside_is_synchronised(can_be_told, monkeypatch):
+def test_a_call_in_a_function_that_records_inside_is_not_refused(can_be_told, monkeypatch):
     if not can_be_told:
         monkeypatch.setattr(saved_tensor_hooks, "_top", None)
     x = batch().requires_grad_()
