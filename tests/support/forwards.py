@@ -202,7 +202,84 @@ class Given(LikeTimms):
         return x if then is None else then(self, x.sin())
 
 
+class Before(LikeTimms):
+    """Normalises the first time in a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = normalised(self, x).sin()
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+class ImportedBefore(LikeTimms):
+    """Normalises the first time by a name of its module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensors = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(batch_norm(x, *tensors, self.training).sin(), *tensors, self.training)
+
+
+class Computed(LikeTimms):
+    """Normalises the first time where it reads an attribute."""
+
+    @property
+    def factor(self) -> Tensor:
+        return normalised(self, self.kept.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x
+        factor = self.factor
+        return factor * F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+class Either(LikeTimms):
+    """Normalises small batches in another way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 1:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+        return normalised(self, x)
+
+
+class Guarded(LikeTimms):
+    """Normalises in another way if it fails."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            factor = {2: FACTOR, 7: FACTOR}[len(x)]
+            x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+        except KeyError:
+            return normalised(self, x) * FACTOR
+        return x * factor
+
+
+class Disguised(LikeTimms):
+    """Has methods that are called as those of tensors."""
+
+    def dim(self, x: Tensor) -> Tensor:
+        return normalised(self, x).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dim(x)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+class Checking(LikeTimms):
+    """Checks its input itself."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+        self.kept = normalised(self, input)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        x = x + self.kept
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+# Until they come to `F.batch_norm` they do something that must be looked at.
+NOT_PLAIN = [Before, ImportedBefore, Computed, Either, Guarded, Disguised, Checking]
+
 ALL = [
     *(LikeTimms, Below, Twice, Named, Given, Helping, Method, Hidden, Imported, ImportedWithin),
     *(OperatorToo, Inside, Access, Counting, Comparing, Constant, AllGlobals, Closed, Looked),
+    *NOT_PLAIN,
 ]

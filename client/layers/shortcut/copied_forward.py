@@ -5,12 +5,14 @@
 
 Torch tells a mode of a call by `handle_torch_function`, whose Python takes 15 to 20 µs between other work. So such a
 `forward` runs as a copy, in which the name `F` stands for `_Functional`. Its `batch_norm` does what torch does for a
-mode, and no more: it takes the innermost off the stack, calls it, and puts it back.
+mode, and no more: it takes the innermost off the stack, calls it, and puts it back. Where a `forward` begins plainly,
+the mode is off from its beginning on.
 
 The copy has the code and the closure of the original, so `super()` goes where it went; it has the globals of the
 original, each looked up when it is used. torch.compile traces the original.
 """
 
+import threading
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.compiler import is_compiling
 from client.layers import interception
 from client.layers.conversion.bytecode import asks_for_attribute, instructions_of
 from client.layers.interception import Interception
+from client.layers.shortcut.plain_beginning import begins_plainly
 
 # The interpreter looks for these in a function's globals itself: for builtins, imports and warnings.
 _INTERPRETERS = ("__builtins__", "__file__", "__loader__", "__name__", "__package__", "__spec__")
@@ -36,7 +39,20 @@ def shortcut_to(kind: type) -> type | None:
     return None if copy is None else _shortcut(kind, forward, forward.__code__, copy)
 
 
+class _Aside(threading.local):
+    """The interception that is off its stack until `batch_norm` is called."""
+
+    interception: Interception | None = None
+
+
+_aside = _Aside()
+
+
 def _shortcut(kind: type, forward: Any, code: CodeType, copy: FunctionType) -> type:
+    globals_: Any = forward.__globals__
+    (name, *others) = _names_of_functional(forward)
+    is_plain = not others and begins_plainly(copy, kind, _Functional.batch_norm)
+
     class Shortcut:
         __slots__ = ()
 
@@ -44,9 +60,31 @@ def _shortcut(kind: type, forward: Any, code: CodeType, copy: FunctionType) -> t
             """The original's, by the copy unless torch.compile traces it or the class has got another since."""
             if is_compiling() or kind.forward is not forward or forward.__code__ is not code:  # type: ignore[attr-defined]
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
-            return copy(self, *args, **kwargs)
+            # The name may mean something else by now.
+            mode = _taken_off() if is_plain and globals_.get(name) is F else None
+            if mode is None:
+                return copy(self, *args, **kwargs)
+            _aside.interception = mode
+            try:
+                return copy(self, *args, **kwargs)
+            finally:
+                if _aside.interception is mode:  # it came to no `batch_norm`
+                    _put_back(mode)
 
     return Shortcut
+
+
+def _taken_off() -> Interception | None:
+    mode = interception.innermost()
+    if not isinstance(mode, Interception):
+        return None
+    interception.pop()
+    return mode
+
+
+def _put_back(mode: Interception) -> None:
+    _aside.interception = None
+    interception.push(mode)
 
 
 def copied(forward: Any) -> FunctionType | None:
@@ -73,15 +111,16 @@ class _Functional:
 
     @staticmethod
     def batch_norm(*args: Any, **kwargs: Any) -> Any:
-        function, mode = F.batch_norm, interception.innermost()
-        # What a profiler has put in its place calls torch's in the end, which asks the mode.
-        if function is not _BATCH_NORM or not isinstance(mode, Interception):
+        function, mode = F.batch_norm, _aside.interception or _taken_off()
+        if mode is None:
             return function(*args, **kwargs)
-        interception.pop()
         try:
-            return mode.take(function, *args, **kwargs)
+            if function is _BATCH_NORM:
+                return mode.take(function, *args, **kwargs)
         finally:
-            interception.push(mode)
+            _put_back(mode)
+        # What a profiler has put in its place calls torch's in the end, which asks the mode.
+        return function(*args, **kwargs)
 
 
 class _Globals(dict[str, Any]):

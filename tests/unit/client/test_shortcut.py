@@ -87,6 +87,46 @@ def test_only_calls_from_elsewhere_come_by_torchs_way(kind, calls, by_torchs_way
     assert by_torchs_way.count(F.batch_norm) == calls
 
 
+@pytest.fixture
+def looked_at(monkeypatch):
+    """Functions of torch that an interception was asked about."""
+    found, look = [], interception.Interception.__torch_function__
+
+    def note(mode, function, *args):
+        found.append(function)
+        return look(mode, function, *args)
+
+    monkeypatch.setattr(interception.Interception, "__torch_function__", note)
+    return found
+
+
+def test_nobody_looks_at_a_plain_beginning(looked_at):
+    pair(LikeTimms)[1](batch())
+    assert looked_at == [F.relu]
+
+
+@pytest.mark.parametrize("kind", [forwards.Before, forwards.Either, forwards.Checking, forwards.Disguised])
+def test_any_other_beginning_is_looked_at(kind, looked_at):
+    pair(kind)[1](batch())
+    assert looked_at
+
+
+def test_what_comes_to_no_batch_norm_is_looked_at_again_behind_it(looked_at):
+    class Sometimes(LikeTimms):
+        def forward(self, x):
+            if x.size(0) > 5:
+                return x
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+    class Outer(Sometimes):
+        def forward(self, x):
+            return super().forward(x).sin()
+
+    pair(Outer)[1](batch())
+    assert looked_at == [torch.Tensor.sin]
+    assert interception.innermost() is None
+
+
 def _hook(layer):
     layer.act.register_forward_hook(lambda _, __, x: forwards.normalised(layer, x.sin()))
 
