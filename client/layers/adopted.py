@@ -265,7 +265,7 @@ def _bases(original: type[nn.Module]) -> tuple[type, ...]:
         return Adopted, original, SynchronizedBatchNorm
     bases: list[type] = []
     for kind in own(original):
-        if shortcut := shortcut_to(kind):
+        if shortcut := shortcut_to(kind, original):
             bases += shortcut, kind
         elif kind is original:
             bases.append(kind)

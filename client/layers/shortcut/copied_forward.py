@@ -17,6 +17,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
 from torch.compiler import is_compiling
 
 from client.layers import interception
@@ -32,15 +33,24 @@ _OPERATIONS_ON_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _FUNCTIONS_OF_GLOBALS = frozenset({"eval", "exec", "globals", "vars"})
 
 
-def shortcut_to(kind: type) -> type | None:
-    """Class to put before `kind` among the bases of an adopted one; None if its `forward` needs or allows none."""
+def shortcut_to(kind: type[nn.Module], original: type[nn.Module]) -> type | None:
+    """Class to put before `kind` among the bases of an adopted one; None if its `forward` needs or allows none.
+
+    Args:
+        kind: `original`, or a class that it derives from.
+        original: the class that is adopted.
+    """
     forward: Any = vars(kind).get("forward")
     copy = copied(forward)
-    return None if copy is None else _shortcut(kind, forward, forward.__code__, copy)
+    if copy is None:
+        return None
+    (name, *others) = _names_of_functional(forward)
+    is_plain = not others and begins_plainly(copy, original, _FUNCTIONAL)
+    return _shortcut(kind, forward, forward.__code__, copy, name if is_plain else None)
 
 
 class _Aside(threading.local):
-    """The interception that is off its stack until `batch_norm` is called."""
+    """The interception that is off its stack until the copy that runs calls `batch_norm`."""
 
     interception: Interception | None = None
 
@@ -48,28 +58,26 @@ class _Aside(threading.local):
 _aside = _Aside()
 
 
-def _shortcut(kind: type, forward: Any, code: CodeType, copy: FunctionType) -> type:
+def _shortcut(kind: Any, forward: Any, code: CodeType, copy: FunctionType, plain_name: str | None) -> type:
     globals_: Any = forward.__globals__
-    (name, *others) = _names_of_functional(forward)
-    is_plain = not others and begins_plainly(copy, kind, _Functional.batch_norm)
 
     class Shortcut:
         __slots__ = ()
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             """The original's, by the copy unless torch.compile traces it or the class has got another since."""
-            if is_compiling() or kind.forward is not forward or forward.__code__ is not code:  # type: ignore[attr-defined]
+            if is_compiling() or kind.forward is not forward or forward.__code__ is not code:
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             # The name may mean something else by now.
-            mode = _taken_off() if is_plain and globals_.get(name) is F else None
-            if mode is None:
-                return copy(self, *args, **kwargs)
-            _aside.interception = mode
+            mode = _taken_off() if globals_.get(plain_name) is F else None
+            # A hook or a parametrization may run another layer meanwhile.
+            outer, _aside.interception = _aside.interception, mode
             try:
                 return copy(self, *args, **kwargs)
             finally:
-                if _aside.interception is mode:  # it came to no `batch_norm`
-                    _put_back(mode)
+                if _aside.interception is not None:  # it came to no `batch_norm`
+                    interception.push(_aside.interception)
+                _aside.interception = outer
 
     return Shortcut
 
@@ -80,11 +88,6 @@ def _taken_off() -> Interception | None:
         return None
     interception.pop()
     return mode
-
-
-def _put_back(mode: Interception) -> None:
-    _aside.interception = None
-    interception.push(mode)
 
 
 def copied(forward: Any) -> FunctionType | None:
@@ -114,11 +117,12 @@ class _Functional:
         function, mode = F.batch_norm, _aside.interception or _taken_off()
         if mode is None:
             return function(*args, **kwargs)
+        _aside.interception = None
         try:
             if function is _BATCH_NORM:
                 return mode.take(function, *args, **kwargs)
         finally:
-            _put_back(mode)
+            interception.push(mode)
         # What a profiler has put in its place calls torch's in the end, which asks the mode.
         return function(*args, **kwargs)
 

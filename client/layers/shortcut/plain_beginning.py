@@ -1,8 +1,9 @@
 """Plain beginnings: whether all is known that a `forward` does until it comes to `F.batch_norm`.
 
 Usually that counts the batch and reads some tensors. Then nobody need look on, and each of these steps is spared the
-way through a mode of torch's, which takes 10 µs between other work. What is not known here, as in a newer Python, is
-taken for something that must be looked at.
+way through a mode of torch's, which takes 10 µs between other work. So a plain one reads of the layer only what torch's
+layers have, and calls only what is listed here; of operators it is taken for granted that they do not normalise by the
+layer's tensors. What is not listed, as steps of a newer Python, is no part of a plain beginning.
 """
 
 import builtins
@@ -19,41 +20,93 @@ from client.layers.conversion.bytecode import asks_for_attribute
 
 Code = list[dis.Instruction]
 
-# They call nothing, but for the operators of what the forward has at hand.
-_FAMILIES = ("BINARY_", "BUILD_", "COMPARE_", "FORMAT_", "JUMP_IF_", "LIST_", "POP_JUMP_", "UNARY_")
 _CALLS = frozenset({"CALL", "CALL_FUNCTION_EX"})
-_OTHERS = _CALLS | {
-    *("CONTAINS_OP", "COPY", "COPY_FREE_VARS", "DICT_MERGE", "IS_OP", "JUMP_FORWARD"),
-    *("KW_NAMES", "LOAD_ATTR", "LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_METHOD", "MAKE_CELL", "NOP", "POP_TOP"),
-    *("PRECALL", "RAISE_VARARGS", "RESUME", "RETURN_VALUE", "STORE_FAST", "SWAP"),
-}
 _JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
+# Kinds of steps that are listed: those that begin so, and others.
+_FAMILIES = ("BINARY_", "BUILD_", "COMPARE_", "FORMAT_", "JUMP_IF_", "LIST_", "POP_JUMP_", "UNARY_")
+_OTHERS = (
+    _CALLS
+    | {"CONTAINS_OP", "COPY_FREE_VARS", "DICT_MERGE", "IS_OP", "JUMP_FORWARD", "KW_NAMES", "NOP", "POP_TOP", "PRECALL"}
+    | {"LOAD_ATTR", "LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_METHOD", "STORE_FAST", "SWAP"}
+    | {"RAISE_VARARGS", "RESUME", "RETURN_VALUE"}
+)
 
-_FUNCTIONS = (float, int, isinstance, len, torch._assert, ValueError)  # noqa: SLF001 - others call it too
+_OF_LAYER = frozenset(
+    {"affine", "bias", "eps", "momentum", "num_batches_tracked", "num_features", "running_mean", "running_var"}
+    | {"track_running_stats", "training", "weight"}
+)
+_OF_INPUT = frozenset({"dim", "dtype", "ndim", "shape", "size"})
+_FUNCTIONS = (float, int, isinstance, len, ValueError, torch._assert)  # noqa: SLF001 - others call it too
 
 
-def begins_plainly(forward: FunctionType, kind: type, batch_norm: Any) -> bool:
-    """Whether a `forward` calls nothing but known functions until it calls `batch_norm` or ends.
+def begins_plainly(forward: FunctionType, kind: type[nn.Module], functional: Any) -> bool:
+    """Whether a `forward` takes known steps only until it calls `batch_norm`, or returns or raises before.
 
     Args:
-        forward: with a call of `F.batch_norm`.
-        kind: the class whose forward it is.
-        batch_norm: what `F.batch_norm` is for it.
+        forward: of a layer, which is its first argument.
+        kind: the layer's class, which may have its `forward` from another one.
+        functional: what stands for `torch.nn.functional` in the globals of `forward`.
     """
     code = [one for one in dis.get_instructions(forward.__code__) if one.opname != "EXTENDED_ARG"]
-    waiting: list[Code] = []
-    for index, (owner, one) in enumerate(pairwise(code), start=1):
-        if not (one.opname in _OTHERS or one.opname.startswith(_FAMILIES)) or _is_computed(owner, one, forward, kind):
-            return False
-        if _loads_callable(one):
-            waiting.append(code[index - 1 : index + 2])
-        if one.opname in _CALLS:
-            called = waiting.pop()
-            if _function(called, forward) is batch_norm:
-                return not forward.__code__.co_exceptiontable and not _passes_by(code[:index], one.offset)
-            if not _is_known(called, forward, kind):
-                return False
-    return False
+    beginning = _until_batch_norm(code, forward, functional)
+    return (
+        bool(beginning and _has_usual_attributes(kind))
+        and not forward.__code__.co_exceptiontable
+        and all(_is_plain(one, beginning[-1].offset) for one in beginning)
+        and all(_is_known(before, one, forward, functional) for before, one in pairwise(beginning))
+    )
+
+
+def _until_batch_norm(code: Code, forward: FunctionType, functional: Any) -> Code:
+    """The instructions up to the call of `functional.batch_norm`; none if there is another call among its arguments."""
+    for index, (before, one) in enumerate(pairwise(code), start=1):
+        if asks_for_attribute(one) and one.argval == "batch_norm" and _global(before, forward) is functional:
+            call = next((end for end in range(index, len(code)) if code[end].opname in _CALLS), len(code))
+            arguments = code[index + 1 : call]
+            return [] if any(_loads_callable(each) for each in arguments) else code[: call + 1]
+    return []
+
+
+def _has_usual_attributes(kind: type[nn.Module]) -> bool:
+    """Whether no code of the class runs when an attribute is read that torch's layers have."""
+    is_read_as_usual = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
+    return is_read_as_usual and not any(
+        hasattr(inspect.getattr_static(kind, name, None), "__get__") for name in _OF_LAYER
+    )
+
+
+def _is_plain(one: dis.Instruction, end: int) -> bool:
+    """Whether it is a step of a listed kind, and leads to no step behind the one at `end`, nor to an earlier one."""
+    is_listed = one.opname in _OTHERS or one.opname.startswith(_FAMILIES)
+    return is_listed and (one.opcode not in _JUMPS or one.offset < one.argval <= end)
+
+
+def _is_known(before: dis.Instruction, one: dis.Instruction, forward: FunctionType, functional: Any) -> bool:
+    """Whether it is known what a step reads, and what is called if it reads something to be called."""
+    if asks_for_attribute(one):
+        return _is_known_attribute(before, one.argval, forward, functional)
+    if _is_argument(before, 0, forward):
+        return False  # the layer itself is handed on
+    if one.opname == "LOAD_GLOBAL" and _loads_callable(one):
+        found = _global(one, forward)
+        return any(found is each for each in (*_FUNCTIONS, torch, functional))
+    return True
+
+
+def _is_known_attribute(owner: dis.Instruction, name: str, forward: FunctionType, functional: Any) -> bool:
+    if _is_argument(owner, 0, forward):
+        return name in _OF_LAYER
+    if _is_argument(owner, 1, forward):
+        return name in _OF_INPUT
+    if owner.opname == "LOAD_GLOBAL":
+        known = {"_assert": torch, "batch_norm": functional}
+        return name in known and _global(owner, forward) is known[name]
+    return asks_for_attribute(owner) and owner.argval == "num_batches_tracked" and name == "add_"
+
+
+def _is_argument(one: dis.Instruction, index: int, forward: FunctionType) -> bool:
+    """Whether it loads the argument of that index: 0 is the layer, and 1 its input."""
+    return one.opname == "LOAD_FAST" and one.argval == forward.__code__.co_varnames[index]
 
 
 def _loads_callable(one: dis.Instruction) -> bool:
@@ -61,50 +114,11 @@ def _loads_callable(one: dis.Instruction) -> bool:
     return one.opname == "LOAD_METHOD" or "NULL" in one.argrepr
 
 
-def _passes_by(code: Code, end: int) -> bool:
-    """Whether a way leads past the call at `end`, to what nobody looked at."""
-    return any(one.opcode in _JUMPS and not one.offset < one.argval <= end for one in code)
-
-
-def _is_computed(owner: dis.Instruction, one: dis.Instruction, forward: FunctionType, kind: type) -> bool:
-    """Whether it reads an attribute of the layer that runs code of the class."""
-    if not (asks_for_attribute(one) and _is_argument(owner, 0, forward)):
-        return False
-    found = inspect.getattr_static(kind, one.argval, None)
-    return hasattr(found, "__get__") and not isinstance(found, FunctionType)
-
-
-def _is_known(called: Code, forward: FunctionType, kind: type) -> bool:
-    owner, one, _ = called
-    function = _function(called, forward)
-    if function is not None:
-        return any(function is each for each in _FUNCTIONS)
-    match one.argval:
-        case "add_":
-            return asks_for_attribute(owner) and owner.argval == "num_batches_tracked"
-        case "dim" | "size":
-            return _is_argument(owner, 1, forward)
-        case "_check_input_dim":
-            is_torchs = getattr(kind, one.argval).__module__ == nn.modules.batchnorm.__name__
-            return is_torchs and _is_argument(owner, 0, forward)
-        case _:
-            return False
-
-
-def _function(called: Code, forward: FunctionType) -> Any:
-    """What is called, if it is a global or an attribute of one."""
-    owner, one, after = called
-    if one.opname == "LOAD_GLOBAL":
-        owner, one = one, after
-    if owner.opname != "LOAD_GLOBAL":
+def _global(one: dis.Instruction, forward: FunctionType) -> Any:
+    """The global that it loads, or None."""
+    if one.opname != "LOAD_GLOBAL":
         return None
     try:
-        found = forward.__globals__[owner.argval]
+        return forward.__globals__[one.argval]
     except KeyError:
-        found = getattr(builtins, owner.argval, None)
-    return getattr(found, one.argval, None) if asks_for_attribute(one) else found
-
-
-def _is_argument(one: dis.Instruction, index: int, forward: FunctionType) -> bool:
-    """Whether it loads the argument of that index; 0 is the layer, and 1 its input."""
-    return one.opname == "LOAD_FAST" and one.argval == forward.__code__.co_varnames[index]
+        return getattr(builtins, one.argval, None)
