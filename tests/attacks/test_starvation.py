@@ -21,7 +21,8 @@ from statsd_bn.round_key import RoundKey
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
-pytestmark = keys_if_long
+# A quicker flood of each kind is played in tests/integration/test_fair_service.py.
+pytestmark = [keys_if_long, pytest.mark.long]
 
 ATTACK_SECONDS = 1.0
 
