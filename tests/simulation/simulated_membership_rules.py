@@ -19,6 +19,7 @@ from simulation.simulated_rules import (
     kind_of,
     nap_seconds,
 )
+from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Contribution, Message
 from statsd_bn.round_key import RoundKey
@@ -131,6 +132,7 @@ def _is_excused(process: "Process") -> bool:
     facts = (fact for fact in world.facts if fact.member == process.number and fact.when >= process.began)
     befallen = is_mute(process) or any(fact.how in {*ENDS, "frozen", "cut"} for fact in facts)
     is_displaced = _has_a_double(process) or newcomers_may_come_first(world) or _is_unknown_and_late(process)
+    is_displaced = is_displaced or _was_told_nothing(process)
     return bool(world.plan.min_members) and (befallen or is_displaced)
 
 
@@ -156,6 +158,16 @@ def _is_unknown_and_late(process: "Process") -> bool:
     _, back = world.server.outages[-1]
     is_known = any(process.number in covered.members for covered in world.covered)
     return not is_known and world.returned.get(process, float("inf")) > back + RECONNECT_SECONDS
+
+
+def _was_told_nothing(process: "Process") -> bool:
+    """Whether frames were lost until a restarted server had waited long enough for it, and it knew of no restart."""
+    world = process.world
+    if not (world.server.outages and world.plan.weather.dropped):
+        return False
+    _, back = world.server.outages[-1]
+    told = (entry[2] for entry in world.trace if entry[1] == "to member" and entry[0] >= back)
+    return world.clock.now - back >= limits.SILENCE_SECONDS and all(one is not process for one in told)
 
 
 def _registered(world: "World", key: RoundKey) -> set[int]:
