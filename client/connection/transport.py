@@ -298,7 +298,9 @@ class MemoryTransport(Transport):
         super().__init__(endpoint)
         self._receive = receive
         self._master = threading.Lock()
-        self._inboxes: dict[bytes, queue.SimpleQueue[bytes]] = {}
+        # No SimpleQueue: in Python 3.11 one that waits with a timeout waits for ever, if a signal comes and its handler
+        # outlasts the timeout.
+        self._inboxes: dict[bytes, queue.Queue[bytes]] = {}
         # Threads open channels at the same time, and each needs a number of its own.
         self._numbers = itertools.count()
 
@@ -310,7 +312,7 @@ class MemoryTransport(Transport):
 
     def _open(self) -> Channel:
         peer = next(self._numbers).to_bytes(4, "big")
-        self._inboxes[peer] = queue.SimpleQueue()
+        self._inboxes[peer] = queue.Queue()
         return _MemoryChannel(self, peer, self._inboxes[peer])
 
     def _call(self, peer: bytes, frame: bytes) -> None:
@@ -319,7 +321,7 @@ class MemoryTransport(Transport):
 
 
 class _MemoryChannel:
-    def __init__(self, transport: MemoryTransport, peer: bytes, inbox: queue.SimpleQueue[bytes]) -> None:
+    def __init__(self, transport: MemoryTransport, peer: bytes, inbox: queue.Queue[bytes]) -> None:
         self._transport = transport
         self._peer = peer
         self._inbox = inbox

@@ -21,7 +21,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from queue import Empty, Full, SimpleQueue
+from queue import Empty, Full, Queue
 from typing import Any
 
 from client.conversation.member import DEFAULT_ROUND_TIMEOUT
@@ -179,7 +179,8 @@ class FutureResult:
     """A place for one result, which one thread puts there and another takes."""
 
     def __init__(self) -> None:
-        self._results: SimpleQueue[Any] = SimpleQueue()
+        # No SimpleQueue, which may wait for ever where a signal comes: see `client.connection.transport`.
+        self._results: Queue[Any] = Queue()
 
     def put(self, result: Any) -> None:
         """Puts a result there.

@@ -166,8 +166,8 @@ def _was_told_nothing(process: "Process") -> bool:
     if not (world.server.outages and world.plan.weather.dropped):
         return False
     _, back = world.server.outages[-1]
-    told = (entry[2] for entry in world.trace if entry[1] == "to member" and entry[0] >= back)
-    return world.clock.now - back >= limits.SILENCE_SECONDS and all(one is not process for one in told)
+    told = [entry[0] for entry in world.trace if entry[1] == "to member" and entry[2] is process and entry[0] >= back]
+    return min(told, default=world.clock.now) - back >= limits.SILENCE_SECONDS
 
 
 def _registered(world: "World", key: RoundKey) -> set[int]:

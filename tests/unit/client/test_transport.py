@@ -12,6 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from client.connection.transport import MemoryTransport, Transport, ZmqTransport
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
+from support.interruption import WAIT_SECONDS, interrupted
 from support.memory_members import outcome, wait_until
 from support.sentences import says
 
@@ -197,8 +198,14 @@ def test_frames_travel_in_memory_to_whom_they_are_for():
         assert other.receive(0.0) is None
 
 
+def test_a_signal_does_not_make_a_wait_endless():
+    transport = MemoryTransport(lambda peer, _: [(peer, b"came after all")])
+    with transport.channel() as channel, interrupted(lambda: channel.send(b"")):
+        assert channel.receive(WAIT_SECONDS) is None
+
+
 def test_threads_that_open_channels_at_the_same_time_get_their_own_answers(monkeypatch):
-    monkeypatch.setattr(queue, "SimpleQueue", _slow_to_make(queue.SimpleQueue))
+    monkeypatch.setattr(queue, "Queue", _slow_to_make(queue.Queue))
     transport = MemoryTransport(lambda peer, frame: [(peer, frame)])
     together = threading.Barrier(4)
 

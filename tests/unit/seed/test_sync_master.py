@@ -12,6 +12,7 @@ from torch import nn
 import client
 from client.comm import FutureResult, SlavePipe, SyncMaster
 from statsd_bn.errors import ReplicaLost, RoundMismatch, RoundTimeout
+from support.interruption import WAIT_SECONDS, interrupted
 
 REPLICAS = ["cpu"] * 3
 
@@ -165,6 +166,12 @@ def test_it_goes_with_its_module_into_copies_and_pickles():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - our own
         assert other.master is not model.master
         assert client.DataParallelWithCallback(other, REPLICAS)(torch.ones(3, 1)).tolist() == [[3.0]] * 3
+
+
+def test_a_signal_does_not_make_the_wait_for_a_result_endless():
+    future = FutureResult()
+    with interrupted(lambda: future.put("came after all")), pytest.raises(RoundTimeout):
+        future.get(timeout=WAIT_SECONDS)
 
 
 def test_a_future_is_put_and_taken_in_turn():
