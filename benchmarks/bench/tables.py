@@ -179,6 +179,39 @@ TABLES = {
             for row in found
         ),
     ),
+    "flood": Table(
+        "",
+        ("flood", "sent", "quiet, µs", "flooded, µs", "ratio", "lines in the log", "server's memory, MiB"),
+        lambda found: (
+            (
+                row["flood"],
+                f"{row['sent']:,}",
+                f"{row['quiet']:.0f}",
+                f"{row['flooded']:.0f}",
+                f"{row['flooded'] / row['quiet']:.2f}",
+                str(row["log_lines"]),
+                f"{row['memory'] / 1024:.1f}",
+            )
+            for row in found
+        ),
+    ),
+    "view": Table(
+        "",
+        ("memory of the process at most", "of it the history", "of a core, feed and history", "of a core, each reader"),
+        lambda found: (
+            (
+                f"{found['peak_mb']:.0f} MB",
+                f"{found['history_mb']:.0f} MB",
+                f"{found['core']:.1%}",
+                f"{found['core_per_reader']:.1%}",
+            ),
+        ),
+    ),
+    "memory": Table(
+        "--points 5",
+        ("rounds", "resident memory, MiB"),
+        lambda found: ((f"{rounds:,}", f"{kilobytes / 1024:.2f}") for rounds, kilobytes in found["memory"]),
+    ),
     "restart": Table(
         "",
         ("first round after a restart", "seconds"),
