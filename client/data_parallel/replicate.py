@@ -17,6 +17,8 @@ from client.connection.current import current_connection
 from client.conversation.member import DEFAULT_ROUND_TIMEOUT
 from client.data_parallel import any_device, sync_master
 from client.data_parallel.barrier import Barrier
+from statsd_bn.error_text import broken
+from statsd_bn.errors import ConfigurationError
 
 
 class CallbackContext:
@@ -94,7 +96,12 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
         return super().scatter(inputs, kwargs, device_ids)
 
     def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
-        """Copies the module and calls the copies' replication callbacks."""
+        """Copies the module and calls the copies' replication callbacks.
+
+        Raises:
+            ConfigurationError: a part of it is compiled that has synchronised layers in training.
+        """
+        _check_is_not_compiled(module)
         make = any_device.replicate if self.has_virtual_replicas else super().replicate
         replicas = make(module, device_ids)
         execute_replication_callbacks(replicas)
@@ -133,9 +140,32 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:
 def _replicate(
     make_replicas: Callable[[nn.Module, Any], list[nn.Module]], module: nn.Module, device_ids: Any
 ) -> list[nn.Module]:
+    _check_is_not_compiled(module)
     replicas = make_replicas(module, device_ids)
     execute_replication_callbacks(replicas)
     return replicas
+
+
+def _check_is_not_compiled(module: nn.Module) -> None:
+    """A copy of a compiled part would run the original, whose layers know nothing of replicas."""
+    for name, part in module.named_modules():
+        if _is_compiled(part) and any(map(_needs_replicas, part.modules())):
+            raise ConfigurationError(
+                broken(
+                    f"DataParallelWithCallback: expected nothing compiled in training, got {name or 'the model'!r} "
+                    "compiled; its layers would not know the other replicas. Leave it as it is, or train one process "
+                    "per replica, which may be compiled"
+                )
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether by `module.compile()`, or by `torch.compile(module)`."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules  # noqa: SLF001 - they have no public names
+
+
+def _needs_replicas(module: nn.Module) -> bool:
+    return module.training and hasattr(module, "__data_parallel_replicate__")
 
 
 @at_border

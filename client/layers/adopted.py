@@ -22,9 +22,8 @@ from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
 from client.layers.batchnorm import BONDS, SynchronizedBatchNorm, Way
 from client.layers.conversion.reasons import REFUSED, has_own_forward, own, why_left, why_not
-from client.layers.inner_checkpoints import Beginning
-from client.layers.interception import Handed, Interception, pop, push, unseen
-from client.layers.shortcut.copied_forward import shortcut_to
+from client.layers.interception import Handed, Interception, unseen
+from client.layers.shortcut.copied_forward import plain_way, shortcut_to
 from client.layers.synchronized import CONVERSIONS
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
@@ -94,12 +93,8 @@ class Intercepted(Adopted):
         # Whether this call must not simply count on.
         is_special = self._tally is not None or self._deferred is not None or is_inside_backward()
         counted = self._tracked_now() if is_special else None
-        interception = Interception(self, self._normalise_handed, counted, Beginning(_OF_FORWARD))
-        push(interception)
-        try:
-            output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            pop()
+        interception = Interception(self, self._normalise_handed, counted, _OF_FORWARD)
+        output = self._run_original(interception, args, kwargs)
         if interception.nr_without_tensors > 1:
             _tell(type(self), self.layer_name, "ambiguous")
         if has_come := self._has_come:
@@ -109,6 +104,14 @@ class Intercepted(Adopted):
         elif interception.nr_passed_by:
             _tell(type(self), self.layer_name, "passed by")
         return output
+
+    def _run_original(self: Any, interception: Interception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the original's `forward`; a class whose `forward` begins plainly has another way."""
+        try:
+            interception.begin()
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            interception.end()
 
     def _traced(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The same where torch.compile traces it, for each size of batch that it tells apart: 0 is one by itself."""
@@ -240,6 +243,7 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
             "_adopted": WeakSet(),
             "__module__": original.__module__,
             "__doc__": original.__doc__,
+            **_plain_way(original),
         }
         metaclass: Any = type(original)
         made = _made[original] = _metaclass(metaclass)(f"Synchronized{original.__name__}", _bases(original), body)
@@ -265,11 +269,18 @@ def _bases(original: type[nn.Module]) -> tuple[type, ...]:
         return Adopted, original, SynchronizedBatchNorm
     bases: list[type] = []
     for kind in own(original):
-        if shortcut := shortcut_to(kind, original):
+        if shortcut := shortcut_to(kind):
             bases += shortcut, kind
         elif kind is original:
             bases.append(kind)
     return Intercepted, *bases, Behind
+
+
+def _plain_way(original: type[nn.Module]) -> dict[str, Any]:
+    """How the first `forward` runs, where it begins plainly."""
+    first = next((kind for kind in own(original) if "forward" in vars(kind)), original)
+    way = plain_way(first, original, Intercepted._run_original)  # noqa: SLF001 - of this file
+    return {"_run_original": way} if way else {}
 
 
 def adopt(layer: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ would reach other threads.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -135,7 +136,7 @@ class Interception(TorchFunctionMode):
         layer: whose tensors.
         normalise: computes a call that is taken over; its second argument is `counted`.
         counted: what it needs to know from before the `forward`.
-        beginning: how torch recorded then; None where it compiles.
+        caller: the code of what calls the `forward`; None where torch compiles it.
 
     Attributes:
         is_reached: whether there was such a call.
@@ -144,7 +145,7 @@ class Interception(TorchFunctionMode):
     """
 
     def __init__(
-        self, layer: Any, normalise: Normalise, counted: Tensor | None, beginning: Beginning | None = None
+        self, layer: Any, normalise: Normalise, counted: Tensor | None, caller: CodeType | None = None
     ) -> None:
         self.is_reached = False
         self.nr_without_tensors = 0
@@ -152,7 +153,19 @@ class Interception(TorchFunctionMode):
         self._layer = layer
         self._normalise = normalise
         self._counted = counted
-        self._beginning = beginning
+        self._caller = caller
+        self._beginning: Beginning | None = None
+
+    def begin(self) -> None:
+        """Sees what the calling thread computes from now on, and where a checkpoint begins."""
+        if self._caller is not None:
+            self._beginning = Beginning(self._caller)
+        push(self)
+
+    def end(self) -> None:
+        """Sees no more; nor did it begin if Ctrl-C came before that."""
+        if innermost() is self:
+            pop()
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

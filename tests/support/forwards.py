@@ -7,6 +7,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
+functional = F
 CHANNELS = 4
 FACTOR = 2.0
 nr_calls = 0
@@ -279,11 +280,61 @@ class Nested(LikeTimms):
         return F.batch_norm(x * float(FACTOR) + normalised(self, x).sin(), *tensors, self.training)
 
 
+class WithDefault(LikeTimms):
+    """Has arguments beside its input."""
+
+    def forward(self, x: Tensor, times: float = 2.0, *, plus: float = 0.5) -> Tensor:
+        tensors = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(x, *tensors, self.training) * times + plus
+
+
+class WithDefaultAndMore(LikeTimms):
+    """The same, which does not begin plainly."""
+
+    def forward(self, x: Tensor, times: float = 2.0, *, plus: float = 0.5) -> Tensor:
+        tensors = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(x.mul(1.0), *tensors, self.training) * times + plus
+
+
+class WithClass(LikeTimms):
+    """Defines a class, whose body looks for globals in another way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        class Options:
+            factor = FACTOR
+
+        return F.batch_norm(x, self.running_mean, self.running_var, training=self.training) * Options.factor
+
+
+class TwoNames(LikeTimms):
+    """Has two names for `torch.nn.functional`, of which either may get another meaning."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensors = self.running_mean, self.running_var, self.weight, self.bias
+        x = F.batch_norm(x, *tensors, self.training)
+        return functional.batch_norm(x.sin(), *tensors, self.training)
+
+
 # Until they come to `F.batch_norm` they do something that must be looked at.
 NOT_PLAIN = [Before, ImportedBefore, Either, Guarded, Disguised, Checking, Scaling, Nested]
 
 ALL = [
-    *(LikeTimms, Below, Twice, Named, Given, Helping, Method, Hidden, Imported, ImportedWithin),
+    *(
+        LikeTimms,
+        Below,
+        Twice,
+        TwoNames,
+        WithDefault,
+        WithDefaultAndMore,
+        WithClass,
+        Named,
+        Given,
+        Helping,
+        Method,
+        Hidden,
+        Imported,
+        ImportedWithin,
+    ),
     *(OperatorToo, Inside, Access, Counting, Comparing, Constant, AllGlobals, Closed, Looked),
     *NOT_PLAIN,
 ]

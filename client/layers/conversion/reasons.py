@@ -32,7 +32,7 @@ NAMES = (
     *("layer_name", "group", "chunks", "eps_mode", "converted_from", "is_unreached", "commit_running_statistics"),
     *("forget_pending", "_adopted", "_can_be_torchs", "_deferred", "_deferred_now", "_has_come"),
     *("_has_company", "_normalise", "_normalise_handed", "_normalise_traced", "_pass_by", "_replica", "_route"),
-    *("_process_group_before", "_tally", "_told", "_traced", "_tracked_now", "_missed"),
+    *("_process_group_before", "_tally", "_told", "_traced", "_tracked_now", "_missed", "_run_original"),
 )
 
 # How a `forward` names ours, and those of torch.

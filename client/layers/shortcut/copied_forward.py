@@ -5,15 +5,16 @@
 
 Torch tells a mode of a call by `handle_torch_function`, whose Python takes 15 to 20 µs between other work. So such a
 `forward` runs as a copy, in which the name `F` stands for `_Functional`. Its `batch_norm` does what torch does for a
-mode, and no more: it takes the innermost off the stack, calls it, and puts it back. Where a `forward` begins plainly,
-the mode is off from its beginning on.
+mode, and no more: it takes the innermost off the stack, calls it, and puts it back. Where the class's first `forward`
+begins plainly, the mode is put on the stack only then.
 
 The copy has the code and the closure of the original, so `super()` goes where it went; it has the globals of the
-original, each looked up when it is used. torch.compile traces the original.
+original, each looked up when it is used. Where the original is changed, it runs itself. torch.compile traces it.
 """
 
 import threading
-from types import CodeType, FunctionType
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -28,80 +29,98 @@ from client.layers.shortcut.plain_beginning import begins_plainly
 # The interpreter looks for these in a function's globals itself: for builtins, imports and warnings.
 _INTERPRETERS = ("__builtins__", "__file__", "__loader__", "__name__", "__package__", "__spec__")
 
-# What changes globals, or asks for all of them: a copy would change, or show, its own.
-_OPERATIONS_ON_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+# What changes globals, asks for all of them, or looks only for those that are there, as the body of a class does: a
+# copy would change, show or ask its own.
+_OPERATIONS_ON_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"})
 _FUNCTIONS_OF_GLOBALS = frozenset({"eval", "exec", "globals", "vars"})
 
 
-def shortcut_to(kind: type[nn.Module], original: type[nn.Module]) -> type | None:
-    """Class to put before `kind` among the bases of an adopted one; None if its `forward` needs or allows none.
-
-    Args:
-        kind: `original`, or a class that it derives from.
-        original: the class that is adopted.
-    """
-    forward: Any = vars(kind).get("forward")
-    copy = copied(forward)
-    if copy is None:
-        return None
-    (name, *others) = _names_of_functional(forward)
-    is_plain = not others and begins_plainly(copy, original, _FUNCTIONAL)
-    return _shortcut(kind, forward, forward.__code__, copy, name if is_plain else None)
+Way = Callable[[Any, Interception, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _Aside(threading.local):
-    """The interception that is off its stack until the copy that runs calls `batch_norm`."""
-
-    interception: Interception | None = None
-
-
-_aside = _Aside()
+def shortcut_to(kind: type[nn.Module]) -> type | None:
+    """Class to put before `kind` among the bases of an adopted one; None if its `forward` needs or allows none."""
+    copy = copied(vars(kind).get("forward"))
+    return None if copy is None else _shortcut(copy, _changes(kind))
 
 
-def _shortcut(kind: Any, forward: Any, code: CodeType, copy: FunctionType, plain_name: str | None) -> type:
-    globals_: Any = forward.__globals__
-
+def _shortcut(copy: FunctionType, is_another: Callable[[], bool]) -> type:
     class Shortcut:
         __slots__ = ()
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             """The original's, by the copy unless torch.compile traces it or the class has got another since."""
-            if is_compiling() or kind.forward is not forward or forward.__code__ is not code:
+            if is_compiling() or is_another():
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
-            # The name may mean something else by now.
-            mode = _taken_off() if globals_.get(plain_name) is F else None
-            # A hook or a parametrization may run another layer meanwhile.
-            outer, _aside.interception = _aside.interception, mode
-            try:
-                return copy(self, *args, **kwargs)
-            finally:
-                if _aside.interception is not None:  # it came to no `batch_norm`
-                    interception.push(_aside.interception)
-                _aside.interception = outer
+            return copy(self, *args, **kwargs)
 
     return Shortcut
 
 
-def _taken_off() -> Interception | None:
-    mode = interception.innermost()
-    if not isinstance(mode, Interception):
+def plain_way(kind: type[nn.Module], original: type[nn.Module], usual: Way) -> Way | None:
+    """How a `forward` that begins plainly runs with an interception, which sees what comes from its `batch_norm` on.
+
+    Args:
+        kind: `original`, or the first class that it derives from with a `forward`.
+        original: the class that is adopted.
+        usual: how another `forward` runs with an interception; this one too, if it is another by then.
+
+    Returns:
+        The way, for the layer, the interception and the arguments of `forward`; None if it does not begin plainly.
+    """
+    forward: Any = vars(kind).get("forward")
+    copy = copied(forward, _PLAIN_FUNCTIONAL)
+    if copy is None:
         return None
-    interception.pop()
-    return mode
+    (name, *others) = _names_of_functional(forward)
+    if others or not begins_plainly(copy, original, _PLAIN_FUNCTIONAL):
+        return None
+    copy.__globals__[name] = _PLAIN_FUNCTIONAL  # what it means is looked at before each call
+    return _plain_way(copy, _changes(kind, name), usual)
 
 
-def copied(forward: Any) -> FunctionType | None:
-    """Copy of a `forward` whose own `F.batch_norm` is ours; None if it has none, or needs its globals to be its own."""
-    if not isinstance(forward, FunctionType):
-        return None
-    names = _names_of_functional(forward)
-    if not names or _needs_its_globals(forward):
-        return None
-    # A code of its own, because the interpreter notes in it where it has found a global.
-    code, globals_ = forward.__code__.replace(), _Globals(forward.__globals__, names)
-    copy = FunctionType(code, globals_, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__, copy.__qualname__ = forward.__kwdefaults__, forward.__qualname__
-    return copy
+def _plain_way(copy: FunctionType, is_another: Callable[[], bool], usual: Way) -> Way:
+    def run(layer: Any, mode: Interception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A class that derives from the adopted one may compute what is read of the layer, as that of a parametrization.
+        is_derived = "_run_original" not in vars(type(layer))
+        if is_compiling() or is_derived or is_another():
+            return usual(layer, mode, args, kwargs)
+        # A hook may run another layer before it comes to `batch_norm`.
+        outer, _aside.interception = _aside.interception, mode
+        try:
+            return copy(layer, *args, **kwargs)
+        finally:
+            _aside.interception = outer
+            mode.end()
+
+    return run
+
+
+def _changes(kind: Any, name: str | None = None) -> Callable[[], bool]:
+    """Whether a class has got another `forward` since, and whether that name of `torch.nn.functional` has in it."""
+    forward = kind.forward
+    globals_, code = forward.__globals__, forward.__code__
+    defaults, of_keywords = forward.__defaults__, forward.__kwdefaults__
+
+    def is_another() -> bool:
+        return (
+            kind.forward is not forward
+            or forward.__code__ is not code
+            or forward.__defaults__ is not defaults
+            or forward.__kwdefaults__ is not of_keywords
+            or (name is not None and globals_.get(name) is not F)
+        )
+
+    return is_another
+
+
+class _Aside(threading.local):
+    """The interception of the copy that runs, until that calls `batch_norm`."""
+
+    interception: Interception | None = None
+
+
+_aside = _Aside()
 
 
 class _Functional:
@@ -114,34 +133,65 @@ class _Functional:
 
     @staticmethod
     def batch_norm(*args: Any, **kwargs: Any) -> Any:
-        function, mode = F.batch_norm, _aside.interception or _taken_off()
-        if mode is None:
+        function, mode = F.batch_norm, interception.innermost()
+        # What a profiler has put in its place calls torch's in the end, which asks the mode.
+        if function is not _BATCH_NORM or not isinstance(mode, Interception):
             return function(*args, **kwargs)
-        _aside.interception = None
+        interception.pop()
         try:
-            if function is _BATCH_NORM:
-                return mode.take(function, *args, **kwargs)
+            return mode.take(function, *args, **kwargs)
         finally:
             interception.push(mode)
-        # What a profiler has put in its place calls torch's in the end, which asks the mode.
-        return function(*args, **kwargs)
+
+
+class _PlainFunctional(_Functional):
+    """The same behind a plain beginning, whose interception begins behind the first call."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def batch_norm(*args: Any, **kwargs: Any) -> Any:
+        mode = _aside.interception
+        if mode is None:
+            return _FUNCTIONAL.batch_norm(*args, **kwargs)
+        _aside.interception = None
+        try:
+            if F.batch_norm is _BATCH_NORM:
+                return mode.take(_BATCH_NORM, *args, **kwargs)
+        finally:
+            mode.begin()
+        return F.batch_norm(*args, **kwargs)
+
+
+_FUNCTIONAL, _PLAIN_FUNCTIONAL = _Functional(), _PlainFunctional()
+
+
+def copied(forward: Any, functional: _Functional = _FUNCTIONAL) -> FunctionType | None:
+    """Copy of a `forward` whose own `F.batch_norm` is ours; None if it has none, or needs its globals to be its own."""
+    if not isinstance(forward, FunctionType):
+        return None
+    names = _names_of_functional(forward)
+    if not names or _needs_its_globals(forward):
+        return None
+    # A code of its own, because the interpreter notes in it where it has found a global.
+    code, globals_ = forward.__code__.replace(), _Globals(forward.__globals__, names, functional)
+    copy = FunctionType(code, globals_, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__, copy.__qualname__ = forward.__kwdefaults__, forward.__qualname__
+    return copy
 
 
 class _Globals(dict[str, Any]):
-    """The globals of a module as they are now, but that some names of `torch.nn.functional` mean `_Functional`."""
+    """The globals of a module as they are now, but that some names of `torch.nn.functional` mean a `_Functional`."""
 
-    __slots__ = ("_module", "_names")
+    __slots__ = ("_functional", "_module", "_names")
 
-    def __init__(self, module: dict[str, Any], names: frozenset[str]) -> None:
+    def __init__(self, module: dict[str, Any], names: frozenset[str], functional: _Functional) -> None:
         super().__init__({name: module[name] for name in _INTERPRETERS if name in module})
-        self._module, self._names = module, names
+        self._module, self._names, self._functional = module, names, functional
 
     def __missing__(self, name: str) -> Any:
         value = self._module[name]
-        return _FUNCTIONAL if value is F and name in self._names else value
-
-
-_FUNCTIONAL = _Functional()
+        return self._functional if value is F and name in self._names else value
 
 
 def torchs_own(function: Any) -> Any:

@@ -2,13 +2,16 @@
 
 Usually that counts the batch and reads some tensors. Then nobody need look on, and each of these steps is spared the
 way through a mode of torch's, which takes 10 µs between other work. So a plain one reads of the layer only what torch's
-layers have, and calls only what is listed here; of operators it is taken for granted that they do not normalise by the
-layer's tensors. What is not listed, as steps of a newer Python, is no part of a plain beginning.
+layers have, and calls only what is listed here. It is taken for granted that its arguments and operators do not
+normalise by the layer's tensors, and that nobody gives a class of the layer's a property afterwards that does.
+
+The steps are those of Python 3.11; in another one no beginning is plain.
 """
 
 import builtins
 import dis
 import inspect
+import sys
 from itertools import pairwise
 from types import FunctionType
 from typing import Any
@@ -20,8 +23,10 @@ from client.layers.conversion.bytecode import asks_for_attribute
 
 Code = list[dis.Instruction]
 
+ARE_STEPS_KNOWN = sys.version_info[:2] == (3, 11)
+
 _CALLS = frozenset({"CALL", "CALL_FUNCTION_EX"})
-_JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
+_JUMPS = frozenset(dis.hasjrel)
 # Kinds of steps that are listed: those that begin so, and others.
 _FAMILIES = ("BINARY_", "BUILD_", "COMPARE_", "FORMAT_", "JUMP_IF_", "LIST_", "POP_JUMP_", "UNARY_")
 _OTHERS = (
@@ -36,7 +41,9 @@ _OF_LAYER = frozenset(
     | {"track_running_stats", "training", "weight"}
 )
 _OF_INPUT = frozenset({"dim", "dtype", "ndim", "shape", "size"})
+_METHODS = frozenset({"_assert", "add_", "batch_norm", "dim", "size"})
 _FUNCTIONS = (float, int, isinstance, len, ValueError, torch._assert)  # noqa: SLF001 - others call it too
+_CONSTANTS = (bool, float, int, str, type(None))
 
 
 def begins_plainly(forward: FunctionType, kind: type[nn.Module], functional: Any) -> bool:
@@ -47,6 +54,8 @@ def begins_plainly(forward: FunctionType, kind: type[nn.Module], functional: Any
         kind: the layer's class, which may have its `forward` from another one.
         functional: what stands for `torch.nn.functional` in the globals of `forward`.
     """
+    if not ARE_STEPS_KNOWN:
+        return False
     code = [one for one in dis.get_instructions(forward.__code__) if one.opname != "EXTENDED_ARG"]
     beginning = _until_batch_norm(code, forward, functional)
     return (
@@ -84,16 +93,26 @@ def _is_plain(one: dis.Instruction, end: int) -> bool:
 def _is_known(before: dis.Instruction, one: dis.Instruction, forward: FunctionType, functional: Any) -> bool:
     """Whether it is known what a step reads, and what is called if it reads something to be called."""
     if asks_for_attribute(one):
-        return _is_known_attribute(before, one.argval, forward, functional)
+        return _is_known_attribute(before, one, forward, functional)
     if _is_argument(before, 0, forward):
         return False  # the layer itself is handed on
-    if one.opname == "LOAD_GLOBAL" and _loads_callable(one):
-        found = _global(one, forward)
-        return any(found is each for each in (*_FUNCTIONS, torch, functional))
-    return True
+    if one.opname == "STORE_FAST":
+        return one.argval not in forward.__code__.co_varnames[:2]
+    return one.opname != "LOAD_GLOBAL" or _is_known_global(one, forward, functional)
 
 
-def _is_known_attribute(owner: dis.Instruction, name: str, forward: FunctionType, functional: Any) -> bool:
+def _is_known_global(one: dis.Instruction, forward: FunctionType, functional: Any) -> bool:
+    found = _global(one, forward)
+    if any(found is each for each in (*_FUNCTIONS, torch, functional)):
+        return True
+    return isinstance(found, _CONSTANTS) and not _loads_callable(one)
+
+
+def _is_known_attribute(owner: dis.Instruction, one: dis.Instruction, forward: FunctionType, functional: Any) -> bool:
+    name = one.argval
+    # Where steps come together, what was loaded before need not be what the attribute is asked of.
+    if one.is_jump_target or (_loads_callable(one) and name not in _METHODS):
+        return False
     if _is_argument(owner, 0, forward):
         return name in _OF_LAYER
     if _is_argument(owner, 1, forward):

@@ -53,6 +53,46 @@ def test_only_as_many_replicas_as_the_batch_feeds(calls):
     assert [copy_id for _, copy_id in calls] == [0, 1]
 
 
+def of_layer(network):
+    network[1].compile(backend="eager")
+    return network
+
+
+def of_all(network):
+    network.compile(backend="eager")
+    return network
+
+
+def wrapping_layer(network):
+    network[1] = torch.compile(network[1], backend="eager")
+    return network
+
+
+def wrapping_all(network):
+    return torch.compile(network, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "named"), [(of_layer, "1"), (of_all, "the model"), (wrapping_layer, "1"), (wrapping_all, "the model")]
+)
+def test_a_compiled_part_with_synchronised_layers_is_refused_in_training(compiled, named):
+    """A copy would run the original, which synchronises with nobody here."""
+    network = compiled(nn.Sequential(nn.Linear(2, 4), client.SynchronizedBatchNorm1d(4)))
+    with pytest.raises(ConfigurationError, match=f"got '{named}' compiled"):
+        DataParallelWithCallback(network, ["cpu"] * 2)(torch.ones(4, 2))
+
+
+def test_a_compiled_part_without_synchronised_layers_has_replicas():
+    x, results = torch.randn(6, 2), []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(2, 4), client.SynchronizedBatchNorm1d(4))
+        if is_compiled:
+            network[0].compile(backend="eager")
+        results.append(DataParallelWithCallback(network, ["cpu"] * 2)(x))
+    torch.testing.assert_close(*results)
+
+
 def test_patching_a_data_parallel_gives_it_callbacks(calls, monkeypatch):
     wrapped = nn.DataParallel(nn.Sequential(Recorder(), nn.ReLU()))
     monkeypatch.setattr(wrapped, "replicate", lambda module, devices: [module for _ in devices])

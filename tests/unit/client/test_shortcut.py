@@ -12,12 +12,17 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import client
-from client.layers import interception
+from client.layers import adopted, interception
 from client.layers.shortcut import copied_forward
+from statsd_bn.errors import ConfigurationError
 from support import forwards
 from support.forwards import LikeTimms
+
+WATCHED = {module.__file__ for module in (adopted, interception, copied_forward)}
 
 
 class Again(nn.Module):
@@ -138,20 +143,29 @@ def test_any_other_beginning_is_looked_at(kind, looked_at):
     assert looked_at
 
 
-def test_what_comes_to_no_batch_norm_is_looked_at_again_behind_it(looked_at):
-    class Sometimes(LikeTimms):
-        def forward(self, x):
-            if x.size(0) > 5:
-                return x
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+class Sometimes(LikeTimms):
+    """Begins plainly, and need not come to `batch_norm`."""
 
-    class Outer(Sometimes):
-        def forward(self, x):
-            return super().forward(x).sin()
+    def forward(self, x):
+        if x.size(0) > 7:
+            return x
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
 
-    pair(Outer)[1](batch())
-    assert looked_at[-1] is torch.Tensor.sin
-    assert interception.innermost() is None
+
+def test_what_comes_to_no_batch_norm_leaves_torchs_modes_as_they_are():
+    _, converted = pair(Sometimes)
+    with BaseTorchFunctionMode() as mode:
+        for nr_samples in (7, 8):
+            converted(torch.zeros(nr_samples, forwards.CHANNELS, 3, 2, dtype=torch.float64))
+            assert interception.innermost() is mode
+    assert copied_forward._aside.interception is None
+
+
+def test_a_checkpoint_behind_a_plain_beginning_is_seen():
+    _, converted = pair(LikeTimms)
+    converted.act.forward = lambda x: checkpoint(forwards.normalised, converted, x, use_reentrant=False)
+    with pytest.raises(ConfigurationError, match="checkpoints its call of batch_norm"):
+        converted(batch().requires_grad_())
 
 
 class Computed(LikeTimms):
@@ -209,6 +223,60 @@ class ByGlobal(Computed):
     def forward(self, x):
         factor = of_last()
         return factor * F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+class Normalising:
+    """Normalises by the last layer where something is asked of it."""
+
+    @property
+    def momentum(self):
+        return of_last()
+
+    def size(self, _):
+        return of_last()
+
+
+HELPER = Normalising()
+
+
+class ByEither(Computed):
+    """Where two ways come together, what was loaded last is the layer."""
+
+    def forward(self, x):
+        factor = (HELPER if self.training else self).momentum
+        return factor * F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+class ByCall(Computed):
+    """Calls what torch's layers do not."""
+
+    def forward(self, x):
+        factor = self.momentum(x)
+        return factor * F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+class ByArgument(Computed):
+    """Gives its argument another value."""
+
+    def forward(self, x):
+        y = x
+        x = HELPER
+        factor = x.size(y)
+        return factor * F.batch_norm(y, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+class ByIndex(Computed):
+    def forward(self, x):
+        factor = ITEMS[0]
+        return factor * F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+class Items:
+    def __getitem__(self, _):
+        return of_last()
+
+
+ITEMS = Items()
 
 
 class OfChild(LikeTimms):
@@ -269,7 +337,11 @@ class GettingAttributes(OwnEps):
 
 
 @pytest.mark.parametrize(
-    "kind", [Computed, ByAlias, ByOperator, InTuple, ByGlobal, OfChild, Overriding, GettingAttributes]
+    "kind",
+    [
+        *(Computed, ByAlias, ByOperator, InTuple, ByGlobal, ByEither, ByCall, ByArgument, ByIndex, OfChild),
+        *(Overriding, GettingAttributes),
+    ],
 )
 def test_what_normalises_where_the_layer_is_read_is_synchronised(kind, monkeypatch):
     """A single replica, since what was kept is bound to this one layer."""
@@ -278,6 +350,24 @@ def test_what_normalises_where_the_layer_is_read_is_synchronised(kind, monkeypat
     monkeypatch.setattr(type(converted), "_normalise", lambda _, *given: handed.append(given) or normalise(*given))
     monkeypatch.setitem(globals(), "LAST", [converted])
     vars(converted)["kept"] = batch(1)
+    if kind is ByCall:
+        converted.momentum = lambda _: of_last()
+    converted(batch())
+    assert len(handed) == 2
+
+
+def test_what_a_parametrization_normalises_by_the_layer_is_synchronised(monkeypatch):
+    converted = client.convert_model(Plain())
+    handed, normalise = [], converted._normalise
+    monkeypatch.setattr(type(converted), "_normalise", lambda _, *given: handed.append(given) or normalise(*given))
+
+    class Weight(nn.Module):
+        def forward(self, weight):
+            mean, variance = converted.running_mean, converted.running_var
+            return weight * F.batch_norm(batch(1), mean, variance, None, None, True).mean((0, 2, 3))  # noqa: FBT003
+
+    nn.utils.parametrize.register_parametrization(converted, "weight", Weight(), unsafe=True)
+    handed.clear()
     converted(batch())
     assert len(handed) == 2
 
@@ -419,6 +509,14 @@ def test_a_forward_may_get_another_code(kind, monkeypatch):
     check_synchronised(whole, converted)
 
 
+@pytest.mark.parametrize("kind", [forwards.WithDefault, forwards.WithDefaultAndMore])
+@pytest.mark.parametrize(("name", "value"), [("__defaults__", (5.0,)), ("__kwdefaults__", {"plus": 1.0})])
+def test_a_forward_may_get_other_defaults(kind, name, value, monkeypatch):
+    whole, converted = pair(kind)
+    monkeypatch.setattr(kind.forward, name, value)
+    check_synchronised(whole, converted)
+
+
 @pytest.mark.parametrize("kind", [LikeTimms, forwards.Below, forwards.Constant])
 def test_a_name_may_get_another_meaning(kind, monkeypatch):
     whole, converted = pair(kind)
@@ -431,6 +529,13 @@ def test_a_name_may_get_another_meaning(kind, monkeypatch):
     monkeypatch.setattr(forwards, "F", SimpleNamespace(batch_norm=counted))
     check_synchronised(whole, converted)
     assert len(calls) == 2 + 2 * 4
+
+
+@pytest.mark.parametrize("name", ["F", "functional"])
+def test_one_of_two_names_may_get_another_meaning(name, monkeypatch):
+    whole, converted = pair(forwards.TwoNames)
+    monkeypatch.setattr(forwards, name, SimpleNamespace(batch_norm=F.batch_norm))
+    check_synchronised(whole, converted)
 
 
 @pytest.mark.parametrize("kind", [LikeTimms, forwards.Constant])
@@ -485,6 +590,41 @@ def test_nothing_is_left_of_a_call_that_raises():
     with pytest.raises(AssertionError, match="expected 4D input"):
         converted(torch.zeros(3))
     assert interception.innermost() is None
+
+
+@pytest.mark.parametrize("kind", [LikeTimms, forwards.Below])
+def test_ctrl_c_leaves_torchs_modes_as_they_are(kind):
+    """At each call in turn, as if the signal had come just then; but for the last one, which puts things right."""
+    _, converted = pair(kind)
+    x, nr_interrupted = batch(), 0
+    with BaseTorchFunctionMode() as mode:
+        while interrupted_at(nr_interrupted, converted, x):
+            assert interception.innermost() is mode, f"step {nr_interrupted}"
+            assert copied_forward._aside.interception is None, f"step {nr_interrupted}"
+            nr_interrupted += 1
+    assert nr_interrupted > 10
+
+
+def interrupted_at(step, layer, x):
+    """Whether a call of a layer had so many calls of ours, at the last of which it was interrupted."""
+    left = step
+
+    def count(frame, event, _):
+        nonlocal left
+        if event == "call" and frame.f_code.co_filename in WATCHED and frame.f_code.co_name != "end":
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        layer(x)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
 
 
 def test_a_wrong_argument_is_a_type_error():
