@@ -114,7 +114,7 @@ TABLES = {
     ),
     "subclass": Table(
         "",
-        ("shape", "subclass", "our layer, µs", "more, µs", "of it its own, without us"),
+        ("shape", "subclass", "our layer, µs", "more, µs", "its own, without us", "its own, around our layer"),
         lambda found: (
             (
                 f"({row['shape'].replace(',', ', ')})",
@@ -122,6 +122,7 @@ TABLES = {
                 f"{row['ours']:.0f}",
                 f"{row['more']:.0f}",
                 f"{row['more_without_us']:.0f}",
+                f"{row['more_around_ours']:.0f}" if row["more_around_ours"] else "",
             )
             for row in found["rows"]
         ),

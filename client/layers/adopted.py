@@ -143,17 +143,18 @@ class Intercepted(Adopted):
     def _normalise_handed(self: Any, handed: Handed, counted: Tensor | None) -> Tensor:
         """Computes one call of `batch_norm`, in place of torch."""
         input_checks.check(self, handed.input, handed.nr_channels)
-        if handed.running_mean is not None and not handed.moves_own(self):
-            # What counts passes, or waits for micro-batches, knows one pair of statistics for each layer.
+        deferred = self._deferred_now()
+        # What counts passes, or waits for micro-batches, knows one pair of statistics for each layer.
+        knows_one = self._tally is not None or deferred is not None
+        if knows_one and handed.running_mean is not None and not handed.moves_own(self):
             if self._tally is not None:
                 return handed.forward()
-            if self._deferred_now() is not None:
-                text = "expected chunks=1, since its forward has other running statistics beside its own"
-                raise ConfigurationError(broken(f"layer {self.layer_name!r}: {text}"))
+            text = "expected chunks=1, since its forward has other running statistics beside its own"
+            raise ConfigurationError(broken(f"layer {self.layer_name!r}: {text}"))
         if counted is not None:
             # The original has counted this call: it may be computed again, or not be the last of its mini-batch.
             self.num_batches_tracked.copy_(counted)
-        if self._deferred_now() is not None:
+        if deferred is not None:
             handed.num_batches_tracked = self.num_batches_tracked
             handed.momentum = None if self.momentum is None else handed.momentum
         if not (handed.training or self._tally is not None):

@@ -23,10 +23,12 @@ T = TypeVar("T")
 
 _BATCH_NORM, _OPERATOR = F.batch_norm, torch.batch_norm
 
-# They have no public names, and no types. The last two are what a mode's own `with` calls, which takes longer.
+# They have no public names, and no types. Pop and push are what a mode's own `with` calls, which takes longer.
 innermost: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
 pop: Callable[[], Any] = torch._C._pop_torch_function_stack  # noqa: SLF001
 push: Callable[[Any], None] = torch._C._push_on_torch_function_stack  # noqa: SLF001
+_nr_modes: Callable[[], int] = torch._C._len_torch_function_stack  # noqa: SLF001
+_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at  # noqa: SLF001
 
 
 @dataclass(slots=True)
@@ -82,6 +84,9 @@ class Handed:
         It may have several running means, as one for each domain. A layer without any tensor is known by its channels;
         see `has_tensors`.
         """
+        # A buffer is found here sooner than by its name, and most calls end here.
+        if self.running_mean is not None and self.running_mean is layer._buffers.get("running_mean"):  # noqa: SLF001 - torch's
+            return True
         if self.running_mean is not None and (self.moves_own(layer) or _is_one_of(self.running_mean, layer)):
             return True
         if self.has_tensors:
@@ -91,8 +96,8 @@ class Handed:
 
     def moves_own(self, layer: Any) -> bool:
         """Whether the running mean is the one that the layer keeps under its usual name."""
-        # A buffer is found here sooner than by its name.
-        return self.running_mean is layer._buffers.get("running_mean") or self.running_mean is layer.running_mean  # noqa: SLF001 - torch's
+        is_own: bool = self.running_mean is layer.running_mean
+        return is_own
 
     def has_channels_of(self, layer: Any) -> bool:
         """Whether the input has as many channels as the layer."""
@@ -164,7 +169,8 @@ class Interception(TorchFunctionMode):
 
     def end(self) -> None:
         """Sees no more; nor did it begin if Ctrl-C came before that."""
-        if innermost() is self:
+        depth = _nr_modes()
+        if depth and _mode_at(depth - 1) is self:  # as `innermost`, which is one call more
             pop()
 
     def __torch_function__(

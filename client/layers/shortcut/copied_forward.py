@@ -13,7 +13,7 @@ original, each looked up when it is used. Where the original is changed, it runs
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 from client.layers import interception
 from client.layers.conversion.bytecode import asks_for_attribute, instructions_of
 from client.layers.interception import Interception
-from client.layers.shortcut.plain_beginning import begins_plainly
+from client.layers.shortcut.plain_beginning import globals_of_plain
 
 # The interpreter looks for these in a function's globals itself: for builtins, imports and warnings.
 _INTERPRETERS = ("__builtins__", "__file__", "__loader__", "__name__", "__package__", "__spec__")
@@ -34,6 +34,7 @@ _INTERPRETERS = ("__builtins__", "__file__", "__loader__", "__name__", "__packag
 _OPERATIONS_ON_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"})
 _FUNCTIONS_OF_GLOBALS = frozenset({"eval", "exec", "globals", "vars"})
 
+_MISSING = object()
 
 Way = Callable[[Any, Interception, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -41,7 +42,7 @@ Way = Callable[[Any, Interception, tuple[Any, ...], dict[str, Any]], Any]
 def shortcut_to(kind: type[nn.Module]) -> type | None:
     """Class to put before `kind` among the bases of an adopted one; None if its `forward` needs or allows none."""
     copy = copied(vars(kind).get("forward"))
-    return None if copy is None else _shortcut(copy, _changes(kind))
+    return None if copy is None else _shortcut(copy, _changes(kind, {}))
 
 
 def _shortcut(copy: FunctionType, is_another: Callable[[], bool]) -> type:
@@ -72,11 +73,14 @@ def plain_way(kind: type[nn.Module], original: type[nn.Module], usual: Way) -> W
     copy = copied(forward, _PLAIN_FUNCTIONAL)
     if copy is None:
         return None
-    (name, *others) = _names_of_functional(forward)
-    if others or not begins_plainly(copy, original, _PLAIN_FUNCTIONAL):
+    names = globals_of_plain(copy, original, _PLAIN_FUNCTIONAL)
+    if names is None:
         return None
-    copy.__globals__[name] = _PLAIN_FUNCTIONAL  # what it means is looked at before each call
-    return _plain_way(copy, _changes(kind, name), usual)
+    fixed = {name: forward.__globals__.get(name, _MISSING) for name in names}
+    for name, value in fixed.items():
+        if value is not _MISSING:  # else a builtin
+            copy.__globals__[name] = _PLAIN_FUNCTIONAL if value is F else value
+    return _plain_way(copy, _changes(kind, fixed), usual)
 
 
 def _plain_way(copy: FunctionType, is_another: Callable[[], bool], usual: Way) -> Way:
@@ -96,20 +100,26 @@ def _plain_way(copy: FunctionType, is_another: Callable[[], bool], usual: Way) -
     return run
 
 
-def _changes(kind: Any, name: str | None = None) -> Callable[[], bool]:
-    """Whether a class has got another `forward` since, and whether that name of `torch.nn.functional` has in it."""
+def _changes(kind: Any, fixed: Mapping[str, Any]) -> Callable[[], bool]:
+    """Whether a class has got another `forward` since, or some globals of that another meaning.
+
+    Args:
+        kind: the class.
+        fixed: the globals by their names, `_MISSING` for one that there is not.
+    """
     forward = kind.forward
-    globals_, code = forward.__globals__, forward.__code__
+    globals_, code, meanings = forward.__globals__, forward.__code__, tuple(fixed.items())
     defaults, of_keywords = forward.__defaults__, forward.__kwdefaults__
 
     def is_another() -> bool:
-        return (
-            kind.forward is not forward
-            or forward.__code__ is not code
-            or forward.__defaults__ is not defaults
-            or forward.__kwdefaults__ is not of_keywords
-            or (name is not None and globals_.get(name) is not F)
-        )
+        if kind.forward is not forward or forward.__code__ is not code:
+            return True
+        if forward.__defaults__ is not defaults or forward.__kwdefaults__ is not of_keywords:
+            return True
+        for name, meaning in meanings:  # noqa: SIM110 - a generator takes longer
+            if globals_.get(name, _MISSING) is not meaning:
+                return True
+        return False
 
     return is_another
 

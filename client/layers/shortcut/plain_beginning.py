@@ -46,24 +46,26 @@ _FUNCTIONS = (float, int, isinstance, len, ValueError, torch._assert)  # noqa: S
 _CONSTANTS = (bool, float, int, str, type(None))
 
 
-def begins_plainly(forward: FunctionType, kind: type[nn.Module], functional: Any) -> bool:
-    """Whether a `forward` takes known steps only until it calls `batch_norm`, or returns or raises before.
+def globals_of_plain(forward: FunctionType, kind: type[nn.Module], functional: Any) -> frozenset[str] | None:
+    """The globals that a `forward` reads until it calls `batch_norm`; None unless it takes known steps only until then.
+
+    So it is if it returns or raises before. The steps are known while these globals mean what they mean now.
 
     Args:
         forward: of a layer, which is its first argument.
         kind: the layer's class, which may have its `forward` from another one.
         functional: what stands for `torch.nn.functional` in the globals of `forward`.
     """
-    if not ARE_STEPS_KNOWN:
-        return False
+    if not ARE_STEPS_KNOWN or forward.__code__.co_exceptiontable or not _has_usual_attributes(kind):
+        return None
     code = [one for one in dis.get_instructions(forward.__code__) if one.opname != "EXTENDED_ARG"]
     beginning = _until_batch_norm(code, forward, functional)
-    return (
-        bool(beginning and _has_usual_attributes(kind))
-        and not forward.__code__.co_exceptiontable
+    is_plain = (
+        bool(beginning)
         and all(_is_plain(one, beginning[-1].offset) for one in beginning)
         and all(_is_known(before, one, forward, functional) for before, one in pairwise(beginning))
     )
+    return frozenset(one.argval for one in beginning if one.opname == "LOAD_GLOBAL") if is_plain else None
 
 
 def _until_batch_norm(code: Code, forward: FunctionType, functional: Any) -> Code:

@@ -531,6 +531,16 @@ def test_a_name_may_get_another_meaning(kind, monkeypatch):
     assert len(calls) == 2 + 2 * 4
 
 
+def test_what_a_plain_beginning_calls_may_get_another_meaning(monkeypatch):
+    converted = client.convert_model(Careful())
+    handed, normalise = [], converted._normalise
+    monkeypatch.setattr(type(converted), "_normalise", lambda _, *given: handed.append(given) or normalise(*given))
+    with monkeypatch.context() as patched:
+        patched.setitem(globals(), "len", lambda x: forwards.normalised(converted, x).shape[0])
+        converted(batch())
+    assert len(handed) == 2
+
+
 @pytest.mark.parametrize("name", ["F", "functional"])
 def test_one_of_two_names_may_get_another_meaning(name, monkeypatch):
     whole, converted = pair(forwards.TwoNames)
