@@ -210,7 +210,7 @@ class Dispatcher:
         return [(record.contributor.peer, failure(record.master.membership.lost or stopped)) for record in records]
 
     def stop(self) -> list[Reply]:
-        """End all waits because the server stops."""
+        """End all waits because the server ends for good."""
         return [reply for master in self._registry.masters.values() for reply in master.stop()]
 
     def report(self, now: float, tenant: Tenant = ANYBODY) -> dict[str, Any]:

@@ -258,7 +258,7 @@ class SyncMaster:
         return self._tell_news() + self._settle(now) + self.open_rounds.expire(now)
 
     def stop(self) -> list[Reply]:
-        """End all open rounds, and the wait for the group to open, because the server stops."""
+        """End all open rounds, and the wait for the group to open, because the server ends for good."""
         replies = self.break_all(
             lambda key: MasterStopped(error_text("the server was stopped during a round", where=str(key)))
         )

@@ -74,6 +74,7 @@ class Service:
         self._stopping = False
         self._is_reloading = False
         self._parent = _parent(config)
+        self._is_over = False
         try:
             self.endpoints = tuple(self._listener.bind(endpoint) for endpoint in config.bind)
         except (BindError, ConfigurationError):
@@ -116,7 +117,11 @@ class Service:
 
     @quietly
     def run(self) -> None:
-        """Serve until `stop`, or until the parent ends; then take what has come, and answer all who wait."""
+        """Serve until `stop`, or until the parent ends; then take what has come, and answer what is complete.
+
+        Who waits then waits for the next server at these endpoints, as if this one had been killed. If the parent has
+        ended there is none, and all are told.
+        """
         next_look = time.monotonic() + LOOK_SECONDS
         while not self._stopping:
             # Waiting in `recv` costs some system calls less for each frame than polling before it.
@@ -133,10 +138,9 @@ class Service:
                 self._look()
                 next_look = time.monotonic() + LOOK_SECONDS
         self._drain()
-        if self._parent:
-            # Nobody will start it again, so no member has to wait for that.
+        if self._is_over:
             self._sender.send(self._dispatcher.farewell())
-        self._sender.send(self._dispatcher.stop())
+            self._sender.send(self._dispatcher.stop())
 
     def _take(self, peer: bytes) -> None:
         """Take a frame, of which ZeroMQ has told only the peer; handle it, or let it wait for its turn."""
@@ -212,7 +216,7 @@ class Service:
             self._dispatcher.tally.dropped_messages = self._shares.dropped
             self._next_tick = time.monotonic() + TICK_SECONDS
         if self._parent and self._needs_no_server(self._parent):
-            self.stop()
+            self._is_over = self._stopping = True
 
     def _drain(self) -> None:
         with suppress(zmq.Again):

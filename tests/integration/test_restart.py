@@ -1,4 +1,4 @@
-"""A server that is killed and started again loses nothing: the run ends with the bits of an undisturbed one."""
+"""A server that is stopped or killed and started again loses nothing: the run ends with the bits of an undisturbed one."""
 
 import random
 import signal
@@ -86,7 +86,7 @@ def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, la
     futures = run_members(pool, endpoint, "killed", 3, lane)
     for _ in range(KILLS[lane]):
         time.sleep(chance.uniform(0.05, 0.3))
-        server.send_signal(signal.SIGKILL)
+        server.send_signal(chance.choice((signal.SIGKILL, signal.SIGTERM)))
         server.wait(timeout=10)
         server = servers()
     assert [future.exception() for future in futures if future.done()] == [], "the kills came while it trained"

@@ -309,10 +309,8 @@ class SimulatedServer:
         self._go()
 
     def stop(self) -> None:
-        """As on SIGTERM: those who wait are told."""
+        """As on SIGTERM: the last answers have a moment to leave."""
         self._trace.append((self._clock.now, "server stopped"))
-        self._send(self.dispatcher.stop())
-        # The last answers have a moment to leave.
         self.up = False
         self._clock.after(10 * self._network.weather.latency, self._go)
 

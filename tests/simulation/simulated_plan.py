@@ -106,7 +106,7 @@ class Plan:
         """Whether everybody must get every aggregate in spite of the faults."""
         # A newcomer may take the place of one that is late. One that is through with a pass waits for the slow ones,
         # and a restarted server does not wait for it while it is frozen.
-        is_late_for_restart = self.has("frozen") and self.has("server killed")
+        is_late_for_restart = self.has("frozen") and self.has("server killed", "server stopped")
         if self.has("comes") or self.leaves_too_few or (self.passes and (self.has("slow") or is_late_for_restart)):
             return False
         if self.groups and any(self._keeps_others_waiting(fault) for fault in self.faults):
@@ -142,7 +142,7 @@ def _is_harmless(fault: Fault) -> bool:
         return fault.seconds <= HARMLESS_CUT
     if fault.kind == "joins late":
         return True
-    return fault.kind in {"slow", "server killed", "server naps"}
+    return fault.kind in {"slow", *SERVER_FAULTS}
 
 
 def draw(seed: int) -> Plan:

@@ -496,10 +496,6 @@ def _unreachable_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bo
     return long or not world.plan.weather.is_fair or world.plan.has("cut", "server naps", "frozen")
 
 
-def _stopped_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
-    return world.plan.has("server stopped")
-
-
 def _protocol_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
     return world.plan.weather.corrupted > 0
 
@@ -515,7 +511,6 @@ TRUTHS: dict[type[BaseException], Callable[["World", "Outcome", Any], bool]] = {
     errors.GroupIncomplete: _incomplete_is_true,
     errors.DuplicateMember: _duplicate_is_true,
     errors.ServerUnreachable: _unreachable_is_true,
-    errors.MasterStopped: _stopped_is_true,
     errors.ProtocolError: _protocol_is_true,
     errors.VersionMismatch: _protocol_is_true,
 }
