@@ -18,7 +18,7 @@ into the class, so that the error a server raises about a member is the error th
     │   ├── StaleEpoch          a newer life of the group has begun
     │   └── GroupIncomplete     the group did not fill in time
     ├── UnknownSession          the server does not know who is speaking
-    ├── MasterStopped           the server was told to stop while members waited
+    ├── MasterStopped           the server has ended for good, with the process that had started it
     ├── LimitExceeded           more than the server agrees to keep
     └── RoundFailed             one exchange failed, for everyone in it
         ├── RoundMismatch       the contributions do not fit together
@@ -136,7 +136,7 @@ class UnknownSession(StatsdBNError):
 
 
 class MasterStopped(StatsdBNError):
-    """The server was told to stop while members waited for a round, or for a group to open."""
+    """The server has ended for good, with the process that had started it, while members needed it."""
 
     code = "master_stopped"
 

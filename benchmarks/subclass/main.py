@@ -3,8 +3,8 @@
 Forward and backward of a small input, over the in-process lane, with one replica that believes it has company: so the
 exchange costs nothing, and what is left is the layer. All take turns in one run, call by call, so that what else the
 machine does falls on all; the claim is the median of the differences within a turn, not a time. What the subclass costs
-beside torch's layer without us is measured in the same turns, and what the same steps cost around our layer, as somebody
-would write them by hand: there they are as cold as in the subclass.
+beside torch's layer without us is measured in the same turns, and what the same steps cost around our layer, as
+somebody would write them by hand: there they are as cold as in the subclass.
 """
 
 import argparse
@@ -105,7 +105,8 @@ def main() -> None:
         return
     print(f"load average before: {load:.1f}")
     print(
-        f"{'shape':>9} {'subclass':>10} {'ours us':>8} {'converted':>9} {'more':>6} {'torch us':>8} {'without us':>10} {'around ours':>11}"
+        f"{'shape':>9} {'subclass':>10} {'ours us':>8} {'converted':>9} {'more':>6} {'torch us':>8} {'without us':>10} "
+        f"{'around ours':>11}"
     )
     for row in rows:
         print(

@@ -111,3 +111,5 @@ class Heartbeat:
         for session in self._pulse.due(time.monotonic(), self._sessions()):
             if self._beacon.send(session.heartbeat()):
                 self._pulse.sent(session)
+            elif told := self._pulse.not_sent(time.monotonic(), session):
+                logger.warning("%s", told)

@@ -5,10 +5,14 @@ A session that takes part in rounds is heard by that, and needs no heartbeat.
 
 from collections.abc import Iterable
 
+from client.conversation.member import SHARED_MEMORY
 from client.conversation.session import Session
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Question
+
+# How long the server may be away before ranks are told that do not need it for their rounds.
+AWAY_SECONDS = 10.0
 
 
 class Pulse:
@@ -19,6 +23,9 @@ class Pulse:
         self._told: dict[bytes, str] = {}
         self._telling: dict[bytes, str] = {}
         self._returned: set[bytes] = set()
+        # Since when no heartbeat could leave, and whether that was told.
+        self._away_since: float | None = None
+        self._is_away_told = False
 
     def connected_anew(self) -> None:
         """The connection is another one, over which nobody has spoken."""
@@ -46,6 +53,20 @@ class Pulse:
     def sent(self, session: Session) -> None:
         """The heartbeat of a session has left."""
         self._told[session.token] = self._telling[session.token]
+        self._away_since, self._is_away_told = None, False
+
+    def not_sent(self, now: float, session: Session) -> str:
+        """The heartbeat of a session could not leave; returns what is to be told of it, once for each time."""
+        if self._away_since is None:
+            self._away_since = now
+        seconds = now - self._away_since
+        if seconds < AWAY_SECONDS or self._is_away_told or session.lane.name != SHARED_MEMORY:
+            return ""
+        self._is_away_told = True
+        return (
+            f"job {session.member.job!r}: the server has been away for {seconds:.0f} s. The ranks of this host go on "
+            "in shared memory, but until it is back nobody says which rank is late or lost"
+        )
 
     def figures(self, now: float, sessions: Iterable[Session]) -> list[bytes]:
         """Returns the frames that tell of rounds in memory, once a second at most.

@@ -14,6 +14,7 @@ from statsd_bn.error_text import error_text
 from statsd_bn.errors import RoundTimeout, UnknownSession
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Pending
+from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.text import plain
@@ -44,6 +45,9 @@ class RoundTrip:
         rows: what to contribute.
         frame: the contribution of the rows, encoded.
         chance: returns a number from 0 to 1, so that members do not ask in step.
+
+    Attributes:
+        late: returns the ranks that are known here not to have come, where the round is one in memory too.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class RoundTrip:
         self._expiry = 0.0
         self._next_warning = WARN_SECONDS
         self._told = ""
+        self.late: Callable[[], Sequence[int]] = tuple
         self._settled = b""
 
     def begin(self, now: float) -> Turn[Aggregate]:
@@ -128,12 +133,19 @@ class RoundTrip:
         return (self._settled, contribution) if self._settled else (contribution,)
 
     def _ask_again(self, now: float) -> Sequence[bytes]:
-        silent = now - self._heard
-        text = f"{self._key}: the server at {self._endpoint} has not answered for {silent:.0f} s"
-        self._warn(silent, text, self._next_warning)
+        if (silent := now - self._heard) >= self._next_warning:
+            self._warn(silent, self._about_silence(now, silent), self._next_warning)
         self._attempt += 1
         self._session.spoke = now
         return self._with_settled(self._session.contribution(self._key, self._rows, self._attempt))
+
+    def _about_silence(self, now: float, seconds: float) -> str:
+        left = max(0.0, self._expiry - now)
+        late = Members.of(self.late())
+        return (
+            f"{self._key}: the server at {self._endpoint} has not answered for {seconds:.0f} s; waiting for it, or for "
+            f"another one there, for {left:.0f} s more"
+        ) + (f". In shared memory the round waits for {ranks_in_words(late, {})}" if late else "")
 
     def _warn(self, seconds: float, text: str, least: float) -> None:
         if seconds >= least:

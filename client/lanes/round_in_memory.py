@@ -97,8 +97,14 @@ class RoundInMemory:
         if over := self._look(now):
             return over
         self._trip = self._begin_trip()
+        self._trip.late = self._late
         frames, self._due, aggregate = self._trip.begin(now)
         return frames, self._next(now), aggregate
+
+    def _late(self) -> list[int]:
+        """The ranks that have not come, as far as the memory says: who ends comes no more."""
+        late = self._memory.late
+        return [rank for place, rank in enumerate(self._session.members) if place in late]
 
     def _next(self, now: float) -> float:
         return min(self._due, now + self._listen_seconds)

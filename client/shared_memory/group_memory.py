@@ -98,6 +98,11 @@ class GroupMemory:
         return self._region.have_all_come(self._number)
 
     @property
+    def late(self) -> list[int]:
+        """The members that have not come to this turn."""
+        return self._region.late(self._number)
+
+    @property
     def seconds_behind(self) -> float | None:
         """How much later than all others this member came to this turn, once all have come; None if others came later.
 

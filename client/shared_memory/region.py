@@ -130,6 +130,10 @@ class Region:
             fence()  # the rows are looked at after the arrivals
         return True
 
+    def late(self, turn: int) -> list[int]:
+        """Returns the members that have not come to a turn."""
+        return [member for member, place in enumerate(self._arrivals) if self._words[place] < turn]
+
     def nanoseconds_behind(self, turn: int) -> int:
         """Returns how much later than all others this member came to a turn to which all have come."""
         words, places = self._words, self._came[turn % 2]

@@ -155,9 +155,9 @@ class Dispatcher:
                 return
 
     @property
-    def has_members(self) -> bool:
-        """Whether any member is registered."""
-        return bool(self._registry.sessions)
+    def nr_members(self) -> int:
+        """How many members are registered, each group's for itself."""
+        return len(self._registry.sessions)
 
     @property
     def has_had_members(self) -> bool:

@@ -115,12 +115,18 @@ class Service:
         """Whether only clients with known keys are let in."""
         return self._access is not None
 
+    @property
+    def left_behind(self) -> str:
+        """Who is still there, for the log; empty if nobody is."""
+        members = 0 if self._is_over else self._dispatcher.nr_members
+        return f"; {members} rank{'s' * (members > 1)} wait for the next server here" if members else ""
+
     @quietly
     def run(self) -> None:
         """Serve until `stop`, or until the parent ends; then take what has come, and answer what is complete.
 
         Who waits then waits for the next server at these endpoints, as if this one had been killed. If the parent has
-        ended there is none, and all are told.
+        ended, no other will come, and all are told.
         """
         next_look = time.monotonic() + LOOK_SECONDS
         while not self._stopping:
@@ -224,7 +230,7 @@ class Service:
                 self._take(self._socket.recv(_NO_WAIT))
 
     def _needs_no_server(self, parent: Parent) -> bool:
-        has_members, has_had_members = self._dispatcher.has_members, self._dispatcher.has_had_members
+        has_members, has_had_members = self._dispatcher.nr_members > 0, self._dispatcher.has_had_members
         return parent.needs_no_server(time.monotonic(), has_members=has_members, has_had_members=has_had_members)
 
     def _is_let_in(self, key: str) -> bool:
@@ -236,6 +242,7 @@ class Service:
         A file that is unsound is one key that is not let in; a revocation beside it takes effect.
         """
         if self._curve is None:
+            logger.info("SIGHUP: no keys to read again")
             return
         try:
             clients, problems = key_source.load_again(self._curve)
@@ -270,7 +277,7 @@ def _signals(service: Service) -> Iterator[None]:
         yield
         return
     actions = {signal.SIGTERM: service.stop, signal.SIGINT: service.stop}
-    if service.has_keys:
+    if hasattr(signal, "SIGHUP"):  # Windows has none
         actions[signal.SIGHUP] = service.reload
     former = {number: signal.signal(number, _handler(action)) for number, action in actions.items()}
     try:
@@ -302,4 +309,4 @@ def run_master(config: Config | None = None) -> None:
             if not service.has_keys and (warning := exposure.warning(endpoint)):
                 logger.warning("%s", warning)
         service.run()
-        logger.info("stopped")
+        logger.info("stopped%s", service.left_behind)

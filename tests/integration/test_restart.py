@@ -1,4 +1,4 @@
-"""A server that is stopped or killed and started again loses nothing: the run ends with the bits of an undisturbed one."""
+"""A server that is stopped or killed and started again loses nothing: the run ends with an undisturbed one's bits."""
 
 import random
 import signal

@@ -35,6 +35,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.rows import Rows
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, encode
+from support.memory_members import wait_until
 from support.ports import free_port
 from support.strategies import contribution, key, register, rows, session_of
 
@@ -223,9 +224,18 @@ def test_after_a_signal_members_wait_for_the_next_server(start, dial, number):
     assert dealers[1].report()["groups"][0]["waiting"]
     command.process.send_signal(number)
     assert command.end() == 0
+    assert "stopped; 2 ranks wait for the next server here" in command.errors
     start("--bind", endpoint).endpoint()
     # It knows nobody; what the first one had said to them would have come before this answer.
     assert dealers[1].ask(contribution(1)).code == "unknown_session"
+
+
+def test_sighup_without_keys_changes_nothing(start, dial):
+    command = start("--bind", ANY_PORT)
+    endpoint = command.endpoint()
+    command.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: "SIGHUP: no keys to read again" in command.errors)
+    assert dial(endpoint).report()["groups"] == []
 
 
 def test_a_signal_ends_a_server_whose_members_have_gone(start, dial):

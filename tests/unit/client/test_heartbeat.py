@@ -385,6 +385,28 @@ def test_a_session_says_its_lane_as_soon_as_it_is_another_one():
     assert [said(), said()] == [["zeromq"], []]
 
 
+@pytest.mark.parametrize(("is_in_memory", "times"), [(True, 1), (False, 0)])
+def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, times):
+    pulse, session = Pulse(), a_session()
+    if is_in_memory:
+        session.lane.use(SimpleNamespace(is_given_up=False))
+    begin = pulse.not_sent(0.0, session)
+    told = [pulse.not_sent(float(now), session) for now in range(1, 60)]
+    assert (begin, len([text for text in told if text])) == ("", times)
+    assert told[8] == ""
+    assert not times or "the server has been away for 10 s. The ranks of this host go on in shared memory" in told[9]
+
+
+def test_a_server_that_was_back_may_be_away_again():
+    pulse, session = Pulse(), a_session()
+    session.lane.use(SimpleNamespace(is_given_up=False))
+    for began in (0.0, 100.0):
+        assert not pulse.not_sent(began, session)
+        assert pulse.not_sent(began + 20, session)
+        pulse.due(began + 30, [session])
+        pulse.sent(session)
+
+
 def test_a_session_that_a_new_master_did_not_know_beats_again_at_once():
     """The master has not taken the first heartbeat, and would look for it where it spoke last, which may be closed."""
     pulse, session = Pulse(), a_session()

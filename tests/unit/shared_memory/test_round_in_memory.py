@@ -1,11 +1,13 @@
 """One member's part in a round in memory: who came last, by how much, as its session counts it."""
 
+import re
 from mmap import mmap
 
 import numpy as np
 import pytest
 
 from client.conversation.member import Member
+from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
 from client.lanes.round_in_memory import AtServer, RoundInMemory
 from client.shared_memory import passing
@@ -103,3 +105,28 @@ def test_times_of_another_clock_are_not_counted(other):
     host.memories[1].arrive(0, Rows((1,), np.zeros((1, 2, 1))), 2.0)
     assert host.memories[1].have_all_come
     assert host.memories[1].seconds_behind is None
+
+
+def test_who_has_not_come_is_told_where_the_server_does_not_answer(caplog):
+    """Nobody else can: the server may be gone, and a rank with it."""
+    host = Host()
+    rows, key = Rows((1,), np.ones((1, 2, 1))), host.sessions[0].forward_key("bn")
+
+    def begun(me):
+        def trip():
+            return RoundTrip(host.sessions[me], "ipc:///there", key, rows, b"", lambda: 0.0)
+
+        machine = RoundInMemory(host.sessions[me], key, rows, host.memories[me], trip)
+        machine.begin(0.0)
+        return machine
+
+    begun(2)
+    waiting = begun(0)
+    for now in range(1, 18):
+        waiting.step(float(now), None)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert re.search(
+        r"the server at ipc:///there has not answered for 1\d s; waiting for it, or for another one there, for 5\d s "
+        r"more. In shared memory the round waits for rank 1$",
+        told,
+    )
