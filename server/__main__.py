@@ -129,6 +129,12 @@ def _view(arguments: list[str]) -> int:
         _refuse_beside_a_recording(found)
         show.replay(found.endpoint, once=found.once, as_json=found.json)
         return 0
+    if found.once and found.http:
+        raise ConfigurationError("--once: expected no --http beside it, since a page is there until Ctrl-C")
+    if found.name and not found.http:
+        raise ConfigurationError("--name: expected --http HOST:PORT with it, since it is a name of the page")
+    if found.endpoint and "://" not in found.endpoint:
+        raise ConfigurationError(f"expected an endpoint, or the file of a recording, got {found.endpoint!r}")
     endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
     keys = load_client(found.curve) if found.curve else None
     show.show(
@@ -210,8 +216,10 @@ def _check(arguments: list[str]) -> int:
         "check",
         description="Exits with 0 if a server answers, with 4 if not; for health checks and probes.",
     )
-    _add_endpoint(parser, "as STATSD_BN_BIND says, else this user's own server")
-    endpoint = parser.parse_args(arguments).endpoint or own_endpoint(os.environ)
+    _add_endpoint(parser, "as STATSD_BN_BIND or STATSD_BN_ENDPOINT says, else this user's own server")
+    # On the server's own host the first one is right, where both are set.
+    elsewhere = "" if os.environ.get("STATSD_BN_BIND") else os.environ.get("STATSD_BN_ENDPOINT")
+    endpoint = parser.parse_args(arguments).endpoint or elsewhere or own_endpoint(os.environ)
     # One that wants a key of whoever asks is there.
     with suppress(AuthenticationRefused):
         ask(endpoint, CHECK_SECONDS)

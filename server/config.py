@@ -2,9 +2,9 @@
 
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from server.arguments import Parser
 from server.limits.quota import Quota
@@ -12,7 +12,7 @@ from statsd_bn import PROTOCOL_VERSION, __version__
 from statsd_bn.environment import LOG_LEVELS, boolean, log_level
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.private_folder import default_endpoint
-from statsd_bn.reach import Reach, reach
+from statsd_bn.reach import Reach, check_endpoint, reach
 
 VERSION = f"statsd-bn {__version__} (protocol {PROTOCOL_VERSION})"
 
@@ -55,10 +55,7 @@ class Config:
         if self.again and self.parent is None:
             raise ConfigurationError("again: expected a parent with it, got none")
         for endpoint in self.bind:
-            if not re.fullmatch(r"[a-z]+://.+", endpoint):
-                raise ConfigurationError(
-                    f"bind: expected a ZeroMQ endpoint such as tcp://HOST:PORT or ipc://PATH, got {endpoint!r}"
-                )
+            check_endpoint(endpoint, "bind")
             if reach(endpoint) is Reach.NETWORK and not (self.insecure or self.curve):
                 raise ConfigurationError(
                     f"bind: {endpoint} can be reached from other machines, and whoever reaches it can join any job. "
@@ -76,9 +73,11 @@ def parser(environ: Mapping[str, str]) -> Parser:
     """Parser of `python -m server`; a flag's default comes from its variable."""
     result = Parser(
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
-        epilog="Commands: `status` says what a running server is doing, `check` whether it answers, `keygen DIR` makes "
-        "keys for --curve, `secret FILE` the secret of a job on several nodes; `serve` or none runs the server. "
-        "`statsd-bn COMMAND` and `python -m server COMMAND` are the same.",
+        usage="%(prog)s [COMMAND] [OPTIONS]",
+        epilog="Commands: `status` says what a running server is doing, `view` shows it each second, also as a page, "
+        "`check` says whether it answers, `keygen DIR` makes keys for --curve, `secret FILE` the secret of a job on "
+        "several nodes; `serve` or none runs the server. Each has a --help of its own. `statsd-bn COMMAND` and "
+        "`python -m server COMMAND` are the same.",
     )
     result.add_argument(
         "--bind",
@@ -127,10 +126,20 @@ def parser(environ: Mapping[str, str]) -> Parser:
             f"--{option.name.replace('_', '-')}",
             type=type(option.default),
             metavar="N",
-            default=environ.get(twin) or option.default,
             help=f"{option.metadata['reason']} ({twin}; default {option.default})",
         )
     return result
+
+
+def _number(environ: Mapping[str, str], limit: str) -> Any:
+    """A limit that an environment says, or its default."""
+    default = getattr(Quota(), limit)
+    name = f"STATSD_BN_{limit.upper()}"
+    given = environ.get(name)
+    try:
+        return type(default)(given) if given else default
+    except ValueError:
+        raise ConfigurationError(f"{name}: expected a number such as {default}, got {given!r}") from None
 
 
 def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -140,7 +149,8 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
         ConfigurationError: a value is unusable.
     """
     found = parser(environ).parse_args(arguments)
-    quota = Quota(**{option.name: getattr(found, option.name) for option in fields(Quota)})
+    limits = {option.name: getattr(found, option.name) for option in fields(Quota)}
+    quota = Quota(**{name: _number(environ, name) if given is None else given for name, given in limits.items()})
     bind = tuple(found.bind or bound_to(environ))
     level = found.log_level or log_level(environ, "STATSD_BN_LOG_LEVEL", "info")
     insecure = found.insecure or boolean(environ, "STATSD_BN_INSECURE")

@@ -15,6 +15,7 @@ from statsd_bn.private_folder import OTHERS
 WRITABLE_BY_OTHERS = 0o022
 
 MAX_PORT = 65_535
+MAX_DIGITS = 5
 
 # ZeroMQ has tried for seconds already, and a network that lets something through does so in milliseconds.
 PROBE_SECONDS = 1.0
@@ -38,7 +39,7 @@ def reach(endpoint: str) -> Reach:
     A name but "localhost" may mean any address, now or later: 127.example.org is one. What is not known is NETWORK.
     """
     scheme, _, address = endpoint.partition("://")
-    if scheme == "inproc" or endpoint == "ipc://*":  # for which ZeroMQ makes a folder that only this user can enter
+    if endpoint == "ipc://*":  # for which ZeroMQ makes a folder that only this user can enter
         return Reach.USER
     if scheme == "ipc":
         path = ipc_path(endpoint)
@@ -50,12 +51,26 @@ def reach(endpoint: str) -> Reach:
     return Reach.NETWORK
 
 
-def check_port(endpoint: str) -> None:
-    """Raises ConfigurationError for a TCP port that there is not; ZeroMQ would take it modulo 65,536."""
-    port = endpoint.rpartition(":")[2]
-    is_number = endpoint.startswith("tcp://") and port.removeprefix("-").isdecimal()
-    if is_number and (len(port) > len(str(MAX_PORT)) or not 0 <= int(port) <= MAX_PORT):
-        raise ConfigurationError(f"endpoint: expected a port of 0 to {MAX_PORT}, got {endpoint!r}")
+def check_endpoint(endpoint: str, name: str = "endpoint") -> None:
+    """Raises ConfigurationError for what is no endpoint of ours.
+
+    ZeroMQ would take a port modulo 65,536 and overlook letters behind it, and it has ways that lead to no server.
+
+    Args:
+        endpoint: which one.
+        name: what it is called where it was given.
+    """
+    scheme, separator, address = endpoint.partition("://")
+    if not separator or scheme not in {"tcp", "ipc"} or not address:
+        raise ConfigurationError(f"{name}: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
+    host, _, port = address.rpartition(":")
+    if scheme == "tcp" and not (host and _is_port(port)):
+        raise ConfigurationError(f"{name}: expected tcp://HOST:PORT with a port of 0 to {MAX_PORT}, got {endpoint!r}")
+
+
+def _is_port(port: str) -> bool:
+    # `*` lets the system choose one.
+    return port == "*" or (port.isascii() and port.isdecimal() and len(port) <= MAX_DIGITS and int(port) <= MAX_PORT)
 
 
 def ipc_path(endpoint: str) -> Path | None:

@@ -25,7 +25,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
-from statsd_bn.reach import check_port, silent, why_silent
+from statsd_bn.reach import check_endpoint, silent, why_silent
 
 # A wait that is over so soon does without what a longer one needs; most are.
 SHORT_SECONDS = 0.002
@@ -217,7 +217,7 @@ class _ZmqChannel:
         self._monitor = self._socket.get_monitor_socket(EVENTS)
         self._handshakes = handshakes.socket()
         try:
-            check_port(endpoint)
+            check_endpoint(endpoint)
             secure(self._socket, keys)
             self._socket.connect(endpoint)
         except (ConfigurationError, zmq.ContextTerminated):

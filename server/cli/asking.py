@@ -16,7 +16,7 @@ from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.handshake import EVENTS, Handshakes, SocketHandshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import Message
-from statsd_bn.reach import check_is_open_to_us, check_port, why_silent
+from statsd_bn.reach import check_endpoint, check_is_open_to_us, why_silent
 from statsd_bn.wire import encode
 
 ANSWER_SECONDS = 5.0
@@ -39,8 +39,10 @@ def asking(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | No
 
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
-        ServerUnreachable: no answer within `seconds`, or this is not an endpoint, or it is closed to this user.
+        ConfigurationError: this is not an endpoint.
+        ServerUnreachable: no answer within `seconds`, or it is closed to this user.
     """
+    check_endpoint(endpoint)
     check_is_open_to_us(endpoint)
     handshakes = Handshakes(endpoint, has_key=keys is not None)
     with zmq.Context() as context, ExitStack() as opened:
@@ -81,14 +83,11 @@ def _line(
             dealer.curve_secretkey = keys.pair.secret.encode()
         with dealer.get_monitor_socket(EVENTS) as monitor:
             try:
-                check_port(endpoint)
                 dealer.connect(endpoint)
-            except ConfigurationError as error:
-                raise ServerUnreachable(error.message, endpoint=endpoint) from None
             except zmq.ZMQError as error:
                 problem = zmq.strerror(error.errno or 0)
                 text = f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({problem})"
-                raise ServerUnreachable(text, endpoint=endpoint) from error
+                raise ConfigurationError(text) from error
             try:
                 yield _Line(dealer, monitor, handshakes)
             finally:

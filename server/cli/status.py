@@ -52,7 +52,8 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None 
 
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
-        ServerUnreachable: no answer within `seconds`, or this is not an endpoint, or it is closed to this user.
+        ConfigurationError: this is not an endpoint.
+        ServerUnreachable: no answer within `seconds`, or it is closed to this user.
     """
     with asking(endpoint, seconds, keys) as question:
         return report_of(endpoint, question(StatusRequest()))

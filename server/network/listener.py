@@ -14,7 +14,7 @@ from server.network.zap import DOMAIN, Gatekeeper
 from server.secrets.keygen import check_curve
 from statsd_bn import keys, limits
 from statsd_bn.errors import BindError
-from statsd_bn.reach import Reach, check_port, reach
+from statsd_bn.reach import Reach, check_endpoint, reach
 
 # How long the server sleeps at most: a request to stop, or the end of a connection, is noticed this late.
 LOOK_SECONDS = 0.05
@@ -85,7 +85,7 @@ class Listener:
             BindError: the endpoint is taken or does not exist.
             ConfigurationError: there is no such port, or the private folder that it is in is not private.
         """
-        check_port(endpoint)
+        check_endpoint(endpoint)
         self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             with ipc_path.listening(endpoint) as descriptor:

@@ -44,7 +44,7 @@ class Sender:
                 self._dispatcher.tally.dropped_answers += 1
                 # Who has gone has left, which may cross an answer, or is told of as lost.
                 level = logging.INFO if problem == zmq.EHOSTUNREACH else logging.WARNING
-                logger.log(level, "an answer to peer %r was dropped: %s", peer, zmq.strerror(problem))
+                logger.log(level, "an answer to peer %s was dropped: %s", peer.hex(), zmq.strerror(problem))
                 self.probe(self._elsewhere(peer, problem))
 
     def probe(self, probes: Iterable[Reply]) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import secrets
+import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -22,7 +23,7 @@ from server.view.guard import App, Guard
 from server.view.heat import heat, without_figures
 from server.view.history import History
 from server.view.metrics import Metrics
-from statsd_bn.errors import ConfigurationError
+from statsd_bn.errors import BindError, ConfigurationError
 
 PAGE = Path(__file__).parent / "page"
 FILES = {
@@ -122,18 +123,18 @@ def serve(feed: Feed, history: History, address: str, *, names: Iterable[str] = 
         token: what readers have to bring; "" makes one where one is needed.
 
     Raises:
-        ConfigurationError: this is not an address, or cannot be listened on.
+        BindError: nobody can listen there.
+        ConfigurationError: this is not an address.
     """
     host, port = _parsed(address)
+    listener = _listening(host, port, address)
     if not _is_loopback(host):
         token = token or secrets.token_urlsafe(32)
-    link = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    link = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
     sys.stderr.write(f"statsd_bn view: {link}{f'?token={token}' if token else ''}\n")
     # Requests are not logged: the first one's address has the token.
     config = uvicorn.Config(
         app(feed, history, token, names),
-        host=host,
-        port=port,
         log_level=logging.WARNING,
         access_log=False,
         server_header=False,
@@ -143,14 +144,21 @@ def serve(feed: Feed, history: History, address: str, *, names: Iterable[str] = 
     runner = threading.Thread(target=feed.run, name="view")
     runner.start()
     try:
-        uvicorn.Server(config).run()
+        uvicorn.Server(config).run([listener])
     except KeyboardInterrupt:
         pass
-    except SystemExit as error:
-        raise ConfigurationError(f"--http: cannot listen at {address!r}") from error
     finally:
         feed.stop()
         runner.join()
+        listener.close()
+
+
+def _listening(host: str, port: int, address: str) -> socket.socket:
+    """A socket that listens there; port 0 picks a free one."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise BindError(f"--http: cannot listen at {address!r}: {error.strerror}", endpoint=address) from error
 
 
 def _parsed(address: str) -> tuple[str, int]:

@@ -21,6 +21,7 @@ from statsd_bn import limits
 from statsd_bn.messages import Digest
 from statsd_bn.skew import DIRECTIONS, NUMBERS
 from statsd_bn.skew.comparison import LEAST_SECONDS
+from statsd_bn.text import unfolded
 from statsd_bn.wire import encode
 from support.paths import ROOT
 from support.ports import free_port
@@ -231,3 +232,36 @@ def test_prometheus_scrapes_it_and_loads_the_rules(server, job, tmp_path):
         (group,) = ask("rules")["groups"]
         assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
         assert "StatsdBnNonFinite" in {rule["name"] for rule in group["rules"]}
+
+
+def test_a_page_picks_a_free_port_and_says_which(server):
+    command = [sys.executable, "-m", "server", "view", server.endpoint, "--http", "127.0.0.1:0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = process.stderr.readline().removeprefix("statsd_bn view: ").strip()
+            with urllib.request.urlopen(f"{address}metrics", timeout=WAIT_SECONDS) as answer:
+                assert b"statsd_bn_" in answer.read()
+        finally:
+            process.kill()
+
+
+def test_a_page_where_another_one_listens_exits_with_3(server, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        assert main(["view", server.endpoint, "--http", address]) == 3
+    assert unfolded(capsys.readouterr().err) == (
+        f"statsd_bn: --http: cannot listen at {address!r}: Address already in use\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--once", "--http", "127.0.0.1:0"], "--once: expected no --http beside it"),
+        (["--name", "host-a", "--once"], "--name: expected --http HOST:PORT with it"),
+        (["nowhere.db"], "expected an endpoint, or the file of a recording, got 'nowhere.db'"),
+    ],
+)
+def test_arguments_of_the_view_that_do_not_go_together_are_refused(arguments, words, capsys):
+    assert main(["view", *arguments]) == 2
+    assert words in unfolded(capsys.readouterr().err)

@@ -84,10 +84,9 @@ def test_an_endpoint_that_this_host_reaches_needs_no_word_and_is_warned_of(endpo
     assert "Leave out --bind" in warning
 
 
-@pytest.mark.parametrize("endpoint", ["ipc://*", "inproc://here"])
-def test_an_endpoint_that_only_this_user_reaches_needs_no_warning(endpoint):
-    assert reach(endpoint) is Reach.USER
-    assert exposure.warning(endpoint) == ""
+def test_an_endpoint_that_only_this_user_reaches_needs_no_warning():
+    assert reach("ipc://*") is Reach.USER
+    assert exposure.warning("ipc://*") == ""
 
 
 def test_an_ipc_path_is_the_users_where_nobody_else_can_replace_the_file(tmp_path):
@@ -115,9 +114,6 @@ def test_an_ipc_path_is_the_users_where_nobody_else_can_replace_the_file(tmp_pat
         "tcp://127.evil.example:5555",
         "tcp://127.0.0.1;evil.example:5555",
         "tcp://localhost.evil.example:5555",
-        "tcp://:5555",
-        "tcp://5555",
-        "ws://127.0.0.1:5555",
     ],
 )
 def test_an_endpoint_that_others_reach_is_refused_unless_insecure(endpoint):
@@ -130,9 +126,15 @@ def test_an_endpoint_that_others_reach_is_refused_unless_insecure(endpoint):
     assert "whoever reaches it over the network can join any job" in exposure.warning(endpoint)
 
 
-@pytest.mark.parametrize("endpoint", ["5555", "127.0.0.1:5555", "tcp://", "", " tcp://x:1"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("5555", "127.0.0.1:5555", "tcp://", "", " tcp://x:1", "tcp://:5555", "tcp://5555", "tcp://127.0.0.1:80x"),
+        *("tcp://127.0.0.1", "ws://127.0.0.1:5555", "udp://127.0.0.1:5555", "inproc://here", "ipc://"),
+    ],
+)
 def test_what_is_no_endpoint_is_refused(endpoint):
-    with pytest.raises(ConfigurationError, match="expected a ZeroMQ endpoint such as tcp://HOST:PORT") as caught:
+    with pytest.raises(ConfigurationError, match="bind: expected tcp://HOST:PORT") as caught:
         Config((endpoint,), insecure=True)
     assert repr(endpoint) in str(caught.value)
 

@@ -196,5 +196,5 @@ def test_a_frozen_server_keeps_its_path(path):
 
 
 def test_a_port_that_there_is_not_is_refused_and_not_taken_for_another_one():
-    with pytest.raises(ConfigurationError, match="expected a port of 0 to 65535"):
+    with pytest.raises(ConfigurationError, match="with a port of 0 to 65535"):
         Service(Config(bind=("tcp://127.0.0.1:99999",)))

@@ -98,9 +98,14 @@ def test_every_limit_has_a_reason(option):
 
 def test_a_limit_that_is_no_number_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as caught:
-        from_arguments([], {"STATSD_BN_MAX_MEMBERS": "many"})
+        from_arguments(["--max-members", "many"], {})
     assert caught.value.code == 2
     assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+def test_a_variable_that_is_no_number_is_named():
+    with pytest.raises(ConfigurationError, match="STATSD_BN_MAX_MEMBERS: expected a number such as 16384, got 'many'"):
+        from_arguments([], {"STATSD_BN_MAX_MEMBERS": "many"})
 
 
 # What is refused, in the pure dispatcher. What is just within a limit is taken.

@@ -169,17 +169,34 @@ def test_where_nobody_listens_the_command_exits_with_4(nobody, monkeypatch, caps
     assert unfolded(said.err).count("\n") == 1
 
 
-@pytest.mark.parametrize("endpoint", ["nonsense", "tcp://127.0.0.1", "udp://127.0.0.1:1"])
-def test_what_is_no_endpoint_exits_with_4(endpoint, capsys):
-    assert command.main(["status", endpoint]) == 4
+@pytest.mark.parametrize("name", ["status", "check"])
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("nonsense", "tcp://HOST:PORT or ipc://PATH"),
+        ("udp://127.0.0.1:1", "tcp://HOST:PORT or ipc://PATH"),
+        ("tcp://127.0.0.1", "tcp://HOST:PORT with a port of 0 to 65535"),
+        ("tcp://127.0.0.1:99999", "tcp://HOST:PORT with a port of 0 to 65535"),
+        ("tcp://127.0.0.1:20011x", "tcp://HOST:PORT with a port of 0 to 65535"),
+    ],
+)
+def test_what_is_no_endpoint_exits_with_2(name, endpoint, expected, capsys):
+    assert command.main([name, endpoint]) == 2
     said = unfolded(capsys.readouterr().err)
-    assert said.startswith(f"statsd_bn: endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} (")
-    assert said.count("\n") == 1
+    assert said == f"statsd_bn: endpoint: expected {expected}, got {endpoint!r}\n"
 
 
-def test_a_port_that_there_is_not_exits_with_4(capsys):
-    assert command.main(["status", "tcp://127.0.0.1:99999"]) == 4
-    assert "expected a port of 0 to 65535, got 'tcp://127.0.0.1:99999'" in unfolded(capsys.readouterr().err)
+def test_a_port_that_only_a_server_knows_exits_with_2(capsys):
+    assert command.main(["status", "tcp://127.0.0.1:*"]) == 2
+    assert "expected tcp://HOST:PORT or ipc://PATH, got 'tcp://127.0.0.1:*'" in unfolded(capsys.readouterr().err)
+
+
+def test_a_check_asks_where_clients_would_if_nothing_says_where_the_server_listens(server, nobody, monkeypatch):
+    monkeypatch.setattr(command, "CHECK_SECONDS", 0.5)
+    monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
+    assert command.main(["check"]) == 0
+    monkeypatch.setenv("STATSD_BN_BIND", nobody)
+    assert command.main(["check"]) == 4
 
 
 def test_a_check_of_a_running_server_exits_with_0_and_says_nothing(server, capsys):
