@@ -242,13 +242,21 @@ class SyncMaster:
             The error that it gets if it comes back, and the answers to the others: the rounds of a strict group fail
             with the cause, those of an elastic group go on.
         """
+        self._catch_up(contributor)
         return self._without(now, contributor, self.membership.remove(contributor, cause))
 
     def lose_contributor(
         self, now: float, contributor: Contributor, cause: str
     ) -> tuple[ReplicaLost | None, list[Reply]]:
         """Remove a member that is lost; else as `remove_contributor`."""
+        self._catch_up(contributor)
         return self._without(now, contributor, self.membership.lose(contributor, cause))
+
+    def _catch_up(self, contributor: Contributor) -> None:
+        """Whom others wait for in a step was in the one before; it tells of steps in shared memory once a second only."""
+        if not self.membership.is_elastic:
+            awaited = (round_.key.step for round_ in self.open_rounds if contributor.member in round_.missing)
+            contributor.told_step = max(contributor.told_step, min(awaited, default=1) - 1)
 
     def expire(self, now: float) -> list[Reply]:
         """End what is over its time: rounds, and the wait for members after a restart of the server."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import secrets
 import socket
 import sys
@@ -158,7 +159,8 @@ def _listening(host: str, port: int, address: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise BindError(f"--http: cannot listen at {address!r}: {error.strerror}", endpoint=address) from error
+        why = os.strerror(error.errno or 0)
+        raise BindError(f"--http: cannot listen at {address!r}: {why}", endpoint=address) from error
 
 
 def _parsed(address: str) -> tuple[str, int]:

@@ -239,7 +239,8 @@ def test_a_page_picks_a_free_port_and_says_which(server):
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             address = process.stderr.readline().removeprefix("statsd_bn view: ").strip()
-            with urllib.request.urlopen(f"{address}metrics", timeout=WAIT_SECONDS) as answer:
+            port = address.rstrip("/").rpartition(":")[2]
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
                 assert b"statsd_bn_" in answer.read()
         finally:
             process.kill()

@@ -141,6 +141,17 @@ def test_the_step_of_a_lost_member_is_the_one_that_it_last_told_of(clock):
     assert told.fields["step"] == 7
 
 
+def test_a_lost_member_was_in_the_step_before_the_one_that_others_wait_in(clock):
+    """It tells of its steps in shared memory once a second, in which there may be hundreds."""
+    clock.open()
+    for member in (0, 1, 2):
+        clock.bring(member, key(step=4))
+    clock.say(Heartbeat(session_of(2), 7, 90, "shared_memory"), beacon(2))
+    clock.bring(0, key(step=60))
+    ((_, told),) = clock.pass_time(SILENCE, alive=(0, 1))
+    assert told.fields["step"] == 59
+
+
 def test_a_member_has_all_of_its_time(clock):
     clock.open()
     assert clock.pass_time(SILENCE - 0.01) == []
