@@ -253,7 +253,7 @@ class SyncMaster:
         return self._without(now, contributor, self.membership.lose(contributor, cause))
 
     def _catch_up(self, contributor: Contributor) -> None:
-        """Whom others wait for in a step was in the one before; it tells of steps in shared memory once a second only."""
+        """Whom others wait for in a step was in the one before; of rounds in memory it tells once a second only."""
         if not self.membership.is_elastic:
             awaited = (round_.key.step for round_ in self.open_rounds if contributor.member in round_.missing)
             contributor.told_step = max(contributor.told_step, min(awaited, default=1) - 1)
