@@ -47,6 +47,7 @@ def is_whole_batch(saved: Path, whole_batch: dict[str, torch.Tensor]) -> bool:
     return all(torch.allclose(found[name], whole_batch[name], rtol=0, atol=1e-5) for name in whole_batch)
 
 
+@pytest.mark.long
 def test_the_digits_are_trained_as_on_the_whole_batch(tmp_path, whole_batch):
     with digits_in(2, tmp_path, steps=COMPARE) as run:
         assert run.end() == 0, run.errors
