@@ -14,6 +14,7 @@ from server.group.master import SyncMaster
 from server.limits.access import ANYBODY
 from server.membership.contributor import Contributor
 from server.rounds.rounds import Reply, failure
+from statsd_bn.error_text import in_log
 from statsd_bn.errors import RegistrationRefused, RoundMismatch, StatsdBNError
 from statsd_bn.messages import WORLD
 from statsd_bn.text import on_one_line
@@ -122,6 +123,7 @@ class Registry:
 
     def evict(self, name: Name, error: StatsdBNError) -> list[Reply]:
         """End a group because of an error, and tell all its members."""
+        logger.info("%s", in_log(error))
         peers = [contributor.peer for contributor in self.masters[name].membership.contributors.values()]
         replies = self._end(name, error)
         told = {peer for peer, _ in replies}

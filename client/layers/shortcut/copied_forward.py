@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from client.layers import interception
 from client.layers.conversion.bytecode import asks_for_attribute, instructions_of
@@ -51,7 +51,7 @@ def _shortcut(copy: FunctionType, is_another: Callable[[], bool]) -> type:
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             """The original's, by the copy unless torch.compile traces it or the class has got another since."""
-            if is_compiling() or is_another():
+            if is_dynamo_compiling() or is_another():
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             return copy(self, *args, **kwargs)
 
@@ -87,7 +87,7 @@ def _plain_way(copy: FunctionType, is_another: Callable[[], bool], usual: Way) -
     def run(layer: Any, mode: Interception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A class that derives from the adopted one may compute what is read of the layer, as that of a parametrization.
         is_derived = "_run_original" not in vars(type(layer))
-        if is_compiling() or is_derived or is_another():
+        if is_dynamo_compiling() or is_derived or is_another():
             return usual(layer, mode, args, kwargs)
         # A hook may run another layer before it comes to `batch_norm`.
         outer, _aside.interception = _aside.interception, mode
