@@ -214,7 +214,8 @@ def _secret(arguments: list[str]) -> int:
 def _check(arguments: list[str]) -> int:
     parser = Parser(
         "check",
-        description="Exits with 0 if a server answers, with 4 if not; for health checks and probes.",
+        description="Exits with 0 if a server answers, with 4 if not, and with 2 if that is no endpoint; for health "
+        "checks and probes.",
     )
     _add_endpoint(parser, "as STATSD_BN_BIND or STATSD_BN_ENDPOINT says, else this user's own server")
     # On the server's own host the first one is right, where both are set.

@@ -65,6 +65,7 @@ class Heartbeat:
                     self._pulse.connected_anew()
                 self._listen()
                 self._beat()
+                self._guarded(self._tell_if_away)
                 self._guarded(self._tell_figures)
                 self._guarded(self._tell_times)
                 if is_anew:
@@ -107,9 +108,12 @@ class Heartbeat:
         for frame in self._pulse.told_times(time.monotonic(), self._sessions()):
             self._beacon.send(frame)
 
+    def _tell_if_away(self) -> None:
+        is_connected = self._beacon.is_connected
+        if told := self._pulse.away(time.monotonic(), self._sessions(), is_connected=is_connected):
+            logger.warning("%s", told)
+
     def _beat(self) -> None:
         for session in self._pulse.due(time.monotonic(), self._sessions()):
             if self._beacon.send(session.heartbeat()):
                 self._pulse.sent(session)
-            elif told := self._pulse.not_sent(time.monotonic(), session):
-                logger.warning("%s", told)

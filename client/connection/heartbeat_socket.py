@@ -57,6 +57,11 @@ class Beacon:
             return False
         return True
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether what is sent now can leave."""
+        return bool(self._socket.poll(0, zmq.POLLOUT))
+
     def wait(self, seconds: float) -> bool:
         """Waits until the connection comes up, a frame comes, `wake` is called, or the time is over.
 

@@ -11,7 +11,7 @@ from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Question
 
-# How long the server may be away before ranks are told that do not need it for their rounds.
+# How long the server may be away before ranks that do not need it for their rounds are told.
 AWAY_SECONDS = 10.0
 
 
@@ -53,19 +53,24 @@ class Pulse:
     def sent(self, session: Session) -> None:
         """The heartbeat of a session has left."""
         self._told[session.token] = self._telling[session.token]
-        self._away_since, self._is_away_told = None, False
 
-    def not_sent(self, now: float, session: Session) -> str:
-        """The heartbeat of a session could not leave; returns what is to be told of it, once for each time."""
+    def away(self, now: float, sessions: Iterable[Session], *, is_connected: bool) -> str:
+        """Returns what ranks in shared memory are to be told of a server that is away; once for each time."""
+        if is_connected:
+            self._away_since, self._is_away_told = None, False
+            return ""
         if self._away_since is None:
             self._away_since = now
         seconds = now - self._away_since
-        if seconds < AWAY_SECONDS or self._is_away_told or session.lane.name != SHARED_MEMORY:
+        if seconds < AWAY_SECONDS or self._is_away_told:
+            return ""
+        in_memory = [session for session in _known(sessions) if session.lane.name == SHARED_MEMORY]
+        if not in_memory:
             return ""
         self._is_away_told = True
         return (
-            f"job {session.member.job!r}: the server has been away for {seconds:.0f} s. The ranks of this host go on "
-            "in shared memory, but until it is back nobody says which rank is late or lost"
+            f"job {in_memory[0].member.job!r}: the server has been away for {seconds:.0f} s. The ranks of this host go "
+            "on in shared memory, but until it is back nobody says which rank is late or lost"
         )
 
     def figures(self, now: float, sessions: Iterable[Session]) -> list[bytes]:

@@ -152,16 +152,18 @@ def _check_is_not_compiled(module: nn.Module) -> None:
         if _is_compiled(part) and any(map(_needs_replicas, part.modules())):
             raise ConfigurationError(
                 broken(
-                    f"DataParallelWithCallback: expected nothing compiled in training, got {name or 'the model'!r} "
-                    "compiled; its layers would not know the other replicas. Leave it as it is, or train one process "
+                    f"replicas: expected nothing compiled in training, got {repr(name) if name else 'the model'} "
+                    "compiled; its layers would not know the other replicas. Do not compile it, or train one process "
                     "per replica, which may be compiled"
                 )
             )
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether by `module.compile()`, or by `torch.compile(module)`."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules  # noqa: SLF001 - they have no public names
+    """Whether by `module.compile()`, by `torch.compile(module)`, or by `torch.compile(module.forward)` put into it."""
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:  # noqa: SLF001 - they have no public names
+        return True
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
 def _needs_replicas(module: nn.Module) -> bool:

@@ -136,6 +136,8 @@ class RoundInMemory:
         return (), now, aggregate
 
     def _at_server(self) -> AtServer:
+        if self._trip:
+            self._trip.late = tuple  # the memory may be about another round by then
         return AtServer(self._trip or self._begin_trip())
 
     def _sum(self, now: float) -> Aggregate | None:

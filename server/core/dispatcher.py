@@ -42,6 +42,7 @@ from statsd_bn.errors import (
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import (
     NO_SERVER,
+    WORLD,
     Carried,
     Contribution,
     Digest,
@@ -155,9 +156,15 @@ class Dispatcher:
                 return
 
     @property
-    def nr_members(self) -> int:
-        """How many members are registered, each group's for itself."""
-        return len(self._registry.sessions)
+    def nr_ranks(self) -> int:
+        """How many ranks are registered, each once for all groups of its job."""
+        worlds = [master for (_, group), master in self._registry.masters.items() if group == WORLD]
+        return sum(len(master.membership.contributors) for master in worlds)
+
+    @property
+    def has_members(self) -> bool:
+        """Whether any member is registered."""
+        return bool(self._registry.sessions)
 
     @property
     def has_had_members(self) -> bool:

@@ -253,7 +253,10 @@ class SyncMaster:
         return self._without(now, contributor, self.membership.lose(contributor, cause))
 
     def _catch_up(self, contributor: Contributor) -> None:
-        """Whom others wait for in a step was in the one before; of rounds in memory it tells once a second only."""
+        """Note that whom others wait for in a step was in the one before: a member tells its step once a second only.
+
+        In an elastic group nobody waits for a certain member.
+        """
         if not self.membership.is_elastic:
             awaited = (round_.key.step for round_ in self.open_rounds if contributor.member in round_.missing)
             contributor.told_step = max(contributor.told_step, min(awaited, default=1) - 1)
@@ -268,12 +271,14 @@ class SyncMaster:
     def stop(self) -> list[Reply]:
         """End all open rounds, and the wait for the group to open, because the server ends for good."""
         replies = self.break_all(
-            lambda key: MasterStopped(error_text("the server was stopped during a round", where=str(key)))
+            lambda key: MasterStopped(
+                error_text("the server has ended with the process that had started it", where=str(key))
+            )
         )
         if self.membership.state not in {GroupState.FILLING, GroupState.RECOVERING}:
             return replies
         stopped = failure(
-            MasterStopped(error_text("the server was stopped before the group was open", where=self.membership.name))
+            MasterStopped(error_text("the server has ended before the group was open", where=self.membership.name))
         )
         return replies + [(contributor.peer, stopped) for contributor in self.membership.contributors.values()]
 

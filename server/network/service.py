@@ -74,7 +74,6 @@ class Service:
         self._stopping = False
         self._is_reloading = False
         self._parent = _parent(config)
-        self._is_over = False
         try:
             self.endpoints = tuple(self._listener.bind(endpoint) for endpoint in config.bind)
         except (BindError, ConfigurationError):
@@ -118,15 +117,15 @@ class Service:
     @property
     def left_behind(self) -> str:
         """Who is still there, for the log; empty if nobody is."""
-        members = 0 if self._is_over else self._dispatcher.nr_members
-        return f"; {members} rank{'s' * (members > 1)} wait for the next server here" if members else ""
+        ranks = 0 if self._parent else self._dispatcher.nr_ranks
+        return f"; {ranks} rank{'s' * (ranks > 1)} had not left" if ranks else ""
 
     @quietly
     def run(self) -> None:
         """Serve until `stop`, or until the parent ends; then take what has come, and answer what is complete.
 
-        Who waits then waits for the next server at these endpoints, as if this one had been killed. If the parent has
-        ended, no other will come, and all are told.
+        Who waits then waits for the next server at these endpoints, as if this one had been killed. One with a parent
+        has no successor, and tells all.
         """
         next_look = time.monotonic() + LOOK_SECONDS
         while not self._stopping:
@@ -144,7 +143,8 @@ class Service:
                 self._look()
                 next_look = time.monotonic() + LOOK_SECONDS
         self._drain()
-        if self._is_over:
+        if self._parent:
+            # Nobody will start it again.
             self._sender.send(self._dispatcher.farewell())
             self._sender.send(self._dispatcher.stop())
 
@@ -222,7 +222,7 @@ class Service:
             self._dispatcher.tally.dropped_messages = self._shares.dropped
             self._next_tick = time.monotonic() + TICK_SECONDS
         if self._parent and self._needs_no_server(self._parent):
-            self._is_over = self._stopping = True
+            self.stop()
 
     def _drain(self) -> None:
         with suppress(zmq.Again):
@@ -230,7 +230,7 @@ class Service:
                 self._take(self._socket.recv(_NO_WAIT))
 
     def _needs_no_server(self, parent: Parent) -> bool:
-        has_members, has_had_members = self._dispatcher.nr_members > 0, self._dispatcher.has_had_members
+        has_members, has_had_members = self._dispatcher.has_members, self._dispatcher.has_had_members
         return parent.needs_no_server(time.monotonic(), has_members=has_members, has_had_members=has_had_members)
 
     def _is_let_in(self, key: str) -> bool:

@@ -157,9 +157,10 @@ def serve(feed: Feed, history: History, address: str, *, names: Iterable[str] = 
 def _listening(host: str, port: int, address: str) -> socket.socket:
     """A socket that listens there; port 0 picks a free one."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(found[:2], family=family)
     except OSError as error:
-        why = os.strerror(error.errno or 0)
+        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise BindError(f"--http: cannot listen at {address!r}: {why}", endpoint=address) from error
 
 

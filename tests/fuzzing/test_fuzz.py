@@ -97,7 +97,7 @@ def test_the_seeds_say_every_sound_frame():
 def test_coverage_sees_the_methods_as_well():
     functions = {*fuzz.functions_of(server.core.dispatcher), *fuzz.functions_of(server.core.registry)}
     assert {Dispatcher.receive, Dispatcher._contribute, server.core.registry.failed_member} <= functions
-    assert Dispatcher.nr_members.fget in functions
+    assert Dispatcher.has_members.fget in functions
     assert server.core.dispatcher.decode_request not in functions, "what another module defines"
 
 

@@ -224,10 +224,22 @@ def test_after_a_signal_members_wait_for_the_next_server(start, dial, number):
     assert dealers[1].report()["groups"][0]["waiting"]
     command.process.send_signal(number)
     assert command.end() == 0
-    assert "stopped; 2 ranks wait for the next server here" in command.errors
+    assert "stopped; 2 ranks had not left" in command.errors
     start("--bind", endpoint).endpoint()
     # It knows nobody; what the first one had said to them would have come before this answer.
     assert dealers[1].ask(contribution(1)).code == "unknown_session"
+
+
+def test_a_server_of_one_run_tells_who_waits_since_nobody_starts_it_again(start, dial):
+    command = start("--bind", ANY_PORT, "--parent", str(os.getpid()))
+    endpoint = command.endpoint()
+    dealers = [dial(endpoint) for _ in range(2)]
+    join_all(dealers)
+    dealers[1].send(contribution(1))
+    assert dealers[1].report()["groups"][0]["waiting"]
+    command.process.terminate()
+    assert [dealer.receive().code for dealer in dealers] == ["master_stopped"] * 2
+    assert command.end() == 0
 
 
 def test_sighup_without_keys_changes_nothing(start, dial):

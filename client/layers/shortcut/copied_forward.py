@@ -14,7 +14,7 @@ original, each looked up when it is used. Where the original is changed, it runs
 
 import threading
 from collections.abc import Callable, Mapping
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -42,7 +42,7 @@ Way = Callable[[Any, Interception, tuple[Any, ...], dict[str, Any]], Any]
 def shortcut_to(kind: type[nn.Module]) -> type | None:
     """Class to put before `kind` among the bases of an adopted one; None if its `forward` needs or allows none."""
     copy = copied(vars(kind).get("forward"))
-    return None if copy is None else _shortcut(copy, _changes(kind, {}))
+    return None if copy is None else _shortcut(copy, _changes(kind))
 
 
 def _shortcut(copy: FunctionType, is_another: Callable[[], bool]) -> type:
@@ -80,7 +80,7 @@ def plain_way(kind: type[nn.Module], original: type[nn.Module], usual: Way) -> W
     for name, value in fixed.items():
         if value is not _MISSING:  # else a builtin
             copy.__globals__[name] = _PLAIN_FUNCTIONAL if value is F else value
-    return _plain_way(copy, _changes(kind, fixed), usual)
+    return _plain_way(copy, _changes(original, fixed), usual)
 
 
 def _plain_way(copy: FunctionType, is_another: Callable[[], bool], usual: Way) -> Way:
@@ -100,11 +100,11 @@ def _plain_way(copy: FunctionType, is_another: Callable[[], bool], usual: Way) -
     return run
 
 
-def _changes(kind: Any, fixed: Mapping[str, Any]) -> Callable[[], bool]:
+def _changes(kind: Any, fixed: Mapping[str, Any] = MappingProxyType({})) -> Callable[[], bool]:
     """Whether a class has got another `forward` since, or some globals of that another meaning.
 
     Args:
-        kind: the class.
+        kind: the class, which may have its `forward` from another one.
         fixed: the globals by their names, `_MISSING` for one that there is not.
     """
     forward = kind.forward

@@ -3,7 +3,7 @@
 Usually that counts the batch and reads some tensors. Then nobody need look on, and each of these steps is spared the
 way through a mode of torch's, which takes 10 µs between other work. So a plain one reads of the layer only what torch's
 layers have, and calls only what is listed here. It is taken for granted that its arguments and operators do not
-normalise by the layer's tensors, and that nobody gives a class of the layer's a property afterwards that does.
+normalise by the layer's tensors, nor properties that the layer's class may get afterwards.
 
 The steps are those of Python 3.11; in another one no beginning is plain.
 """

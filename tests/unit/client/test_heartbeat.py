@@ -17,6 +17,7 @@ import zmq
 import client
 from client.connection.heartbeat import Heartbeat
 from client.connection.heartbeat_socket import Beacon
+from client.conversation import pulse as pulse_module
 from client.conversation.member import Member
 from client.conversation.pulse import Pulse
 from client.conversation.session import Session
@@ -54,6 +55,10 @@ class FakeBeacon:
         self.incoming: list[bytes] = []
         self.kinds: list[type] = []
         self.frames: list[Message] = []
+
+    @property
+    def is_connected(self):
+        return self.connected
 
     def send(self, frame):
         self.attempts += 1
@@ -390,21 +395,34 @@ def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, t
     pulse, session = Pulse(), a_session()
     if is_in_memory:
         session.lane.use(SimpleNamespace(is_given_up=False))
-    begin = pulse.not_sent(0.0, session)
-    told = [pulse.not_sent(float(now), session) for now in range(1, 60)]
-    assert (begin, len([text for text in told if text])) == ("", times)
-    assert told[8] == ""
-    assert not times or "the server has been away for 10 s. The ranks of this host go on in shared memory" in told[9]
+    told = [pulse.away(float(now), [session], is_connected=False) for now in range(60)]
+    assert (told[9], len([text for text in told if text])) == ("", times)
+    assert not times or "the server has been away for 10 s. The ranks of this host go on in shared memory" in told[10]
 
 
 def test_a_server_that_was_back_may_be_away_again():
     pulse, session = Pulse(), a_session()
     session.lane.use(SimpleNamespace(is_given_up=False))
     for began in (0.0, 100.0):
-        assert not pulse.not_sent(began, session)
-        assert pulse.not_sent(began + 20, session)
-        pulse.due(began + 30, [session])
-        pulse.sent(session)
+        assert not pulse.away(began, [session], is_connected=False)
+        assert pulse.away(began + 20, [session], is_connected=False)
+        assert not pulse.away(began + 30, [session], is_connected=True)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_speaks_to_a_server_in_vain_is_told_too(start, beacon, monkeypatch, caplog):
+    """It asks the server in each long wait, so no heartbeat is due."""
+    monkeypatch.setattr(pulse_module, "AWAY_SECONDS", 3 * INTERVAL)
+    beacon.connected = False
+    session = a_session()
+    session.lane.use(SimpleNamespace(is_given_up=False))
+    start(lambda: [session])
+
+    def is_told():
+        session.spoke = time.monotonic()
+        return "the server has been away" in caplog.text
+
+    wait_until(is_told)
 
 
 def test_a_session_that_a_new_master_did_not_know_beats_again_at_once():

@@ -63,6 +63,11 @@ def of_all(network):
     return network
 
 
+def of_forward(network):
+    network[1].forward = torch.compile(network[1].forward, backend="eager")
+    return network
+
+
 def wrapping_layer(network):
     network[1] = torch.compile(network[1], backend="eager")
     return network
@@ -73,12 +78,19 @@ def wrapping_all(network):
 
 
 @pytest.mark.parametrize(
-    ("compiled", "named"), [(of_layer, "1"), (of_all, "the model"), (wrapping_layer, "1"), (wrapping_all, "the model")]
+    ("compiled", "named"),
+    [
+        (of_layer, "'1'"),
+        (of_all, "the model"),
+        (wrapping_layer, "'1'"),
+        (wrapping_all, "the model"),
+        (of_forward, "'1'"),
+    ],
 )
 def test_a_compiled_part_with_synchronised_layers_is_refused_in_training(compiled, named):
     """A copy would run the original, which synchronises with nobody here."""
     network = compiled(nn.Sequential(nn.Linear(2, 4), client.SynchronizedBatchNorm1d(4)))
-    with pytest.raises(ConfigurationError, match=f"got '{named}' compiled"):
+    with pytest.raises(ConfigurationError, match=f"got {named} compiled"):
         DataParallelWithCallback(network, ["cpu"] * 2)(torch.ones(4, 2))
 
 

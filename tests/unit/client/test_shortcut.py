@@ -497,6 +497,17 @@ def test_a_class_may_get_another_forward(kind, monkeypatch):
     check_synchronised(whole, converted)
 
 
+def test_a_class_without_a_forward_may_get_one(monkeypatch):
+    class Derived(LikeTimms):
+        pass
+
+    whole, converted = pair(Derived)
+    converted(batch())
+    whole(batch())
+    monkeypatch.setattr(Derived, "forward", lambda self, x: LikeTimms.forward(self, x) + 100)
+    check_synchronised(whole, converted)
+
+
 @pytest.mark.parametrize("kind", [LikeTimms, forwards.Constant])
 def test_a_forward_may_get_another_code(kind, monkeypatch):
     """As a notebook's autoreload does."""

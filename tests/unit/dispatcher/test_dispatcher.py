@@ -123,7 +123,7 @@ def test_stop_tells_who_waits_for_a_group_to_open(play):
     answers = read(play.dispatcher.stop())
     assert codes(answers) == dict.fromkeys([peer(0), peer(2)], "master_stopped")
     told = answers[peer(0)]
-    text = "the server was stopped before the group was open\n  in job 'job', group 'world'"
+    text = "the server has ended before the group was open\n  in job 'job', group 'world'"
     assert (told.key, told.message) == (None, text)
 
 
