@@ -344,8 +344,8 @@ class Connection:
         """Gives this member's bytes to all members of the job, and returns theirs.
 
         All members call it in the same order among their rounds. One that is away, see `client.join`, comes back for
-        it, and waits until all are. It takes one round trip where each member has 8 KiB at most (with more than 31
-        members less), and one more for each 512 KiB of all members together.
+        it, as for every new round, and waits until all are. It takes one round trip where each member has 8 KiB at most
+        (with more than 31 members less), and one more for each 512 KiB of all members together.
 
         Args:
             name: what is gathered, the same on every member; chosen like the name of a layer.
@@ -389,6 +389,8 @@ class Connection:
     ) -> Aggregate:
         self._check_usable()
         session = self._sessions.of(group)
+        if key is None and session.stand is Stand.AWAY:  # a step behind a pass of `client.join`
+            self.come_back(group)
         with self._lock:
             key = key or session.forward_key(layer, phase)
             session.begins(key)
@@ -459,5 +461,5 @@ class Connection:
         if not self.is_own:
             raise ConnectionClosed(
                 f"{self!r} was opened by process {self._process} and cannot be used by its forked child "
-                f"{os.getpid()}; call client.connect() in the child"
+                f"{os.getpid()}; evaluate there, or call client.connect(rank=0, world_size=1) to train alone there"
             )

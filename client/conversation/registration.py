@@ -7,7 +7,7 @@ from client.conversation.member import Member
 from client.conversation.session import Session
 from statsd_bn.error_text import error_text, in_brief
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
-from statsd_bn.messages import WORLD, Registered, missing_members
+from statsd_bn.messages import WORLD, Registered, Stand, missing_members
 from statsd_bn.reach import silent
 
 logger = logging.getLogger("statsd_bn.client")
@@ -34,6 +34,13 @@ def cause_of(error: BaseException | None) -> str:
     if error is None:
         return ""
     return in_brief(error) if isinstance(error, StatsdBNError) else f"{type(error).__name__}: {error}"
+
+
+NOT_CONNECTED = "Look at the logs of the missing ranks: did they start, with the same endpoint and job name?"
+NOT_BACK = (
+    "They are still in their pass, or do nothing that all ranks do behind it. DistributedDataParallel needs torch's "
+    "Join around ours: `with Join([ddp]), client.join(ddp):`."
+)
 
 
 class Registration:
@@ -121,11 +128,12 @@ class Registration:
         waited = now - self._started
         who = self._session.member
         if waited >= self._timeout:
-            raise _incomplete(who, answer, self._timeout)
+            raise _incomplete(self._session, answer, self._timeout)
         if waited >= self._next_warning:
             self._next_warning = 2 * waited
             name, awaited = f"job {who.job!r}, group {who.group!r}", _awaited(who, answer)
-            logger.warning("%s: has waited %.0f s for %s to connect", name, waited, awaited)
+            what = "come back from client.join" if self._session.stand is Stand.BACK else "connect"
+            logger.warning("%s: has waited %.0f s for %s to %s", name, waited, awaited, what)
         self._is_asking = self._is_pausing = False
         return self._wait(now + min(ANSWER_SECONDS, self._timeout - waited))
 
@@ -134,15 +142,19 @@ class Registration:
         return frames, due, None
 
 
-def _incomplete(who: Member, answer: Registered, timeout: float) -> GroupIncomplete:
+def _incomplete(session: Session, answer: Registered, timeout: float) -> GroupIncomplete:
+    who = session.member
+    what, advice = ("did not connect", NOT_CONNECTED)
+    if session.stand is Stand.BACK:
+        what, advice = ("did not come back from client.join", NOT_BACK)
     fields = {"job": who.job, "group": who.group, "size": who.world_size, "present": list(answer.present)}
     if who.group == WORLD:
         fields["missing"] = sorted(set(range(who.world_size)).difference(answer.present))
     return GroupIncomplete(
         error_text(
-            f"{_awaited(who, answer)} did not connect within {timeout:g} s",
+            f"{_awaited(who, answer)} {what} within {timeout:g} s",
             where=f"job {who.job!r}, group {who.group!r} of {who.world_size}",
-            advice="Look at the logs of the missing ranks: did they start, with the same endpoint and job name?",
+            advice=advice,
         ),
         **fields,
     )

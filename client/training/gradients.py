@@ -4,15 +4,18 @@ A process group has a fixed membership, so members that come and go cannot avera
 adds gradients as it adds statistics: in replica order, in float64, the same bits for everybody.
 """
 
+import logging
 import operator
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from client.border import at_border
+from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.lanes.choose import company_in, lane_over
 from client.lanes.lane import Lane
@@ -24,6 +27,10 @@ from statsd_bn.rows import Rows
 
 # The name of its rounds. No layer has such a name: the name of a module contains no brackets.
 LANE = "average_gradients()"
+
+logger = logging.getLogger("statsd_bn.client")
+
+_told: "WeakSet[Connection]" = WeakSet()
 
 
 @at_border
@@ -58,11 +65,27 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
         _divide(trained, count)
         return count
     parts = _sum(lane_over(company, LANE, None), _flat(trained), count)
+    if isinstance(company, Connection):
+        _tell_of_absent(company, parts[0])
     # A member may be lost between two parts; each part is an average over its own members.
     averages = np.concatenate([part.values[0] / max(1, part.count) for part in parts])
     if parts[0].count:
         _write(trained, averages)
     return parts[0].count
+
+
+def _tell_of_absent(connection: Connection, part: Aggregate) -> None:
+    """Warns once where ranks of a strict job have ended their pass in `client.join`, and others train on."""
+    who = connection.member
+    absent = sorted(set(range(who.world_size)).difference(part.members))
+    if absent and not who.is_elastic and connection not in _told:
+        _told.add(connection)
+        logger.warning(
+            "%s: ranks %s have ended their pass in client.join and get no gradients: their weights stay as they are, "
+            "while those of the others move",
+            connection,
+            absent,
+        )
 
 
 def _checked(count: Any) -> int:

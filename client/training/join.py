@@ -32,8 +32,8 @@ def join(model: nn.Module) -> Iterator[None]:
 
     Every member puts its pass into this block, `with client.join(model): for batch in loader: ...`. A member that has
     finished leaves the block and does not wait; the rounds of the others go on without it. Entering waits until all
-    members of the groups that the model's layers use have entered, for up to `round_timeout`. Between two passes
-    members may call `DDPHandler.mp_sync` and `client.recalibrate`.
+    members of the groups that the model's layers use have entered, for up to `round_timeout`. So does whatever all
+    members do between two passes, as `DDPHandler.mp_sync`, `client.recalibrate` or a step of training.
 
     With `convert_model(model, chunks=k)` the end of a pass also ends the mini-batch, see
     `client.commit_running_statistics`.

@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -301,6 +302,22 @@ def test_members_of_different_data_equal_the_whole_batch_of_those_that_are_left(
             torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=1e-12)
 
 
+def test_a_step_behind_a_pass_is_one_of_the_whole_batch(members):
+    (first, first_grad), (second, second_grad) = members(2, uneven_programs.step_behind_a_pass)
+    x = torch.cat([uneven_programs.batch(member, 50) for member in range(2)]).requires_grad_()
+    y = uneven_programs.model_()(x)
+    (y**3).sum().backward()
+    np.testing.assert_allclose(np.concatenate([first, second]), y.detach().numpy(), rtol=1e-9)
+    np.testing.assert_allclose(np.concatenate([first_grad, second_grad]), x.grad.numpy(), rtol=1e-7, atol=1e-12)
+
+
+def test_whoever_averages_on_without_another_is_told_once_that_its_weights_stay(members):
+    first, second = members(2, uneven_programs.average_in_a_pass)
+    assert first == []
+    assert len(second) == 1
+    assert "ranks [0] have ended their pass in client.join and get no gradients" in second[0]
+
+
 def test_a_step_before_the_first_pass_does_not_take_place_without_those_who_wait_for_it(members):
     told = members(2, uneven_programs.step_before_a_pass)
     assert all("client.join()" in text for text in told)
@@ -432,3 +449,4 @@ def test_members_that_do_not_come_back_are_named_at_the_deadline():
     error, _ = in_threads([waiting, elsewhere])
     assert isinstance(error, GroupIncomplete)
     assert error.fields["missing"] == [1]
+    assert str(error).startswith("ranks [1] did not come back from client.join within 0.3 s")

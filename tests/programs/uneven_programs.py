@@ -1,5 +1,6 @@
 """What members do in `test_uneven_inputs.py`, and the same on the whole batch without any."""
 
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +43,32 @@ def train_passes(connection: Connection, batches: tuple[int, ...]) -> tuple[list
                 outputs.append(y.detach().numpy())
                 gradients.append(x.grad.numpy())
     return outputs, gradients, [buffer.numpy() for buffer in model.buffers()]
+
+
+def step_behind_a_pass(connection: Connection) -> tuple[np.ndarray, np.ndarray]:
+    """Output and input gradient of a step of all members behind a pass that member 0 has ended first."""
+    model = client.convert_model(model_())
+    with client.join(model):
+        for number in range(1 + 2 * connection.rank):
+            (model(batch(connection.rank, number)) ** 3).sum().backward()
+    x = batch(connection.rank, 50).requires_grad_()
+    y = model(x)
+    (y**3).sum().backward()
+    return y.detach().numpy(), x.grad.numpy()
+
+
+def average_in_a_pass(connection: Connection) -> list[str]:
+    """The warnings of member 1, which averages on when member 0 has ended its pass."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("statsd_bn.client").addHandler(handler)
+    model = client.convert_model(model_())
+    with client.join(model):
+        for number in range(1 + 2 * connection.rank):
+            (model(batch(connection.rank, number)) ** 3).sum().backward()
+            client.average_gradients(model)
+    return told
 
 
 def step_before_a_pass(connection: Connection) -> str:
