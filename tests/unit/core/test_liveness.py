@@ -130,26 +130,18 @@ def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(c
     assert (later.code, later.fields) == ("replica_lost", told.fields)
 
 
-def test_the_step_of_a_lost_member_is_the_one_that_it_last_told_of(clock):
-    """Of rounds in shared memory the server hears nothing."""
+@pytest.mark.parametrize(("others_wait_in", "step"), [(8, 7), (60, 59)])
+def test_a_lost_member_was_in_the_step_that_it_told_of_or_in_the_one_before_that_of_the_others(
+    clock, others_wait_in, step
+):
+    """Of steps in shared memory it tells once a second, in which there may be hundreds."""
     clock.open()
     for member in (0, 1, 2):
         clock.bring(member, key(step=4))
     clock.say(Heartbeat(session_of(2), 7, 90, "shared_memory"), beacon(2))
-    clock.bring(0, key(step=8))
+    clock.bring(0, key(step=others_wait_in))
     ((_, told),) = clock.pass_time(SILENCE, alive=(0, 1))
-    assert told.fields["step"] == 7
-
-
-def test_a_lost_member_was_in_the_step_before_the_one_that_others_wait_in(clock):
-    """It tells of its steps in shared memory once a second, in which there may be hundreds."""
-    clock.open()
-    for member in (0, 1, 2):
-        clock.bring(member, key(step=4))
-    clock.say(Heartbeat(session_of(2), 7, 90, "shared_memory"), beacon(2))
-    clock.bring(0, key(step=60))
-    ((_, told),) = clock.pass_time(SILENCE, alive=(0, 1))
-    assert told.fields["step"] == 59
+    assert told.fields["step"] == step
 
 
 def test_a_member_has_all_of_its_time(clock):
