@@ -46,7 +46,7 @@ def join(model: nn.Module) -> Iterator[None]:
 
     Raises:
         GroupIncomplete, RoundTimeout: not all members entered in time.
-        RoundMismatch: one of them is in a layer instead.
+        RoundMismatch: one of them waits for this one in a layer, or in a collective of torch, instead.
         ReplicaLost: one of them has left the job, so no further pass is possible.
         ConfigurationError: layers synchronise over a process group of torch's, which waits for all its ranks.
     """

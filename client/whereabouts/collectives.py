@@ -23,6 +23,11 @@ _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _ENGINE = "torch.autograd.graph"
 
+# What computes, or waits for other ranks in a collective that has no function of Python's. The forward pass of
+# DistributedDataParallel finds out once in which order the ranks have their gradients, and so does a rank in torch's
+# `Join` whose data has ended.
+_MAY_WAIT = {_ENGINE: frozenset({"_engine_run_backward"}), _DDP: frozenset({"_pre_forward", "main_hook"})}
+
 # What a thread is in while it waits for other ranks, by module: for all of a group. `recv` and the like wait for one
 # rank, and which one nobody can see.
 _COLLECTIVES = {
@@ -51,7 +56,10 @@ _COLLECTIVES = {
             "scatter_object_list",
         }
     ),
-    _DDP: frozenset({"_sync_buffers", "_sync_module_states"}),
+    # The last two are those of a rank in torch's `Join` whose data has ended.
+    _DDP: frozenset(
+        {"_sync_buffers", "_sync_module_states", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"}
+    ),
     "torch.distributed.utils": frozenset({"_sync_module_states", "_verify_param_shape_across_processes"}),
 }
 
@@ -112,11 +120,11 @@ def current(innermost: FrameType | None) -> Collective | None:
     """Returns the collective that a thread is inside of, from the frame that it is in; None if it is in none.
 
     In the backward pass of DistributedDataParallel the thread waits in the engine of autograd, in no function of its
-    own. That counts only while the process takes next to no processor time, see `client.whereabouts.look`.
+    own; see `may_compute` for this one and others like it.
     """
     if innermost is None:
         return None
-    found = _collective_frame(innermost) or (innermost if is_engine(innermost) and _all() else None)
+    found = _collective_frame(innermost) or (innermost if may_compute(innermost) and _all() else None)
     if found is None:
         return None
     group = _group_of(found)
@@ -138,9 +146,12 @@ def kind_of(collective: Collective) -> str:
     return _KINDS.get(collective.frame.f_code.co_name, "")
 
 
-def is_engine(innermost: FrameType) -> bool:
-    """Whether a thread waits for autograd's engine, or computes in it."""
-    return stack.module_of(innermost) == _ENGINE and innermost.f_code.co_name == "_engine_run_backward"
+def may_compute(innermost: FrameType) -> bool:
+    """Whether a thread may wait for other ranks where it is, or compute.
+
+    It waits only while the process takes next to no processor time, see `client.whereabouts.look`.
+    """
+    return innermost.f_code.co_name in _MAY_WAIT.get(stack.module_of(innermost), ())
 
 
 def groups() -> list[TorchGroup]:

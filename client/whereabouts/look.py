@@ -33,8 +33,8 @@ class Look:
 class Looks:
     """Looks at the main thread, one after the other.
 
-    A thread that waits in autograd's engine may compute there, or have other threads compute, as on CUDA, or wait for
-    other ranks. It waits if it has taken no processor time since the look before, the first time for a short while,
+    A thread in autograd's engine, or in the like, may compute there, or have other threads compute, as on CUDA, or wait
+    for other ranks. It waits if it has taken no processor time since the look before, the first time for a short while,
     and the whole process next to none.
 
     Args:
@@ -58,7 +58,7 @@ class Looks:
         """
         innermost = stack.main_frame()
         collective = collectives.current(innermost)
-        if collective and innermost and collectives.is_engine(innermost) and not self._is_still():
+        if collective and innermost and collectives.may_compute(innermost) and not self._is_still():
             collective = None
         group = collective.group if collective else None
         if torch_group:

@@ -5,8 +5,9 @@ their rounds never complete: all members wait, nobody is merely late, and no dea
 what `client.data_parallel.barrier` does for the threads of a process, here for all groups of a job at once: a member
 may wait in one group for a member that waits for it in another.
 
-A member is *blocked* while it waits in an open round, or for a group to open. A member that is not blocked is free, and
-so is each member that waits for a free one. Those that remain are *stuck*: nobody who could free them is running.
+A member is *blocked* while it waits in an open round, for a group to open, or for all to come back from `client.join`.
+A member that is not blocked is free, and so is each member that waits for a free one. Those that remain are *stuck*:
+nobody who could free them is running.
 
 A member may also wait in a collective of torch for members that wait here, see `server.core.collectives`: then it is
 blocked like one that waits in a round.
@@ -46,6 +47,10 @@ ANYBODY = -1
 
 WHAT = "the ranks wait for one another in different places, so nobody can go on"
 ADVICE = "Run the same layers in the same order on every rank, equally often."
+ADVICE_FOR_PASSES = (
+    "Run as many passes of client.join on every rank; a model under DistributedDataParallel needs torch's Join around "
+    "ours too: `with Join([ddp]), client.join(ddp):`."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Wait:
 
     Attributes:
         master: of the group.
-        key: the round; None where they wait for the group to open.
+        key: the round; None where they wait for the group to open, or for all to come back from a pass.
         since: who waits, and since when.
         missing: whom they wait for.
         held: the member that waits there, if the place is a collective of torch and no round.
@@ -128,6 +133,7 @@ def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
     """Whether so many members wait that nobody may be running; the only check while training goes well."""
     sizes = [(round_.nr_waiting, len(round_.futures)) for master in masters for round_ in master.open_rounds]
     sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if _fills(master)]
+    sizes += [(len(back), master.nr_slaves) for master in masters if (back := master.membership.returning)]
     return bool(sizes) and sum(waiting for waiting, _ in sizes) >= min(size for _, size in sizes)
 
 
@@ -157,11 +163,19 @@ def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
                 {member: contributors[member].since for member in contributors},
                 _candidates(master, masters),
             )
+        if returning := {one.member: one.since for one in master.membership.returning}:
+            others = master.membership.contributors.keys() - returning.keys()
+            yield Wait(master, None, returning, others or (ANYBODY,))
 
 
 def _fills(master: SyncMaster) -> bool:
     """Whether members wait for the group to open; while they come back after a restart of the server they may run."""
     return master.membership.state is GroupState.FILLING
+
+
+def _is_for_pass(wait: Wait) -> bool:
+    """Whether members wait for all others to come back from a pass over their data."""
+    return wait.key is None and wait.held is None and wait.master.membership.is_open
 
 
 def _candidates(master: SyncMaster, masters: Iterable[SyncMaster]) -> Collection[int]:
@@ -187,6 +201,7 @@ class Table:
         self._told = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_TOLD_PLACES]
         self._in_groups = len({wait.master.membership.group for wait in waits}) > 1
         self._in_calls = any(wait.key and wait.key.call for wait in waits)
+        self._advice = ADVICE_FOR_PASSES if any(map(_is_for_pass, waits)) else ADVICE
         self._places = [self._place(wait) for wait in self._told]
         self._fields = [self._field(wait) for wait in self._told]
 
@@ -199,7 +214,7 @@ class Table:
             table=self._places,
             more_places=self._nr_places - len(self._places),
             where=self._where(wait.master),
-            advice=ADVICE,
+            advice=self._advice,
         )
         return RoundMismatch(
             text, **(wait.key.fields if wait.key else name), table=self._fields, places=self._nr_places
@@ -223,6 +238,8 @@ class Table:
     def _name(self, wait: Wait) -> str:
         if wait.held:
             return "in a collective of torch"
+        if _is_for_pass(wait):
+            return "for all to come back from client.join"
         if wait.key is None:
             return f"for group {wait.master.membership.group!r} to open"
         return f"in {wait.key.in_words(with_call=self._in_calls, with_group=self._in_groups)}"

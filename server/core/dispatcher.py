@@ -393,4 +393,6 @@ class Dispatcher:
             return [(address, failure(error))] if address else []
         if wait.key:
             return wait.master.open_rounds.fail(wait.key, error)
+        if wait.master.membership.is_open:
+            return wait.master.turn_back(error)
         return self._registry.dissolve(now, wait.master, error)

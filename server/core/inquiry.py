@@ -94,6 +94,9 @@ class Inquiry:
             for round_ in old:
                 late = (member for member in round_.missing if member not in waiting)
                 yield from _asked(_some(contributors, late), _some(contributors, round_.waiting))
+            if returning := [one for one in master.membership.returning if one.since <= now - ASK_SECONDS]:
+                not_back = contributors.keys() - {one.member for one in returning}
+                yield from _asked(_some(contributors, sorted(not_back)), returning[:ASKED_OF_A_ROUND])
             # Nobody can be asked before the world is open: whoever is missing there is not known yet.
             world = masters.get((job, WORLD))
             if world and world is not master and _fills_since(master, now) <= now - ASK_SECONDS:

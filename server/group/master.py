@@ -282,6 +282,13 @@ class SyncMaster:
         )
         return replies + [(contributor.peer, stopped) for contributor in self.membership.contributors.values()]
 
+    def turn_back(self, error: StatsdBNError) -> list[Reply]:
+        """Tell those who wait for all others to come back from a pass that these will not; they are away again."""
+        returning = self.membership.returning
+        for contributor in returning:
+            self.membership.turn_back(contributor)
+        return [(contributor.peer, failure(error)) for contributor in returning]
+
     def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
         """End all open rounds and refuse all parked contributions, each with its own error."""
         replies = self.open_rounds.break_all(reason)

@@ -27,7 +27,7 @@ class Contributor:
         has_past: whether it was in the group when that was open in an earlier life of the server.
         owed: how many results of that life it has announced.
         replicas: rows in its latest contribution; 0 before the first.
-        since: when it registered first.
+        since: when it registered first, or has come back from a pass over its data.
         lane: how its rows reach the others, as it says; empty while it has not said it.
         told_step: the step it is in, as it says; it may have had rounds of which the server has seen nothing.
         threads: how many rounds it has had under way at once, at most: so many threads of it exchange.

@@ -90,6 +90,18 @@ class Membership(Standing):
         # One that is back waits until it is called back, though all may be back the moment before.
         return max(1, self._size - len(back)), back
 
+    @property
+    def returning(self) -> list[Contributor]:
+        """Members of an open group that are back, and wait for all others."""
+        if not self.is_open:
+            return []
+        return [contributor for contributor in self.contributors.values() if contributor.state is MemberState.BACK]
+
+    def turn_back(self, contributor: Contributor) -> None:
+        """Take a member that is back for away again: the others will not come."""
+        move = self._move(Event.GOES_AWAY, contributor.state)
+        contributor.state = move.member or contributor.state
+
     def participants(self, step: int) -> list[int]:
         """Members that take part in a round of a step, if the round begins now."""
         return [
@@ -129,7 +141,7 @@ class Membership(Standing):
             # It came before it had heard that the group had been open, and has been asked what it knows.
             contributor.learn_past(register)
         contributor.peer = peer
-        self._change_state(contributor, register)
+        self._change_state(now, contributor, register)
         if self.recovery:
             self.recovery.name(register.known)
             self.recovery.name(Members.of([register.member]))
@@ -205,7 +217,7 @@ class Membership(Standing):
         self.present = self.present.plus(register.member)
         return contributor
 
-    def _change_state(self, contributor: Contributor, register: Register) -> None:
+    def _change_state(self, now: float, contributor: Contributor, register: Register) -> None:
         event = life.change(register, one_left=self.departed is not None)
         # One that was sent before the latest pass began says nothing any more.
         if event is None or register.step < contributor.first_step:
@@ -214,6 +226,8 @@ class Membership(Standing):
         if move.told is Told.REFUSED_DEPARTED:
             raise self.why_incomplete
         self.reach(register.step)
+        if move.member is MemberState.BACK and contributor.state is not MemberState.BACK:
+            contributor.since = now
         contributor.state = move.member or contributor.state
 
     def _open(self, now: float) -> bool:

@@ -344,6 +344,18 @@ def test_with_torchs_join_gradients_are_averaged_as_well(members, tmp_path):
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.parametrize(("torchs", "least"), [(True, 1), (False, 1), (False, 2)], ids=["torch's", "ours", "later"])
+def test_ranks_under_one_of_both_joins_are_told_at_once_and_where(members, tmp_path, torchs, least):
+    """Under torch's the one with more data waits in a layer, under ours in a second forward or a later backward."""
+    told = members(2, uneven_programs.train_under_one_join, torchs, least, str(tmp_path / "rendezvous"))
+    assert told[torchs][0] == "RoundMismatch"
+    text = told[torchs][1]
+    assert "in a collective of torch" in text
+    where, advice = ("forward of layer '1'", "Run the same layers") if torchs else ("client.join", "with Join([ddp]), ")
+    assert where in text
+    assert advice in text
+
+
 def test_without_a_connection_there_is_nobody_to_wait_for():
     model = client.convert_model(nn.BatchNorm1d(3))
     with client.join(model):

@@ -168,3 +168,21 @@ def train_under_ddp(connection: Connection, batches: tuple[int, ...], rendezvous
     del ddp, optimizer
     dist.destroy_process_group()
     return weights
+
+
+def train_under_one_join(connection: Connection, torchs: bool, least: int, rendezvous: str) -> tuple[str, str]:
+    """What comes of passes of different lengths under one of the two joins, as class and text of an exception."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=connection.rank, world_size=2)
+    model = client.convert_model(nn.Sequential(nn.Conv1d(3, 3, 1), model_().float()))
+    ddp = DistributedDataParallel(model)
+    try:
+        for _ in range(PASSES):
+            with Join([ddp]) if torchs else client.join(ddp):
+                for number in range(least + connection.rank):
+                    (ddp(batch(connection.rank, number).float()) ** 3).mean().backward()
+    except Exception as error:  # noqa: BLE001 - one of ours, or gloo's when the other rank has ended
+        return type(error).__name__, str(error)
+    finally:
+        del ddp
+        dist.destroy_process_group()
+    return "", "nothing was wrong"

@@ -13,7 +13,7 @@ from server.core import deadlock
 from server.core.deadlock import QUIET_SECONDS, THREADED_QUIET_SECONDS, stuck
 from server.core.dispatcher import Dispatcher
 from statsd_bn import limits
-from statsd_bn.messages import Aggregate, Failure, Heartbeat, Message
+from statsd_bn.messages import Aggregate, Failure, Heartbeat, Message, Stand
 from statsd_bn.round_key import BACKWARD, RoundKey
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows
@@ -47,6 +47,11 @@ class Job:
                 ),
                 peer(member, group),
             )
+
+    def come_back(self, member: int) -> dict[bytes, Message]:
+        """It waits at the entrance of a pass for all others to have left theirs."""
+        given = {"place": f"host {member}, process {member}0", "session": self.session(member, "world")}
+        return self.say(register(member, 2, job=self.job, stand=Stand.BACK.value, **given), peer(member))
 
     def say(self, message: Message, at: bytes) -> dict[bytes, Message]:
         return read(self.dispatcher.receive(self.now, at, encode(message)).replies)
@@ -383,6 +388,35 @@ def test_members_that_wait_for_other_groups_are_told_once():
     job.open("rest", 1, size=2)
     assert mismatches(job.wait(QUIET)) == {b"0 left", b"1 rest"}
     assert job.wait(5.0) == {}
+
+
+def test_members_may_wait_for_all_to_come_back_and_for_one_another():
+    job = Job(2)
+    job.open("pair", 0, 1)
+    job.come_back(0)
+    job.bring(1, PAIR)
+    told = job.wait(QUIET)
+    assert mismatches(told) == {b"0", b"1"}
+    assert "rank 0 (host 0, process 00)  waits 0.5 s  for all to come back from client.join\n" in told[b"1"].message
+    assert told[b"0"].message.endswith(deadlock.ADVICE_FOR_PASSES)
+    assert job.wait(5.0) == {}, "told once"
+
+
+def test_one_that_was_told_that_the_others_will_not_come_back_may_ask_again():
+    job = Job(2)
+    job.open("pair", 0, 1)
+    job.come_back(0)
+    job.bring(1, PAIR)
+    job.wait(QUIET)
+    job.come_back(0)
+    assert job.wait(5.0) == {}, "the other one runs"
+    assert [answer.missing for answer in job.come_back(1).values()] == [0, 0]
+
+
+def test_one_that_is_back_waits_for_one_that_runs():
+    job = Job(2)
+    job.come_back(0)
+    assert job.wait(30.0) == {}
 
 
 @pytest.mark.parametrize("size", [2, 3])

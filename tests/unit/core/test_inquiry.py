@@ -7,9 +7,9 @@ import pytest
 from server.membership.sighting import MOST_RUNS, SILENT_SECONDS, Sighting, group_of
 from server.network.service import TICK_SECONDS
 from statsd_bn.members import Members
-from statsd_bn.messages import Failure, Leave, Message, Whereabouts
+from statsd_bn.messages import Failure, Leave, Message, Stand, Whereabouts
 from support.asked_job import LINE, Job, Process
-from support.strategies import key, session_of
+from support.strategies import key, register, session_of
 
 # Whom it asks, and what becomes of the answer.
 
@@ -125,6 +125,29 @@ def test_of_a_process_group_of_too_many_runs_only_the_place_is_kept(runs, told):
 def mismatched(told: dict[int, Message]) -> set[int]:
     assert all(isinstance(answer, Failure) and answer.code == "mismatch" for answer in told.values()), told
     return set(told)
+
+
+def test_a_rank_that_is_back_from_a_pass_and_one_in_a_collective_that_needs_it_are_told_within_5_seconds():
+    job = Job(2)
+    job.processes = {0: Process("train.py:44 main", of_0=12), 1: Process(LINE, held_in="0", of_0=14)}
+    job.say(register(0, stand=Stand.BACK.value), b"0")
+    told = job.pass_time(4.75)
+    assert mismatched(told) == {0}
+    for text in (told[0].message, job.told[1][0].message):
+        assert "rank 0 (place 0)  waits 2.5 s  for all to come back from client.join\n" in text
+        assert "rank 1 (place 1)  waits 1.5 s  in a collective of torch\n" in text
+    asked = job.asked
+    job.pass_time(20.0)
+    assert job.asked == asked, "nobody waits any more"
+
+
+def test_whoever_a_rank_waits_for_that_is_back_is_asked_after_a_second():
+    job = Job(3)
+    job.say(register(1, 3, stand=Stand.BACK.value), b"1")
+    job.pass_time(10.0)
+    assert [round(when) for when, _ in job.asked[0]] == [1, 2, 4, 8]
+    assert job.asked[1] == []
+    assert job.asked[2] == job.asked[0]
 
 
 def test_a_rank_in_a_round_and_one_in_a_collective_that_needs_it_are_told_within_5_seconds():

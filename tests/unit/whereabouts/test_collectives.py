@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
+from torch.nn.parallel.distributed import DistributedDataParallel, _DDPJoinHook
 
 from client.conversation.member import Member
 from client.conversation.session import Session
@@ -115,6 +116,25 @@ def test_the_broadcast_of_buffers_is_told_as_that():
     assert collectives.kind_of(collectives.Collective(found[0], None, ())) == BUFFERS
 
 
+@pytest.mark.parametrize("name", ["_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"])
+def test_a_rank_in_torchs_join_whose_data_has_ended_is_in_a_collective(name):
+    file, module = "/x/site-packages/torch/nn/parallel/distributed.py", "torch.nn.parallel.distributed"
+    found = []
+    run_as(f"def {name}(): here()\n{name}()", file, module, here=lambda: found.append(sys._getframe(1)))
+    assert collectives.is_collective(found[0])
+    assert hasattr(DistributedDataParallel, name), "torch calls it so"
+
+
+@pytest.mark.parametrize(("owner", "name"), [(DistributedDataParallel, "_pre_forward"), (_DDPJoinHook, "main_hook")])
+def test_a_rank_that_finds_out_the_order_of_gradients_may_wait_there(owner, name):
+    file, module = "/x/site-packages/torch/nn/parallel/distributed.py", owner.__module__
+    found = []
+    run_as(f"def {name}(): here(_getframe())\n{name}()", file, module, here=found.append, _getframe=sys._getframe)
+    assert collectives.may_compute(found[0])
+    assert not collectives.may_compute(sys._getframe())
+    assert hasattr(owner, name), "torch calls it so"
+
+
 @pytest.mark.parametrize(
     ("backends", "kind"),
     [
@@ -190,7 +210,7 @@ def test_who_waits_in_autograds_engine_is_held_only_if_it_does_not_compute(monke
     monkeypatch.setattr(time, "process_time", lambda: next(spent))
     monkeypatch.setattr(collectives, "run_time", lambda: next(left))
     frame = frame_in("here()", "/x/site-packages/torch/autograd/graph.py", "torch.autograd.graph")
-    monkeypatch.setattr(collectives, "is_engine", lambda _: True)
+    monkeypatch.setattr(collectives, "may_compute", lambda _: True)
     monkeypatch.setattr(stack, "main_frame", lambda: frame)
     looks = Looks(tells_stacks=True, rank=0, pause=lambda _: None)
     assert [looks.look().place.held for _ in held] == held
@@ -209,7 +229,7 @@ def _waits(function: Any) -> bool:
 
 
 def test_without_a_process_group_nobody_is_held_in_autograds_engine(monkeypatch):
-    monkeypatch.setattr(collectives, "is_engine", lambda _: True)
+    monkeypatch.setattr(collectives, "may_compute", lambda _: True)
     assert not Looks(tells_stacks=True, rank=0, pause=lambda _: None).look().place.held
 
 
