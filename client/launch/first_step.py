@@ -1,13 +1,15 @@
 """FirstStep: tells of a connection's first training step, how many layers it has synchronised, or that none has.
 
-Whoever forgets `client.convert_model` is told when the optimizer steps for the first time, or when a backward pass is
-seen 20 seconds after the start, not at the end of the run.
+Whoever forgets `client.convert_model` is told when an optimizer steps for the second time, or when a backward pass is
+seen 20 seconds after the start, not at the end of the run. In the first step another network's optimizer may step
+before any layer of ours runs.
 """
 
 import logging
+from weakref import WeakSet
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from client.connection.connection import Connection
 from client.launch.backward_sighting import BackwardSighting
@@ -26,6 +28,7 @@ class FirstStep:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._layers: set[str] = set()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
         self._hook = register_optimizer_step_post_hook(self._optimizer_has_stepped)
         self._sighting = BackwardSighting(lambda: connection.ask_for_layers("a backward pass is under way"))
         connection.watch = self._see
@@ -47,7 +50,10 @@ class FirstStep:
         count = f"{len(self._layers)} layer{' was' if len(self._layers) == 1 else 's were'}"
         logger.info("%r: %s synchronised in the first step", self._connection, count)
 
-    def _optimizer_has_stepped(self, *_: object) -> None:
-        if not torch.compiler.is_compiling() and self._connection.is_own:
-            self._sighting.end()
-            self._connection.ask_for_layers("the optimizer has stepped")
+    def _optimizer_has_stepped(self, optimizer: Optimizer, *_: object) -> None:
+        if torch.compiler.is_compiling() or not self._connection.is_own:
+            return
+        self._sighting.end()
+        if optimizer in self._stepped:
+            self._connection.ask_for_layers("the optimizer has stepped twice")
+        self._stepped.add(optimizer)

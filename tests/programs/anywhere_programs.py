@@ -268,7 +268,7 @@ def unconnected() -> None:
 def unconverted() -> None:
     model = DistributedDataParallel(Network())
     with client.connect(join_timeout=60):
-        train(model, batches(1))
+        train(model, batches(2))
         say("stepped")
         distributed.barrier()
         say("goes on")

@@ -1,6 +1,7 @@
 """A connection's first step: whoever forgot to convert the model is told then, the others how many layers."""
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,10 +24,16 @@ def told(caplog):
     return lambda: [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-def step() -> None:
+def network() -> Callable[[], None]:
+    """A training step of a network without layers of ours."""
     model = nn.Linear(3, 1)
-    model(X).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(X).sum().backward()
+        optimizer.step()
+
+    return step
 
 
 def hooks() -> int:
@@ -44,13 +51,15 @@ def run(program, others=lambda _: None):
     assert hooks() == before
 
 
-def test_an_optimizer_that_steps_before_any_round_is_told_of_once_and_at_once(told):
+def test_an_optimizer_that_steps_twice_before_any_round_is_told_of_once_and_at_once(told):
     def train(connection):
         FirstStep(connection)
+        step = network()
+        step()
         step()
         ((level, text),) = told()
         assert level == "WARNING"
-        assert "no layer, and the optimizer has stepped: was the model given to client.convert_model()?" in text
+        assert "no layer, and the optimizer has stepped twice: was the model given to client.convert_model()?" in text
         step()
         connection.close()
         assert len(told()) == 1
@@ -58,10 +67,24 @@ def test_an_optimizer_that_steps_before_any_round_is_told_of_once_and_at_once(to
     run(train, lambda connection: connection.close("a cause"))
 
 
+def test_another_networks_optimizer_may_step_before_any_layer_runs_as_that_of_a_critic(told):
+    def train(connection):
+        FirstStep(connection)
+        network()()
+        network()()
+        assert told() == []
+        exchange(connection, "generator.bn")
+
+    run(train, lambda connection: exchange(connection, "generator.bn"))
+    assert told() == []
+
+
 def test_one_that_has_only_gathered_is_told_too(told):
     def train(connection):
         FirstStep(connection)
         connection.all_gather("hello", b"")
+        step = network()
+        step()
         step()
         assert "was the model given to client.convert_model()?" in told()[0][1]
 
@@ -79,7 +102,7 @@ def test_a_round_before_the_optimizer_steps_ends_the_watch_and_the_layers_are_co
         FirstStep(connection)
         take_part(connection)
         assert connection.watch is None
-        step()
+        network()()
 
     before = hooks()
     run(train, take_part)
