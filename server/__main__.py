@@ -18,12 +18,12 @@ from server.cli.watch import as_json, watch
 from server.config import from_arguments
 from server.network.service import run_master
 from server.secrets.keygen import generate, write_secret
+from server.view.soundness import UNSOUND, unsound
 from statsd_bn.error_text import broken, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
     BindError,
     ConfigurationError,
-    ProtocolError,
     ServerUnreachable,
 )
 from statsd_bn.keys import ClientKeys, load_client
@@ -93,8 +93,9 @@ def _status(arguments: list[str]) -> int:
 
 
 def _refuse_beside_a_recording(found: Namespace) -> None:
+    # A key that the environment names is for the servers that are asked.
     for flag in ("http", "record", "name", "curve"):
-        if getattr(found, flag):
+        if getattr(found, flag) and not (flag == "curve" and found.curve == os.environ.get("STATSD_BN_CURVE")):
             raise ConfigurationError(
                 f"--{flag}: expected an endpoint to watch, got the recording {found.endpoint!r}, which is shown in the "
                 "terminal or by --json"
@@ -145,7 +146,7 @@ def _view(arguments: list[str]) -> int:
         record=found.record,
         http=found.http,
         names=found.name or (),
-        token=os.environ.get("STATSD_BN_VIEW_TOKEN", ""),
+        token=os.environ.get("STATSD_BN_VIEW_TOKEN", "").strip(),
     )
     return 0
 
@@ -172,9 +173,8 @@ def _sound_report(endpoint: str, keys: ClientKeys | None) -> dict[str, Any]:
 def _described(report: dict[str, Any]) -> str:
     try:
         return describe(report)
-    except (KeyError, TypeError, ValueError, AttributeError, ProtocolError) as error:
-        text = f"expected a status report of this version, got one that makes no sense: {type(error).__name__}"
-        raise ServerUnreachable(text) from error
+    except UNSOUND as error:
+        raise unsound(error) from error
 
 
 def _keygen(arguments: list[str]) -> int:

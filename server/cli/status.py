@@ -1,8 +1,11 @@
 """`python -m server status` and `check`: ask a running server what it is doing, or whether it is there."""
 
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
+
+import zmq
 
 from server.cli.asking import ANSWER_SECONDS, asking
 from server.config import bound_to
@@ -95,7 +98,18 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise ConfigurationError(f"ENDPOINT: expected, since STATSD_BN_BIND names none with a port but {endpoint!r}")
-    return f"{scheme}://{ALL_ADDRESSES.get(host, host)}:{port}"
+    return f"{scheme}://{_address_of(host)}:{port}"
+
+
+def _address_of(host: str) -> str:
+    """Where to reach what listens at a host's address or name, at all addresses, or at those of an interface."""
+    if host not in {name for _, name in socket.if_nameindex()}:
+        return ALL_ADDRESSES.get(host, host)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as found:
+        # ZeroMQ takes an interface's name to listen, and none to connect.
+        found.bind(f"tcp://{host}:*")
+        address = found.getsockopt_string(zmq.LAST_ENDPOINT)
+    return address.removeprefix("tcp://").rpartition(":")[0]
 
 
 def _find_server(environ: Mapping[str, str]) -> str:

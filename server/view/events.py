@@ -23,7 +23,9 @@ def events(before: Report | None, now: Report) -> list[dict[str, str]]:
     for group in now["groups"]:
         old = known.pop(_name(group), None)
         told += [_event(kind, group, text) for kind, text in _of_group(old, group, first=before is None)]
-    ended = {job["job"]: job for job in now.get("ended", ())}
+    running = {group["job"] for group in now["groups"]}
+    # The latest comes first: a run of the same name may have ended before.
+    ended = {job["job"]: job for job in reversed(now.get("ended", ())) if job["job"] not in running}
     # A server that has just started again knows no group until its members are back.
     if not restarted and not now.get("left_out"):
         for group in known.values():

@@ -8,6 +8,7 @@ from typing import Any
 from server.view.history import History
 from server.view.recording import Recorder
 from server.view.snapshot import Snapshot, Watcher
+from server.view.soundness import UNSOUND, unsound
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import AuthenticationRefused, ServerUnreachable
 
@@ -47,18 +48,28 @@ class Feed:
             AuthenticationRefused: it has never accepted our keys.
         """
         try:
-            snapshot = self._watcher.take(time.time(), self._report())
+            snapshot = self._take()
         except (ServerUnreachable, AuthenticationRefused) as error:
             if not self.snapshot:
                 raise
             snapshot = self._watcher.fail(time.time(), in_log(error))
         for keeper in self._keepers:
             keeper.add(snapshot)
+        self._show(snapshot)
+        return snapshot
+
+    def _take(self) -> Snapshot:
+        report = self._report()
+        try:
+            return self._watcher.take(time.time(), report)
+        except UNSOUND as error:
+            raise unsound(error) from error
+
+    def _show(self, snapshot: Snapshot) -> None:
         with self._changed:
             self.snapshot = snapshot
             self._number += 1
             self._changed.notify_all()
-        return snapshot
 
     def next(self, after: int, seconds: float) -> tuple[int, Snapshot]:
         """Number and snapshot once there is one after number `after`, or the last one after `seconds`."""
@@ -69,7 +80,10 @@ class Feed:
     def run(self) -> None:
         """Ask once a second until `stop`."""
         while not self._stopped.wait(PERIOD_SECONDS):
-            self.ask()
+            try:
+                self.ask()
+            except Exception as error:  # noqa: BLE001 - as of a full disk; what is shown must not seem to be new
+                self._show(self._watcher.fail(time.time(), in_log(f"{type(error).__name__}: {error}")))
 
     @property
     def stopped(self) -> bool:

@@ -4,7 +4,7 @@ import hmac
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from ipaddress import ip_address
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote, unquote
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -56,7 +56,7 @@ class Guard:
         elif not self._is_ours(headers.get(b"host", "")):
             await _answer(send, 421, "not a name of this host; view --name NAME allows it")
         elif self._token and self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
-            cookie = f"{COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Lax"
+            cookie = f"{COOKIE}={quote(self._token, safe='')}; Path=/; HttpOnly; SameSite=Lax"
             await _answer(send, 303, "", ((b"location", b"/"), (b"set-cookie", cookie.encode())))
         elif self._token and not self._brings_token(headers):
             await _answer(send, 401, "open the link that view has printed", ((b"www-authenticate", b"Bearer"),))
@@ -74,7 +74,7 @@ class Guard:
     def _brings_token(self, headers: dict[bytes, str]) -> bool:
         kind, _, bearer = headers.get(b"authorization", "").partition(" ")
         pairs = (part.strip().partition("=") for part in headers.get(b"cookie", "").split(";"))
-        cookies = [value for name, _, value in pairs if name == COOKIE]
+        cookies = [unquote(value) for name, _, value in pairs if name == COOKIE]
         return any(self._is_token(given) for given in (*cookies, bearer if kind.lower() == "bearer" else ""))
 
     def _is_token(self, given: str) -> bool:

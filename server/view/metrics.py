@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from server.view.skewed import most_skewed
 from server.view.snapshot import Snapshot
+from statsd_bn.messages import WORLD
 from statsd_bn.timing.histogram import BOUNDS
 
 GROUP = ("job", "group")
@@ -63,7 +64,9 @@ class Metrics:
         yield events
         # A silent server's last numbers would look like a job that stands still.
         groups = [] if snapshot["error"] else snapshot["groups"]
+        ended = [] if snapshot["error"] else snapshot["ended"]
         yield from _of_groups(groups)
+        yield _broken(groups, ended)
         yield from _of_ranks(groups)
         yield from (_histogram(groups, *named) for named in HISTOGRAMS)
         yield _skew(groups)
@@ -79,7 +82,6 @@ def _of_groups(groups: list[dict[str, Any]]) -> Iterator[Metric]:
     gauges: dict[str, Callable[[dict[str, Any]], float]] = {
         "members": lambda group: len(group["members"]) + group.get("members_left_out", 0),
         "world_size": lambda group: group["world_size"],
-        "broken": lambda group: bool(group["lost"]),
         "non_finite": lambda group: len(group.get("non_finite", ())),
         "findings": lambda group: len(group.get("findings", ())),
         "waiting_seconds": lambda group: max((round_["seconds"] for round_ in group["waiting"]), default=0.0),
@@ -89,6 +91,21 @@ def _of_groups(groups: list[dict[str, Any]]) -> Iterator[Metric]:
         for group in groups:
             gauge.add_metric(_labels(group), float(value(group)))
         yield gauge
+
+
+def _broken(groups: list[dict[str, Any]], ended: list[dict[str, Any]]) -> Metric:
+    """Whether each group is broken, or its job was when it ended: ranks that are told leave in less than a second."""
+    text = "Whether the group is broken; for some minutes after its end too, while no job of that name runs."
+    gauge = GaugeMetricFamily("statsd_bn_broken", text, labels=GROUP)
+    told = {_labels(group): bool(group["lost"]) for group in groups}
+    running = {group["job"] for group in groups}
+    # The latest comes first.
+    for job in ended:
+        if job["job"] not in running:
+            told.setdefault((job["job"], WORLD), bool(job["lost"]))
+    for labels, is_broken in told.items():
+        gauge.add_metric(labels, float(is_broken))
+    return gauge
 
 
 def _of_ranks(groups: list[dict[str, Any]]) -> Iterator[Metric]:

@@ -24,7 +24,8 @@ class Watcher:
     A snapshot has `time` (seconds since 1970), `endpoint`, `error` ("" while the server answers), `server`, `seconds`
     (since its start), `groups`, `ended`, `events` and `counts`, how many events there were of each kind. A group is
     that of the report with `rounds_per_second`, and with `figures` where there are any, see `server.view.figures`; a
-    member that of the report with `steps_per_second` and `doing`, what it waits for.
+    member that of the report with `steps_per_second` and `doing`, what it waits for. A rate is None before the second
+    report of the group or member.
 
     Args:
         endpoint: of the server, for people.
@@ -89,14 +90,13 @@ def _name(group: Report) -> tuple[str, str, int]:
 def _shown(group: Report, before: Report | None, seconds: float) -> Report:
     steps = {member["member"]: member["step"] for member in (before or {}).get("members", ())}
     doing = _doing(group)
-    rounds = group["rounds_done"] - before["rounds_done"] if before else 0
     return {
         **group,
-        "rounds_per_second": _rate(rounds, seconds),
+        "rounds_per_second": _rate(group["rounds_done"], before["rounds_done"] if before else None, seconds),
         "members": [
             {
                 **member,
-                "steps_per_second": _rate(member["step"] - steps.get(member["member"], member["step"]), seconds),
+                "steps_per_second": _rate(member["step"], steps.get(member["member"]), seconds),
                 "doing": member.get("where") or doing.get(member["member"], ""),
             }
             for member in group["members"]
@@ -104,8 +104,8 @@ def _shown(group: Report, before: Report | None, seconds: float) -> Report:
     }
 
 
-def _rate(count: int, seconds: float) -> float:
-    return max(0.0, count / seconds) if seconds > 0 else 0.0
+def _rate(count: int, before: int | None, seconds: float) -> float | None:
+    return max(0.0, (count - before) / seconds) if before is not None and seconds > 0 else None
 
 
 def _doing(group: Report) -> dict[int, str]:

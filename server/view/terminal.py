@@ -108,7 +108,7 @@ def _group(group: dict[str, Any], room: Room) -> list[RenderableType]:
     failed = f", {group['rounds_failed']} failed" if group["rounds_failed"] else ""
     head = (
         f"job {group['job']!r}, group {group['group']!r}, epoch {group['epoch']}: {present} of {group['world_size']} "
-        f"ranks, {group['rounds_done']} rounds{failed}, {group['rounds_per_second']:.1f}/s"
+        f"ranks, {group['rounds_done']} rounds{failed}, {_rate(group['rounds_per_second'])}/s"
     )
     parts: list[RenderableType] = [_text(head, "bold cyan")]
     if group["lost"]:
@@ -120,6 +120,10 @@ def _group(group: dict[str, Any], room: Room) -> list[RenderableType]:
             parts.append(_line(f"  and {left_out} ranks more"))
     parts += [_skewed(layer) for layer in most_skewed(group, room.layers)]
     return parts
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1f}"
 
 
 def _found(group: dict[str, Any], most: int) -> list[RenderableType]:
@@ -152,7 +156,7 @@ def _ranks(group: dict[str, Any], ranks: int) -> Table:
             str(member["member"]),
             _line(member["place"]),
             str(member["step"]),
-            f"{member['steps_per_second']:.1f}",
+            _rate(member["steps_per_second"]),
             f"{1e3 * late['median']:.1f}" if late else "-",
             f"{waiting:.0%}" if waiting is not None else "-",
             f"{score:.2f}" if score is not None else "-",

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import uvicorn
 from starlette.applications import Starlette
@@ -125,14 +126,16 @@ def serve(feed: Feed, history: History, address: str, *, names: Iterable[str] = 
 
     Raises:
         BindError: nobody can listen there.
-        ConfigurationError: this is not an address.
+        ConfigurationError: this is not an address, or the token has other letters than a header can bring.
     """
     host, port = _parsed(address)
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigurationError("STATSD_BN_VIEW_TOKEN: expected printable letters of ASCII without blanks, got others")
     listener = _listening(host, port, address)
     if not _is_loopback(host):
         token = token or secrets.token_urlsafe(32)
     link = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
-    sys.stderr.write(f"statsd_bn view: {link}{f'?token={token}' if token else ''}\n")
+    sys.stderr.write(f"statsd_bn view: {link}{f'?token={quote(token)}' if token else ''}\n")
     # Requests are not logged: the first one's address has the token.
     config = uvicorn.Config(
         app(feed, history, token, names),

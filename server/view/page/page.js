@@ -49,6 +49,11 @@ function milliseconds(told) {
   return told ? [told.median, told.p99].map((seconds) => (1000 * seconds).toPrecision(2)).join(" / ") : "–";
 }
 
+// Nothing is known before the second snapshot.
+function rate(perSecond) {
+  return perSecond === null ? "–" : perSecond.toFixed(1);
+}
+
 function rank(member) {
   const row = make("tr");
   row.dataset.rank = member.member;
@@ -57,7 +62,7 @@ function rank(member) {
     make("td", member.place),
     make("td", member.stand),
     make("td", String(member.step), "number"),
-    make("td", member.steps_per_second.toFixed(1), "number"),
+    make("td", rate(member.steps_per_second), "number"),
     make("td", milliseconds(member.round_trip), "number"),
     make("td", milliseconds(member.late), "number"),
     member.waiting === undefined ? make("td", "–", "number") : share(member.waiting),
@@ -75,7 +80,7 @@ function group(told) {
     make(
       "p",
       `epoch ${told.epoch}: ${present} of ${told.world_size} ranks, ${told.rounds_done} rounds, ` +
-        `${told.rounds_failed} failed, ${told.rounds_per_second.toFixed(1)} rounds/s`,
+        `${told.rounds_failed} failed, ${rate(told.rounds_per_second)} rounds/s`,
     ),
   );
   if (told.lost) section.append(make("p", `broken: ${told.lost}`, "bad"));

@@ -4,7 +4,7 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.ended_jobs import REMEMBERED_JOBS, REMEMBERED_SECONDS
-from server.limits.access import Tenant
+from server.limits.access import ANYBODY, Tenant
 from statsd_bn.messages import Leave
 from statsd_bn.wire import encode
 from support.strategies import contribution, register, session_of
@@ -16,14 +16,14 @@ class Play:
     def __init__(self) -> None:
         self.dispatcher = Dispatcher(b"server-0", 100.0)
 
-    def run(self, job: str = "job", causes: tuple[str, str] = ("", "")) -> None:
+    def run(self, job: str = "job", causes: tuple[str, str] = ("", ""), tenant: Tenant = ANYBODY) -> None:
         for member in range(2):
-            self.say(register(member, 2, job=job), job, member)
+            self.say(register(member, 2, job=job), job, member, tenant)
         for member, cause in enumerate(causes):
-            self.say(Leave(session_of(member, job), cause), job, member)
+            self.say(Leave(session_of(member, job), cause), job, member, tenant)
 
-    def say(self, message, job: str, member: int) -> None:
-        self.dispatcher.receive(100.0, f"{job} {member}".encode(), encode(message))
+    def say(self, message, job: str, member: int, tenant: Tenant = ANYBODY) -> None:
+        self.dispatcher.receive(100.0, f"{job} {member}".encode(), encode(message), tenant)
 
     def ended(self, now: float = 100.0, **of) -> list[dict]:
         return self.dispatcher.report(now, **of)["ended"]
@@ -82,3 +82,12 @@ def test_a_tenant_is_told_of_its_own_jobs_only(play):
     play.run("b-1")
     (job,) = play.ended(tenant=Tenant("alice", "k" * 40, ("a-*",)))
     assert job["job"] == "a-1"
+
+
+def test_who_has_many_jobs_makes_the_server_forget_none_of_others(play):
+    alice, bob = (Tenant(name, name[0] * 40, ("*",)) for name in ("alice", "bob"))
+    play.run("alice's", tenant=alice)
+    for number in range(2 * REMEMBERED_JOBS):
+        play.run(f"bob's {number}", tenant=bob)
+    names = [job["job"] for job in play.ended()]
+    assert names == [f"bob's {2 * REMEMBERED_JOBS - 1 - place}" for place in range(REMEMBERED_JOBS - 1)] + ["alice's"]

@@ -221,6 +221,7 @@ def test_a_check_without_an_endpoint_is_of_this_hosts_own_server(server, nobody,
         ("tcp://*:7000,ipc:///run/statsd_bn", "tcp://127.0.0.1:7000"),
         ("tcp://[::]:7000", "tcp://[::1]:7000"),
         ("tcp://10.0.0.7:7000", "tcp://10.0.0.7:7000"),
+        ("tcp://lo:7000", "tcp://127.0.0.1:7000"),
         ("ipc:///run/statsd_bn", "ipc:///run/statsd_bn"),
     ],
 )

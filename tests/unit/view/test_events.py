@@ -58,3 +58,17 @@ def test_a_finding_is_told_once():
     told = report(group(member(0), findings=[finding]))
     assert kinds(report(group(member(0))), told) == [("straggler", "rank 2 held the others up")]
     assert kinds(told, report(group(member(0), findings=[finding | {"text": "still"}]))) == []
+
+
+def test_of_several_runs_of_one_name_the_latest_end_counts():
+    well = {"job": "digits", "epoch": 1, "lost": "", "seconds": 1.0}
+    broken = {"job": "digits", "epoch": 0, "lost": "rank 0 failed", "seconds": 60.0}
+    before = report(group(member(0)))
+    assert kinds(before, report(ended=[well, broken])) == [("ended", "ended")]
+    assert kinds(before, report(ended=[broken, well])) == [("lost", "rank 0 failed")]
+
+
+def test_a_group_that_ends_while_its_job_runs_is_not_told_of_with_the_end_of_an_earlier_run():
+    broken = {"job": "digits", "epoch": 0, "lost": "rank 0 failed", "seconds": 60.0}
+    before = report(group(member(0)), group(member(0), group="pair"))
+    assert kinds(before, report(group(member(0)), ended=[broken])) == [("ended", "ended")]

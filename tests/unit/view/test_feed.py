@@ -1,7 +1,10 @@
 """Each answer, and each question without one, is a snapshot."""
 
+import threading
+
 import pytest
 
+from server.view import feed as feed_module
 from server.view.feed import Feed
 from statsd_bn.errors import ServerUnreachable
 from support.view_reports import group, member, report
@@ -50,3 +53,26 @@ def test_who_waits_for_a_feed_that_stops_is_let_go():
     feed.stop()
     assert feed.stopped
     assert feed.next(1, 60.0)[0] == 1
+
+
+def test_a_report_that_makes_no_sense_is_an_error_of_the_server():
+    feed = feed_of(report(group(member(0))), {"server": "abcd"}, report(group(member(0))))
+    feed.ask()
+    assert "makes no sense: KeyError" in feed.ask()["error"]
+    assert feed.ask()["error"] == ""
+    with pytest.raises(ServerUnreachable, match="makes no sense"):
+        feed_of({"server": "abcd"}).ask()
+
+
+def test_what_nobody_expects_is_shown_and_the_asking_goes_on(monkeypatch):
+    monkeypatch.setattr(feed_module, "PERIOD_SECONDS", 0.01)
+    feed = feed_of(report(group(member(0))), OSError("no descriptor left"), report(group(member(0))))
+    feed.ask()
+    runner = threading.Thread(target=feed.run)
+    runner.start()
+    number, failed = feed.next(1, 10.0)
+    assert failed["error"] == "OSError: no descriptor left"
+    number, again = feed.next(number, 10.0)
+    feed.stop()
+    runner.join()
+    assert again["error"] == ""

@@ -149,3 +149,15 @@ def test_the_trial_of_the_rules_has_all_of_them():
     names = re.findall(r"alert: (\w+)", (ROOT / "docker/monitoring/alerts.yml").read_text())
     tried = re.findall(r'alertname="(\w+)"', (ROOT / "tests/unit/view/alerts_test.yml").read_text())
     assert sorted(tried) == sorted(names)
+
+
+def test_a_job_that_broke_and_has_ended_is_still_told_to_be_broken():
+    ended = [
+        {"job": "sick", "lost": "rank 0 failed"},
+        {"job": "sick", "lost": ""},
+        {"job": "well", "lost": ""},
+        {"job": "again", "lost": "rank 1 failed"},
+    ]
+    of = samples(report(group(member(0), job="again"), ended=ended))
+    broken = {job: value(of, "statsd_bn_broken", job=job, group="world") for job in ("sick", "well", "again")}
+    assert broken == {"sick": 1, "well": 0, "again": 0}

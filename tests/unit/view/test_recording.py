@@ -142,3 +142,11 @@ def test_a_foreign_database_is_left_alone(tmp_path):
     with pytest.raises(ConfigurationError, match="expected a recording of --record"):
         list(recorded(str(path)))
     assert not is_recording(str(tmp_path / "none"))
+
+
+def test_the_key_for_servers_does_not_keep_a_recording_from_being_viewed(tmp_path, monkeypatch, capsys):
+    recording(tmp_path / "run.db")
+    monkeypatch.setenv("STATSD_BN_CURVE", "/keys/secret")
+    assert main(["view", str(tmp_path / "run.db"), "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["endpoint"] == "tcp://x:1"
+    assert main(["view", str(tmp_path / "run.db"), "--curve", "/keys/other"]) == 2

@@ -10,6 +10,7 @@ from http.client import HTTPConnection
 
 import pytest
 
+from server.__main__ import main
 from support.paths import ROOT
 from support.ports import free_port
 
@@ -93,3 +94,19 @@ def test_a_given_token_is_asked_for_everywhere(server, host):
         assert token == GIVEN
         assert status(port, "/") == 401
         assert status(port, "/", Authorization=f"Bearer {GIVEN}") == 200
+
+
+def test_a_token_of_letters_that_mean_something_in_a_link_or_a_cookie_opens_the_page(server):
+    odd = "ab+c/d=e&%41;#\"'"
+    with page(server.endpoint, EVERYWHERE, f"{odd}\n") as (port, token):
+        code, headers = answer(port, f"/?token={token}")
+        assert code == 303
+        assert status(port, "/", Cookie=headers["Set-Cookie"].partition(";")[0]) == 200
+        assert status(port, "/", Authorization=f"Bearer {odd}") == 200
+
+
+@pytest.mark.parametrize("token", ["two words", "f\u00fcnf", "a\tb"])
+def test_a_token_that_no_header_can_bring_is_refused(server, token, monkeypatch, capsys):
+    monkeypatch.setenv("STATSD_BN_VIEW_TOKEN", token)
+    assert main(["view", server.endpoint, "--http", f"127.0.0.1:{free_port()}"]) == 2
+    assert "STATSD_BN_VIEW_TOKEN: expected printable letters of ASCII" in capsys.readouterr().err
