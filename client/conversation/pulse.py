@@ -1,6 +1,7 @@
 """Pulse: which silent sessions say now that this process is alive, pure.
 
-A session that takes part in rounds is heard by that, and needs no heartbeat.
+A session that takes part in rounds is heard by that, and needs no heartbeat. Where ranks share memory it needs one all
+the same, because that says how many rounds they have had there, and how long the member has waited.
 """
 
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ class Pulse:
         self._told: dict[bytes, str] = {}
         self._telling: dict[bytes, str] = {}
         self._returned: set[bytes] = set()
+        self._beaten: dict[bytes, float] = {}
         # Since when no heartbeat could leave, and whether that was told.
         self._away_since: float | None = None
         self._is_away_told = False
@@ -34,7 +36,7 @@ class Pulse:
 
     def pause(self, now: float, sessions: Iterable[Session]) -> float:
         """Returns how many seconds there are until the next heartbeat is due, if nothing is said until then."""
-        spoken = min((session.spoke for session in _known(sessions)), default=now)
+        spoken = min(map(self._told_all, _known(sessions)), default=now)
         return limits.HEARTBEAT_SECONDS - (now - spoken)
 
     def due(self, now: float, sessions: Iterable[Session]) -> list[Session]:
@@ -42,13 +44,18 @@ class Pulse:
         due = [
             session
             for session in _known(sessions)
-            if now - session.spoke >= limits.HEARTBEAT_SECONDS or self._told.get(session.token) != session.lane.name
+            if now - self._told_all(session) >= limits.HEARTBEAT_SECONDS or self._told.get(session.token) != session.lane.name
         ]
         for session in due:
-            session.spoke = now
+            session.spoke = self._beaten[session.token] = now
             # Another thread may change it before the heartbeat is written: then the next one says it again.
             self._telling[session.token] = session.lane.name
         return due
+
+    def _told_all(self, session: Session) -> float:
+        """When a session has last told the server all that it tells."""
+        in_memory = session.lane.memory is not None
+        return min(session.spoke, self._beaten.get(session.token, session.spoke)) if in_memory else session.spoke
 
     def sent(self, session: Session) -> None:
         """The heartbeat of a session has left."""

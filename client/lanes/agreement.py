@@ -107,8 +107,11 @@ def _shared(connection: Connection, group: Group, members: list[int]) -> tuple[_
     company = [place for place, owner in enumerate(owners) if owner == taken_of]
     if not why and len(company) <= MOST_MEMBERS:
         return _Shared(memory, members, ""), ""
-    if any(lane != RELAY for *_, lane in ready):
-        return None, why or f"{len(company)} ranks of the group share this host, more than {MOST_MEMBERS}"
+    if others := [member for member, (*_, lane) in zip(members, ready, strict=True) if lane != RELAY]:
+        if not why:
+            return None, f"{len(company)} ranks of the group share this host, more than {MOST_MEMBERS}"
+        asked = f"lane {RELAY!r} needs all ranks to ask for it, and rank {others[0]} does not; "
+        return None, why if len(others) == len(members) else asked + why
     if reason := _why_alone(owners, [ready[place][1] for place in company], len(company)):
         return None, why if len(set(owners)) == len(members) else f"{reason}; {why}" if why else reason
     return _Shared(memory, [members[place] for place in company], why), ""

@@ -22,6 +22,7 @@ from client.conversation.member import (
     BY_ELASTIC,
     DEFAULT_ABORT_AFTER,
     DEFAULT_ROUND_TIMEOUT,
+    RELAY,
     SHARED_MEMORY,
     STRICT,
     Member,
@@ -149,7 +150,7 @@ def connect(
         FirstStep(connection)
     who = connection.member
     logger.info("connected: job %r, rank %d of %d, %s", who.job, who.rank, who.world_size, _lane(connection))
-    if who.is_elastic and who.lane == SHARED_MEMORY and not connection.is_in_process:
+    if who.is_elastic and who.lane in {SHARED_MEMORY, RELAY} and not connection.is_in_process:
         logger.warning("job %r exchanges rows over the server, and not in shared memory: %s", who.job, BY_ELASTIC)
     _explain_exceptions()
     if multiprocessing.parent_process():

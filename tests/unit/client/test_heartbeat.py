@@ -390,6 +390,23 @@ def test_a_session_says_its_lane_as_soon_as_it_is_another_one():
     assert [said(), said()] == [["zeromq"], []]
 
 
+@pytest.mark.parametrize(("in_memory", "beats"), [(True, 10), (False, 0)])
+def test_one_that_shares_memory_beats_though_it_speaks_as_where_others_come_late(in_memory, beats):
+    """The server knows only from heartbeats how long it has waited in memory."""
+    pulse, session, now, sent = Pulse(), a_session(), 100.0, 0
+    session.lane.memory = SimpleNamespace(is_given_up=False) if in_memory else None
+    for one in pulse.due(now, [session]):
+        pulse.sent(one)
+    while now < 110.0:
+        now += 0.25
+        session.spoke = now  # a contribution that was brought over the server
+        assert pulse.pause(now, [session]) <= limits.HEARTBEAT_SECONDS
+        for one in pulse.due(now, [session]):
+            pulse.sent(one)
+            sent += 1
+    assert sent == beats
+
+
 @pytest.mark.parametrize(("is_in_memory", "times"), [(True, 1), (False, 0)])
 def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, times):
     pulse, session = Pulse(), a_session()

@@ -1,5 +1,6 @@
 """The relay: members of one host meet in memory, and one carries their rows to the server, to the same bits."""
 
+import re
 import threading
 
 import numpy as np
@@ -99,6 +100,21 @@ def test_members_that_do_not_ask_for_it_stay_at_the_server(monkeypatch, lane):
 
     why = "rank 2: it cannot reach the memory of the others; it is on another host, or in a container"
     assert run_on_hosts(monkeypatch, [0, 0, 1], program, lane=lane) == [(ZEROMQ, why)] * 3
+
+
+def test_who_has_not_asked_for_it_is_named(monkeypatch):
+    asked = iter(["relay", "auto", "relay"])
+    ready = agreement._ready
+    monkeypatch.setattr(agreement, "_ready", lambda offer, key, _: ready(offer, key, next(asked)))
+
+    def program(connection):
+        rounds(connection)
+        return connection.lane, connection.why_not_faster
+
+    (lane, why), *others = run_on_hosts(monkeypatch, [0, 0, 1], program)
+    assert lane == ZEROMQ
+    assert others == [(lane, why)] * 2
+    assert re.match(r"lane 'relay' needs all ranks to ask for it, and rank \d does not; rank 2: it cannot reach", why)
 
 
 def test_members_with_different_keys_do_not_speak_for_each_other(monkeypatch):
