@@ -442,7 +442,10 @@ class Connection:
         if self.member.world_size > 1 and not self._has_asked:
             self._has_asked = True
             logger.warning(
-                "%r has synchronised no layer, and %s: was the model given to client.convert_model()?", self, when
+                "%r has synchronised no layer, and %s: was the model given to client.convert_model(), and are its "
+                "batch norms in training mode?",
+                self,
+                when,
             )
 
     def _lanes(self) -> list[LaneInUse]:

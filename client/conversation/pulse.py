@@ -44,7 +44,8 @@ class Pulse:
         due = [
             session
             for session in _known(sessions)
-            if now - self._told_all(session) >= limits.HEARTBEAT_SECONDS or self._told.get(session.token) != session.lane.name
+            if now - self._told_all(session) >= limits.HEARTBEAT_SECONDS
+            or self._told.get(session.token) != session.lane.name
         ]
         for session in due:
             session.spoke = self._beaten[session.token] = now

@@ -28,7 +28,7 @@ from client.conversation.member import (
     Member,
 )
 from client.conversation.registration import cause_of
-from client.launch import alone, log_level, own_server, process_group, server_process
+from client.launch import alone, log_level, own_server, process_group, same_run, server_process
 from client.launch.first_step import FirstStep
 from client.launch.settings import Settings, resolve
 from client.launch.sources import ARGUMENT, DEFAULT
@@ -174,7 +174,13 @@ def _connection(settings: Settings) -> Connection:
     if settings.store or settings.is_process_group:
         store = settings.store.value if settings.store else None
         return own_server.join(settings, store, os.environ, _join)
-    return _join(settings.endpoint.value or _own_server(), settings.keys(), settings.member())
+    connection = _join(settings.endpoint.value or _own_server(), settings.keys(), settings.member())
+    try:
+        same_run.check(connection, settings.job)
+    except BaseException as error:
+        connection.close(cause_of(error))
+        raise
+    return connection
 
 
 def _alone(settings: Settings) -> Connection:

@@ -110,7 +110,7 @@ class StoreEntry:
         self._world_size = world_size
         self._key = f"{life}/{next(_entries)}"
         self._expiry = time.monotonic() + timeout
-        self._store = _open(address, rank, world_size, timeout) if address else _of_process_group()
+        self._store = _open(address, rank, world_size, timeout) if address else of_process_group()
 
     def is_one_host(self) -> bool:
         """Returns whether all processes are on one host. Rank 0 waits until each has said where it is.
@@ -218,7 +218,8 @@ class StoreEntry:
         )
 
 
-def _of_process_group() -> "Store":
+def of_process_group() -> "Store":
+    """Returns the store that torch's process group has met in, for what is ours."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # noqa: PLC0415 - where there is one
 
     return PrefixStore(PREFIX, _get_default_store())

@@ -59,7 +59,9 @@ def test_an_optimizer_that_steps_twice_before_any_round_is_told_of_once_and_at_o
         step()
         ((level, text),) = told()
         assert level == "WARNING"
-        assert "no layer, and the optimizer has stepped twice: was the model given to client.convert_model()?" in text
+        assert (
+            "no layer, and the optimizer has stepped twice: was the model given to client.convert_model(), and" in text
+        )
         step()
         connection.close()
         assert len(told()) == 1
@@ -86,7 +88,7 @@ def test_one_that_has_only_gathered_is_told_too(told):
         step = network()
         step()
         step()
-        assert "was the model given to client.convert_model()?" in told()[0][1]
+        assert "was the model given to client.convert_model(), and" in told()[0][1]
 
     run(train, lambda connection: connection.all_gather("hello", b""))
 
@@ -136,7 +138,7 @@ def test_a_training_that_steps_no_optimizer_is_told_of_in_a_backward_pass(told, 
         UntilTold.apply(weight, told).sum().backward()
         ((level, text),) = told()
         assert level == "WARNING"
-        assert "no layer, and a backward pass is under way: was the model given to client.convert_model()?" in text
+        assert "no layer, and a backward pass is under way: was the model given to client.convert_model(), and" in text
 
     run(train, lambda connection: connection.close("a cause"))
 

@@ -101,7 +101,7 @@ def meet(monkeypatch):
 
     def run(*hosts, environ=None, **arguments):
         kept = distributed.HashStore()
-        monkeypatch.setattr(store, "_of_process_group", lambda: kept)
+        monkeypatch.setattr(store, "of_process_group", lambda: kept)
 
         def join(rank):
             settings = resolve({}, ProcessGroup(rank, 2), round_timeout=20.0, **arguments)

@@ -1,0 +1,51 @@
+"""SameRun: whether the ranks that have met under a name that nobody chose are those of one run.
+
+Two runs that share a server need names of their own. Without, rank 0 of one may meet rank 1 of the other, and both
+train on the statistics of a mixture. Ranks of one process group of torch's have a store in common, and in it a token
+that no other run has.
+"""
+
+import os
+
+from client.connection.connection import Connection
+from client.launch import process_group
+from client.launch.sources import DEFAULT, Setting
+from client.launch.store import of_process_group
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.members import Members
+
+# The name of the round, and of the token in the store. No layer has such a name: that of a module has no brackets.
+TOKEN = "client.connect()"  # noqa: S105 - no secret
+
+_TOKEN_BYTES = 8
+
+# What torchrun calls a run that has a rendezvous of its own and was given no id.
+_UNNAMED = ("none", "TORCHELASTIC_RUN_ID")
+
+
+def check(connection: Connection, job: Setting[str]) -> None:
+    """Compares the runs of a strict job's ranks where nobody chose its name; takes a round of all of them.
+
+    Raises:
+        ConfigurationError: they are of several runs.
+    """
+    who, group = connection.member, process_group.find()
+    is_named = job.source != DEFAULT and (job.value, job.source) != _UNNAMED
+    if is_named or who.is_elastic or group is None or (group.rank, group.size) != (who.rank, who.world_size):
+        return
+    mine = _token()
+    said = connection.gather_in(connection.group(None), TOKEN, mine)
+    if others := [rank for rank, token in enumerate(said) if token and mine and token != mine]:
+        raise ConfigurationError(
+            f"job {job.value!r}: expected the ranks of one run, got ranks {Members.of(others)} of another one; give "
+            "each run that shares a server a name of its own: connect(job=...), STATSD_BN_JOB or torchrun's --rdzv-id"
+        )
+
+
+def _token() -> bytes:
+    """The run's, which its first rank to come here has made; empty where the store does not tell."""
+    try:
+        return bytes(of_process_group().compare_set(TOKEN, "", os.urandom(_TOKEN_BYTES).hex()))
+    except (RuntimeError, NotImplementedError):
+        # The others wait for what this one says.
+        return b""

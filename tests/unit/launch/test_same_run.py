@@ -1,0 +1,70 @@
+"""Ranks that meet under a name that nobody chose say whose run they are of."""
+
+import threading
+
+import pytest
+from torch.distributed import HashStore
+
+from client.launch import process_group, same_run
+from client.launch.process_group import ProcessGroup
+from client.launch.sources import ARGUMENT, DEFAULT, Setting
+from statsd_bn.errors import ConfigurationError
+from support.memory_members import outcome, run_members
+
+DEFAULT_NAME = Setting("job", "default", DEFAULT)
+
+
+class Forgetful:
+    """A store of somebody's own, which cannot compare."""
+
+    def compare_set(self, *_):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def meet(monkeypatch):
+    """Has two ranks meet, each in a process group with the store that is given for it; returns what comes of it."""
+    here = threading.local()
+    monkeypatch.setattr(process_group, "find", lambda: here.group)
+    monkeypatch.setattr(same_run, "of_process_group", lambda: here.store)
+
+    def run(*stores, job=DEFAULT_NAME, size=2):
+        def member(connection):
+            here.store = stores[connection.rank]
+            here.group = here.store and ProcessGroup(connection.rank, size)
+            return outcome(lambda: same_run.check(connection, job))
+
+        return run_members(2, member)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "job", [DEFAULT_NAME, Setting("job", "none", "TORCHELASTIC_RUN_ID")], ids=["of no launcher", "of torchrun"]
+)
+def test_ranks_of_two_runs_are_told_to_take_names(meet, job):
+    found = meet(HashStore(), HashStore(), job=job)
+    assert [type(error) for error in found] == [ConfigurationError] * 2
+    assert f"job '{job.value}': expected the ranks of one run, got ranks 1 of another one" in str(found[0])
+
+
+def test_ranks_of_one_run_go_on_however_often_they_connect(meet):
+    store = HashStore()
+    assert [meet(store, store) for _ in range(2)] == [[None, None]] * 2
+
+
+@pytest.mark.parametrize(
+    "job",
+    [Setting("job", "mine", ARGUMENT), Setting("job", "none", ARGUMENT), Setting("job", "7f", "SLURM_JOB_ID")],
+)
+def test_a_name_that_was_chosen_is_believed(meet, job):
+    assert meet(HashStore(), HashStore(), job=job) == [None, None]
+
+
+def test_without_a_process_group_of_all_ranks_nothing_is_compared(meet):
+    assert meet(None, None) == [None, None]
+    assert meet(HashStore(), HashStore(), size=3) == [None, None]
+
+
+def test_a_store_that_cannot_compare_keeps_nobody_waiting(meet):
+    assert meet(HashStore(), Forgetful()) == [None, None]
