@@ -33,7 +33,9 @@ def cause_of(error: BaseException | None) -> str:
     """
     if error is None:
         return ""
-    return in_brief(error) if isinstance(error, StatsdBNError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, StatsdBNError):
+        return in_brief(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 NOT_CONNECTED = "Look at the logs of the missing ranks: did they start, with the same endpoint and job name?"

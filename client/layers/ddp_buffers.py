@@ -173,7 +173,7 @@ def _warn(others: list[str]) -> None:
     logger.warning(
         "DistributedDataParallel goes on to broadcast rank 0's buffers before each forward pass, which takes time, and "
         "hides it where buffers of synchronised layers differ: the model has other buffers, %s%s. If those are the "
-        "same on all ranks, pass broadcast_buffers=False",
+        "same on all ranks, pass broadcast_buffers=False (forward_sync_buffers=False in newer versions of torch)",
         ", ".join(others[:NAMED]),
         more,
     )

@@ -210,6 +210,19 @@ def test_an_elastic_job_that_asks_for_shared_memory_is_warned(server, job, caplo
     assert caplog.messages.count(text) == told
 
 
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (None, ""),
+        (ValueError("full"), "ValueError: full"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (ReplicaLost("rank 1 is lost\n  in job 'x'"), "ReplicaLost: rank 1 is lost"),
+    ],
+)
+def test_the_cause_that_others_are_told_is_the_class_and_its_text(error, cause):
+    assert registration.cause_of(error) == cause
+
+
 def test_a_long_wait_for_the_group_to_fill_is_told(monkeypatch, caplog):
     monkeypatch.setattr(registration, "WARN_SECONDS", 0.1)
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
