@@ -7,6 +7,7 @@ nothing, and one that does not fill disturbs no other.
 import os
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -22,7 +23,7 @@ from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
 from client.whereabouts.termination import Termination
 from statsd_bn import limits
-from statsd_bn.errors import ConfigurationError, ConnectionClosed, ServerUnreachable
+from statsd_bn.errors import ConfigurationError, ConnectionClosed, ServerUnreachable, StatsdBNError
 from statsd_bn.messages import Stand
 
 
@@ -111,7 +112,18 @@ class Sessions:
         session.stand = stand
         session.is_uneven = True
         session.lane.refuse(BY_JOIN)
-        self._register(session, session.member.round_timeout)
+        try:
+            self._register(session, session.member.round_timeout)
+        except BaseException:
+            self._give_up_return(session)
+            raise
+
+    def _give_up_return(self, session: Session) -> None:
+        """Has the others wait for a member that waits for them no longer."""
+        if session.stand is Stand.BACK:
+            session.stand = Stand.AWAY
+            with suppress(StatsdBNError), self._transport.channel() as channel:
+                channel.send(session.register())
 
     def all(self) -> list[Session]:
         """Returns the sessions there are, registered or about to be."""

@@ -55,7 +55,7 @@ class Pulse:
 
     def _told_all(self, session: Session) -> float:
         """When a session has last told the server all that it tells."""
-        in_memory = session.lane.memory is not None
+        in_memory = session.lane.is_in_memory
         return min(session.spoke, self._beaten.get(session.token, session.spoke)) if in_memory else session.spoke
 
     def sent(self, session: Session) -> None:

@@ -2,7 +2,7 @@
 
 Whoever forgets `client.convert_model` is told when an optimizer steps for the second time, or when a backward pass is
 seen 20 seconds after the start, not at the end of the run. In the first step another network's optimizer may step
-before any layer of ours runs.
+before any layer of ours runs, as a critic's. One that is made anew for each step never steps twice.
 """
 
 import logging

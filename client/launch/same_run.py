@@ -10,7 +10,7 @@ import os
 from client.connection.connection import Connection
 from client.launch import process_group
 from client.launch.sources import DEFAULT, Setting
-from client.launch.store import of_process_group
+from client.launch.store import ANSWER_SECONDS, of_process_group, with_timeout
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
 
@@ -26,14 +26,17 @@ _UNNAMED = ("none", "TORCHELASTIC_RUN_ID")
 def check(connection: Connection, job: Setting[str]) -> None:
     """Compares the runs of a strict job's ranks where nobody chose its name; takes a round of all of them.
 
+    A rank without a process group of the same size says nothing, and is told nothing.
+
     Raises:
         ConfigurationError: they are of several runs.
     """
-    who, group = connection.member, process_group.find()
+    who = connection.member
     is_named = job.source != DEFAULT and (job.value, job.source) != _UNNAMED
-    if is_named or who.is_elastic or group is None or (group.rank, group.size) != (who.rank, who.world_size):
+    if is_named or who.is_elastic or who.world_size == 1:
         return
-    mine = _token()
+    group = process_group.find()
+    mine = _token() if group and group.size == who.world_size else b""
     said = connection.gather_in(connection.group(None), TOKEN, mine)
     if others := [rank for rank, token in enumerate(said) if token and mine and token != mine]:
         raise ConfigurationError(
@@ -45,7 +48,8 @@ def check(connection: Connection, job: Setting[str]) -> None:
 def _token() -> bytes:
     """The run's, which its first rank to come here has made; empty where the store does not tell."""
     try:
-        return bytes(of_process_group().compare_set(TOKEN, "", os.urandom(_TOKEN_BYTES).hex()))
-    except (RuntimeError, NotImplementedError):
+        store, mine = of_process_group(), os.urandom(_TOKEN_BYTES).hex()
+        return bytes(with_timeout(ANSWER_SECONDS, lambda: store.compare_set(TOKEN, "", mine)))
+    except (RuntimeError, TimeoutError, ValueError):
         # The others wait for what this one says.
         return b""

@@ -189,7 +189,7 @@ class StoreEntry:
     def _look(self, name: str, expiry: float) -> bytes | None:
         left = max(0.0, expiry - time.monotonic())
         try:
-            return _with_timeout(left + ANSWER_SECONDS, lambda: self._text(name))
+            return with_timeout(left + ANSWER_SECONDS, lambda: self._text(name))
         except (RuntimeError, TimeoutError) as error:
             raise _no_store(self._address, error) from error
 
@@ -236,7 +236,7 @@ def _open(address: StoreAddress, rank: int, world_size: int, timeout: float) -> 
         host = f"[{address.host}]" if ":" in address.host else address.host
         url = f"tcp://{host}:{address.port}"
         try:
-            _stores[identity], _, _ = _with_timeout(
+            _stores[identity], _, _ = with_timeout(
                 timeout + ANSWER_SECONDS,
                 lambda: next(rendezvous(url, rank, world_size, timeout=timedelta(seconds=timeout))),
             )
@@ -258,7 +258,7 @@ def _no_store(address: StoreAddress | None, error: RuntimeError | TimeoutError) 
     )
 
 
-def _with_timeout(seconds: float, call: Callable[[], T]) -> T:
+def with_timeout(seconds: float, call: Callable[[], T]) -> T:
     """Makes a call in a thread of its own and returns its result; a call that takes longer is left behind.
 
     torch's store needs this: whatever its timeout says, it waits for ever for a process that is frozen.

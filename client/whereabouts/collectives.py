@@ -56,9 +56,10 @@ _COLLECTIVES = {
             "scatter_object_list",
         }
     ),
-    # The last two are those of a rank in torch's `Join` whose data has ended.
+    # The last three are those of a rank in torch's `Join`, mostly of one whose data has ended.
     _DDP: frozenset(
         {"_sync_buffers", "_sync_module_states", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"}
+        | {"_check_global_requires_backward_grad_sync"}
     ),
     "torch.distributed.utils": frozenset({"_sync_module_states", "_verify_param_shape_across_processes"}),
 }
@@ -225,7 +226,8 @@ def _group_of(frame: FrameType) -> TorchGroup | None:
     names = frame.f_locals
     group = next((names[name] for name in _GROUP_NAMES if names.get(name) is not None), None)
     if group is None and "self" in names:
-        group = getattr(names["self"], "process_group", None)
+        # A hook of torch's `Join` names its wrapper.
+        group = getattr(names.get("ddp", names["self"]), "process_group", None)
     if group is None:
         group = _default()
     return _told(group)

@@ -107,7 +107,12 @@ def _address_of(host: str) -> str:
         return ALL_ADDRESSES.get(host, host)
     with zmq.Context() as context, context.socket(zmq.PAIR) as found:
         # ZeroMQ takes an interface's name to listen, and none to connect.
-        found.bind(f"tcp://{host}:*")
+        try:
+            found.bind(f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            problem = zmq.strerror(error.errno or 0)
+            text = f"STATSD_BN_BIND: expected an interface with an address, got {host!r} ({problem})"
+            raise ConfigurationError(text) from error
         address = found.getsockopt_string(zmq.LAST_ENDPOINT)
     return address.removeprefix("tcp://").rpartition(":")[0]
 

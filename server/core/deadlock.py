@@ -85,6 +85,8 @@ def find(masters: Sequence[SyncMaster], now: float, held: Sequence[Held] = ()) -
     waits = [*_waits(masters), *_in_collectives(masters, held)]
     running = _changed(masters, waits, now - QUIET_SECONDS)
     running |= _changed(masters, waits, now - THREADED_QUIET_SECONDS) & _with_more_threads(waits)
+    if not held:
+        running |= _just_back(waits, now - THREADED_QUIET_SECONDS)
     members = stuck(((wait.since, wait.missing) for wait in waits), running)
     return [wait for wait in waits if not members.isdisjoint(wait.since)]
 
@@ -102,6 +104,11 @@ def _with_more_threads(waits: Iterable[Wait]) -> set[int]:
     contributors = (wait.master.membership.contributors[member] for wait in waits if wait.key for member in wait.since)
     now = Counter((contributor.session, contributor.member, contributor.threads) for contributor in contributors)
     return {member for (_, member, threads), waiting in now.items() if threads > waiting}
+
+
+def _just_back(waits: Iterable[Wait], since: float) -> set[int]:
+    """Members that are back from a pass only since then: another thread of theirs may be in the middle of a step."""
+    return {member for wait in waits if _is_for_pass(wait) for member, at in wait.since.items() if at > since}
 
 
 def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterable[int]) -> set[int]:

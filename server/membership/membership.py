@@ -49,6 +49,7 @@ class Membership(Standing):
         self.present = NOBODY
         self.latest_step = 0
         self.recovery: Recovery | None = None
+        self._may_some_be_back = False
 
     @property
     def suffices(self) -> bool:
@@ -93,9 +94,12 @@ class Membership(Standing):
     @property
     def returning(self) -> list[Contributor]:
         """Members of an open group that are back, and wait for all others."""
-        if not self.is_open:
+        # Asked several times a second; mostly nobody has come back since all took part.
+        if not (self.is_open and self._may_some_be_back):
             return []
-        return [contributor for contributor in self.contributors.values() if contributor.state is MemberState.BACK]
+        back = [contributor for contributor in self.contributors.values() if contributor.state is MemberState.BACK]
+        self._may_some_be_back = bool(back)
+        return back
 
     def turn_back(self, contributor: Contributor) -> None:
         """Take a member that is back for away again: the others will not come."""
@@ -214,6 +218,7 @@ class Membership(Standing):
             register.results if self.recovery else 0,
         )
         self.contributors[register.member] = contributor
+        self._may_some_be_back |= contributor.state is MemberState.BACK
         self.present = self.present.plus(register.member)
         return contributor
 
@@ -228,6 +233,7 @@ class Membership(Standing):
         self.reach(register.step)
         if move.member is MemberState.BACK and contributor.state is not MemberState.BACK:
             contributor.since = now
+        self._may_some_be_back |= move.member is MemberState.BACK
         contributor.state = move.member or contributor.state
 
     def _open(self, now: float) -> bool:

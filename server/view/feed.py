@@ -1,5 +1,6 @@
 """Feed: asks the server once a second, in a thread of its own, and hands each snapshot to whoever shows it."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from server.view.recording import Recorder
 from server.view.snapshot import Snapshot, Watcher
 from server.view.soundness import UNSOUND, unsound
 from statsd_bn.error_text import in_log
-from statsd_bn.errors import AuthenticationRefused, ServerUnreachable
+from statsd_bn.errors import StatsdBNError
+
+logger = logging.getLogger("statsd_bn.server")
 
 PERIOD_SECONDS = 1.0
 
@@ -38,6 +41,7 @@ class Feed:
         self._stopped = threading.Event()
         self._changed = threading.Condition()
         self._number = 0
+        self._failing: set[Recorder | History] = set()
         self.snapshot: Snapshot = {}
 
     def ask(self) -> Snapshot:
@@ -49,14 +53,22 @@ class Feed:
         """
         try:
             snapshot = self._take()
-        except (ServerUnreachable, AuthenticationRefused) as error:
+        except Exception as error:
             if not self.snapshot:
                 raise
-            snapshot = self._watcher.fail(time.time(), in_log(error))
-        for keeper in self._keepers:
-            keeper.add(snapshot)
+            snapshot = self._watcher.fail(time.time(), _in_words(error))
         self._show(snapshot)
+        for keeper in self._keepers:
+            self._keep(keeper, snapshot)
         return snapshot
+
+    def _keep(self, keeper: Recorder | History, snapshot: Snapshot) -> None:
+        try:
+            keeper.add(snapshot)
+        except Exception as error:  # noqa: BLE001 - as of a full disk; what is shown is right all the same
+            if keeper not in self._failing:
+                logger.warning("statsd_bn view: a snapshot was not kept, nor may later ones be: %s", _in_words(error))
+            self._failing.add(keeper)
 
     def _take(self) -> Snapshot:
         report = self._report()
@@ -80,10 +92,7 @@ class Feed:
     def run(self) -> None:
         """Ask once a second until `stop`."""
         while not self._stopped.wait(PERIOD_SECONDS):
-            try:
-                self.ask()
-            except Exception as error:  # noqa: BLE001 - as of a full disk; what is shown must not seem to be new
-                self._show(self._watcher.fail(time.time(), in_log(f"{type(error).__name__}: {error}")))
+            self.ask()
 
     @property
     def stopped(self) -> bool:
@@ -95,3 +104,7 @@ class Feed:
         self._stopped.set()
         with self._changed:
             self._changed.notify_all()
+
+
+def _in_words(error: Exception) -> str:
+    return in_log(error if isinstance(error, StatsdBNError) else f"{type(error).__name__}: {error}")

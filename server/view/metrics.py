@@ -64,7 +64,8 @@ class Metrics:
         yield events
         # A silent server's last numbers would look like a job that stands still.
         groups = [] if snapshot["error"] else snapshot["groups"]
-        ended = [] if snapshot["error"] else snapshot["ended"]
+        # Of groups that a report has no room for it is not known whether they run.
+        ended = [] if snapshot["error"] or snapshot.get("left_out") else snapshot["ended"]
         yield from _of_groups(groups)
         yield _broken(groups, ended)
         yield from _of_ranks(groups)

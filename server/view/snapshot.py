@@ -46,14 +46,16 @@ class Watcher:
             now: seconds since 1970.
             report: the server's answer.
         """
-        if self._error:
-            self._add(now, {"kind": "answers", "job": "", "group": "", "text": "the server answers again"})
         before = self._before[1] if self._before else None
-        for event in events(before, report):
-            self._add(now, event)
+        told = events(before, report)
         seconds = now - self._before[0] if self._before else 0.0
         known = {_name(group): group for group in (before or {}).get("groups", ())}
         groups = [_shown(group, known.get(_name(group)), seconds) for group in report["groups"]]
+        # Nothing has changed if the report made no sense.
+        if self._error:
+            told.insert(0, {"kind": "answers", "job": "", "group": "", "text": "the server answers again"})
+        for event in told:
+            self._add(now, event)
         self._before, self._error = (now, report), ""
         self._snapshot = {
             **{name: value for name, value in report.items() if isinstance(value, int | float | str)},

@@ -356,6 +356,29 @@ def test_ranks_under_one_of_both_joins_are_told_at_once_and_where(members, tmp_p
     assert advice in text
 
 
+def test_one_that_waits_no_longer_for_the_others_is_away_and_they_wait_for_it():
+    master = MemoryMaster()
+    gave_up = threading.Event()
+
+    def impatient():
+        with master.connect(0, 2, round_timeout=0.3) as connection:
+            connection.stay_away(None)
+            with pytest.raises(GroupIncomplete):
+                connection.come_back(None)
+            wait_until(lambda: master.report("world")["members"][0]["stand"] == "away")
+            gave_up.set()
+            wait_until(lambda: master.report("world")["members"][1]["stand"] == "back")
+            return len(connection.all_gather("all", b""))
+
+    def late():
+        with master.connect(1, 2, round_timeout=20.0) as connection:
+            assert gave_up.wait(20.0)
+            connection.come_back(None)
+            return len(connection.all_gather("all", b""))
+
+    assert in_threads([impatient, late]) == [2, 2]
+
+
 def test_without_a_connection_there_is_nobody_to_wait_for():
     model = client.convert_model(nn.BatchNorm1d(3))
     with client.join(model):

@@ -1,17 +1,28 @@
 """Ranks that meet under a name that nobody chose say whose run they are of."""
 
 import threading
+import time
 
 import pytest
 from torch.distributed import HashStore
 
+import client
+from client.connection.current import current_connection
 from client.launch import process_group, same_run
 from client.launch.process_group import ProcessGroup
 from client.launch.sources import ARGUMENT, DEFAULT, Setting
+from server.cli.status import ask
 from statsd_bn.errors import ConfigurationError
 from support.memory_members import outcome, run_members
 
 DEFAULT_NAME = Setting("job", "default", DEFAULT)
+
+
+class Frozen:
+    """A store whose process is stopped."""
+
+    def compare_set(self, *_):
+        time.sleep(0.5)
 
 
 class Forgetful:
@@ -31,10 +42,11 @@ def meet(monkeypatch):
     def run(*stores, job=DEFAULT_NAME, size=2):
         def member(connection):
             here.store = stores[connection.rank]
-            here.group = here.store and ProcessGroup(connection.rank, size)
+            # Ranks in torch may be others.
+            here.group = here.store and ProcessGroup(len(stores) - 1 - connection.rank, size)
             return outcome(lambda: same_run.check(connection, job))
 
-        return run_members(2, member)
+        return run_members(len(stores), member)
 
     return run
 
@@ -64,6 +76,27 @@ def test_a_name_that_was_chosen_is_believed(meet, job):
 def test_without_a_process_group_of_all_ranks_nothing_is_compared(meet):
     assert meet(None, None) == [None, None]
     assert meet(HashStore(), HashStore(), size=3) == [None, None]
+
+
+def test_a_rank_without_a_process_group_keeps_nobody_waiting(meet):
+    store = HashStore()
+    assert meet(None, store, store) == [None] * 3
+
+
+def test_a_store_that_is_frozen_keeps_nobody_waiting(meet, monkeypatch):
+    monkeypatch.setattr(same_run, "ANSWER_SECONDS", 0.05)
+    assert meet(Frozen(), Frozen()) == [None, None]
+
+
+def test_connect_raises_it_and_leaves_the_job(server, monkeypatch):
+    def refuse(*_):
+        raise ConfigurationError("of another run")
+
+    monkeypatch.setattr(same_run, "check", refuse)
+    with pytest.raises(ConfigurationError, match="of another run"):
+        client.connect(server.endpoint, rank=0, world_size=1)
+    assert ask(server.endpoint)["groups"] == []
+    assert current_connection() is None
 
 
 def test_a_store_that_cannot_compare_keeps_nobody_waiting(meet):

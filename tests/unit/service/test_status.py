@@ -7,6 +7,7 @@ import zmq
 
 import server.__main__ as command
 from server.__main__ import _described
+from server.cli import status as status_module
 from server.cli.status import COUNTS, ask, describe, own_endpoint
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.members import NOBODY
@@ -312,3 +313,9 @@ NONSENSE = [{}, {**REPORT, "seconds": "long"}, {**REPORT, "groups": [{}]}, {**RE
 def test_a_report_that_makes_no_sense_is_an_error_in_one_line(report):
     with pytest.raises(ServerUnreachable, match="makes no sense"):
         _described(report)
+
+
+def test_a_check_at_an_interface_without_an_address_is_a_wrong_use(monkeypatch):
+    monkeypatch.setattr(status_module.socket, "if_nameindex", lambda: [(7, "nowhere0")])
+    with pytest.raises(ConfigurationError, match=r"an interface with an address,\s+got 'nowhere0'"):
+        own_endpoint({"STATSD_BN_BIND": "tcp://nowhere0:7000"})

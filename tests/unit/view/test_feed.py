@@ -1,10 +1,7 @@
 """Each answer, and each question without one, is a snapshot."""
 
-import threading
-
 import pytest
 
-from server.view import feed as feed_module
 from server.view.feed import Feed
 from statsd_bn.errors import ServerUnreachable
 from support.view_reports import group, member, report
@@ -64,15 +61,28 @@ def test_a_report_that_makes_no_sense_is_an_error_of_the_server():
         feed_of({"server": "abcd"}).ask()
 
 
-def test_what_nobody_expects_is_shown_and_the_asking_goes_on(monkeypatch):
-    monkeypatch.setattr(feed_module, "PERIOD_SECONDS", 0.01)
+def test_a_server_whose_reports_make_no_sense_for_long_is_told_of_once():
+    feed = feed_of(report(group(member(0))), *[{"server": "abcd"}] * 20)
+    for _ in range(20):
+        feed.ask()
+    assert feed.snapshot["counts"] == {"silent": 1}
+
+
+def test_what_nobody_expects_is_shown_and_the_asking_goes_on():
     feed = feed_of(report(group(member(0))), OSError("no descriptor left"), report(group(member(0))))
     feed.ask()
-    runner = threading.Thread(target=feed.run)
-    runner.start()
-    number, failed = feed.next(1, 10.0)
-    assert failed["error"] == "OSError: no descriptor left"
-    number, again = feed.next(number, 10.0)
-    feed.stop()
-    runner.join()
-    assert again["error"] == ""
+    assert feed.ask()["error"] == "OSError: no descriptor left"
+    assert feed.ask()["error"] == ""
+
+
+def test_a_keeper_that_fails_is_told_of_once_and_what_is_shown_is_new(caplog):
+    class Full:
+        def add(self, _):
+            raise OSError("no space left")
+
+    answers = iter([report(group(member(0, step=step))) for step in (1, 2, 3)])
+    feed = Feed("tcp://x:1", lambda: next(answers), Full())
+    assert [feed.ask()["groups"][0]["members"][0]["step"] for _ in range(3)] == [1, 2, 3]
+    assert [record.getMessage() for record in caplog.records] == [
+        "statsd_bn view: a snapshot was not kept, nor may later ones be: OSError: no space left"
+    ]

@@ -161,3 +161,5 @@ def test_a_job_that_broke_and_has_ended_is_still_told_to_be_broken():
     of = samples(report(group(member(0), job="again"), ended=ended))
     broken = {job: value(of, "statsd_bn_broken", job=job, group="world") for job in ("sick", "well", "again")}
     assert broken == {"sick": 1, "well": 0, "again": 0}
+    cut = samples(report(group(member(0), job="again"), ended=ended, left_out=1))
+    assert [sample.labels["job"] for sample in cut if sample.name == "statsd_bn_broken"] == ["again"]
