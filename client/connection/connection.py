@@ -333,7 +333,9 @@ class Connection:
 
     def round_trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
         """Returns what takes part in a round over the server, not yet begun."""
-        return RoundTrip(session, self.transport.endpoint, key, rows, session.contribution(key, rows))
+        trip = RoundTrip(session, self.transport.endpoint, key, rows, session.contribution(key, rows))
+        trip.is_gone = lambda: self.transport.is_gone
+        return trip
 
     def gather_in(self, group: Group, name: str, data: bytes) -> list[bytes]:
         """Gives this member's bytes to all members of a group, and returns theirs, in the order of their ranks."""

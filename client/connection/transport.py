@@ -25,7 +25,8 @@ from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
-from statsd_bn.reach import check_endpoint, silent, why_silent
+from statsd_bn.private_folder import JOB_PREFIX
+from statsd_bn.reach import check_endpoint, ipc_path, silent, why_silent
 
 # A wait that is over so soon does without what a longer one needs; most are.
 SHORT_SECONDS = 0.002
@@ -120,6 +121,11 @@ class Transport:
         """Returns why nobody has answered for so long, as the text of an error."""
         return silent(self.endpoint, seconds)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether no server can be started here any more, as in the folder of a job whose rank 0 has ended."""
+        return False
+
     def close_idle(self) -> None:
         """Closes the channels that nobody has borrowed; whoever needs one opens another.
 
@@ -170,6 +176,12 @@ class ZmqTransport(Transport):
     def beacon(self) -> Beacon:
         """Opens a socket for signs of life; whoever asks for it closes it before the transport."""
         return Beacon(self._context, self.endpoint, self._keys)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the folder is gone that was made for a server of one job."""
+        path = ipc_path(self.endpoint)
+        return path is not None and path.parent.name.startswith(JOB_PREFIX) and not path.parent.exists()
 
     def why_silent(self, seconds: float) -> str:
         """Tries a plain connection, for a few seconds at most."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from client.conversation.machine import Turn
 from client.conversation.session import Session
 from statsd_bn.error_text import error_text
-from statsd_bn.errors import RoundTimeout, UnknownSession
+from statsd_bn.errors import MasterStopped, RoundTimeout, UnknownSession
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Pending
 from statsd_bn.ranks_in_words import ranks_in_words
@@ -48,6 +48,7 @@ class RoundTrip:
 
     Attributes:
         late: returns the ranks that are known here not to have come, where the round is one in memory too.
+        is_gone: returns whether there can be no server any more.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class RoundTrip:
         self._next_warning = WARN_SECONDS
         self._told = ""
         self.late: Callable[[], Sequence[int]] = tuple
+        self.is_gone: Callable[[], bool] = bool
         self._settled = b""
 
     def begin(self, now: float) -> Turn[Aggregate]:
@@ -84,6 +86,7 @@ class RoundTrip:
         """Reads a frame; without one, asks again.
 
         Raises:
+            MasterStopped: there is no server, and there can be none.
             StatsdBNError: the round failed, with the reason.
         """
         frames: Sequence[bytes] = ()
@@ -134,6 +137,8 @@ class RoundTrip:
 
     def _ask_again(self, now: float) -> Sequence[bytes]:
         if (silent := now - self._heard) >= self._next_warning:
+            if self.is_gone():
+                raise self._stopped()
             self._warn(silent, self._about_silence(now, silent), self._next_warning)
         self._attempt += 1
         self._session.spoke = now
@@ -151,6 +156,15 @@ class RoundTrip:
         if seconds >= least:
             self._next_warning = 2 * seconds
             logger.warning("%s", text)
+
+    def _stopped(self) -> MasterStopped:
+        return MasterStopped(
+            error_text(
+                f"the server has ended with the process that had started it; it was at {self._endpoint}",
+                where=str(self._key),
+                advice="Look at the logs of the other ranks: they may have taken this one for lost.",
+            )
+        )
 
     def _timeout(self) -> RoundTimeout:
         seconds = self._session.member.round_timeout + GRACE_SECONDS

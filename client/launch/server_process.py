@@ -100,9 +100,7 @@ class ServerProcess:
 
     def _start(self, bind: str, *options: str) -> str:
         """Starts the server; returns its endpoint once it listens."""
-        if self._folder:
-            # A server that ends normally removes the folder.
-            make_private(self._folder)
+        self._make_folder()
         keys = ["--curve", "-"] if self._keys else []
         return self._run(["--bind", bind, "--parent", str(self._owner), *keys, *options])
 
@@ -141,6 +139,9 @@ class ServerProcess:
                     logger.error("%s; it is not started again, so its members wait in vain", problem)
                     break
                 logger.warning("%s; it is started again%s", problem, f" in {pause:g} s" if pause else "")
+                # Members take it for the end if the folder is gone. What is wrong with it is told at the start.
+                with suppress(ConfigurationError):
+                    self._make_folder()
                 if not self._stopping.wait(pause):
                     problem, has_listened = self._problem_again()
         finally:
@@ -161,6 +162,11 @@ class ServerProcess:
         except (OSError, ServerUnreachable, ConfigurationError) as error:
             return in_log(error), False
         return self._problem(), True
+
+    def _make_folder(self) -> None:
+        """Makes the folder again if a server has removed it, as one does that ends in good order."""
+        if self._folder:
+            make_private(self._folder)
 
     def _remove_folder(self) -> None:
         """Removes what a killed server leaves behind."""

@@ -6,9 +6,9 @@ import pytest
 from client.conversation.last_settled import LastSettled
 from client.conversation.member import Member
 from client.conversation.registration import ANSWER_SECONDS, ASK_AGAIN_SECONDS, TAKEN_SECONDS, Registration
-from client.conversation.round_trip import GRACE_SECONDS, RoundTrip
+from client.conversation.round_trip import ASK_AGAIN_AT_MOST, GRACE_SECONDS, WARN_SECONDS, RoundTrip
 from client.conversation.session import Session
-from statsd_bn.errors import DuplicateMember, GroupIncomplete, RoundTimeout, ServerUnreachable
+from statsd_bn.errors import DuplicateMember, GroupIncomplete, MasterStopped, RoundTimeout, ServerUnreachable
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Pending, Register, Registered
 from statsd_bn.rows import Rows
@@ -82,6 +82,17 @@ def test_a_long_wait_is_told_at_doubling_intervals(trip, caplog):
         for seconds in range(1, 31):
             trip.step(BEGAN + seconds, encode(Pending(key, seconds, f"waiting, {seconds} s")))
     assert [record.getMessage() for record in caplog.records] == ["waiting, 10 s", "waiting, 20 s"]
+
+
+def test_one_whose_server_can_have_no_successor_waits_for_none(trip):
+    """It hears of that when it would warn: a server that failed may be started again meanwhile."""
+    _, due, _ = trip.begin(BEGAN)
+    trip.is_gone = lambda: True
+    while due < BEGAN + WARN_SECONDS:
+        _, due, _ = trip.step(due, None)
+    assert due <= BEGAN + WARN_SECONDS + ASK_AGAIN_AT_MOST
+    with pytest.raises(MasterStopped, match="ended with the process that had started it"):
+        trip.step(due, None)
 
 
 def test_a_member_introduces_itself_to_a_restarted_master_and_asks_again(trip):

@@ -263,3 +263,15 @@ def test_closing_does_not_wait_for_a_zeromq_that_is_stuck(server, monkeypatch):
     assert not transport._context.closed
     release.set()
     wait_until(lambda: transport._context.closed)
+
+
+def test_a_jobs_own_server_is_gone_when_its_folder_is_and_no_other_server_ever(tmp_path):
+    folder, other = tmp_path / "statsd_bn-job-7f", tmp_path / "sockets"
+    own, shared = (ZmqTransport(f"ipc://{each}/server") for each in (folder, other))
+    try:
+        assert (own.is_gone, shared.is_gone) == (True, False)
+        folder.mkdir()
+        assert not own.is_gone
+    finally:
+        own.close()
+        shared.close()
