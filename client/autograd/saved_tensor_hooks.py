@@ -20,17 +20,6 @@ def may_be_there() -> bool:
     return _top is None or _top(True) is not None  # noqa: FBT003 - torch's way to ask outside of a trace too
 
 
-def can_be_told() -> bool:
-    """Whether torch can tell which hooks there are."""
-    return _top is not None
-
-
-def innermost() -> Callable[[Tensor], Any] | None:
-    """Returns what the innermost hooks do with a tensor that is saved; None without hooks, or if torch cannot tell."""
-    top = None if _top is None else _top(True)  # noqa: FBT003 - as above
-    return None if top is None else top[0]
-
-
 @contextmanager
 def set_aside() -> Iterator[None]:
     """While it lasts, no hooks see what the calling thread saves, if torch can tell which there are."""

@@ -23,7 +23,8 @@ from client.layers import input_checks
 from client.layers.batchnorm import BONDS, SynchronizedBatchNorm, Way
 from client.layers.conversion.reasons import REFUSED, has_own_forward, own, why_left, why_not
 from client.layers.interception import Handed, Interception, unseen
-from client.layers.shortcut.copied_forward import plain_way, shortcut_to
+from client.layers.shortcut.copied_forward import shortcut_to
+from client.layers.shortcut.plain_forward import plain_forward
 from client.layers.synchronized import CONVERSIONS
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
@@ -93,30 +94,30 @@ class Intercepted(Adopted):
         # Whether this call must not simply count on.
         is_special = self._tally is not None or self._deferred is not None or is_inside_backward()
         counted = self._tracked_now() if is_special else None
-        interception = Interception(self, self._normalise_handed, counted, _OF_FORWARD)
-        output = self._run_original(interception, args, kwargs)
+        interception = Interception(self, Intercepted._normalise_handed, counted, _OF_FORWARD)
+        try:
+            interception.begin()
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            interception.end()
+        return self._ended(interception, output, (*args, *kwargs.values()))
+
+    def _ended(self: Any, interception: Interception, output: Any, arguments: tuple[Any, ...]) -> Any:
+        """Warns of a call that went another way than through one `batch_norm`."""
         if interception.nr_without_tensors > 1:
             _tell(type(self), self.layer_name, "ambiguous")
         if has_come := self._has_come:
             self.__dict__.pop("_has_come", None)
         if not (has_come or interception.is_reached):
-            output = self._pass_by(output, (*args, *kwargs.values()))
+            output = self._pass_by(output, arguments)
         elif interception.nr_passed_by:
             _tell(type(self), self.layer_name, "passed by")
         return output
 
-    def _run_original(self: Any, interception: Interception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the original's `forward`; a class whose `forward` begins plainly has another way."""
-        try:
-            interception.begin()
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            interception.end()
-
     def _traced(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The same where torch.compile traces it, for each size of batch that it tells apart: 0 is one by itself."""
         self._has_come = False
-        with Interception(self, self._normalise_traced, self._tracked_now()):
+        with Interception(self, Intercepted._normalise_traced, self._tracked_now()):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not self._has_come:
             output = self._pass_by(output, (*args, *kwargs.values()))
@@ -138,6 +139,13 @@ class Intercepted(Adopted):
         handed.num_batches_tracked = is_due = torch.zeros_like(tracked)
         output = self._normalise_handed(handed, None)
         tracked.copy_(counted + (tracked - counted) * is_due)
+        return output
+
+    def _normalise_plainly(self: Any, handed: Handed, _counted: None) -> Tensor:
+        """The same in a layer whose calls simply count on, outside of `recalibrate` and of backward passes."""
+        moved = handed.running_mean
+        input_checks.check(self, handed.input, handed.nr_channels if moved is None else moved.shape[0])
+        output: Tensor = self._normalise(handed, handed.input, None) if handed.training else handed.forward()
         return output
 
     def _normalise_handed(self: Any, handed: Handed, counted: Tensor | None) -> Tensor:
@@ -244,7 +252,7 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
             "_adopted": WeakSet(),
             "__module__": original.__module__,
             "__doc__": original.__doc__,
-            **_plain_way(original),
+            **_plain_forward(original),
         }
         metaclass: Any = type(original)
         made = _made[original] = _metaclass(metaclass)(f"Synchronized{original.__name__}", _bases(original), body)
@@ -277,11 +285,11 @@ def _bases(original: type[nn.Module]) -> tuple[type, ...]:
     return Intercepted, *bases, Behind
 
 
-def _plain_way(original: type[nn.Module]) -> dict[str, Any]:
+def _plain_forward(original: type[nn.Module]) -> dict[str, Any]:
     """How the first `forward` runs, where it begins plainly."""
     first = next((kind for kind in own(original) if "forward" in vars(kind)), original)
-    way = plain_way(first, original, Intercepted._run_original)  # noqa: SLF001 - of this file
-    return {"_run_original": way} if way else {}
+    forward = plain_forward(first, original, Intercepted)
+    return {"forward": forward} if forward else {}
 
 
 def adopt(layer: nn.Module) -> nn.Module:

@@ -14,7 +14,6 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils import checkpoint
 
-from client.autograd import saved_tensor_hooks
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
 
@@ -29,42 +28,31 @@ _AROUND = {
 }
 
 
-class Beginning:
-    """Whether torch recorded gradients, and through which hooks, when a layer's own `forward` began.
+def check(layer: Any, caller: CodeType, *, recorded: bool) -> None:
+    """Raises ConfigurationError where a checkpoint or an `autograd.Function` has begun since a layer's `forward` has.
+
+    What torch.compile traces in between it computes again as it is.
 
     Args:
+        layer: whose.
         caller: the code of what calls that `forward`.
+        recorded: whether torch recorded gradients when it began.
     """
+    records = torch.is_grad_enabled()
+    if is_compiling() or not (records or recorded):
+        return
+    # A function that records inside leaves the backward pass to us.
+    sought = {_CHECKPOINT} if records == recorded else _AROUND.keys()
+    if around := _around(sought, caller):
+        raise ConfigurationError(broken(f"layer {layer.layer_name!r}: its forward {_AROUND[around]}"))
 
-    __slots__ = ("_caller", "_hooks", "_records")
 
-    def __init__(self, caller: CodeType) -> None:
-        self._caller = caller
-        self._hooks = saved_tensor_hooks.innermost()
-        self._records = torch.is_grad_enabled()
-
-    def check(self, layer: Any) -> None:
-        """Raises ConfigurationError where a checkpoint or an `autograd.Function` has begun since.
-
-        It is looked for only if something has changed. What torch.compile traces in between it computes again as it is.
-        """
-        records = torch.is_grad_enabled()
-        if is_compiling() or not (records or self._records):
-            return
-        is_same = records == self._records and self._hooks is saved_tensor_hooks.innermost()
-        if is_same and saved_tensor_hooks.can_be_told():
-            return
-        # A function that records inside leaves the backward pass to us.
-        sought = {_CHECKPOINT} if records == self._records else _AROUND.keys()
-        if around := self._around(sought):
-            raise ConfigurationError(broken(f"layer {layer.layer_name!r}: its forward {_AROUND[around]}"))
-
-    def _around(self, modules: AbstractSet[str]) -> str | None:
-        """Returns which of these modules has called what runs now, if one has since the `forward` was called."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack has no public name
-        while frame is not None and frame.f_code is not self._caller:
-            module: str = frame.f_globals.get("__name__", "")
-            if module in modules:
-                return module
-            frame = frame.f_back
-        return None
+def _around(modules: AbstractSet[str], caller: CodeType) -> str | None:
+    """Returns which of these modules has called what runs now, if one has since the `forward` was called."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack has no public name
+    while frame is not None and frame.f_code is not caller:
+        module: str = frame.f_globals.get("__name__", "")
+        if module in modules:
+            return module
+        frame = frame.f_back
+    return None

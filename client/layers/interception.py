@@ -9,15 +9,16 @@ would reach other threads. `client.layers.shortcut` does so in a copy of the `fo
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 
-from client.layers.inner_checkpoints import Beginning
+from client.layers import inner_checkpoints
 
 T = TypeVar("T")
 
@@ -61,17 +62,9 @@ class Handed:
     num_batches_tracked: Tensor | None = None
     track_running_stats: bool = True
 
-    @property
-    def layer_name(self) -> str:
-        """The layer's."""
-        name: str = self.layer.layer_name
-        return name
-
-    @property
-    def eps_mode(self) -> str:
-        """The layer's."""
-        mode: str = self.layer.eps_mode
-        return mode
+    # Of the layer; without a call of Python, which takes 0.7 µs between other work.
+    layer_name: ClassVar = property(attrgetter("layer.layer_name"))
+    eps_mode: ClassVar = property(attrgetter("layer.eps_mode"))
 
     @property
     def group(self) -> Any:
@@ -131,7 +124,7 @@ class Handed:
         )
 
 
-Normalise = Callable[[Handed, Tensor | None], Tensor]
+Normalise = Callable[[Any, Handed, Tensor | None], Tensor]
 
 
 class Interception(TorchFunctionMode):
@@ -139,7 +132,7 @@ class Interception(TorchFunctionMode):
 
     Args:
         layer: whose tensors.
-        normalise: computes a call that is taken over; its second argument is `counted`.
+        normalise: computes a call that is taken over, from the layer, what was handed over, and `counted`.
         counted: what it needs to know from before the `forward`.
         caller: the code of what calls the `forward`; None where torch compiles it.
 
@@ -149,22 +142,23 @@ class Interception(TorchFunctionMode):
         nr_passed_by: how many such calls went their way, because the layer has tensors.
     """
 
+    is_reached = False
+    nr_without_tensors = 0
+    nr_passed_by = 0
+    _recorded: bool | None = None
+
     def __init__(
         self, layer: Any, normalise: Normalise, counted: Tensor | None, caller: CodeType | None = None
     ) -> None:
-        self.is_reached = False
-        self.nr_without_tensors = 0
-        self.nr_passed_by = 0
         self._layer = layer
         self._normalise = normalise
         self._counted = counted
         self._caller = caller
-        self._beginning: Beginning | None = None
 
     def begin(self) -> None:
         """Sees what the calling thread computes from now on, and where a checkpoint begins."""
         if self._caller is not None:
-            self._beginning = Beginning(self._caller)
+            self._recorded = torch.is_grad_enabled()
         push(self)
 
     def end(self) -> None:
@@ -189,11 +183,11 @@ class Interception(TorchFunctionMode):
             self.nr_passed_by += handed.training and not handed.has_tensors and handed.has_channels_of(self._layer)
             return func(*args, **kwargs)
         self.is_reached = True
-        if self._beginning is not None and handed.training:
-            self._beginning.check(self._layer)
+        if self._caller is not None and self._recorded is not None and handed.training:
+            inner_checkpoints.check(self._layer, self._caller, recorded=self._recorded)
         if handed.running_mean is None and not handed.has_tensors:
             self.nr_without_tensors += 1
-        return self._normalise(handed, self._counted)
+        return self._normalise(self._layer, handed, self._counted)
 
 
 def unseen(function: Callable[..., T], *arguments: Any) -> T:

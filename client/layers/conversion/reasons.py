@@ -30,9 +30,9 @@ BOUND = ("forward", "_compiled_call_impl")
 # What ours have beside torch's: a class's own attributes and methods that are called so would be taken for ours.
 NAMES = (
     *("layer_name", "group", "chunks", "eps_mode", "converted_from", "is_unreached", "commit_running_statistics"),
-    *("forget_pending", "_adopted", "_can_be_torchs", "_deferred", "_deferred_now", "_has_come"),
-    *("_has_company", "_normalise", "_normalise_handed", "_normalise_traced", "_pass_by", "_replica", "_route"),
-    *("_process_group_before", "_tally", "_told", "_traced", "_tracked_now", "_missed", "_run_original"),
+    *("forget_pending", "_adopted", "_can_be_torchs", "_deferred", "_deferred_now", "_ended", "_has_come"),
+    *("_has_company", "_normalise", "_normalise_handed", "_normalise_plainly", "_normalise_traced", "_pass_by"),
+    *("_process_group_before", "_tally", "_told", "_traced", "_tracked_now", "_missed", "_replica", "_route"),
 )
 
 # How a `forward` names ours, and those of torch.

@@ -4,16 +4,14 @@
     SynchronizedBatchNormAct2d            (Intercepted, Shortcut, BatchNormAct2d, Behind): a Shortcut is made here
 
 Torch tells a mode of a call by `handle_torch_function`, whose Python takes 15 to 20 µs between other work. So such a
-`forward` runs as a copy, in which the name `F` stands for `_Functional`. Its `batch_norm` does what torch does for a
-mode, and no more: it takes the innermost off the stack, calls it, and puts it back. Where the class's first `forward`
-begins plainly, the mode is put on the stack only then.
+`forward` runs as a copy, in which the name `F` stands for `Functional`. Its `batch_norm` does what torch does for a
+mode, and no more: it takes the innermost off the stack, calls it, and puts it back.
 
 The copy has the code and the closure of the original, so `super()` goes where it went; it has the globals of the
 original, each looked up when it is used. Where the original is changed, it runs itself. torch.compile traces it.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -24,7 +22,6 @@ from torch.compiler import is_dynamo_compiling
 from client.layers import interception
 from client.layers.conversion.bytecode import asks_for_attribute, instructions_of
 from client.layers.interception import Interception
-from client.layers.shortcut.plain_beginning import globals_of_plain
 
 # The interpreter looks for these in a function's globals itself: for builtins, imports and warnings.
 _INTERPRETERS = ("__builtins__", "__file__", "__loader__", "__name__", "__package__", "__spec__")
@@ -33,10 +30,6 @@ _INTERPRETERS = ("__builtins__", "__file__", "__loader__", "__name__", "__packag
 # copy would change, show or ask its own.
 _OPERATIONS_ON_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"})
 _FUNCTIONS_OF_GLOBALS = frozenset({"eval", "exec", "globals", "vars"})
-
-_MISSING = object()
-
-Way = Callable[[Any, Interception, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def shortcut_to(kind: type[nn.Module]) -> type | None:
@@ -58,56 +51,6 @@ def _shortcut(copy: FunctionType, is_another: Callable[[], bool]) -> type:
     return Shortcut
 
 
-def plain_way(kind: type[nn.Module], original: type[nn.Module], usual: Way) -> Way | None:
-    """How a `forward` that begins plainly runs with an interception, which sees what comes from its `batch_norm` on.
-
-    Args:
-        kind: `original`, or the first class that it derives from with a `forward`.
-        original: the class that is adopted.
-        usual: how another `forward` runs with an interception; this one too, if it is another by then.
-
-    Returns:
-        The way, for the layer, the interception and the arguments of `forward`; None if it does not begin plainly.
-    """
-    forward: Any = vars(kind).get("forward")
-    copy = copied(forward, _PLAIN_FUNCTIONAL)
-    if copy is None:
-        return None
-    names = globals_of_plain(copy, original, _PLAIN_FUNCTIONAL)
-    if names is None:
-        return None
-    fixed = {name: forward.__globals__.get(name, _MISSING) for name in names}
-    for name, value in fixed.items():
-        if value is not _MISSING:  # else a builtin
-            copy.__globals__[name] = _PLAIN_FUNCTIONAL if value is F else value
-    return _plain_way(copy, original, tuple(fixed.items()), usual)
-
-
-def _plain_way(copy: FunctionType, original: Any, meanings: Sequence[tuple[str, Any]], usual: Way) -> Way:
-    forward = original.forward
-    globals_, code = forward.__globals__, forward.__code__
-    defaults, of_keywords = forward.__defaults__, forward.__kwdefaults__
-
-    def run(layer: Any, mode: Interception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # As `_changes`, in place: a call takes 2 µs between other work.
-        is_another = original.forward is not forward or forward.__code__ is not code
-        is_another = is_another or forward.__defaults__ is not defaults or forward.__kwdefaults__ is not of_keywords
-        for name, meaning in meanings:
-            is_another = is_another or globals_.get(name, _MISSING) is not meaning
-        # A class that derives from the adopted one may compute what is read of the layer, as that of a parametrization.
-        if is_another or "_run_original" not in vars(type(layer)) or is_dynamo_compiling():
-            return usual(layer, mode, args, kwargs)
-        # A hook may run another layer before it comes to `batch_norm`.
-        outer, _aside.interception = _aside.interception, mode
-        try:
-            return copy(layer, *args, **kwargs)
-        finally:
-            _aside.interception = outer
-            mode.end()
-
-    return run
-
-
 def _changes(kind: Any) -> Callable[[], bool]:
     """Whether a class has got another `forward` since."""
     forward = kind.forward
@@ -121,16 +64,7 @@ def _changes(kind: Any) -> Callable[[], bool]:
     return is_another
 
 
-class _Aside(threading.local):
-    """The interception of the copy that runs, until that calls `batch_norm`."""
-
-    interception: Interception | None = None
-
-
-_aside = _Aside()
-
-
-class _Functional:
+class Functional:
     """`torch.nn.functional`, with a `batch_norm` that looks for an interception first."""
 
     __slots__ = ()
@@ -140,9 +74,10 @@ class _Functional:
 
     @staticmethod
     def batch_norm(*args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
         function, mode = F.batch_norm, interception.innermost()
         # What a profiler has put in its place calls torch's in the end, which asks the mode.
-        if function is not _BATCH_NORM or not isinstance(mode, Interception):
+        if function is not BATCH_NORM or not isinstance(mode, Interception):
             return function(*args, **kwargs)
         interception.pop()
         try:
@@ -151,29 +86,10 @@ class _Functional:
             interception.push(mode)
 
 
-class _PlainFunctional(_Functional):
-    """The same behind a plain beginning, whose interception begins behind the first call."""
-
-    __slots__ = ()
-
-    @staticmethod
-    def batch_norm(*args: Any, **kwargs: Any) -> Any:
-        mode = _aside.interception
-        if mode is None:
-            return _FUNCTIONAL.batch_norm(*args, **kwargs)
-        _aside.interception = None
-        try:
-            if F.batch_norm is _BATCH_NORM:
-                return mode.take(_BATCH_NORM, *args, **kwargs)
-        finally:
-            mode.begin()
-        return F.batch_norm(*args, **kwargs)
+FUNCTIONAL = Functional()
 
 
-_FUNCTIONAL, _PLAIN_FUNCTIONAL = _Functional(), _PlainFunctional()
-
-
-def copied(forward: Any, functional: _Functional = _FUNCTIONAL) -> FunctionType | None:
+def copied(forward: Any, functional: Functional = FUNCTIONAL) -> FunctionType | None:
     """Copy of a `forward` whose own `F.batch_norm` is ours; None if it has none, or needs its globals to be its own."""
     if not isinstance(forward, FunctionType):
         return None
@@ -188,11 +104,11 @@ def copied(forward: Any, functional: _Functional = _FUNCTIONAL) -> FunctionType 
 
 
 class _Globals(dict[str, Any]):
-    """The globals of a module as they are now, but that some names of `torch.nn.functional` mean a `_Functional`."""
+    """The globals of a module as they are now, but that some names of `torch.nn.functional` mean a `Functional`."""
 
     __slots__ = ("_functional", "_module", "_names")
 
-    def __init__(self, module: dict[str, Any], names: frozenset[str], functional: _Functional) -> None:
+    def __init__(self, module: dict[str, Any], names: frozenset[str], functional: Functional) -> None:
         super().__init__({name: module[name] for name in _INTERPRETERS if name in module})
         self._module, self._names, self._functional = module, names, functional
 
@@ -206,7 +122,7 @@ def torchs_own(function: Any) -> Any:
     return function if getattr(function, "__globals__", None) is vars(F) else None
 
 
-_BATCH_NORM = torchs_own(F.batch_norm)
+BATCH_NORM = torchs_own(F.batch_norm)
 
 
 def _names_of_functional(forward: FunctionType) -> frozenset[str]:

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint as computed_again
 
 import client
-from client.autograd import saved_tensor_hooks
 from statsd_bn.errors import ConfigurationError
 
 CHANNELS = 4
@@ -504,10 +503,7 @@ class Recomputing(torch.autograd.Function):
             return None, torch.autograd.grad(ctx.function(x), x, grad)[0]
 
 
-@pytest.mark.parametrize("can_be_told", [True, False])
-def test_a_call_in_a_function_with_a_backward_pass_of_its_own_is_an_error_when_it_runs(can_be_told, monkeypatch):
-    if not can_be_told:
-        monkeypatch.setattr(saved_tensor_hooks, "_top", None)
+def test_a_call_in_a_function_with_a_backward_pass_of_its_own_is_an_error_when_it_runs():
     model = client.convert_model(nn.Sequential(Unseen(CHANNELS, Recomputing.apply)))
     with pytest.raises(ConfigurationError, match=r"layer '0': its forward calls batch_norm in an autograd\.Function"):
         model(batch().requires_grad_())
@@ -530,10 +526,7 @@ class RecordingInside(torch.autograd.Function):
         return None, torch.autograd.grad(ctx.output, ctx.x, grad)[0]
 
 
-@pytest.mark.parametrize("can_be_told", [True, False])
-def test_a_call_in_a_function_that_records_inside_is_not_refused(can_be_told, monkeypatch):
-    if not can_be_told:
-        monkeypatch.setattr(saved_tensor_hooks, "_top", None)
+def test_a_call_in_a_function_that_records_inside_is_not_refused():
     x = batch().requires_grad_()
     whole = Unseen(CHANNELS, lambda function, x: function(x))
     model = client.convert_model(nn.Sequential(Unseen(CHANNELS, RecordingInside.apply)))
@@ -551,9 +544,7 @@ def test_a_layer_may_be_called_in_such_a_function():
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_where_torch_cannot_tell_of_hooks_a_checkpoint_is_looked_for_each_time(is_inside, monkeypatch):
-    """As with torch 2.6."""
-    monkeypatch.setattr(saved_tensor_hooks, "_top", None)
+def test_a_checkpoint_is_looked_for_when_it_runs(is_inside):
     way = functools.partial(checkpoint, use_reentrant=False) if is_inside else lambda function, x: function(x)
     model = client.convert_model(nn.Sequential(Unseen(CHANNELS, way)))
     with pytest.raises(ConfigurationError, match="checkpoints") if is_inside else contextlib.nullcontext():
