@@ -161,6 +161,93 @@ def test_what_comes_to_no_batch_norm_leaves_torchs_modes_as_they_are():
     assert not any(plain_forward._waiting.values())
 
 
+def test_a_plain_forward_that_comes_to_no_batch_norm_is_noted_in_training():
+    _, converted = pair(Sometimes)
+    x = torch.ones(8, forwards.CHANNELS, 3, 2, dtype=torch.float64)
+    converted.eval()(x)
+    assert not converted.is_unreached
+    converted.train()(x)
+    assert converted.is_unreached
+
+
+def whiten(x):
+    return F.batch_norm(x, None, None, training=True)
+
+
+class Bare(nn.BatchNorm2d):
+    """Has no tensors."""
+
+    def __init__(self):
+        super().__init__(forwards.CHANNELS, affine=False, track_running_stats=False)
+
+    def forward(self, x):
+        x = F.batch_norm(x, None, None, training=True)
+        return whiten(x)
+
+
+def test_a_second_batch_norm_without_tensors_behind_a_plain_beginning_is_told(caplog):
+    class Whitening(LikeTimms):
+        """A class of its own, since each is warned of once."""
+
+    with_tensors = Whitening()
+    with_tensors.act.forward = whiten
+    for layer, told in ((with_tensors, "calls batch_norm without its tensors too"), (Bare(), "all are synchronised")):
+        client.convert_model(layer)(batch())
+        assert told in caplog.text
+
+
+class LookedAt(LikeTimms):
+    """The same, but that it does not begin plainly."""
+
+    def forward(self, x):
+        return super().forward(x.mul(1.0))
+
+
+def in_recalibration(layer):
+    layer(batch(2))
+    client.recalibrate(layer, [batch(0), batch(1)])
+
+
+def in_micro_batches(layer):
+    layer.chunks = 2
+    for seed in range(3):
+        layer(batch(seed))
+
+
+def in_a_checkpoint(layer):
+    checkpoint(layer, batch().requires_grad_(), use_reentrant=False).sum().backward()
+
+
+@pytest.mark.parametrize("run", [in_recalibration, in_micro_batches, in_a_checkpoint])
+def test_a_plain_forward_counts_as_any_other(run):
+    plain, looked_at = (client.convert_model(kind()) for kind in (LikeTimms, LookedAt))
+    for layer in (plain, looked_at):
+        run(layer)
+    torch.testing.assert_close([*plain.buffers()], [*looked_at.buffers()], rtol=1e-12, atol=1e-12)
+
+
+class OnceBefore(BaseTorchFunctionMode):
+    """Runs something when a batch is counted for the first time."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.add_ and (run := self.run):
+            self.run = None
+            run()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_mode_may_run_another_layer_in_a_plain_beginning(monkeypatch):
+    outer, inner = client.convert_model(LikeTimms()), client.convert_model(LikeTimms())
+    handed, normalise = [], type(outer)._normalise
+    monkeypatch.setattr(type(outer), "_normalise", lambda of, *given: handed.append(of) or normalise(of, *given))
+    with OnceBefore(lambda: inner(batch(1))):
+        outer(batch())
+    assert handed == [inner, outer]
+
+
 def test_a_checkpoint_behind_a_plain_beginning_is_seen():
     _, converted = pair(LikeTimms)
     converted.act.forward = lambda x: checkpoint(forwards.normalised, converted, x, use_reentrant=False)
