@@ -163,7 +163,7 @@ class Interception(TorchFunctionMode):
         self._caller = caller
 
     def begin(self) -> None:
-        """Sees what the calling thread computes from now on, and where a checkpoint begins."""
+        """Sees what the calling thread computes from now on; notes whether torch records gradients."""
         if self._caller is not None:
             self._recorded = torch.is_grad_enabled()
         push(self)

@@ -117,7 +117,9 @@ class Synchronized:
         check_chunks(chunks)
         if chunks != self.chunks:
             self.commit_running_statistics()
-            self._deferred = Deferred(chunks) if chunks > 1 else None
+            vars(self).pop("_deferred", None)
+            if chunks > 1:
+                self._deferred = Deferred(chunks)
 
     def commit_running_statistics(self) -> None:
         """Ends a mini-batch: its micro-batches so far move the running statistics; without any nothing happens."""

@@ -9,6 +9,7 @@ since another function takes 0.7 µs between other work; where anything is not a
 all other forwards.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import CodeType, FunctionType
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from client.autograd.checkpointing import OUTSIDE, graph_task
 from client.layers.interception import Interception
@@ -78,20 +79,26 @@ def _forward(copy: FunctionType, original: Any, meanings: Sequence[tuple[str, An
     globals_, code, defaults, of_keywords = own.__globals__, own.__code__, own.__defaults__, own.__kwdefaults__
 
     # Looked for once, and not in each layer: with attributes of modules Python takes its time.
-    normalise = adopted._normalise_plainly  # noqa: SLF001 - of an adopted class
+    usual, normalise = adopted.forward, adopted._normalise_plainly  # noqa: SLF001 - of an adopted class
 
+    def run(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # torch.compile may have been told to leave out `forward`, and not what `forward` calls.
+        if is_dynamo_compiling():
+            return usual(layer, *args, **kwargs)
+        return copy(layer, *args, **kwargs)
+
+    @functools.wraps(usual)
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `Intercepted.forward`."""
         attributes = layer.__dict__
         is_unusual = (
-            not attributes["training"]
+            # A class that derives from the adopted one may compute what is read of the layer, as of a parametrization.
+            "converted_from" not in type(layer).__dict__
+            or is_compiling()
+            or not attributes.get("training")
             or "_tally" in attributes
             or "_deferred" in attributes
             or "_has_come" in attributes
-            # A class that derives from the adopted one may compute what is read of the layer, as of a parametrization.
-            or "converted_from" not in type(layer).__dict__
-            or is_compiling()
-            or graph_task() != OUTSIDE
+            or graph_task() != OUTSIDE  # `is_inside_backward`, which is one call more
             or original.forward is not own
             or own.__code__ is not code
             or own.__defaults__ is not defaults
@@ -100,21 +107,22 @@ def _forward(copy: FunctionType, original: Any, meanings: Sequence[tuple[str, An
         for name, meaning in meanings:
             is_unusual = is_unusual or globals_.get(name, _MISSING) is not meaning
         if is_unusual:
-            return adopted.forward(layer, *args, **kwargs)
+            return usual(layer, *args, **kwargs)
         interception = Interception(layer, normalise, None, _CODE)
         thread = get_ident()
         outer = _waiting.get(thread)  # a hook may run another layer before it comes to `batch_norm`
         _waiting[thread] = interception
         try:
-            output = copy(layer, *args, **kwargs)
+            output = run(layer, args, kwargs)
         finally:
             _waiting[thread] = outer  # no call, behind which Ctrl-C could keep `end` from running
             interception.end()
-        if interception.is_reached and not (interception.nr_passed_by or interception.nr_without_tensors):
+        is_plain = not (interception.nr_passed_by or interception.nr_without_tensors or "_has_come" in attributes)
+        if is_plain and interception.is_reached:
             return output
         return layer._ended(interception, output, (*args, *kwargs.values()))  # noqa: SLF001 - as above
 
     return forward
 
 
-_CODE = next(each for each in _forward.__code__.co_consts if isinstance(each, CodeType))
+_CODE = next(each for each in _forward.__code__.co_consts if isinstance(each, CodeType) and each.co_name == "forward")

@@ -158,7 +158,7 @@ def test_what_comes_to_no_batch_norm_leaves_torchs_modes_as_they_are():
         for nr_samples in (7, 8):
             converted(torch.zeros(nr_samples, forwards.CHANNELS, 3, 2, dtype=torch.float64))
             assert interception.innermost() is mode
-    assert not any(plain_forward._waiting.values())
+    assert all(one is None for one in plain_forward._waiting.values())
 
 
 def test_a_plain_forward_that_comes_to_no_batch_norm_is_noted_in_training():
@@ -507,7 +507,7 @@ def test_another_layer_may_run_in_its_beginning(kind, is_training, is_hook, monk
     assert handed.count(outer) == 1
     assert handed.count(inner) > 0 or not is_training
     assert interception.innermost() is None
-    assert not any(plain_forward._waiting.values())
+    assert all(one is None for one in plain_forward._waiting.values())
 
 
 def test_what_a_module_does_not_have_yet_does_not_stop_the_conversion(monkeypatch):
@@ -708,7 +708,7 @@ def test_ctrl_c_leaves_torchs_modes_as_they_are(kind):
     with BaseTorchFunctionMode() as mode:
         while interrupted_at(nr_interrupted, converted, x):
             assert interception.innermost() is mode, f"step {nr_interrupted}"
-            assert not any(plain_forward._waiting.values()), f"step {nr_interrupted}"
+            assert all(one is None for one in plain_forward._waiting.values()), f"step {nr_interrupted}"
             nr_interrupted += 1
     assert nr_interrupted > 5
 
@@ -775,12 +775,61 @@ def test_a_graph_that_breaks_in_a_forward_stays_synchronised(monkeypatch):
             return self.act(x)
 
     whole, converted = pair(Breaking)
-    handed, normalise = [], type(converted)._normalise_handed
-    monkeypatch.setattr(type(converted), "_normalise_handed", lambda *given: handed.append(given) or normalise(*given))
+    handed, normalise = [], type(converted)._normalise
+    monkeypatch.setattr(type(converted), "_normalise", lambda *given: handed.append(given) or normalise(*given))
     compiled = torch.compile(converted, backend="aot_eager")
     with torch.no_grad():  # else torch warns of itself
         torch.testing.assert_close(compiled(batch()), whole(batch()))
     assert handed
+
+
+def test_what_a_forward_hands_over_is_traced_to_our_operator():
+    whole, converted = pair(LikeTimms)
+    converted.chunks = 2
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch()), whole(batch()))
+    converted.commit_running_statistics()
+    torch.testing.assert_close([*converted.buffers()], [*whole.buffers()])
+
+
+def test_a_forward_that_torch_compile_was_told_to_leave_out_stays_synchronised():
+    whole, converted = pair(Plain)
+    left_out = torch._dynamo.disable(converted.forward, recursive=False)
+    compiled = torch.compile(lambda x: left_out(x).sin(), backend="aot_eager")
+    handed, normalise = [], type(converted)._normalise
+    counted = mock.patch.object(type(converted), "_normalise", lambda *given: handed.append(given) or normalise(*given))
+    with counted, torch.no_grad():  # else torch warns of itself
+        for seed in range(3):
+            torch.testing.assert_close(compiled(batch(seed)), whole(batch(seed)).sin())
+    assert handed
+    assert not converted.is_unreached
+
+
+def test_a_class_of_an_adopted_one_may_keep_its_mode_elsewhere():
+    class Derived(type(client.convert_model(LikeTimms()))):
+        @property
+        def training(self):
+            return vars(self).get("is_in_training", True)
+
+        @training.setter
+        def training(self, training):
+            vars(self)["is_in_training"] = training
+
+    layer = Derived()
+    layer(batch())
+    assert layer.num_batches_tracked == 1
+
+
+def test_a_call_by_both_ways_leaves_nothing_behind():
+    class Both(nn.BatchNorm2d):
+        def forward(self, x):
+            y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+            return y + super().forward(x.sin())
+
+    layer = client.convert_model(Both(forwards.CHANNELS, dtype=torch.float64))
+    before = set(vars(layer))
+    layer(batch())
+    assert set(vars(layer)) == before
 
 
 def test_a_copy_that_torch_compile_comes_to_is_left_to_the_interpreter():
