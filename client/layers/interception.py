@@ -46,6 +46,8 @@ class Handed:
         momentum: weight of this batch in the running statistics; None to find it by `num_batches_tracked`.
         eps: keeps the inverse standard deviation finite.
         num_batches_tracked: counted on by this call; None where the `forward` has done so.
+        layer_name: the layer's, as of one that is taken over; so is the next.
+        eps_mode: the layer's.
     """
 
     layer: Any
@@ -60,18 +62,8 @@ class Handed:
     eps: float = 1e-5
     num_batches_tracked: Tensor | None = None
     track_running_stats: bool = True
-
-    @property
-    def layer_name(self) -> str:
-        """The layer's."""
-        name: str = self.layer.layer_name
-        return name
-
-    @property
-    def eps_mode(self) -> str:
-        """The layer's."""
-        mode: str = self.layer.eps_mode
-        return mode
+    layer_name: str = ""
+    eps_mode: str = ""
 
     @property
     def group(self) -> Any:
@@ -190,6 +182,7 @@ class Interception(TorchFunctionMode):
             self.nr_passed_by += handed.training and not handed.has_tensors and handed.has_channels_of(self._layer)
             return func(*args, **kwargs)
         self.is_reached = True
+        handed.layer_name, handed.eps_mode = self._layer.layer_name, self._layer.eps_mode
         if self._caller is not None and self._recorded is not None and handed.training:
             inner_checkpoints.check(self._layer, self._caller, recorded=self._recorded)
         if handed.running_mean is None and not handed.has_tensors:
