@@ -15,9 +15,10 @@ from threading import get_ident
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from client.autograd.checkpointing import OUTSIDE, graph_task
 from client.layers.interception import Interception
@@ -25,6 +26,11 @@ from client.layers.shortcut.copied_forward import BATCH_NORM, FUNCTIONAL, Functi
 from client.layers.shortcut.plain_beginning import globals_of_plain
 
 _MISSING = object()
+
+# What compiles the frames of this thread that begin now, or None: torch.compile may have been told to leave out
+# `forward`, and not the copy that `forward` calls. It has no public name; a torch without it has no plain forwards.
+_frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
+compiler: Any = getattr(_frames, "get_eval_frame_callback", None)
 
 _waiting: dict[int, Interception | None] = {}
 """By thread: the interception of the copy that runs, until that calls `batch_norm`."""
@@ -62,7 +68,7 @@ def plain_forward(kind: type[nn.Module], original: type[nn.Module], adopted: Any
         adopted: the class that is put before it, with the usual way of a call.
     """
     own: Any = vars(kind).get("forward")
-    copy = copied(own, _PLAIN_FUNCTIONAL)
+    copy = None if compiler is None else copied(own, _PLAIN_FUNCTIONAL)
     names = None if copy is None else globals_of_plain(copy, original, _PLAIN_FUNCTIONAL)
     if copy is None or names is None:
         return None
@@ -81,12 +87,6 @@ def _forward(copy: FunctionType, original: Any, meanings: Sequence[tuple[str, An
     # Looked for once, and not in each layer: with attributes of modules Python takes its time.
     usual, normalise = adopted.forward, adopted._normalise_plainly  # noqa: SLF001 - of an adopted class
 
-    def run(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # torch.compile may have been told to leave out `forward`, and not what `forward` calls.
-        if is_dynamo_compiling():
-            return usual(layer, *args, **kwargs)
-        return copy(layer, *args, **kwargs)
-
     @functools.wraps(usual)
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         attributes = layer.__dict__
@@ -94,6 +94,7 @@ def _forward(copy: FunctionType, original: Any, meanings: Sequence[tuple[str, An
             # A class that derives from the adopted one may compute what is read of the layer, as of a parametrization.
             "converted_from" not in type(layer).__dict__
             or is_compiling()
+            or compiler() is not None
             or not attributes.get("training")
             or "_tally" in attributes
             or "_deferred" in attributes
@@ -113,7 +114,7 @@ def _forward(copy: FunctionType, original: Any, meanings: Sequence[tuple[str, An
         outer = _waiting.get(thread)  # a hook may run another layer before it comes to `batch_norm`
         _waiting[thread] = interception
         try:
-            output = run(layer, args, kwargs)
+            output = copy(layer, *args, **kwargs)
         finally:
             _waiting[thread] = outer  # no call, behind which Ctrl-C could keep `end` from running
             interception.end()
