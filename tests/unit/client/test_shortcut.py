@@ -127,7 +127,8 @@ class Careful(LikeTimms):
 
 
 @pytest.mark.skipif(
-    sys.version_info >= (3, 12), reason="newer Pythons have steps that are not listed: nothing is plain"
+    sys.version_info >= (3, 12) or plain_forward.compiler is None,
+    reason="newer Pythons have steps that are not listed, and older torch does not say whether it compiles frames",
 )
 @pytest.mark.parametrize(
     ("kind", "behind"), [(LikeTimms, [F.relu]), (Careful, []), (forwards.Named, [torch.Tensor.mul])]
