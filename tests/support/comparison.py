@@ -1,0 +1,26 @@
+"""Comparison of what several processes have seen with what one process sees on the whole batch, in float64."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+# Orders of summation differ by some 1e-16 per operation; a wrong weight or statistic shows from 1e-3 on.
+TOLERANCE = 1e-10
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Names and values agree."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def share_of(whole: Mapping[str, Tensor], rank: int, shares: Sequence[int], split: Sequence[str]) -> dict[str, Tensor]:
+    """The samples of a rank where a value's name begins with one of `split`, and the whole value elsewhere."""
+    return {
+        name: value.split(list(shares))[rank] if name.startswith(tuple(split)) else value
+        for name, value in whole.items()
+    }
