@@ -36,9 +36,10 @@ def to_host(*vectors: Tensor) -> FloatArray:
 def on_host(parameter: Tensor) -> FloatArray:
     """Returns a parameter as float64 on the host, always as a copy.
 
-    `numpy()` makes its storage one that cannot be resized, and FSDP frees a parameter by resizing it.
+    `numpy()` makes its storage one that cannot be resized, and FSDP frees a parameter by resizing it. A copy that also
+    converts would convert on the device, and MPS has no float64.
     """
-    return parameter.detach().to("cpu", torch.float64, copy=True).numpy()
+    return parameter.detach().cpu().to(torch.float64, copy=True).numpy()
 
 
 def along_channels(values: Tensor, x: Tensor) -> Tensor:
