@@ -14,12 +14,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 
 from documentation.docs_blocks import README, ROOT, Block, blocks_of
+from support.launched import MARK, PROC, end_all
 from support.ports import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -64,6 +65,7 @@ class Bash:
             "XDG_RUNTIME_DIR": str(self.folder),
             "CUDA_VISIBLE_DEVICES": "",
             "PET_MASTER_PORT": str(free_port()),  # torchrun's own variable: others may use its default port beside us
+            MARK: self.folder.name,
         }
         self.lines: list[str] = []
         self._more = threading.Condition()
@@ -77,7 +79,7 @@ class Bash:
             text=True,
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
@@ -102,14 +104,10 @@ class Bash:
         return output
 
     def close(self) -> None:
-        """Ends what the block has left running; torchrun puts ranks into sessions of their own, so they end by pid."""
-        for pid in {int(pid) for pid in re.findall(r"\bpid (\d+)\)", "".join(self.lines))}:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kills what the block has left running: its session, and the ranks, which torchrun puts into their own."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._reader.join()
+        end_all(self.folder.name, self.process, self._reader)
         self.process.stdout.close()
         shutil.rmtree(self.folder)
 
@@ -117,15 +115,14 @@ class Bash:
 @pytest.fixture
 def bash() -> Iterator[Callable[[Block], Bash]]:
     """Gives a block to a shell."""
-    started: list[Bash] = []
+    with ExitStack() as ending:
 
-    def start(block: Block) -> Bash:
-        started.append(Bash(block))
-        return started[-1]
+        def start(block: Block) -> Bash:
+            shell = Bash(block)
+            ending.callback(shell.close)
+            return shell
 
-    yield start
-    for one in started:
-        one.close()
+        yield start
 
 
 def test_it_has_at_most_so_many_lines():
@@ -156,6 +153,13 @@ def test_the_script_for_torchrun_trains(bash):
 
 def test_the_script_for_data_parallel_trains(bash):
     assert re.search(r"loss [\d.]+, gradient [\d.]+", bash(shown("python replicas.py")).done())
+
+
+@pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
+def test_what_a_block_leaves_running_holds_nobody_up_not_even_in_a_session_of_its_own():
+    with closing(Bash(Block("README.md", 0, "sh", "setsid sleep 1000 & echo begun"))) as shell:
+        shell.until("begun")
+    assert not shell._reader.is_alive()
 
 
 def test_a_rank_that_is_stopped_is_found_as_the_page_says(bash):

@@ -19,7 +19,7 @@ from client.launch.server_process import ServerProcess
 from client.launch.settings import resolve
 from server.cli.status import ask
 from statsd_bn.errors import AuthenticationRefused, ServerUnreachable
-from support.launched import PROC, Launched
+from support.launched import PROC, WAIT_SECONDS, Launched
 from support.memory_members import wait_until
 from support.sentences import says
 
@@ -195,14 +195,15 @@ def test_one_that_is_killed_as_soon_as_it_listens_is_started_again(start, monkey
         return endpoint
 
     monkeypatch.setattr(ServerProcess, "_run", killed)
-    assert ask(start().endpoint)["groups"] == []
+    # Until the next one listens, as in all tests below.
+    assert ask(start().endpoint, WAIT_SECONDS)["groups"] == []
 
 
 def test_one_that_is_killed_while_it_is_started_again_is_started_once_more(start):
     master = start()
     kill(master)
     kill(master)
-    assert ask(master.endpoint, 20.0)["groups"] == []
+    assert ask(master.endpoint, WAIT_SECONDS)["groups"] == []
 
 
 def test_it_is_started_again_where_no_thread_can_be_started(start, monkeypatch):
@@ -210,7 +211,7 @@ def test_it_is_started_again_where_no_thread_can_be_started(start, monkeypatch):
     master = start()
     monkeypatch.setattr(threading.Thread, "start", _refuse)
     kill(master)
-    assert ask(master.endpoint, 20.0)["groups"] == []
+    assert ask(master.endpoint, WAIT_SECONDS)["groups"] == []
 
 
 def test_one_that_is_started_again_does_not_wait_for_members_who_have_left(start, monkeypatch):
@@ -229,7 +230,7 @@ def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(sta
     master = start()
     for _ in range(restarts.AT_MOST):
         kill(master)
-        assert ask(master.endpoint, 20.0)["groups"] == []
+        assert ask(master.endpoint, WAIT_SECONDS)["groups"] == []
     kill(master)
     wait_until(lambda: has_ended(master))
     assert caplog.text.count("it is started again in 0.") == restarts.AT_MOST - restarts.AT_ONCE
@@ -244,7 +245,7 @@ def test_one_that_is_killed_now_and_then_for_hours_is_always_started_again(start
     master = start()
     for _ in range(restarts.AT_MOST + 2):
         kill(master)
-        assert ask(master.endpoint, 20.0)["groups"] == []
+        assert ask(master.endpoint, WAIT_SECONDS)["groups"] == []
     assert "in vain" not in caplog.text
     assert " s" not in caplog.messages[-1].partition("it is started again")[2], "at once"
 

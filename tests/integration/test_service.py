@@ -484,13 +484,22 @@ def service() -> Iterator[Service]:
         assert not thread.is_alive()
 
 
-def test_a_service_that_is_stopped_answers_what_is_complete(service, dial):
-    dealers = [dial(service.endpoints[0]) for _ in range(2)]
-    join_all(dealers)
-    for member, dealer in enumerate(dealers):
-        dealer.send(contribution(member, 1.0))
-    service.stop()
-    assert [dealer.receive().values.item() for dealer in dealers] == [2.0, 2.0]
+def test_a_service_that_is_stopped_answers_what_is_complete(dial):
+    with Service(Config((ANY_PORT,))) as service:
+        thread = threading.Thread(target=service.run, daemon=True)
+        thread.start()
+        dealers = [dial(service.endpoints[0]) for _ in range(2)]
+        join_all(dealers)
+        dealers[0].send(contribution(0, 1.0))
+        assert dealers[0].report()["groups"][0]["waiting"]
+        service.stop()
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()
+        # The round's last frame has arrived when the server's own socket says so; the stopped service finds it there.
+        dealers[1].send(contribution(1, 1.0))
+        assert service._socket.poll(WAIT_SECONDS * 1000)
+        service.run()
+        assert [dealer.receive().values.item() for dealer in dealers] == [2.0, 2.0]
 
 
 def test_stopping_wakes_a_server_that_sleeps(monkeypatch):

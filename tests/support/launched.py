@@ -53,9 +53,7 @@ class Launched:
         return self
 
     def __exit__(self, *_) -> None:
-        kill_all(self._mark)
-        self.process.wait(WAIT_SECONDS)
-        self._reader.join(WAIT_SECONDS)
+        end_all(self._mark, self.process, self._reader)
         self.process.stdin.close()
         self.process.stdout.close()
 
@@ -98,17 +96,45 @@ class Launched:
         self._lines.put(None)
 
 
+def end_all(mark: str, process: subprocess.Popen[str], reader: threading.Thread) -> None:
+    """Kills a process and all that have its mark, then waits for the thread that reads their pipe.
+
+    Args:
+        mark: of all processes that may hold the pipe.
+        process: the first of them.
+        reader: a daemon thread, so that a pipe that stays open fails a test and does not keep the interpreter.
+
+    Raises:
+        TimeoutError: a process is still there, or somebody else holds the pipe. The pipe must not be closed then:
+            closing it waits for the thread that reads it.
+    """
+    process.kill()
+    kill_all(mark)
+    process.wait(WAIT_SECONDS)
+    reader.join(WAIT_SECONDS)
+    if reader.is_alive():
+        raise TimeoutError(f"all processes of {process.args} were killed, and yet their pipe is open")
+
+
 def kill_all(mark: str) -> None:
-    """Ends all processes with this mark, and those that they have started meanwhile."""
+    """Kills all processes with this mark, and those that they have started meanwhile; waits until none is left.
+
+    Raises:
+        TimeoutError: some are still there.
+    """
+    expiry = time.monotonic() + WAIT_SECONDS
     while numbers := _with(**{MARK: mark}):
         for number in numbers:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
+        if time.monotonic() > expiry:
+            raise TimeoutError(f"processes {numbers} were killed {WAIT_SECONDS:g} s ago and have not ended")
 
 
 def _with(**environ: str) -> list[int]:
-    """The ids of the processes with these variables."""
-    numbers = (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
+    """The ids of the processes with these variables; none where the system has no /proc."""
+    entries = PROC.iterdir() if PROC.exists() else ()
+    numbers = (int(entry.name) for entry in entries if entry.name.isdigit())
     return [number for number in numbers if _has(number, environ)]
 
 
