@@ -49,7 +49,8 @@ def _step(plan: Plan, result: Result) -> str:
     parts.append(f"Started {result.started}, took {result.seconds:g} of {result.limit:g} s: {result.outcome}.")
     parts += [f"Failed: **{check['name']}**\n\n{_block(check['detail'])}".strip() for check in result.failed_checks]
     if passed := [check for check in result.checks if check["passed"]]:
-        parts.append("Passed:\n\n" + "\n".join(_passed(check) for check in passed))
+        lines = "\n".join(_passed(check) for check in passed)
+        parts.append(f"<details><summary>Passed: {len(passed)} checks</summary>\n\n{lines}\n\n</details>")
     parts += _figures(result.figures)
     parts += [_note(text) for text in result.notes]
     if result.files:

@@ -44,4 +44,8 @@ class Plan:
         return " ".join(text.split("\n\n")[0].split())
 
 
-PLANS = (Plan("versions", 15),)
+PLANS = (
+    Plan("versions", 15),
+    Plan("key_figures", 60),
+    Plan("resnet50", 60),
+)
