@@ -22,7 +22,7 @@ def main() -> None:
     options = parser.parse_args()
     status = 0
     with options.records.open("a") as records:
-        step = Step(stand_in=options.stand_in, output=options.output, records=records)
+        step = Step(stand_in=options.stand_in, output=options.output, records=records, plant=options.plant)
         try:
             module = importlib.import_module(options.module)
             with planted(options.plant):

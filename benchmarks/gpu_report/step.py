@@ -36,15 +36,18 @@ class Step:
         output: an empty folder for files of the step. The runner moves them into the report's folder, and drops those
             that are too many or too large.
         records: where the records go, a line of JSON each.
+        plant: `MODULE:NAME` of the context manager that the process is in, for the processes that the step starts.
 
     Attributes:
         stand_in: as given.
         output: as given.
+        plant: as given.
     """
 
-    def __init__(self, *, stand_in: bool, output: Path, records: TextIO) -> None:
+    def __init__(self, *, stand_in: bool, output: Path, records: TextIO, plant: str = "") -> None:
         self.stand_in = stand_in
         self.output = output
+        self.plant = plant
         self._records = records
 
     @cached_property

@@ -11,6 +11,7 @@ from torch import distributed, nn
 import client
 from client.lanes import device_rows
 from client.layers import batchnorm
+from support.lanes import rows_on_devices
 
 
 @contextmanager
@@ -21,15 +22,12 @@ def rows_on(device: torch.device, *, also_over_gloo: bool = False) -> Iterator[N
         device: of the inputs.
         also_over_gloo: takes gloo for a backend that gathers on devices.
     """
-    patches: dict[str, Any] = {}
     if device.type != "cuda":
-        patches["TYPES"] = frozenset({device.type})
-    if device.type != "cuda" or also_over_gloo:
-        patches["OVER_THE_HOST"] = frozenset()
-    if not patches:
-        yield
+        with rows_on_devices():
+            yield
         return
-    with mock.patch.multiple(device_rows, **patches):
+    over_the_host = device_rows.OVER_THE_HOST - ({"gloo"} if also_over_gloo else set())
+    with mock.patch.object(device_rows, "OVER_THE_HOST", over_the_host):
         yield
 
 
@@ -71,10 +69,3 @@ class Replicas(client.DataParallelWithCallback):
         del kwargs, device_ids
         parts = list(zip(*(tensor.split(self.sizes, self.dim) for tensor in inputs), strict=True))
         return tuple(parts), tuple({} for _ in parts)
-
-
-@contextmanager
-def counted_rounds() -> Iterator[Any]:
-    """Gives the number of rounds, since then, whose rows have stayed on the device: `call_count`."""
-    with mock.patch.object(device_rows, "run", mock.Mock(wraps=device_rows.run)) as rounds:
-        yield rounds

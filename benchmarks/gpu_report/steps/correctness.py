@@ -15,9 +15,8 @@ import client
 from gpu_report import reference
 from gpu_report.reference import TooFar
 from gpu_report.step import Step
-from gpu_report.worlds import Replicas, counted_rounds, rows_on, world_of_one
-
-SECONDS = 50
+from gpu_report.variants import rounds_on_device
+from gpu_report.worlds import Replicas, rows_on, world_of_one
 
 Run = Callable[["Case"], dict[str, Tensor]]
 
@@ -113,7 +112,7 @@ def _checked(step: Step, way: str, what: str, run: Run, cases: Iterator[tuple[st
     """Runs cases twice each, and records the same checks for all; the figures are the largest errors."""
     worst: dict[torch.dtype, float] = {}
     failures, others, nr_calls = [], [], 0
-    with counted_rounds() as rounds:
+    with rounds_on_device() as rounds:
         for name, case in cases:
             nr_calls += 2
             try:
@@ -128,7 +127,7 @@ def _checked(step: Step, way: str, what: str, run: Run, cases: Iterator[tuple[st
     step.check(f"{way}: {what}: results are within the bounds of float64's", not failures, "\n".join(failures))
     step.check(f"{way}: {what}: a second run gives the same bits", not others, "; ".join(others))
     if not failures:
-        expected, found = ROUNDS_OF_A_CALL * nr_calls, rounds.call_count
+        expected, found = ROUNDS_OF_A_CALL * nr_calls, rounds.number
         step.check(f"{way}: {what}: all rows stay on the device", found == expected, f"{found} of {expected} rounds")
     for dtype, share in worst.items():
         step.figure(f"largest error, {_name_of(dtype)}", share, "of its bound", way=way, input=what)

@@ -16,10 +16,9 @@ from gpu_report import reference
 from gpu_report.networks import Network, batch, check_close, compute_exactly, network
 from gpu_report.recorder import Recorder
 from gpu_report.step import Step
-from gpu_report.worlds import Replicas, counted_rounds, rows_on, world_of_one
+from gpu_report.variants import rounds_on_device
+from gpu_report.worlds import Replicas, rows_on, world_of_one
 from support.no_host import host_looks_at_nothing
-
-SECONDS = 40
 
 SAMPLES = 12
 SHARES = (7, 5)
@@ -66,14 +65,14 @@ def run(step: Step) -> None:
 def _train_without_waiting(step: Step, made: Network, called: nn.Module) -> None:
     """The first step may wait: the ranks agree in it, and what is used again is made."""
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
-    with counted_rounds() as rounds:
+    with rounds_on_device() as rounds:
         for number in range(TRAINING_STEPS):
             images, classes = batch(step.device, SAMPLES, seed=number)
             with nothing_waits(step.device, made) if number else nullcontext():
                 functional.cross_entropy(called(images), classes).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        if not rounds.call_count:
+        if not rounds.number:
             raise AssertionError("expected rows on the device, got none")
 
 
