@@ -47,5 +47,6 @@ class Plan:
 PLANS = (
     Plan("versions", 15),
     Plan("key_figures", 60),
+    Plan("tests", 75),
     Plan("resnet50", 60),
 )
