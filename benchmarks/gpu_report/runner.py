@@ -75,8 +75,10 @@ class Runner:
         command = [sys.executable, "-m", "gpu_report.child", plan.full_module, str(records), str(written)]
         command += ["--stand-in"] * self.stand_in + [f"--plant={self.plant}"] * bool(self.plant)
         started, begin = datetime.now(UTC), time.monotonic()
+        # More threads than small shapes can use only get in each other's way.
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"} if self.stand_in else None
         with log.open("wb") as stream:
-            status = ended_within(limit, command, stream)
+            status = ended_within(limit, command, stream, environ)
         recorded = Recorded.read(records)
         result = Result(
             outcome=recorded.outcome(status, limit),
@@ -97,14 +99,20 @@ class Runner:
         return result
 
 
-def ended_within(limit: float, command: list[str], log: Any) -> int | None:
+def ended_within(limit: float, command: list[str], log: Any, environ: dict[str, str] | None = None) -> int | None:
     """Runs a command in a process group of its own, of which nothing is left afterwards.
+
+    Args:
+        limit: in seconds.
+        command: the program and its arguments.
+        log: file of its standard output and error.
+        environ: its environment; None for that of this process.
 
     Returns:
         The exit status, that of a signal negative; None if it was ended at the limit.
     """
     process = subprocess.Popen(  # noqa: S603 - of this project
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )
     try:
         return process.wait(timeout=limit)

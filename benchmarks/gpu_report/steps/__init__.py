@@ -36,16 +36,19 @@ class Plan:
 
     @property
     def purpose(self) -> str:
-        """First paragraph of the module's docstring, read without running the module."""
-        spec = importlib.util.find_spec(self.full_module)
-        if spec is None or spec.origin is None:
-            return "No such step."
-        text = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+        """First paragraph of the module's docstring, read without running the module; empty if it has none."""
+        try:
+            spec = importlib.util.find_spec(self.full_module)
+            tree = ast.parse(Path(spec.origin).read_text()) if spec and spec.origin else ast.parse("")
+        except (ImportError, SyntaxError, ValueError):  # as its process will tell
+            tree = ast.parse("")
+        text = ast.get_docstring(tree) or ""
         return " ".join(text.split("\n\n")[0].split())
 
 
 PLANS = (
     Plan("versions", 15),
     Plan("key_figures", 60),
+    Plan("tests", 75),
     Plan("resnet50", 60),
 )
