@@ -5,7 +5,7 @@ NCCL takes one rank per GPU, so the ranks gather over gloo, with their rows on t
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ KINDS = {
 }
 ROUNDS = 2 * len(KINDS)
 
-# For all that the ranks do.
-WAIT_SECONDS = 40.0
+# For all that the ranks do in a part. The first one has to import torch.
+FIRST_SECONDS = 20.0
+WAIT_SECONDS = 12.0
 
-# Of one collective or round: a rank that does not come is an error after this.
-ROUND_SECONDS = 15.0
+# Of one round: a rank that does not come is an error after this.
+ROUND_SECONDS = 8.0
 
 BUFFERS = ("running mean", "running variance")
 
@@ -49,52 +50,81 @@ Found = Mapping[str, Mapping[str, Tensor]]
 
 
 def run(step: Step) -> None:
-    """Has four ranks do everything, and then the replicas the same."""
-    answers = on_ranks(step, program, 4, seconds=WAIT_SECONDS)
-    for way, size in (("gloo, 2 ranks", 2), ("gloo, 4 ranks", 4), ("shared memory, 4 ranks", 4)):
-        _check(step, way, size, [answer[way] for answer in answers[:size]])
-    for way, size in (("gloo, 2 ranks", 2), ("gloo, 4 ranks", 4)):
-        numbers = [answer[f"{way}: rounds on the device"] for answer in answers[:size]]
+    """Has four ranks do each part, and then the replicas the same."""
+    gloo: list[dict[str, Any]] = []
+    with step.attempt("gloo: all ranks answer"):
+        gloo = on_ranks(step, over_gloo, 4, seconds=FIRST_SECONDS)
+    for size in SIZES if gloo else ():
+        way, answers = f"gloo, {size} ranks", gloo[:size]
+        _check(step, way, size, [answer[way] for answer in answers])
+        numbers = [answer[f"{way}: rounds"] for answer in answers]
         step.check(f"{way}: all rows stay on the device", set(numbers) == {ROUNDS}, f"{numbers} of {ROUNDS} rounds")
-    lanes = {answer["lane"] for answer in answers}
-    step.check("shared memory: rows reach the others in memory", lanes == {"shared_memory"}, lanes)
-    _check_mismatch(step, [answer["mismatch"] for answer in answers])
+    with step.attempt("ranks in different layers: all ranks answer"):
+        _check_mismatch(step, on_ranks(step, part_ways, 4, seconds=WAIT_SECONDS))
+    with step.attempt("shared memory: all ranks answer"):
+        found, lanes = zip(*on_ranks(step, over_shared_memory, 4, seconds=WAIT_SECONDS), strict=True)
+        _check(step, "shared memory, 4 ranks", 4, found)
+        step.check("shared memory: rows reach the others in memory", set(lanes) == {"shared_memory"}, lanes)
     for size, sizes in SIZES.items():
-        way = f"{size} replicas"
-        with step.attempt(f"{way}: they run"):
-            found = _of_replicas(step, sizes)
-            _check_near(step, way, size, [found])
-            ranks = answers[0][f"gloo, {size} ranks"]
-            others = [kind for kind in KINDS if _buffers(found[kind]) != _buffers(ranks[kind])]
-            step.check(f"{way}: running statistics have the bits of as many ranks", not others, "; ".join(others))
+        with step.attempt(f"{size} replicas: they run"):
+            replicas = _of_replicas(step, sizes)
+            _check_near(step, f"{size} replicas", size, [replicas])
+            ranks = gloo[0][f"gloo, {size} ranks"] if gloo else {}
+            others = [kind for kind in ranks if _buffers(replicas[kind]) != _buffers(ranks[kind])]
+            what = f"{size} replicas: running statistics have the bits of as many ranks"
+            step.check(what, gloo and not others, "; ".join(others))
 
 
-def program(rank: Rank) -> dict[str, Any]:
-    """All that a rank does; each part in a group of its own, so that none follows from another."""
+def over_gloo(rank: Rank) -> dict[str, Any]:
+    """Returns what the layers of each group gave this rank, and how many rounds stayed on the device."""
     found: dict[str, Any] = {}
-    with rank.process_group("gloo") as world:
-        pair, apart = distributed.new_group([0, 1]), distributed.new_group(list(range(rank.size)))
-        with rows_on(rank.device, also_over_gloo=True):
-            for group, size in ((world, 4), (pair, 2)):
-                if rank.number < size:
-                    way = f"gloo, {size} ranks"
-                    with rounds_on_device() as rounds:
-                        found[way] = _of_slice(rank, SIZES[size], group)
-                    found[f"{way}: rounds on the device"] = rounds.number
-            found["mismatch"] = _part_ways(rank, apart)
-        with client.connect(job="gpu-report", round_timeout=ROUND_SECONDS, join_timeout=ROUND_SECONDS) as connection:
-            found["shared memory, 4 ranks"] = _of_slice(rank, SIZES[4], None)
-            found["lane"] = connection.lane
+    with rank.process_group("gloo") as world, rows_on(rank.device, also_over_gloo=True):
+        for group, size in ((world, 4), (distributed.new_group([0, 1]), 2)):
+            if rank.number < size:
+                with rounds_on_device() as rounds:
+                    found[f"gloo, {size} ranks"] = _of_slice(rank, SIZES[size], group)
+                found[f"gloo, {size} ranks: rounds"] = rounds.number
     return found
 
 
-def _check(step: Step, way: str, size: int, found: list[Found]) -> None:
+def over_shared_memory(rank: Rank) -> tuple[Found, str]:
+    """Returns what the layers gave this rank, and how its rows reached the others."""
+    with (
+        rank.process_group("gloo"),
+        client.connect(job="gpu-report", round_timeout=ROUND_SECONDS, join_timeout=ROUND_SECONDS) as connection,
+    ):
+        return _of_slice(rank, SIZES[4], None), connection.lane
+
+
+def part_ways(rank: Rank) -> dict[str, Any]:
+    """Rank 1 comes to another layer than the rest, after the ranks have agreed where the rows of both layers go."""
+    with rank.process_group("gloo") as world, rows_on(rank.device, also_over_gloo=True):
+        layers = [_layer("float32", name, rank.device, world) for name in ("stem.bn", "head.bn")]
+        x = torch.randn(3, CHANNELS, *POSITIONS, device=rank.device)
+        for layer in layers:
+            layer(x)
+        layer = layers[rank.number == 1]
+        before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        started, error, is_nan = time.monotonic(), "no error", True
+        try:
+            is_nan = bool(
+                layer(x).isnan().all()
+            )  # which waits for the device, so that it has found out by the next call
+            layer(x)
+        except StatsdBNError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        seconds = time.monotonic() - started
+        stayed = all(torch.equal(each, before[name]) for name, each in layer.named_buffers())
+        return {"error": error, "seconds": seconds, NAN: is_nan, STAYED: stayed}
+
+
+def _check(step: Step, way: str, size: int, found: Sequence[Found]) -> None:
     _check_near(step, way, size, found)
     others = [kind for kind in KINDS if len({_buffers(each[kind]) for each in found}) > 1]
     step.check(f"{way}: all have the same bits in their running statistics", not others, "; ".join(others))
 
 
-def _check_near(step: Step, way: str, size: int, found: list[Found]) -> None:
+def _check_near(step: Step, way: str, size: int, found: Sequence[Found]) -> None:
     """Checks the results of all ranks together, or of all replicas."""
     for kind in KINDS:
         x, grad = _whole(kind, sum(SIZES[size]))
@@ -185,25 +215,3 @@ def _whole(kind: str, nr_samples: int) -> list[Tensor]:
     shape = nr_samples, CHANNELS, *POSITIONS
     parts = (torch.randn(shape, generator=generator, dtype=torch.float64) + shift for shift in (3, 0))
     return [part.to(dtype).contiguous(memory_format=layout) for part in parts]
-
-
-def _part_ways(rank: Rank, group: Any) -> dict[str, Any]:
-    """Rank 1 comes to another layer than the rest, after the ranks have agreed where the rows of both layers go."""
-    layers = [_layer("float32", name, rank.device, group) for name in ("stem.bn", "head.bn")]
-    x = torch.randn(3, CHANNELS, *POSITIONS, device=rank.device)
-    for layer in layers:
-        layer(x)
-    layer = layers[rank.number == 1]
-    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    started, error, is_nan = time.monotonic(), "no error", True
-    try:
-        is_nan = bool(layer(x).isnan().all())  # which waits for the device, so that it has found out by the next call
-        layer(x)
-    except StatsdBNError as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    return {
-        "error": error,
-        "seconds": time.monotonic() - started,
-        NAN: is_nan,
-        STAYED: all(torch.equal(each, before[name]) for name, each in layer.named_buffers()),
-    }
