@@ -19,6 +19,16 @@ PLANTS = [
     ("key_figures", "plants:rows_over_host", "ours, on the device: rows stay there"),
     ("tests", "plants:wrong_sum", "test_replicas.py::"),
     ("resnet50", "plants:moved_twice", "ours, on the device: the first running statistics are those of BatchNorm2d"),
+    ("correctness", "plants:narrow_sums", "world of one: 4-D: results are within the bounds"),
+    ("correctness", "plants:rows_over_host", "world of one: mask: all rows stay on the device"),
+    ("graphs", "plants:value_read", "replicas: a training step waits for nothing"),
+    ("graphs", "plants:wide_output", "world of one: autocast to torch.float16"),
+    ("graphs", "plants:counted_on_host", "world of one: replays of a graph"),
+    ("compile", "plants:compiled_without_round", "reduce-overhead: outputs, gradients"),
+    ("ranks", "plants:own_order", "gloo, 4 ranks: all have the same bits"),
+    ("ranks", "plants:same_digests", "ranks in different layers: all raise RoundMismatch"),
+    ("ranks", "plants:over_server", "shared memory: rows reach the others in memory"),
+    ("nccl", "plants:missing_wait", "without set_device: losses are those of the whole batch"),
 ]
 
 

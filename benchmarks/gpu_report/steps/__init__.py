@@ -49,6 +49,11 @@ class Plan:
 PLANS = (
     Plan("versions", 15),
     Plan("key_figures", 60),
+    Plan("correctness", 50),
     Plan("tests", 75),
+    Plan("graphs", 40),
+    Plan("compile", 50),
+    Plan("ranks", 50),
+    Plan("nccl", 40, may_fail=True),
     Plan("resnet50", 60),
 )
