@@ -143,7 +143,7 @@ def _answer(connection: Connection, number: int, deadline: float) -> tuple[str, 
 def _run(program: Callable[[Rank], Any], rank: Rank, plant: str, connection: Connection) -> None:
     """Runs in a rank; it ends when the step has all answers, since others may still need it."""
     faulthandler.dump_traceback_later(rank.seconds)
-    os.environ.update(rank.environment)
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **rank.environment})
     torch.set_num_threads(1)
     try:
         with planted(plant):

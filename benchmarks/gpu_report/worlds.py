@@ -35,15 +35,13 @@ def rows_on(device: torch.device, *, also_over_gloo: bool = False) -> Iterator[N
 def world_of_one(device: torch.device) -> Iterator[Any]:
     """Gives torch's default process group of this process alone, over NCCL where the device is a GPU.
 
-    Layers that have it for their `process_group` send all their rounds through it, as if there were others.
+    Layers that have it for their `process_group` send all their rounds through it, as if there were others. It stays
+    until the process ends, since NCCL may hang while it takes a group apart.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with rows_on(device), mock.patch.object(batchnorm, "company_in", _as_given):
-            yield distributed.group.WORLD
-    finally:
-        distributed.destroy_process_group()
+    with rows_on(device), mock.patch.object(batchnorm, "company_in", _as_given):
+        yield distributed.group.WORLD
 
 
 def _as_given(group: Any) -> Any:

@@ -16,7 +16,7 @@ from gpu_report import reference
 from gpu_report.reference import TooFar
 from gpu_report.step import Step
 from gpu_report.variants import rounds_on_device
-from gpu_report.worlds import Replicas, rows_on, world_of_one
+from gpu_report.worlds import Replicas, world_of_one
 
 Run = Callable[["Case"], dict[str, Tensor]]
 
@@ -97,7 +97,6 @@ def run(step: Step) -> None:
         _empty_batch(step, group)
         with step.attempt("world of one: an input of more than 2^31 elements is within the bounds, twice alike"):
             _large(step, group)
-    with rows_on(step.device):
         _all_cases(step, "replicas", _by_replicas)
 
 

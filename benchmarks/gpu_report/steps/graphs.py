@@ -17,7 +17,7 @@ from gpu_report.networks import Network, batch, check_close, compute_exactly, ne
 from gpu_report.recorder import Recorder
 from gpu_report.step import Step
 from gpu_report.variants import rounds_on_device
-from gpu_report.worlds import Replicas, rows_on, world_of_one
+from gpu_report.worlds import Replicas, world_of_one
 from support.no_host import host_looks_at_nothing
 
 SAMPLES = 12
@@ -40,52 +40,71 @@ def run(step: Step) -> None:
     compute_exactly()
     device = step.device
     with world_of_one(device) as group:
-        made = network(device, process_group=group)
         with step.attempt("world of one: a training step waits for nothing"):
-            _train_without_waiting(step, made, made)
+            made = network(device, process_group=group)
+            _train_without_waiting(step, made, Guarded(made))
+        with step.attempt("replicas: a training step waits for nothing"):
+            made = network(device)
+            guarded = Guarded(made)
+            _train_without_waiting(step, made, guarded, Replicas(guarded, device, SHARES))
         for dtype in (torch.bfloat16, torch.float16):
             with step.attempt(f"world of one: autocast to {dtype} keeps the types, and is within float64's bounds"):
                 _autocast(step, network(device, process_group=group), dtype)
-    with rows_on(device):
-        made = network(device)
-        with step.attempt("replicas: a training step waits for nothing"):
-            _train_without_waiting(step, made, Replicas(made, device, SHARES))
-        for dtype in (torch.bfloat16, torch.float16):
             with step.attempt(f"replicas: autocast to {dtype} is as near to one device as rounding allows"):
                 _autocast_in_replicas(step, dtype)
-    with world_of_one(device) as group, step.attempt("world of one: replays of a graph give the bits of eager steps"):
-        _replay(step, lambda: network(device, process_group=group), lambda made: made)
-    if step.stand_in:
-        step.note("the stand-in for a graph records one thread, so there is none for replicas")
-        return
-    with rows_on(device), step.attempt("replicas: replays of a graph give the bits of eager steps"):
-        _replay(step, lambda: network(device), lambda made: Replicas(made, device, SHARES))
+        with step.attempt("world of one: replays of a graph give the bits of eager steps"):
+            _replay(step, lambda: network(device, process_group=group), lambda made: made)
+        if step.stand_in:
+            step.note("the stand-in for a graph records one thread, so there is none for replicas")
+            return
+        with step.attempt("replicas: replays of a graph give the bits of eager steps"):
+            _replay(step, lambda: network(device), lambda made: Replicas(made, device, SHARES))
 
 
-def _train_without_waiting(step: Step, made: Network, called: nn.Module) -> None:
+class Guarded(nn.Module):
+    """A network whose forward passes run in a context, in the thread of each replica.
+
+    Attributes:
+        guard: makes the context manager.
+    """
+
+    def __init__(self, made: Network) -> None:
+        super().__init__()
+        self.made = made
+        self.guard: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits."""
+        with self.guard():
+            logits: Tensor = self.made(x)
+        return logits
+
+
+def _train_without_waiting(step: Step, made: Network, guarded: Guarded, called: nn.Module | None = None) -> None:
     """The first step may wait: the ranks agree in it, and what is used again is made."""
+    called = called or guarded
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
     with rounds_on_device() as rounds:
         for number in range(TRAINING_STEPS):
             images, classes = batch(step.device, SAMPLES, seed=number)
-            with nothing_waits(step.device, made) if number else nullcontext():
+            with nothing_waits(step.device, guarded) if number else nullcontext():
                 functional.cross_entropy(called(images), classes).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        if not rounds.number:
-            raise AssertionError("expected rows on the device, got none")
+    if not rounds.number:
+        raise AssertionError("expected rows on the device, got none")
 
 
 @contextmanager
-def nothing_waits(device: torch.device, made: Network) -> Iterator[None]:
+def nothing_waits(device: torch.device, guarded: Guarded) -> Iterator[None]:
     """Raises from whatever would have the host wait for the device; on the CPU, from whatever would on a GPU."""
     if device.type != "cuda":
-        made.guard = host_looks_at_nothing  # it guards its own thread only
+        guarded.guard = host_looks_at_nothing  # it guards its own thread only
         try:
             with host_looks_at_nothing():
                 yield
         finally:
-            made.guard = nullcontext
+            guarded.guard = nullcontext
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
