@@ -4,7 +4,7 @@ On CUDA each of these waits for the device. On the CPU nothing waits, so what is
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +63,21 @@ def host_looks_at_nothing() -> Iterator[None]:
     """Raises `HostLooks` from whatever would have the host wait for a device."""
     with _Methods(), _Operators():
         yield
+
+
+def nobody_waits_for(device: str) -> AbstractContextManager[None]:
+    """Raises from whatever would have the host wait for a device; on CUDA torch itself does so."""
+    return host_looks_at_nothing() if device == "cpu" else _torch_refuses()
+
+
+@contextmanager
+def _torch_refuses() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 # Ways to look at a tensor, or to copy it.

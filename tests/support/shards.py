@@ -17,7 +17,10 @@ from torch import Tensor, nn
 import client
 from client.data_parallel import any_device
 from client.data_parallel.replicate import execute_replication_callbacks
-from support.whole_batch import CHANNELS, Case
+from support.whole_batch import CHANNELS, KINDS, Case
+
+# Those of which channels_last is a layout.
+IMAGES = [kind for kind in KINDS if kind in {"2d", "3d"}]
 
 MANY = 2**24 + 1  # the first count that float32 cannot hold
 

@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-import client
 from support import shards
-from support.shards import Shards, as_virtual_replicas, assert_equal, channels_last, everywhere, on_the_whole_batch
+from support.precision import (
+    AUTOCAST,
+    HALVES,
+    RESOLUTION,
+    assert_equal_to_torch_and_to_the_exact_result,
+    autocast_on_the_whole_batch,
+    rounded,
+)
+from support.shards import IMAGES, Shards, as_virtual_replicas, assert_equal, everywhere, on_the_whole_batch
 from support.subclasses import (
     Activated,
     ByName,
@@ -18,42 +25,6 @@ from support.subclasses import (
     Scaled,
 )
 from support.whole_batch import KINDS
-
-CUDA = pytest.param(
-    "cuda:0", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-DEVICES = ["cpu", CUDA]
-HALVES = ("float16", "bfloat16")
-
-# Both sides compute in a wider type and round once, so they may end on neighbours: one unit in the last place. Where
-# parameters' gradients are rounded on each replica and added, that is one of the largest.
-RESOLUTION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5, "float64": 1e-10}
-
-# The convolution rounds too, otherwise for other batch sizes, and its weight's gradient is rounded on each replica.
-AUTOCAST = {dtype: 2 * RESOLUTION[dtype] for dtype in HALVES}
-
-IMAGES = [kind for kind in KINDS if kind in {"2d", "3d"}]
-
-
-def rounded(exact, like):
-    return {name: value.to(like[name].dtype) for name, value in exact.items()}
-
-
-def without(named, *words):
-    return {name: value for name, value in named.items() if not any(word in name for word in words)}
-
-
-def assert_equal_to_torch_and_to_the_exact_result(found, case):
-    """Torch computes some things in half precision that are wider here, so the exact result is the stricter one."""
-    resolution = max(RESOLUTION[dtype] for dtype in (case.dtype, *case.input_dtypes))
-    found, expected = found.named(), on_the_whole_batch(case).named()
-    assert_equal(found, expected, resolution)
-    exact = rounded(on_the_whole_batch(case, torch.float64).named(), found)
-    assert_equal(found, exact, resolution)
-    for name in without(found, "weight", "bias", "running", "tracked"):
-        off = (found[name].double() - exact[name].double()).abs()
-        unit = torch.finfo(found[name].dtype).eps * exact[name].double().abs()
-        assert (off <= unit + 1e-5).all(), name
 
 
 @pytest.mark.parametrize("dtype", RESOLUTION)
@@ -78,15 +49,6 @@ def test_half_input_with_float32_parameters_as_torch_has_it(members, dtype):
     for case, found in zip(cases, everywhere(members, cases), strict=True):
         assert_equal_to_torch_and_to_the_exact_result(found, case)
         assert {value.dtype for value in found.parameters.values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("device", [CUDA])
-@pytest.mark.parametrize(
-    ("parameters", "inputs"), [*zip(HALVES, HALVES, strict=True), *(("float32", half) for half in HALVES)]
-)
-def test_half_precision_on_an_accelerator(device, parameters, inputs):
-    case = Shards("2d", (3, 2), parameters, input_dtypes=(inputs,) * 2, device=device)
-    assert_equal_to_torch_and_to_the_exact_result(as_virtual_replicas(case), case)
 
 
 @pytest.mark.parametrize(
@@ -154,33 +116,6 @@ def together(first, second):
             assert torch.equal(value, second[name]), name
             found[name] = value
     return found
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", HALVES)
-def test_autocast_replicas_equal_the_whole_batch(device, dtype):
-    model = client.convert_model(shards.autocast_model()).to(device)
-    found = shards.autocast_step(model, client.DataParallelWithCallback(model, [device] * 2), device, dtype)
-    assert_equal(found, autocast_on_the_whole_batch(device, dtype), AUTOCAST[dtype])
-
-
-def autocast_on_the_whole_batch(device, dtype):
-    model = shards.autocast_model().to(device)
-    expected = shards.autocast_step(model, model, device, dtype)
-    assert expected["output"].dtype == getattr(torch, dtype)
-    return expected
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", IMAGES)
-def test_channels_last_is_kept_in_output_and_gradient(kind, device):
-    """With and without a mask, although the gradient that arrives is contiguous."""
-    for masks in ((), ("some", "some")):
-        case = Shards(kind, (3, 2), "float32", layouts=("channels_last",) * 2, masks=masks, device=device)
-        found = as_virtual_replicas(case)
-        for tensor in (*found.outputs, *found.gradients):
-            assert tensor.is_contiguous(memory_format=channels_last(tensor))
-            assert not tensor.is_contiguous()
 
 
 @pytest.mark.parametrize("kind", IMAGES)

@@ -286,20 +286,3 @@ def test_a_module_on_another_device_is_refused_as_in_torch():
     wrapped = DataParallelWithCallback(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)
     with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device cpu"):
         wrapped(torch.ones(3, 2))
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_virtual_replicas_on_one_cuda_device_equal_the_whole_batch():
-    x = torch.randn(8, 3, 5, 5, device="cuda", dtype=torch.float64)
-    factors = torch.randn_like(x)
-    results = []
-    for replicas in (1, 4):
-        layer = (nn.BatchNorm2d if replicas == 1 else client.SynchronizedBatchNorm2d)(3).cuda().double()
-        wrapped = DataParallelWithCallback(layer, ["cuda:0"] * replicas)
-        leaf = x.clone().requires_grad_()
-        output = wrapped(leaf)
-        (output * factors).sum().backward()
-        results.append((output, leaf.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

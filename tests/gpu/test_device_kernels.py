@@ -1,7 +1,9 @@
-"""The tests of the kernels again, with vectors that stay on a device: elementwise, and by CUDA's fused operators.
+"""The tests of the kernels with statistics that stay on the device: elementwise, and through CUDA's operators.
 
-The fused operators are those of `test_cuda`: stand-ins on the CPU, which hold us to what the operators ask for.
+They run on a GPU, and on the CPU, where CUDA's operators are stand-ins.
 """
+
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,37 +15,44 @@ from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
 from client.kernels.fused import Fused
 from client.kernels.statistics import Statistics
 from statsd_bn import Moments
+from support import cuda_stand_ins
 from unit.client import test_kernels
-from unit.client.test_cuda import STAND_INS
 from unit.client.test_kernels import *  # noqa: F403 - all its tests run here too
 
 
 @pytest.fixture(autouse=True, params=["elementwise", "fused"])
-def way(request, monkeypatch):
+def way(request, device, monkeypatch):
     """Sends all steps through `on_device`; what they are given and return is still that of `dispatch`."""
     used = []
     for kind in (DeviceElementwise, Fused):
         for name in ("moments", "normalise", "backward_sums", "input_gradient"):
             monkeypatch.setattr(kind, name, note(getattr(kind, name), (kind.__name__, name), used))
-    if request.param == "fused":
-        monkeypatch.setattr(fused, "takes", lambda _, mask: mask is None)
-        for stand_in in STAND_INS:
-            monkeypatch.setattr(torch, stand_in.__name__, stand_in)
-    monkeypatch.setattr(dispatch, "moments", lambda x, mask=None: on_device.moments(x, mask).on_host())
-    monkeypatch.setattr(dispatch, "normalise", lambda x, found, *rest: on_device.normalise(x, moved(found), *rest))
-    monkeypatch.setattr(
-        dispatch,
-        "backward_sums",
-        lambda grad, x, found, mask=None: on_device.backward_sums(grad, x, moved(found), mask).numpy(),
-    )
-    monkeypatch.setattr(
-        dispatch,
-        "input_gradient",
-        lambda grad, x, found, sums, *rest: on_device.input_gradient(
-            grad, x, moved(found), torch.from_numpy(sums), *rest
-        ),
-    )
-    return used
+    monkeypatch.setattr(fused, "takes", lambda _, mask: request.param == "fused" and mask is None)
+    for name, step in steps(device).items():
+        monkeypatch.setattr(dispatch, name, step)
+    with cuda_stand_ins.on_the_cpu() if device == "cpu" else nullcontext():
+        yield used
+
+
+def steps(device):
+    """The functions of `dispatch` on a device: tensors come from the CPU and go there, and vectors are numpy's."""
+
+    def moments(x, mask=None):
+        return on_device.moments(x.to(device), mask).on_host()
+
+    def normalise(x, found, *parameters):
+        there = (None if each is None else each.to(device) for each in parameters)
+        return on_device.normalise(x.to(device), moved(found, device), *there).cpu()
+
+    def backward_sums(grad, x, found):
+        return on_device.backward_sums(grad.to(device), x.to(device), moved(found, device)).cpu().numpy()
+
+    def input_gradient(grad, x, found, sums, weight):
+        weight = None if weight is None else weight.to(device)
+        sums = torch.from_numpy(sums).to(device)
+        return on_device.input_gradient(grad.to(device), x.to(device), moved(found, device), sums, weight).cpu()
+
+    return {step.__name__: step for step in (moments, normalise, backward_sums, input_gradient)}
 
 
 def note(function, name, used):
@@ -54,10 +63,10 @@ def note(function, name, used):
     return run
 
 
-def moved(found: Statistics) -> DeviceStatistics:
+def moved(found: Statistics, device: str) -> DeviceStatistics:
     return DeviceStatistics(
-        torch.tensor(float(found.count), dtype=torch.float64),
-        *(torch.tensor(each) for each in (found.mean, found.invstd, found.slope)),
+        torch.tensor(float(found.count), dtype=torch.float64, device=device),
+        *(torch.tensor(each, device=device) for each in (found.mean, found.invstd, found.slope)),
     )
 
 
@@ -80,14 +89,15 @@ def test_a_mean_far_from_zero_costs_no_digits():
 
 @pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
 @pytest.mark.parametrize("count", [0, 2, 7])
-def test_statistics_are_those_of_the_host_to_the_last_bit(count, eps_mode):
+def test_statistics_are_those_of_the_host_to_the_last_bit(device, count, eps_mode):
     first, second = torch.zeros(2, 5, dtype=torch.float64)
     if count:
         first = test_kernels.random((5,))
         second = first * first / count + test_kernels.random((5,), seed=1)
     expected = Statistics.of(Moments(count, first.numpy(), second.numpy()), 0.1, eps_mode)
-    moments = DeviceMoments(torch.tensor(float(count), dtype=torch.float64), first, second)
+    number = torch.tensor(float(count), dtype=torch.float64, device=device)
+    moments = DeviceMoments(number, first.to(device), second.to(device))
     found = DeviceStatistics.of(moments, 0.1, eps_mode)
     assert int(found.count) == expected.count
     for name in ("mean", "invstd", "slope") if count else ("mean", "invstd"):
-        assert getattr(found, name).numpy().tobytes() == getattr(expected, name).tobytes(), name
+        assert getattr(found, name).cpu().numpy().tobytes() == getattr(expected, name).tobytes(), name

@@ -1,93 +1,32 @@
-"""The tests of the kernels again, through CUDA's way: on a device where there is one, and everywhere with stand-ins.
-
-The stand-ins compute on the CPU what torch says that its operators compute on CUDA, and hold us to what they ask for.
-"""
+"""The tests of the kernels with statistics on the host, by CUDA's operators: on a GPU, or by stand-ins on a CPU."""
 
 import functools
 
 import pytest
 import torch
 
-from client.kernels import backends, cuda, dispatch, elementwise, layout
+from client.kernels import backends, cuda, dispatch
 from client.kernels.statistics import Statistics
-from client.kernels.vectors import compute_type
+from support import cuda_stand_ins
 from unit.client import test_kernels
 from unit.client.test_kernels import *  # noqa: F403 - all its tests run here too
 
 
-def check(x, *vectors):
-    """What the operators' code asks for."""
-    assert x.is_contiguous() or x.is_contiguous(memory_format=layout.CHANNELS_LAST[x.dim()])
-    for vector in vectors:
-        assert vector.dtype == compute_type(x)
-        assert vector.shape == (x.shape[1],)
-        assert vector.is_contiguous()
-
-
-def spread(vector, x):
-    return vector.view(1, -1, *[1] * (x.dim() - 2))
-
-
-def batch_norm_elemt(x, weight, bias, mean, invstd, _eps):
-    check(x, weight, bias, mean, invstd)
-    wide = x.to(mean.dtype)
-    return ((wide - spread(mean, x)) * spread(invstd, x) * spread(weight, x) + spread(bias, x)).to(x.dtype)
-
-
-def batch_norm_backward_reduce(grad, x, mean, invstd, weight, *wanted):
-    assert wanted == (True, False, False)
-    check(x, mean, invstd, weight)
-    assert (grad.dtype, grad.stride()) == (x.dtype, x.stride())
-    wide = grad.to(mean.dtype)
-    return elementwise.total(wide), elementwise.total(wide * (x.to(mean.dtype) - spread(mean, x))), None, None
-
-
-def batch_norm_backward_elemt(grad, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
-    check(x, mean, invstd, weight, sum_dy, sum_dy_xmu)
-    assert (grad.dtype, grad.stride()) == (x.dtype, x.stride())
-    assert count.dtype == torch.int32
-    total = count.sum()
-    by_deviation = spread(invstd.square() * sum_dy_xmu / total, x)
-    deviations = x.to(mean.dtype) - spread(mean, x)
-    through = grad.to(mean.dtype) - spread(sum_dy / total, x) - deviations * by_deviation
-    return (through * spread(invstd * weight, x)).to(x.dtype)
-
-
-def batch_norm_update_stats(x, running_mean, running_var, momentum):
-    check(x)
-    assert (running_mean, running_var, momentum) == (None, None, 0.0)
-    wide = x.to(compute_type(x))
-    mean = elementwise.total(wide) / (x.numel() // x.shape[1])
-    return mean, elementwise.total((wide - spread(mean, x)).square()) / (x.numel() // x.shape[1])
-
-
-STAND_INS = (batch_norm_elemt, batch_norm_backward_reduce, batch_norm_backward_elemt, batch_norm_update_stats)
-
-
-@pytest.fixture(
-    autouse=True,
-    params=[
-        "stand-ins",
-        pytest.param(
-            "device",
-            marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
-        ),
-    ],
-)
-def way(request, monkeypatch):
+@pytest.fixture(autouse=True)
+def way(device, monkeypatch):
     """Sends all kernels CUDA's way; their arguments and results stay on the CPU."""
     used = []
     for name in ("moments", "normalise", "backward_sums", "input_gradient"):
         monkeypatch.setattr(cuda, name, note(getattr(cuda, name), used))
-    if request.param == "stand-ins":
-        monkeypatch.setattr(backends.Cpu, "takes", staticmethod(lambda _: False))
-        monkeypatch.setattr(backends.Cuda, "takes", staticmethod(lambda x: x.numel() > 0))
-        for stand_in in STAND_INS:
-            monkeypatch.setattr(torch, stand_in.__name__, stand_in)
-    else:
+    if device == "cuda":
         for name in ("moments", "normalise", "backward_sums", "input_gradient"):
             monkeypatch.setattr(dispatch, name, on_device(getattr(dispatch, name)))
-    return used
+        yield used
+        return
+    monkeypatch.setattr(backends.Cpu, "takes", staticmethod(lambda _: False))
+    monkeypatch.setattr(backends.Cuda, "takes", staticmethod(lambda x: x.numel() > 0))
+    with cuda_stand_ins.on_the_cpu():
+        yield used
 
 
 def note(function, used):

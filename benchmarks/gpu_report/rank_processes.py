@@ -1,0 +1,155 @@
+"""Ranks: processes of a step that form a process group on one device.
+
+They are forked by a process that has imported torch and us, and has never touched a device. Every wait has an end: a
+rank that does not answer in time is killed, after it has written where it is.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from gpu_report.child import planted
+from gpu_report.step import Step
+
+STARTER = multiprocessing.get_context("forkserver")
+STARTER.set_forkserver_preload(["client", "gpu_report.networks", "torch._dynamo"])
+
+# A rank that is late says where it is this long before it is killed.
+LAST_WORDS_SECONDS = 2.0
+
+# Ranks end without tearing down their process group, which might wait for a thread of it for ever.
+END_SECONDS = 2.0
+
+
+class RankFailed(RuntimeError):
+    """A rank raised an exception, ended without a result, or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank knows.
+
+    Attributes:
+        number: of the rank.
+        size: how many there are.
+        device: on which all are.
+        folder: which all share.
+        seconds: how long any wait for the others may take.
+        options: what else the program wants to know.
+        environment: variables that are set before anything else happens.
+    """
+
+    number: int
+    size: int
+    device: torch.device
+    folder: Path
+    seconds: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def process_group(self, backend: str) -> Iterator[Any]:
+        """Makes torch's default process group, and gives it."""
+        store = distributed.FileStore(str(self.folder / "store"), self.size)
+        timeout = timedelta(seconds=self.seconds)
+        distributed.init_process_group(backend, store=store, rank=self.number, world_size=self.size, timeout=timeout)
+        yield distributed.group.WORLD
+
+
+def on_ranks(
+    step: Step,
+    program: Callable[[Rank], Any],
+    size: int,
+    *,
+    seconds: float,
+    environments: Sequence[Mapping[str, str]] = (),
+    **options: Any,
+) -> list[Any]:
+    """Runs a program on each rank; returns what each returned, in their order.
+
+    Args:
+        step: that wants it.
+        program: a function of a module. Its result is pickled.
+        size: how many ranks.
+        seconds: for all of it.
+        environments: a rank's variables each.
+        options: for the program.
+
+    Raises:
+        RankFailed: a rank did not return anything.
+    """
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="gpu-report-ranks-", ignore_cleanup_errors=True) as folder:
+        ranks = [
+            Rank(
+                number,
+                size,
+                step.device,
+                Path(folder),
+                seconds - LAST_WORDS_SECONDS,
+                options,
+                environments[number] if environments else {},
+            )
+            for number in range(size)
+        ]
+        started = [_start(program, rank, step.plant) for rank in ranks]
+        try:
+            answers = [_answer(connection, number, deadline) for number, (_, connection) in enumerate(started)]
+        finally:
+            for _, connection in started:
+                connection.close()
+            last = time.monotonic() + END_SECONDS
+            for process, _ in started:
+                process.join(max(0.0, last - time.monotonic()))
+                process.kill()
+                process.join()
+    if failures := [text for kind, text in answers if kind == "raised"]:
+        raise RankFailed("\n".join(failures))
+    return [pickle.loads(result) for _, result in answers]  # noqa: S301 - from our own process
+
+
+def _start(program: Callable[[Rank], Any], rank: Rank, plant: str) -> tuple[Any, Connection]:
+    ours, theirs = STARTER.Pipe()
+    process = STARTER.Process(target=_run, args=(program, rank, plant, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _answer(connection: Connection, number: int, deadline: float) -> tuple[str, Any]:
+    try:
+        if connection.poll(max(0.0, deadline - time.monotonic())):
+            kind, result = connection.recv()
+            return kind, f"rank {number}:\n{result}" if kind == "raised" else result
+    except EOFError:
+        return "raised", f"rank {number}: ended without a word"
+    return "raised", f"rank {number}: expected an answer in time, got none; its stack is in the output"
+
+
+def _run(program: Callable[[Rank], Any], rank: Rank, plant: str, connection: Connection) -> None:
+    """Runs in a rank; it ends when the step has all answers, since others may still need it."""
+    faulthandler.dump_traceback_later(rank.seconds)
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **rank.environment})
+    torch.set_num_threads(1)
+    try:
+        with planted(plant):
+            answer = "returned", pickle.dumps(program(rank))
+    except BaseException:  # noqa: BLE001 - the step says so
+        answer = "raised", traceback.format_exc()
+    connection.send(answer)
+    connection.poll(rank.seconds)  # until it is closed
+    os._exit(0)

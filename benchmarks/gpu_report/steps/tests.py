@@ -1,0 +1,78 @@
+"""Whether the tests that need a GPU pass on it: those of `tests/gpu` that are marked `cuda`.
+
+The stand-in runs some of those that are not, which do the same on the CPU.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gpu_report.runner import ROOT
+from gpu_report.step import Step
+
+FOLDER = ROOT / "tests" / "gpu"
+
+# Seconds after which a test has failed, so that one that hangs leaves time for the others.
+TIMEOUT = 25
+
+
+def run(step: Step) -> None:
+    """Runs pytest in this process, so that what it has found is recorded even if the step has to be ended."""
+    recorder = Recorder(step)
+    options = [f"--config-file={FOLDER / 'pytest.ini'}", f"--timeout={TIMEOUT}", "-p", "no:cacheprovider"]
+    status = pytest.main([*options, "-m", step.pick("cuda", "not cuda"), str(FOLDER)], plugins=[recorder])
+    recorder.end()
+    step.check(
+        "pytest ends well", status in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}, pytest.ExitCode(status).name
+    )
+    for outcome in ("passed", "failed", "skipped"):
+        step.figure(outcome, sum(of_file[outcome] for of_file in recorder.of_files.values()), "tests")
+    for reason, number in recorder.reasons.most_common():
+        step.note(f"{number} skipped: {reason}")
+
+
+class Recorder:
+    """Plug-in of pytest: a failed check for each test that fails, and a check for each file of tests."""
+
+    def __init__(self, step: Step) -> None:
+        self.of_files: dict[str, Counter[str]] = {}
+        self.reasons: Counter[str] = Counter()
+        self._step = step
+        self._file = ""
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be imported."""
+        if report.failed:
+            self._failed(report.nodeid, report.longreprtext)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test, or its set-up or tear-down."""
+        file = report.nodeid.split("::")[0]
+        if file != self._file:
+            self.end()
+            self._file = file
+        if report.failed:
+            self._failed(report.nodeid, report.longreprtext)
+        elif report.skipped:
+            self._count(report.nodeid, "skipped")
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self.reasons[reason.removeprefix("Skipped: ")] += 1
+        elif report.when == "call":
+            self._count(report.nodeid, "passed")
+
+    def end(self) -> None:
+        """Records the file whose tests have run; one of which all were skipped has shown nothing."""
+        if self._file:
+            found = self.of_files.get(self._file, Counter())
+            told = ", ".join(f"{number} {outcome}" for outcome, number in found.items())
+            self._step.check(
+                f"all tests of {Path(self._file).name} pass", found["passed"] and not found["failed"], told
+            )
+
+    def _failed(self, name: str, text: str) -> None:
+        self._count(name, "failed")
+        self._step.check(name.rsplit("/", maxsplit=1)[-1], passed=False, detail=text[-2000:])
+
+    def _count(self, name: str, outcome: str) -> None:
+        self.of_files.setdefault(name.split("::", maxsplit=1)[0], Counter())[outcome] += 1

@@ -1,0 +1,69 @@
+"""Ways to have a layer synchronise with its rows on the device, on one GPU; on its stand-in the rows are on the CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed, nn
+
+import client
+from client.lanes import device_rows
+from client.layers import batchnorm
+from support.lanes import rows_on_devices
+
+
+@contextmanager
+def rows_on(device: torch.device, *, also_over_gloo: bool = False) -> Iterator[None]:
+    """Keeps rows on a device that is no GPU, or whose process group copies what it gathers over the host.
+
+    Args:
+        device: of the inputs.
+        also_over_gloo: takes gloo for a backend that gathers on devices.
+    """
+    if device.type != "cuda":
+        with rows_on_devices():
+            yield
+        return
+    over_the_host = device_rows.OVER_THE_HOST - ({"gloo"} if also_over_gloo else set())
+    with mock.patch.object(device_rows, "OVER_THE_HOST", over_the_host):
+        yield
+
+
+@contextmanager
+def world_of_one(device: torch.device) -> Iterator[Any]:
+    """Gives torch's default process group of this process alone, over NCCL where the device is a GPU.
+
+    Layers that have it for their `process_group` send all their rounds through it, as if there were others. It stays
+    until the process ends, since NCCL may hang while it takes a group apart.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    with rows_on(device), mock.patch.object(batchnorm, "company_in", _as_given):
+        yield distributed.group.WORLD
+
+
+def _as_given(group: Any) -> Any:
+    """Layers take a group of one rank for none: there is nobody to exchange with."""
+    return group
+
+
+class Replicas(client.DataParallelWithCallback):
+    """Virtual replicas on one device, of which each takes as many samples as it is told; 0 too.
+
+    Args:
+        module: the model.
+        device: of all replicas.
+        sizes: samples of each replica.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, sizes: tuple[int, ...]) -> None:
+        super().__init__(module, [device] * len(sizes))
+        self.sizes = sizes
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: Any, device_ids: Any) -> Any:
+        """Splits the batch."""
+        del kwargs, device_ids
+        parts = list(zip(*(tensor.split(self.sizes, self.dim) for tensor in inputs), strict=True))
+        return tuple(parts), tuple({} for _ in parts)

@@ -1,0 +1,79 @@
+"""Replicas of one process on a GPU: what they compute, and that the host never waits for the device.
+
+Where the CPU stands in, the rows stay on it as on a GPU, and its operators are those that CUDA has.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import client
+from client.kernels import streams
+from support.cuda_stand_ins import as_on_cuda
+from support.no_host import nobody_waits_for
+from support.replicas_on_devices import OPTIONS, RUNS, exchanges_noted, training
+from support.shards import assert_equal
+
+# Torch says so the first time that it is asked to refuse waits.
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("run", RUNS)
+def test_the_host_waits_for_no_device_and_the_numbers_are_those_of_the_host(device, run, options):
+    assert_equal(on(device, run, options), training(run, options), 1e-4)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("run", RUNS)
+def test_nor_does_it_for_second_derivatives(device, run, options):
+    """In float64, since the parameters' gradients of this loss are small differences of large numbers."""
+    options = options | {"dtype": torch.float64}
+    assert_equal(on(device, run, options, penalty=True), training(run, options, penalty=True), 1e-8)
+
+
+def on(device, run, options, **how):
+    with exchanges_noted() as made, as_on_cuda(device):
+        found = training(run, options, partial(nobody_waits_for, device), device, **how)
+    assert made
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def test_virtual_replicas_on_one_device_equal_the_whole_batch(device):
+    x, factors = torch.randn(2, 8, 3, 5, 5, dtype=torch.float64).to(device)
+    results = []
+    for replicas in (1, 4):
+        layer = (nn.BatchNorm2d if replicas == 1 else client.SynchronizedBatchNorm2d)(3).double().to(device)
+        wrapped = client.DataParallelWithCallback(layer, [device] * replicas)
+        leaf = x.clone().requires_grad_()
+        with as_on_cuda(device):
+            output = wrapped(leaf)
+            (output * factors).sum().backward()
+        results.append((output, leaf.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_replicas_on_two_devices_equal_those_on_one(device):
+    """The rows go from device to device, also while other streams than the default are in use."""
+    if device == "cuda" and torch.cuda.device_count() == 1:
+        pytest.skip("one CUDA device")
+    first, second = ("cuda:0", "cuda:1") if device == "cuda" else ("cpu", "cpu")
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, 5)
+    results = []
+    for devices in ([first, first], [first, second]):
+        model = client.SynchronizedBatchNorm1d(4).to(first)
+        wrapped = client.DataParallelWithCallback(model, devices)
+        side = [torch.cuda.Stream(each) for each in devices] if device == "cuda" else []
+        with as_on_cuda(device), streams.entered(side):
+            leaf = x.to(first).requires_grad_()
+            output = wrapped(leaf)
+            (output * output.detach().cumsum(0)).sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize(first)
+        results.append([each.cpu() for each in (output, leaf.grad, model.running_mean, model.running_var)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,146 @@
+"""Faults that a step of the GPU report must find; each is entered in the step's process."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor, distributed
+
+from client.kernels import on_device
+from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
+from client.lanes import device_rows
+from client.layers import call
+from client.layers.compiled import device_op
+
+
+@contextmanager
+def wrong_product() -> Iterator[None]:
+    """A device that multiplies wrongly."""
+    with mock.patch.object(Tensor, "__matmul__", lambda one, other: torch.mm(one, other) + 1):
+        yield
+
+
+@contextmanager
+def value_read() -> Iterator[None]:
+    """The host reads one value of the statistics, for which it has to wait."""
+    of = DeviceStatistics.of
+
+    def reading(*given: object) -> DeviceStatistics:
+        found = of(*given)
+        found.mean[0].item()
+        return found
+
+    with mock.patch.object(DeviceStatistics, "of", reading):
+        yield
+
+
+@contextmanager
+def wrong_sum() -> Iterator[None]:
+    """Sums that are a thousandth too large."""
+    add = device_rows._sum
+
+    def wrong(*given: object) -> tuple[Tensor, Tensor]:
+        count, values = add(*given)
+        return count, values * 1.001
+
+    with mock.patch.object(device_rows, "_sum", wrong):
+        yield
+
+
+@contextmanager
+def rows_over_host() -> Iterator[None]:
+    """Rows that leave their device although they need not."""
+    with mock.patch.object(device_rows, "_gathers_on_devices", return_value=False):
+        yield
+
+
+@contextmanager
+def moved_twice() -> Iterator[None]:
+    """Running statistics that each batch moves twice."""
+    move = call.running_stats.move_by
+
+    def twice(*given: object) -> None:
+        move(*given)
+        move(*given)
+
+    with mock.patch.object(call.running_stats, "move_by", twice):
+        yield
+
+
+@contextmanager
+def narrow_sums() -> Iterator[None]:
+    """Sums that travel in float32, which loses the variance where the mean is large."""
+    narrow = property(lambda moments: torch.stack((moments.sums, moments.squares)).float().double())
+    with mock.patch.object(DeviceMoments, "vectors", narrow):
+        yield
+
+
+@contextmanager
+def wide_output() -> Iterator[None]:
+    """Outputs in float32, whatever the input's type."""
+    normalise = on_device.normalise
+    with mock.patch.object(on_device, "normalise", lambda *given: normalise(*given).float()):
+        yield
+
+
+@contextmanager
+def counted_on_host() -> Iterator[None]:
+    """A number that the host counts goes into each call's statistics; a graph would replay the same one each time."""
+    of, numbers = DeviceStatistics.of, itertools.count()
+
+    def counted(*given: object) -> DeviceStatistics:
+        found = of(*given)
+        return DeviceStatistics(found.count, found.mean + next(numbers), found.invstd, found.slope)
+
+    with mock.patch.object(DeviceStatistics, "of", counted):
+        yield
+
+
+@contextmanager
+def compiled_without_round() -> Iterator[None]:
+    """A compiled backward pass that asks the other ranks for nothing, and takes their sums for 0."""
+    with mock.patch.object(device_op, "backward_round", lambda _lane, rows, *_: torch.zeros_like(rows.values[0])):
+        yield
+
+
+@contextmanager
+def own_order() -> Iterator[None]:
+    """Each rank adds the rows beginning with its own, which changes last bits."""
+    add = device_rows._sum
+
+    def from_own(rows: Tensor, shape: object) -> tuple[Tensor, Tensor]:
+        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        return add(rows.roll(-rank, 0), shape)
+
+    with mock.patch.object(device_rows, "_sum", from_own):
+        yield
+
+
+@contextmanager
+def same_digests() -> Iterator[None]:
+    """No rank sees that others have come to another round."""
+    with mock.patch.object(device_rows, "digest_of", return_value=1):
+        yield
+
+
+@contextmanager
+def over_server() -> Iterator[None]:
+    """Rows of processes of one host go over the server."""
+    with mock.patch.dict(os.environ, STATSD_BN_LANE="zeromq"):
+        yield
+
+
+@contextmanager
+def missing_wait() -> Iterator[None]:
+    """Rows are read before those of the other ranks are there: of each, the memory has what this rank has written."""
+    gather = device_rows._all_gather
+
+    def unwaited(everybodys: Tensor, words: Tensor, group: object) -> None:
+        gather(torch.empty_like(everybodys), words, group=group)
+        everybodys.view(-1, *words.shape).copy_(words)
+
+    with mock.patch.object(device_rows, "_all_gather", unwaited):
+        yield

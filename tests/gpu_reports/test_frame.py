@@ -1,0 +1,349 @@
+"""The frame of the GPU report, with steps that last no time: nothing that a step does costs another one its result."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from gpu_report import __main__ as program
+from gpu_report import measuring, results, runner, steps, words
+from gpu_report.results import Result, Results
+from gpu_report.runner import Runner
+from gpu_report.steps import PLANS, Plan
+from torch.autograd import DeviceType
+
+from support.paths import ROOT
+
+PATHS = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
+
+SOUND = "def run(step):\n    step.check('two is two', 2 == 2)\n    step.figure('two', 2.0, 'pieces')\n"
+
+# What may go wrong, with the outcome that the report tells. Each has recorded a check before.
+FAULTS = {
+    "hangs": ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)", "ended at its limit of 1 s"),
+    "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed: Segmentation fault"),
+    "exits": ("os._exit(0)", "ended before its time, with exit status 0"),
+    "leaves": ("sys.exit(0)", "raised SystemExit: 0"),
+    "raises": ("raise ValueError('no such kernel')", "raised ValueError: no such kernel"),
+    "scribbles": ('step._records.write(\'{"kind": "check"}\\n[1\\n\')', "2 of its records could not be read"),
+    "fails": ("step.check('one is two', 1 == 2, 'got 1')", "1 of 2 checks failed"),
+    "does not parse": ("(", "raised SyntaxError: '(' was never closed"),
+}
+
+
+def source(line: str) -> str:
+    before = "import os, signal, sys, time\ndef run(step):\n    step.check('begins', True)\n"
+    return f"{before}    {line}\n"
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """Makes a step of a module's text."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *PATHS]))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(name, text, seconds=30.0, **options):
+        module = f"step_that_{name.replace(' ', '_')}"
+        (tmp_path / f"{module}.py").write_text(text)
+        return Plan(name, seconds, module=module, **options)
+
+    return make
+
+
+@pytest.fixture
+def report(tmp_path, capsys):
+    """Runs steps and returns the exit status, the results by step and the report's text."""
+
+    def run(*plans, known=(), **options):
+        folder = tmp_path / "report"
+        status = program.report(Runner(stand_in=True, **options), plans, Results.load(folder), (*plans, *known))
+        capsys.readouterr()
+        found = json.loads((folder / "results.json").read_text())
+        return status, found["steps"], (folder / "report.md").read_text()
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _signals():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_no_step_stops_the_others(plan, report, monkeypatch):
+    monkeypatch.setattr(runner, "SPARE_SECONDS", 0.0)
+    faulty = [plan(name, source(line), 1.0 if name == "hangs" else 30.0) for name, (line, _) in FAULTS.items()]
+    # The one that hangs is first, so that nobody leaves it time.
+    status, found, text = report(*faulty, plan("is sound", SOUND))
+    assert status == 1
+    outcomes = {name: result["outcome"] for name, result in found.items()}
+    expected = {name: outcome for name, (_, outcome) in FAULTS.items()}
+    assert outcomes == {**expected, "is sound": "passed"}
+    # The one that hangs may have been ended before it began.
+    for name in FAULTS.keys() - {"does not parse", "hangs"}:
+        assert found[name]["checks"][0]["name"] == "begins", name
+    assert all(f"| {name} | {outcomes[name]} |" in text for name in outcomes)
+    assert "Failed: **one is two**\n\n```text\ngot 1\n```" in text
+
+
+def test_at_its_limit_a_step_leaves_its_records_and_nothing_else(plan, report, tmp_path, monkeypatch):
+    left = tmp_path / "left"
+    child = f"import os, time; open({str(left)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    text = source(f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()")
+
+    class Popen(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is None:
+                return super().wait()
+            # The limit is reached when the child has begun, however busy the machine is.
+            wait_until(lambda: left.exists() and left.read_text())
+            raise subprocess.TimeoutExpired("step", timeout)
+
+    monkeypatch.setattr(runner, "current_commit", lambda: "abc1234567")
+    monkeypatch.setattr(runner.subprocess, "Popen", Popen)
+    status, found, _ = report(plan("starts others", text, 2.0))
+    assert status == 1
+    assert found["starts others"]["outcome"].startswith("ended at its limit of ")
+    assert found["starts others"]["checks"] == [{"name": "begins", "passed": True, "detail": ""}]
+    assert is_gone(int(left.read_text()))
+
+
+def test_nothing_of_a_step_is_left_behind_where_it_ends_well(plan, report, tmp_path):
+    left = tmp_path / "left"
+    command = (
+        f"import subprocess; left = subprocess.Popen(['sleep', '600']); open({str(left)!r}, 'w').write(str(left.pid))"
+    )
+    status, _, _ = report(plan("leaves one", source(command)))
+    assert status == 0
+    assert is_gone(int(left.read_text()))
+
+
+def wait_until(holds) -> bool:
+    """Whether it holds within 30 seconds."""
+    end = time.monotonic() + 30
+    while not (found := holds()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(found)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether it ends; as an orphan it may stay in the table until somebody asks for it."""
+
+    def has_ended():
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    return wait_until(has_ended)
+
+
+def test_a_report_that_is_ended_ends_its_step(plan, tmp_path):
+    started = tmp_path / "started"
+    one = plan("waits", source(f"open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"))
+    text = (
+        "from pathlib import Path\nfrom gpu_report.__main__ import *\nfrom gpu_report.steps import Plan\n"
+        f"report(Runner(stand_in=True), [Plan('waits', 30, module={one.module!r})], Results(Path({str(tmp_path)!r})))"
+    )
+    with subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL) as process:
+        assert wait_until(lambda: started.exists() and started.read_text())
+        process.terminate()
+        assert process.wait(30) != 0
+    assert is_gone(int(started.read_text()))
+
+
+def test_a_second_call_repeats_only_the_steps_that_it_names(plan, report):
+    first, second = plan("first", SOUND), plan("second", source("step.check('holds', False)"))
+    status, before, _ = report(first, second)
+    assert status == 1
+    status, after, text = report(plan("second", SOUND), known=[first, plan("third", SOUND)])
+    assert status == 0
+    assert after["first"] == before["first"]
+    assert after["second"]["outcome"] == "passed"
+    assert "Not run yet: third." in text
+
+
+def test_a_step_that_checks_nothing_has_not_passed(plan, report):
+    status, found, _ = report(plan("idles", "def run(step):\n    step.figure('two', 2.0)\n"))
+    assert status == 1
+    assert found["idles"]["outcome"] == "checked nothing"
+
+
+def test_a_step_that_may_fail_is_shown_and_does_not_change_the_exit_status(plan, report):
+    status, found, text = report(plan("may", source("step.check('holds', False)"), may_fail=True))
+    assert status == 0
+    assert found["may"]["outcome"] == "1 of 2 checks failed"
+    assert "| may | 1 of 2 checks failed (may fail) |" in text
+
+
+def test_an_attempt_that_raises_is_a_failed_check_and_the_step_goes_on(plan, report):
+    text = "def run(step):\n    with step.attempt('divides'):\n        1 / 0\n    step.check('goes on', True)\n"
+    _, found, _ = report(plan("tries", text))
+    divides, goes_on = found["tries"]["checks"]
+    assert not divides["passed"]
+    assert divides["detail"].endswith("ZeroDivisionError: division by zero\n")
+    assert goes_on["passed"]
+
+
+def test_files_of_steps_are_few_and_small(plan, report, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "MAX_BYTES", 1000)
+    text = source("[(step.output / f'{number}').write_bytes(b'x' * 1000) for number in range(5)]")
+    large = source("(step.output / 'large').write_bytes(b'x' * 1001); (step.output / 'small').write_text('small')")
+    _, found, _ = report(plan("writes", text), plan("writes more", large), plan("writes last", large))
+    files = {path.name for path in (tmp_path / "report").iterdir()}
+    assert files == {"results.json", "report.md", *(f"writes-{number}" for number in range(5)), "writes_more-small"}
+    assert found["writes more"]["notes"] == ["dropped large: expected at most 1000 bytes, got 1001"]
+    assert found["writes last"]["notes"][1] == "dropped small: expected at most 8 files, and there are as many"
+
+
+def test_files_of_a_step_are_replaced_with_its_result(plan, report, tmp_path):
+    for number in range(2):
+        report(plan("writes", source(f"(step.output / 'file-{number}').write_text('{number}')")))
+    files = {path.name for path in (tmp_path / "report").iterdir()}
+    assert files == {"results.json", "report.md", "writes-file-1"}
+
+
+def test_a_plant_is_entered_around_the_step_and_named_in_the_report(plan, report, tmp_path):
+    (tmp_path / "some_plants.py").write_text(
+        "import os\nfrom contextlib import contextmanager\n"
+        "@contextmanager\ndef wrong():\n    os.environ['WRONG'] = '1'\n    yield\n"
+    )
+    one = plan("looks", "import os\ndef run(step):\n    step.check('all is right', 'WRONG' not in os.environ)\n")
+    status, found, text = report(one, plant="some_plants:wrong")
+    assert (status, found["looks"]["outcome"]) == (1, "1 of 1 checks failed")
+    assert "**Planted faults** in looks (some_plants:wrong)." in text
+
+
+@pytest.mark.parametrize("lasts", [0.0, 1000.0], ids=["at once", "over its limit"])
+def test_a_step_that_ends_early_leaves_its_time_to_later_ones(monkeypatch, lasts):
+    now, limits = [0.0], []
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(runner, "SPARE_SECONDS", 40.0)
+
+    def run(_runner, _plan, limit, *_):
+        limits.append(limit)
+        now[0] += min(lasts, limit)
+
+    monkeypatch.setattr(Runner, "_run", run)
+    Runner(seconds=240.0).run([Plan("a", 100), Plan("b", 60), Plan("c", 20)], lambda *_: None)
+    assert limits == ([70.0, 100.0, 110.0] if lasts == 0.0 else [70.0, 30.0, 10.0])
+
+
+def test_the_shares_leave_time_for_the_start():
+    assert steps.TOTAL_SECONDS - sum(plan.seconds for plan in PLANS) >= 30
+    assert len({plan.name for plan in PLANS}) == len(PLANS)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+def test_each_step_says_what_it_finds_out(plan):
+    assert plan.purpose.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fly"], "expected steps of versions, "),
+        (["--seconds", "0"], "expected a number above 0, got 0"),
+        (["--stand-in", "--output", "{folder}"], "expected the results of scripts/gpu-report in format 1"),
+    ],
+)
+def test_a_wrong_call_is_refused(tmp_path, arguments, said):
+    (tmp_path / "results.json").write_text('{"format": 1, "steps": {"versions": {"colour": "red"}}}')
+    given = [argument.format(folder=tmp_path) for argument in arguments]
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu-report", *given], env=on_path(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "results.json"]
+
+
+def on_path() -> dict[str, str]:
+    """An environment in which the script finds this Python, which has all that it needs."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("status", "has"),
+    [(0, True), (program.NO_DEVICE, False), (-11, True), (1, True)],
+    ids=["yes", "no", "crash", "error"],
+)
+def test_only_a_torch_that_says_so_has_no_device(monkeypatch, status, has):
+    """Where it crashes, the steps tell more."""
+    monkeypatch.setattr(program.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
+    assert program.has_device() is has
+
+
+def test_without_a_device_only_a_stand_in_is_run(monkeypatch, capsys):
+    monkeypatch.setattr(program, "has_device", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu-report"])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
+    assert "found none; --stand-in runs on the CPU" in capsys.readouterr().err
+
+
+def result(**given) -> Result:
+    return Result("passed", "2026-11-27T06:38:10+00:00", 2.5, 15.0, "abc1234567", **{"stand_in": False, **given})
+
+
+def figure(name, value, unit="", **of):
+    return {"name": name, "value": value, "unit": unit, "of": of}
+
+
+def test_figures_of_the_same_thing_are_a_row(tmp_path):
+    figures = [
+        figure("torch", "2.11.0"),
+        figure("launches", 12.0, layer="ours", shape="(2, 64)"),
+        figure("host", 12345.678, "µs", layer="ours", shape="(2, 64)"),
+        figure("host", 0.123456, "µs", layer="a|b", shape="(2, 64)"),
+    ]
+    text = words.written(Results(tmp_path, {"versions": result(figures=figures, device="NVIDIA H100")}))
+    assert "| figure | value |\n| --- | --- |\n| torch | 2.11.0 |\n" in text
+    assert "| layer | shape | launches | host (µs) |\n" in text
+    assert "| ours | (2, 64) | 12 | 12345.678 |\n| a\\|b | (2, 64) |  | 0.1235 |" in text
+    assert "| versions | passed | 0 of 0 | 2.5 s | NVIDIA H100 | abc1234567 |" in text
+    assert "tand-in" not in text
+
+
+def test_a_stand_in_is_marked_wherever_it_stands(tmp_path):
+    text = words.written(Results(tmp_path, {"versions": result(stand_in=True, device="CPU")}))
+    assert "**Stand-in**: no GPU was used in versions" in text
+    assert "| CPU, stand-in |" in text
+    assert "## versions, stand-in" in text
+
+
+def event(name, begin, end, device=DeviceType.CPU, is_user_annotation=False):
+    span = SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
+    return SimpleNamespace(name=name, time_range=span, device_type=device, is_user_annotation=is_user_annotation)
+
+
+def test_launches_copies_and_waits_are_those_of_the_runs():
+    """As torch's profiler names them on CUDA; its own waits are outside of the range."""
+    host = [
+        event("cudaDeviceSynchronize", 0, 5),
+        event(measuring.RANGE, 10, 100),
+        event("aten::_local_scalar_dense", 20, 40),
+        event("cudaMemcpyAsync", 21, 22),
+        event("cudaStreamSynchronize", 23, 39),
+        event("cudaLaunchKernel", 50, 51),
+        event("cudaEventSynchronize", 60, 61),
+        event("cudaEventQuery", 62, 63),
+        event("cudaStreamWaitEvent", 64, 65),
+        event("cudaDeviceSynchronize", 110, 115),
+    ]
+    device = [
+        event(measuring.RANGE, 10, 100, DeviceType.CUDA, is_user_annotation=True),
+        event("Memcpy DtoH (Device -> Pageable)", 30, 31, DeviceType.CUDA),
+        event("Memcpy DtoD (Device -> Device)", 32, 34, DeviceType.CUDA),
+        event("Memset (Device)", 35, 36, DeviceType.CUDA),
+        event("void batch_norm_collect_statistics_kernel", 52, 56, DeviceType.CUDA),
+        event("ncclDevKernel_AllGather_RING_LL", 105, 107, DeviceType.CUDA),
+    ]
+    found = measuring._counts([*host, *device], 2, on_cuda=True)
+    assert found == measuring.Counts(launches=1.5, copies=1.0, to_host=0.5, waits=1.0, busy=5.0)

@@ -1,0 +1,198 @@
+"""What the steps of the GPU report are made of: bounds, ranks, the stand-in for a graph, and what only a GPU runs."""
+
+import os
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from gpu_report import rank_processes, reference
+from gpu_report.rank_processes import RankFailed, on_ranks
+from gpu_report.recorder import Recorder
+from gpu_report.steps import correctness, graphs
+from torch import nn
+from torch.nn import functional
+
+from support.no_host import HostLooks
+
+CPU = torch.device("cpu")
+
+
+def of_torch(x, grad, weight, bias, momentum=reference.MOMENTUM):
+    """What torch's own batch norm computes."""
+    x, weight, bias = (each.detach().clone().requires_grad_() for each in (x, weight, bias))
+    mean, variance = torch.zeros(x.shape[1], dtype=weight.dtype), torch.ones(x.shape[1], dtype=weight.dtype)
+    output = functional.batch_norm(x, mean, variance, weight, bias, training=True, momentum=momentum)
+    output.backward(grad)
+    found = {"output": output, "input gradient": x.grad, "weight gradient": weight.grad, "bias gradient": bias.grad}
+    return {name: each.detach() for name, each in {**found, "running mean": mean, "running variance": variance}.items()}
+
+
+def sample(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(6, 4, 5, generator=generator).to(dtype) for _ in range(2))
+    return x, grad, torch.linspace(0.5, 2, 4), torch.linspace(-1, 1, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torchs_own_batch_norm_is_within_the_bounds(dtype):
+    given = sample(dtype)
+    shares = reference.distances(of_torch(*given), reference.expected(*given))
+    assert 0 < max(shares.values()) <= 1
+
+
+SPOILT = {
+    "an ulp of bfloat16": ("output", lambda value: value * (1 + 2**-7)),
+    "float32's last digits": ("running variance", lambda value: value * (1 + 2e-6)),
+    "NaN": ("input gradient", lambda value: value * torch.nan),
+    "another type": ("output", lambda value: value.float()),
+    "another shape": ("bias gradient", lambda value: value[:1]),
+    "the biased variance": ("running variance", lambda value: value - 0.1 * (value - 0.9) / 30),
+}
+
+
+@pytest.mark.parametrize(("name", "spoil"), SPOILT.values(), ids=SPOILT)
+def test_what_is_not_within_the_bounds_is_named(name, spoil):
+    given = sample(torch.bfloat16)
+    found = of_torch(*given)
+    found[name] = spoil(found[name])
+    with pytest.raises(reference.TooFar, match=f"^{name}: ") as raised:
+        reference.distances(found, reference.expected(*given))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_result_that_is_missing_is_named():
+    given = sample()
+    found = of_torch(*given)
+    del found["bias gradient"]
+    with pytest.raises(reference.TooFar, match="expected bias gradient, "):
+        reference.distances(found, reference.expected(*given))
+
+
+@pytest.mark.parametrize(
+    "other", [torch.tensor([0.0, -0.0]), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)], ids=str
+)
+def test_bits_tell_signs_of_zero_types_and_shapes_apart(other):
+    assert reference.bits(torch.zeros(2)) == reference.bits(torch.zeros(2))
+    assert reference.bits(other) != reference.bits(torch.zeros(2))
+
+
+def answer(rank):
+    return rank.number, rank.options["word"], os.environ["OF_RANK"]
+
+
+def raise_in_second(rank):
+    if rank.number == 1:
+        raise ValueError("no such kernel")
+
+
+def hang_in_second(rank):
+    (rank.options["folder"] / str(rank.number)).write_text(str(os.getpid()))
+    if rank.number == 1:
+        time.sleep(600)
+
+
+def die_in_second(rank):
+    if rank.number == 1:
+        os._exit(3)
+
+
+@pytest.fixture
+def step():
+    return SimpleNamespace(device=CPU, plant="", stand_in=True)
+
+
+@pytest.mark.processes
+def test_ranks_return_what_their_program_returns(step):
+    found = on_ranks(step, answer, 2, seconds=60, environments=[{"OF_RANK": "a"}, {"OF_RANK": "b"}], word="yes")
+    assert found == [(0, "yes", "a"), (1, "yes", "b")]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("program", "said"), [(raise_in_second, "ValueError: no such kernel"), (die_in_second, "ended without a word")]
+)
+def test_a_rank_that_fails_is_named(step, program, said):
+    with pytest.raises(RankFailed, match=r"^rank 1:") as raised:
+        on_ranks(step, program, 2, seconds=60)
+    assert said in str(raised.value)
+
+
+@pytest.mark.processes
+def test_a_rank_that_hangs_is_ended(step, tmp_path):
+    on_ranks(step, hang_in_second, 1, seconds=60, folder=tmp_path)  # whatever starts ranks has started
+    with pytest.raises(RankFailed, match="rank 1: expected an answer in time, got none"):
+        on_ranks(step, hang_in_second, 2, seconds=rank_processes.LAST_WORDS_SECONDS + 3, folder=tmp_path)
+    for path in tmp_path.iterdir():
+        assert not Path("/proc", path.read_text(), "fd").exists(), path.name
+
+
+def test_a_recorder_replays_on_the_same_memory():
+    x, seen = torch.ones(3), []
+    layer = nn.BatchNorm1d(3)
+    recorder = Recorder()
+    with recorder:
+        seen.append((x * 2).sum())
+        layer(x.expand(4, 3) + 1)
+    x.fill_(5)
+    recorder.replay()
+    assert seen[0] == 30
+    assert layer.num_batches_tracked == 2
+
+
+def test_a_recorder_lets_nobody_look():
+    with pytest.raises(HostLooks), Recorder():
+        float(torch.ones(1))
+
+
+@contextmanager
+def pretended_cuda():
+    """Notes what is asked of CUDA; streams and graphs do nothing."""
+    names = ("Stream", "CUDAGraph", "get_sync_debug_mode", "set_sync_debug_mode", "current_stream")
+    with mock.patch.multiple(torch.cuda, **{name: mock.create_autospec(getattr(torch.cuda, name)) for name in names}):
+        contexts = {name: mock.MagicMock(wraps=None) for name in ("graph", "stream")}
+        with mock.patch.multiple(torch.cuda, **contexts):
+            yield torch.cuda
+
+
+def test_on_a_gpu_the_mode_is_error_in_a_training_step_and_as_before_afterwards():
+    with pretended_cuda() as cuda, ExitStack() as stack:
+        cuda.get_sync_debug_mode.return_value = 1
+        stack.enter_context(graphs.nothing_waits(torch.device("cuda", 0), mock.Mock()))
+        cuda.set_sync_debug_mode.assert_called_once_with("error")
+        stack.close()
+        assert cuda.set_sync_debug_mode.call_args_list == [mock.call("error"), mock.call(1)]
+
+
+def test_on_a_gpu_a_graph_is_captured_after_runs_in_another_stream():
+    made = nn.Linear(2, 5)
+    runs = []
+
+    def called(x):
+        runs.append(bool(cuda.graph.return_value.__enter__.called and not cuda.graph.return_value.__exit__.called))
+        return made(x)
+
+    images, classes = torch.ones(3, 2, requires_grad=True), torch.zeros(3, dtype=torch.long)
+    step = SimpleNamespace(device=torch.device("cuda", 0))
+    with pretended_cuda() as cuda:
+        cuda.graph.return_value.__exit__.return_value = None
+        cuda.stream.return_value.__exit__.return_value = None
+        replay, results = graphs._captured(step, made, called, images, classes)
+        cuda.graph.assert_called_once_with(cuda.CUDAGraph.return_value)
+        cuda.Stream.return_value.wait_stream.assert_called_once_with(cuda.current_stream.return_value)
+        cuda.current_stream.return_value.wait_stream.assert_called_once_with(cuda.Stream.return_value)
+        assert replay is cuda.CUDAGraph.return_value.replay
+    assert runs == [False] * graphs.WARM_UP + [True]
+    assert results().keys() == {"loss", "input gradient"}
+
+
+def test_a_gpu_with_little_memory_is_an_error_that_says_so():
+    step = SimpleNamespace(device=torch.device("cuda", 0), stand_in=False, pick=lambda real, _: real)
+    with (
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(2**34, 2**35)),
+        pytest.raises(MemoryError, match="expected 50 GiB of free memory on the device, got 16"),
+    ):
+        correctness._large(step, None)

@@ -1,0 +1,90 @@
+"""What replicas of one process do with a layer whose rows stay on devices: steps of every kind, and what they leave."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import client
+from client.autograd.device_exchange import DeviceExchange
+from client.layers import call
+
+REPLICAS = 3
+
+
+class Layered(nn.Module):
+    """A layer whose every replica does with it what a test wants, where `guard` says what it must not do."""
+
+    def __init__(self, run, guard=nullcontext, **options):
+        super().__init__()
+        self.bn = client.SynchronizedBatchNorm1d(4, **options)
+        self.bn.layer_name = "bn"
+        self.run = run
+        self.guard = guard
+
+    def forward(self, x):
+        with self.guard():
+            return self.run(self.bn, x)
+
+
+def plain(bn, x):
+    return bn(x)
+
+
+def masked(bn, x):
+    return bn(x, x[:, 0] > -1)
+
+
+def used_twice(bn, x):
+    return bn(bn(x).tanh())
+
+
+def checkpointed(bn, x):
+    return checkpoint(bn, x, use_reentrant=False)
+
+
+RUNS = [plain, masked, used_twice, checkpointed]
+OPTIONS = {
+    "usual": {},
+    "float64": {"dtype": torch.float64},
+    "cumulative average": {"momentum": None},
+    "clamp": {"eps_mode": "clamp", "eps": 0.9},
+    "micro-batches": {"chunks": 2},
+    "without parameters": {"affine": False},
+}
+
+
+def training(run, options, guard=nullcontext, device="cpu", penalty=False):
+    """Everything that three steps leave behind; the first one is not guarded."""
+    torch.manual_seed(0)
+    model = Layered(run, **options)
+    wrapped = client.DataParallelWithCallback(model.to(device), [device] * REPLICAS)
+    found = {}
+    for step in range(3):
+        # Drawn on the CPU: each kind of device has a generator with other numbers.
+        x = torch.randn(7, 4, 5, dtype=options.get("dtype")).to(device).requires_grad_()
+        model.guard = guard if step else nullcontext
+        with model.guard():
+            output = wrapped(x)
+            if penalty:
+                (output,) = torch.autograd.grad((output**3).sum(), x, create_graph=True)
+            (output * output.detach().cumsum(0)).sum().backward()
+        found |= {f"output {step}": output.detach(), f"input {step}": x.grad}
+    return found | dict(model.named_buffers()) | {name: each.grad for name, each in model.named_parameters()}
+
+
+@contextmanager
+def exchanges_noted() -> Iterator[list[DeviceExchange]]:
+    """Gives a list that takes each exchange on devices."""
+    found = []
+
+    class Noted(DeviceExchange):
+        def forward(self, local):
+            found.append(self)
+            super().forward(local)
+
+    with mock.patch.object(call, "DeviceExchange", Noted):
+        yield found
