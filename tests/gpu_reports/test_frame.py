@@ -265,8 +265,12 @@ def test_each_test_that_fails_on_a_gpu_is_a_failed_check(plan, report, tmp_path)
     assert found["tests"]["notes"] == ["2 skipped: one device"]
 
 
-@pytest.mark.parametrize("lasts", [0.0, 1000.0], ids=["at once", "over its limit"])
-def test_a_step_that_ends_early_leaves_its_time_to_later_ones(monkeypatch, lasts):
+@pytest.mark.parametrize(
+    ("begun", "lasts", "expected"),
+    [(0.0, 0.0, [70.0, 100.0, 110.0]), (0.0, 1000.0, [70.0, 30.0, 10.0]), (-100.0, 0.0, [50.0, 30.0, 10.0])],
+    ids=["ends at once", "goes on to its limit", "starts late"],
+)
+def test_a_step_has_its_share_and_what_earlier_ones_have_left(monkeypatch, begun, lasts, expected):
     now, limits = [0.0], []
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(runner, "SPARE_SECONDS", 40.0)
@@ -276,8 +280,15 @@ def test_a_step_that_ends_early_leaves_its_time_to_later_ones(monkeypatch, lasts
         now[0] += min(lasts, limit)
 
     monkeypatch.setattr(Runner, "_run", run)
-    Runner(seconds=240.0, begun=0.0).run([Plan("a", 100), Plan("b", 60), Plan("c", 20)], lambda *_: None)
-    assert limits == ([70.0, 100.0, 110.0] if lasts == 0.0 else [70.0, 30.0, 10.0])
+    Runner(seconds=240.0, begun=begun).run([Plan("a", 100), Plan("b", 60), Plan("c", 20)], lambda *_: None)
+    assert limits == expected
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "steps": {}}', '{"format": 1, "steps": [1]}'])
+def test_foreign_results_are_not_overwritten(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ValueError, match=r"results\.json: expected"):
+        Results.load(tmp_path)
 
 
 def test_the_shares_leave_time_for_the_start():
