@@ -30,6 +30,7 @@ Results = dict[str, Tensor]
 
 def run(step: Step) -> None:
     """Measures each variant with each shape, type and layout, and compares what it computes."""
+    measuring.check_counts(step)
     with variants.in_a_world_of_one(step) as of_all:
         for shape, dtype, layout in product(step.pick(SHAPES, SMALL_SHAPES), TOLERANCES, FORMATS):
             case = Case(step, shape, dtype, layout)
