@@ -238,6 +238,9 @@ class _Backward(_Exchanging):
     def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         grads, inputs, weights, masks = _split(tensors, 4)
         kernels, statistics = this.exchange.kernels, this.exchange.statistics
+        slices = zip(grads, inputs, masks, strict=True)
+        pairs = [kernels.for_backward(grad, x, statistics, mask) for grad, x, mask in slices]
+        grads, inputs = zip(*pairs, strict=True)
         this.local = [
             kernels.backward_sums(grad, x, statistics, mask) for grad, x, mask in zip(grads, inputs, masks, strict=True)
         ]

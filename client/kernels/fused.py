@@ -45,6 +45,10 @@ class Fused:
         addend = addend if bias is None else addend + bias.detach()
         return torch.batch_norm_elemt(x, weight, addend, center, statistics.invstd.to(wide), 0.0)
 
+    def for_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns both alike."""
+        return alike(grad, x)
+
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: DeviceStatistics) -> Tensor:
         """Returns Σdy and Σdy·(x - mean), shape (2, C)."""
         grad, x = alike(grad, x)
