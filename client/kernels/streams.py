@@ -30,8 +30,8 @@ def computed_in(streams: Sequence[Any], given: Iterable[Any], compute: Callable[
     """Returns what a part of a backward pass computes in other streams than this thread's.
 
     Autograd hands gradients over in its thread's current streams, and expects the results there. So the other streams
-    first wait for the current ones, and in the end the current ones for the others. The allocator is told of each tensor
-    that both kinds of streams use: it could otherwise give the memory away before the second one has read it.
+    first wait for the current ones, and in the end the current ones for the others. The allocator is told which tensors
+    both use: it could otherwise give their memory away before the second stream has read it.
 
     Args:
         streams: of the replicas; none where there are no streams.
