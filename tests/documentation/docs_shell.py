@@ -69,6 +69,7 @@ def torchrun(words: Words) -> argparse.Namespace:
 
 # By a pattern of the command: the test that runs it, by what name of a program, and what is checked here.
 RUN_ELSEWHERE: dict[str, tuple[str, str, Callable[[Words], None]]] = {
+    "scripts/gpu-report": ("tests/gpu_reports/test_stand_in.py", '"gpu-report"', check_script),
     "scripts/demo": ("tests/documentation/test_examples.py", '"demo.py"', check_script),
     "torchrun .*examples/train_accelerate.py": (
         "tests/integration/test_accelerate.py",

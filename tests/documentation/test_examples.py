@@ -1,14 +1,18 @@
 """The demo runs, measures what it shows, and would notice if synchronised training were not the whole batch's."""
 
 import dataclasses
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 
+from documentation.docs_blocks import README, blocks_of
 from support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -61,6 +65,33 @@ def test_the_demo_says_so_if_it_is_not(monkeypatch, way, kind, difference):
     good, sentence = report.verdict(rows | {way: dataclasses.replace(same, **{kind: difference})}, length)
     assert not good
     assert report.TITLES[way] in sentence
+
+
+def test_the_table_in_the_readme_is_the_one_that_the_demo_prints(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import report  # noqa: PLC0415 - the examples are no package, and on the path only here
+    import ways  # noqa: PLC0415 - as above
+
+    (block,) = [block.text for block in blocks_of(README) if block.language == "text"]
+    lines = block.splitlines()
+    cells = [re.split(r"\s{2,}", line)[1:] for line in lines[-len(report.WAYS) :]]
+    rows = {way: report.Result(**read_back(*row)) for way, row in zip(report.WAYS, cells, strict=True)}
+    console = Console(file=io.StringIO(), width=80)
+    report.show(console, rows, ways.Length(600, 100))
+    printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert printed[1 : 1 + len(lines)] == lines
+
+
+def read_back(accuracy, weights, statistics, trip, seconds):
+    """The numbers of a row of the table."""
+    return {
+        "accuracy": float(accuracy.removesuffix("%")) / 100,
+        "weights": 0.0 if weights == "-" else float(weights),
+        "running_statistics": 0.0 if statistics == "-" else float(statistics),
+        "rounds": None,
+        "median_round_trip": None if trip == "-" else float(trip.removesuffix(" ms")) / 1000,
+        "seconds": float(seconds.removesuffix(" s")),
+    }
 
 
 # Member 2 dies when the gradients are to be summed, once the others have come as far.

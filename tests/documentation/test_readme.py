@@ -130,9 +130,15 @@ def test_it_has_at_most_so_many_lines():
 
 
 def test_every_block_is_a_script_or_a_command_and_every_script_is_run():
-    assert {block.language for block in BLOCKS} == {"python", "sh"}
+    assert {block.language for block in BLOCKS} == {"python", "sh", "text"}
     assert len(SCRIPTS) == sum(block.language == "python" for block in BLOCKS)
     assert {name for block in SHELL for name in files_of(block)} == set(SCRIPTS)
+
+
+def test_the_two_commands_are_scripts_that_there_are():
+    commands = [line.split()[0] for line in shown("scripts/demo").text.splitlines()]
+    assert commands == ["scripts/demo", "scripts/test"]
+    assert all(os.access(ROOT / command, os.X_OK) for command in commands)
 
 
 def test_the_command_that_installs_names_an_extra_that_there_is():
