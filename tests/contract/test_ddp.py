@@ -1,11 +1,15 @@
 """The contract with DistributedDataParallel: in each of its modes, ranks train as one process on the whole batch."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from programs import contract_ddp_programs as programs
 from programs.contract_ddp_programs import Mode
+from programs.contract_training_programs import Job
 from support.comparison import assert_close, share_of
+from support.private_server import private_server
 
 MODES = {
     "default": Mode(),
@@ -23,11 +27,27 @@ MODES = {
 PER_SAMPLE = ("output", "input gradient")
 
 
-@pytest.mark.parametrize("connects", [True, False], ids=["connected", "process group"])
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with private_server() as found:
+        yield found
+
+
+@pytest.fixture
+def connected(endpoint, job) -> Job:
+    return Job(endpoint, job)
+
+
+@pytest.fixture(params=["connected", "process group"])
+def either(request, connected) -> Job | None:
+    """A job to connect to, or None: then nothing but torch's process group is there."""
+    return connected if request.param == "connected" else None
+
+
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_ranks_train_as_one_process_on_the_whole_batch(ranks, mode, connects):
+def test_ranks_train_as_one_process_on_the_whole_batch(ranks, mode, either):
     """Outputs, all gradients of each step, and the state at the end, whose bits are the same on all ranks."""
-    results = ranks(len(mode.shares), programs.under_ddp, mode, connects)
+    results = ranks(len(mode.shares), programs.under_ddp, mode, either)
     whole = programs.on_the_whole_batch(mode)
     for rank, found in enumerate(results):
         assert_close(found, share_of(whole, rank, mode.shares, PER_SAMPLE))
@@ -44,10 +64,18 @@ def test_every_mode_moves_all_weights_and_statistics(mode):
 
 
 @pytest.mark.parametrize("batches", [(2, 4), (3, 1)])
-def test_with_uneven_inputs_the_others_go_on_and_all_ranks_end_with_one_state(ranks, batches):
+def test_with_uneven_inputs_the_others_go_on_and_all_ranks_end_with_one_state(ranks, batches, connected):
     """Under `client.join` within torch's `Join`, for two passes."""
-    results = ranks(2, programs.with_uneven_inputs, batches)
+    results = ranks(2, programs.with_uneven_inputs, batches, connected)
     expected = programs.with_uneven_inputs_together(batches)
     for found in results:
         assert_close(found, expected)
     assert list(programs.broken(results)) == []
+
+
+@pytest.mark.parametrize("variable", ["0", "1"])
+def test_after_a_synchronised_step_buffers_are_broadcast_no_more_unless_a_variable_says_so(ranks, variable, connected):
+    """They are the same on all ranks anyway."""
+    environ = {"STATSD_BN_BROADCAST_BUFFERS": variable}
+    found = ranks(2, programs.means_after_an_evaluation, "trained under DDP", environ, connected)
+    assert found == [[10.0, 10.0], [10.0, 10.0] if variable == "1" else [11.0, 11.0]]

@@ -1,5 +1,6 @@
 """The contract of `client.DDPHandler`: a loop's loaders are split among the ranks, and all ranks get all values."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,14 +10,29 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import client
 from programs import contract_training_programs as programs
+from programs.contract_training_programs import Job
+from support.private_server import private_server
 
-# With `client.connect()`, and without it over torch's process group.
-OVER = pytest.mark.parametrize("connects", [True, False], ids=["connected", "process group"])
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with private_server() as found:
+        yield found
 
 
-@OVER
-def test_each_loader_gives_every_sample_to_one_rank_in_another_order_each_epoch(ranks, connects):
-    first, second = ranks(2, programs.split_loaders, connects)
+@pytest.fixture
+def connected(endpoint, job) -> Job:
+    return Job(endpoint, job)
+
+
+@pytest.fixture(params=["connected", "process group"])
+def either(request, connected) -> Job | None:
+    """A job to connect to, or None: then nothing but torch's process group is there."""
+    return connected if request.param == "connected" else None
+
+
+def test_each_loader_gives_every_sample_to_one_rank_in_another_order_each_epoch(ranks, either):
+    first, second = ranks(2, programs.split_loaders, either)
     orders = [one + other for one, other in zip(first["epochs"], second["epochs"], strict=True)]
     for order in orders:
         assert sorted(order) == list(range(12))
@@ -25,9 +41,8 @@ def test_each_loader_gives_every_sample_to_one_rank_in_another_order_each_epoch(
     assert first["test"] is second["test"] is None
 
 
-@OVER
-def test_every_rank_gets_the_values_of_all_ranks_in_their_order(ranks, connects):
-    for found in ranks(2, programs.synchronise_measurements, connects):
+def test_every_rank_gets_the_values_of_all_ranks_in_their_order(ranks, either):
+    for found in ranks(2, programs.synchronise_measurements, either):
         expected = torch.tensor([[0, 0], [1, 1], [1, 1]], dtype=torch.bfloat16)
         torch.testing.assert_close(found["tensor"], expected, rtol=0, atol=0)
         torch.testing.assert_close(found["number"], torch.tensor([0.5, 1.5]), rtol=0, atol=0)
@@ -42,9 +57,8 @@ def test_every_rank_gets_the_values_of_all_ranks_in_their_order(ranks, connects)
         }
 
 
-@OVER
-def test_a_value_that_does_not_fit_is_an_error_on_all_ranks_and_they_go_on(ranks, connects):
-    first, second = ranks(2, programs.fail_to_synchronise, connects)
+def test_a_value_that_does_not_fit_is_an_error_on_all_ranks_and_they_go_on(ranks, either):
+    first, second = ranks(2, programs.fail_to_synchronise, either)
     errors = {name: (first[name][0][0], second[name][0][0]) for name in first}
     assert errors == {
         "text on rank 1": ("RoundFailed", "TypeError"),

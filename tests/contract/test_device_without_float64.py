@@ -3,14 +3,16 @@
 `support.device_without_float64` stands in for such a device; the first tests show that it refuses what MPS refuses.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from programs import contract_device_programs as programs
 from programs.contract_device_programs import Case
+from programs.contract_training_programs import Job
 from support.device_without_float64 import device_without_float64
-
-OVER = pytest.mark.parametrize("connects", [True, False], ids=["connected", "process group"])
+from support.private_server import private_server
 
 # Relative to the largest value of a tensor. Everything but the statistics is rounded to the device's type.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -23,6 +25,23 @@ CASES = {
     "a second derivative": Case(twice=True),
     "a cumulative average": Case(momentum=None),
 }
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with private_server() as found:
+        yield found
+
+
+@pytest.fixture
+def connected(endpoint, job) -> Job:
+    return Job(endpoint, job)
+
+
+@pytest.fixture(params=["connected", "process group"])
+def either(request, connected) -> Job | None:
+    """A job to connect to, or None: then nothing but torch's process group is there."""
+    return connected if request.param == "connected" else None
 
 
 def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -88,30 +107,27 @@ def test_the_stand_in_computes_in_float32_and_leaves_the_host_alone():
         assert torch.ones(3, dtype=torch.float64).sum().item() == 3.0
 
 
-@OVER
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_layer_of_two_ranks_equals_the_whole_batch(ranks, case, connects):
+def test_a_layer_of_two_ranks_equals_the_whole_batch(ranks, case, either):
     """Output, gradients, and running statistics; these are the same to the bit on both ranks."""
-    found = together(case, ranks(2, programs.one_call, case, connects))
+    found = together(case, ranks(2, programs.one_call, case, either))
     assert_near(found, programs.on_the_whole_batch(case), TOLERANCES[case.dtype])
 
 
-@OVER
-def test_a_model_trains_as_on_the_whole_batch(ranks, connects):
-    first, second = ranks(2, programs.train, connects)
+def test_a_model_trains_as_on_the_whole_batch(ranks, either):
+    first, second = ranks(2, programs.train, either)
     expected = programs.train_on_the_whole_batch()
     assert_near(first, expected, 1e-4)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
 
 
-@OVER
-def test_micro_batches_recalibration_and_measurements_work_there_too(ranks, connects):
+def test_micro_batches_recalibration_and_measurements_work_there_too(ranks, either):
     case = Case()
     x = programs.tensors(case)[0].double()
     plain = programs.layer(case).double()
     plain(x)
-    for moved, measured, values in ranks(2, programs.measure, connects):
+    for moved, measured, values in ranks(2, programs.measure, either):
         assert_near(moved, dict(plain.named_buffers()), 2e-6)
         variance, mean = torch.var_mean(x, (0, 2))
         assert_near({"mean": measured["running_mean"]}, {"mean": mean}, 2e-6)

@@ -4,6 +4,7 @@ As GPipe and PipeDream use them: all forward passes first or one forward, one ba
 """
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import client
 from programs import contract_micro_batch_programs as programs
 from programs.contract_micro_batch_programs import CHECKPOINTS, SCHEDULES, SHARES
+from programs.contract_training_programs import Job
 from support.comparison import assert_close
+from support.private_server import private_server
 
 
 def samples(number: int) -> torch.Tensor:
@@ -34,12 +37,28 @@ def assert_same_buffers(layer: nn.Module, expected: nn.Module) -> None:
     assert_close(dict(layer.named_buffers()), dict(expected.named_buffers()))
 
 
-@pytest.mark.parametrize("connects", [True, False], ids=["connected", "process group"])
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with private_server() as found:
+        yield found
+
+
+@pytest.fixture
+def connected(endpoint, job) -> Job:
+    return Job(endpoint, job)
+
+
+@pytest.fixture(params=["connected", "process group"])
+def either(request, connected) -> Job | None:
+    """A job to connect to, or None: then nothing but torch's process group is there."""
+    return connected if request.param == "connected" else None
+
+
 @pytest.mark.parametrize("reentrant", CHECKPOINTS.values(), ids=CHECKPOINTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_ranks_in_any_schedule_equal_one_process(ranks, schedule, reentrant, connects):
+def test_ranks_in_any_schedule_equal_one_process(ranks, schedule, reentrant, either):
     """Outputs, gradients, and the statistics after each mini-batch, while several micro-batches are under way."""
-    found = ranks(2, programs.by_schedule, schedule, reentrant, connects)
+    found = ranks(2, programs.by_schedule, schedule, reentrant, either)
     whole = programs.in_one_process()
     for rank, seen in enumerate(found):
         assert_close(seen, {name: _own(name, value, rank) for name, value in whole.items()})

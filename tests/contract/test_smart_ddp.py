@@ -1,5 +1,7 @@
 """The contract of `client.smart_ddp`, also called `smart_DDP`: a synchronised model under DistributedDataParallel."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,9 @@ from torch import nn
 import client
 from programs import contract_ddp_programs as programs
 from programs.contract_ddp_programs import Mode
+from programs.contract_training_programs import Job
 from support.comparison import assert_close, share_of
+from support.private_server import private_server
 
 MODES = {
     "default": Mode(shares=(1, 4)),
@@ -17,12 +21,27 @@ MODES = {
 PER_SAMPLE = ("output", "input gradient")
 
 
-@pytest.mark.parametrize(
-    ("spelling", "connects"), [("smart_ddp", True), ("smart_DDP", False)], ids=["connected", "process group"]
-)
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with private_server() as found:
+        yield found
+
+
+@pytest.fixture
+def connected(endpoint, job) -> Job:
+    return Job(endpoint, job)
+
+
+@pytest.fixture(params=["connected", "process group"])
+def either(request, connected) -> Job | None:
+    """A job to connect to, or None: then nothing but torch's process group is there."""
+    return connected if request.param == "connected" else None
+
+
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_ranks_train_as_one_process_on_the_whole_batch(ranks, mode, spelling, connects):
-    results = ranks(2, programs.under_smart_ddp, mode, connects, spelling)
+def test_ranks_train_as_one_process_on_the_whole_batch(ranks, mode, either):
+    spelling = "smart_ddp" if either else "smart_DDP"
+    results = ranks(2, programs.under_smart_ddp, mode, either, spelling)
     whole = programs.on_the_whole_batch(mode)
     for rank, found in enumerate(results):
         assert_close(found, share_of(whole, rank, mode.shares, PER_SAMPLE))
@@ -41,11 +60,15 @@ def test_it_converts_unless_told_not_to_and_assumes_a_static_graph_unless_told_i
         assert "expected a parameter that learns, got 0 parameters" in empty
 
 
-@pytest.mark.parametrize("convert", [True, False])
-def test_buffers_of_synchronised_layers_alone_are_not_broadcast_before_each_forward_pass(ranks, convert):
-    """A model that stays as it is keeps torch's broadcast from rank 0, else its buffers would drift apart."""
-    found = ranks(2, programs.buffers_after_forward, convert)
-    assert found == [[10.0, 10.0], [11.0, 11.0] if convert else [10.0, 10.0]]
+@pytest.mark.parametrize(
+    ("way", "is_broadcast"), [("converted by smart_ddp", False), ("left by smart_ddp", True)], ids=["converted", "left"]
+)
+def test_buffers_are_broadcast_before_each_forward_pass_only_where_the_model_is_not_converted(
+    ranks, way, is_broadcast, connected
+):
+    """Buffers of synchronised layers are the same on all ranks anyway; all others would drift apart."""
+    found = ranks(2, programs.means_after_an_evaluation, way, {}, connected)
+    assert found == [[10.0, 10.0], [10.0, 10.0] if is_broadcast else [11.0, 11.0]]
 
 
 def test_without_a_process_group_it_says_what_to_call_and_changes_nothing():

@@ -4,10 +4,12 @@ Every number is compared in float64: outputs, the gradients of inputs and of wei
 end.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from programs.contract_training_programs import own_server, perhaps
+from programs.contract_training_programs import Job, Values, perhaps
 from programs.ddp_programs import keep
 
 STEPS = 3
@@ -83,17 +85,17 @@ def on_the_whole_batch(mode: Mode) -> Seen:
     return _train(model, model, mode, lambda number: batch(number, sum(mode.shares)), 1)
 
 
-def under_ddp(rank: Any, mode: Mode, connects: bool) -> Seen:
+def under_ddp(rank: Any, mode: Mode, job: Job | None) -> Seen:
     """One rank's share; a bucket for every few parameters has gradients reduced while our layers exchange."""
-    with perhaps(connects):
+    with perhaps(job):
         model = client.convert_model(network(mode))
         parallel = keep(DistributedDataParallel(model, bucket_cap_mb=0.0005, **dict(mode.options)))
         return _train(parallel, model, mode, _share(rank.rank, mode), len(mode.shares))
 
 
-def under_smart_ddp(rank: Any, mode: Mode, connects: bool, spelling: str) -> Seen:
+def under_smart_ddp(rank: Any, mode: Mode, job: Job | None, spelling: str) -> Seen:
     """The same in one call."""
-    with perhaps(connects):
+    with perhaps(job):
         model = network(mode)
         parallel = keep(getattr(client, spelling)(model, **dict(mode.options)))
         return _train(parallel, parallel.module, mode, _share(rank.rank, mode), len(mode.shares))
@@ -149,10 +151,10 @@ def state(model: nn.Module) -> Seen:
 SHARES = (2, 3)
 
 
-def with_uneven_inputs(rank: Any, batches: Sequence[int]) -> Seen:
+def with_uneven_inputs(rank: Any, batches: Sequence[int], job: Job) -> Seen:
     """Two passes over as many batches as this rank has, under torch's `Join` and ours; the state at the end."""
     mine = rank.rank
-    with own_server():
+    with job.connect():
         model = client.convert_model(network(Mode()))
         parallel = keep(DistributedDataParallel(model))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -207,11 +209,21 @@ def made_by_smart_ddp(_rank: Any) -> dict[str, Any]:
     return {"made": made, "refused": refused}
 
 
-def buffers_after_forward(rank: Any, convert: bool) -> list[float]:
-    """The running mean, which each rank has set to a number of its own, after an evaluation through the wrapper."""
-    with own_server():
-        parallel = keep(client.smart_ddp(_small(), convert=convert))
-        parallel(torch.randn(3, 2)).sum().backward()
+def means_after_an_evaluation(rank: Any, way: str, environ: Values, job: Job) -> list[float]:
+    """The running mean, which each rank has set to a number of its own, after an evaluation through a wrapper.
+
+    Args:
+        rank: of this process.
+        way: "converted by smart_ddp" and "left by smart_ddp": before any training; "trained under DDP": after a step.
+        environ: variables for the job.
+        job: of both ranks.
+    """
+    with mock.patch.dict(os.environ, environ), job.connect():
+        if way == "trained under DDP":
+            parallel = keep(DistributedDataParallel(client.convert_model(_small())))
+            parallel(torch.randn(3, 2)).sum().backward()
+        else:
+            parallel = keep(client.smart_ddp(_small(), convert=way == "converted by smart_ddp"))
         parallel.eval()
         parallel.module[1].running_mean.fill_(10.0 + rank.rank)
         parallel(torch.randn(3, 2))

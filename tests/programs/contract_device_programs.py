@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import client
-from programs.contract_training_programs import perhaps
+from programs.contract_training_programs import Job, perhaps
 from support.device_without_float64 import device_without_float64
 
 STEPS = 3
@@ -58,9 +58,9 @@ def tensors(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return x.to(case.dtype), factors.to(case.dtype), mask
 
 
-def one_call(rank: Any, case: Case, connects: bool) -> Seen:
+def one_call(rank: Any, case: Case, job: Job | None) -> Seen:
     """One rank's share on the device; the results are brought to the host."""
-    with perhaps(connects), device_without_float64() as device:
+    with perhaps(job), device_without_float64() as device:
         model = client.convert_model(layer(case)).to(device)
         x, factors, mask = (whole.split(case.shares)[rank.rank].to(device) for whole in tensors(case))
         if case.masked:
@@ -104,9 +104,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(sum(SHARES), 5, generator=generator)
 
 
-def train(rank: Any, connects: bool) -> Seen:
+def train(rank: Any, job: Job | None) -> Seen:
     """The state after some steps on the device, whose gradients are averaged over the ranks."""
-    with perhaps(connects), device_without_float64() as device:
+    with perhaps(job), device_without_float64() as device:
         model = client.convert_model(network()).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(STEPS):
@@ -129,10 +129,10 @@ def train_on_the_whole_batch() -> Seen:
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def measure(rank: Any, connects: bool) -> tuple[Seen, Seen, list[Tensor]]:
+def measure(rank: Any, job: Job | None) -> tuple[Seen, Seen, list[Tensor]]:
     """The statistics after a mini-batch of two micro-batches, those after `recalibrate`, and a synchronised value."""
     case = Case()
-    with perhaps(connects), device_without_float64() as device:
+    with perhaps(job), device_without_float64() as device:
         model = client.convert_model(layer(case), chunks=2).to(device)
         halves = [half.split((1, 2)) for half in tensors(case)[0].chunk(2)]
         own = [half[rank.rank].to(device) for half in halves]

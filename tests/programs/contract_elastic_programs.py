@@ -115,6 +115,7 @@ def live(endpoint: str, folder: str, rank: int, says_why: bool) -> Life:
 class _Training:
     def __init__(self, life: Life, called: Path) -> None:
         self._life, self._called = life, called
+        self._expiry = time.monotonic() + SECONDS
         self.connection: Any = None
 
     def train(self, state: client.ElasticState) -> None:
@@ -136,6 +137,7 @@ class _Training:
             state.epoch += 1
 
     def _learn(self, state: client.ElasticState, samples: Tensor) -> None:
+        assert time.monotonic() < self._expiry, "the newcomer has not come"
         state.model.zero_grad()
         loss_of(state.model, samples).backward()
         probe = client.SlavePipe(self.connection, "probe").run_slave(Rows((len(samples),), np.zeros((1, 2, 1))))

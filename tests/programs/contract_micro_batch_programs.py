@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import client
-from programs.contract_training_programs import perhaps
+from programs.contract_training_programs import Job, perhaps
 
 MINI_BATCHES = 2
 
@@ -51,9 +51,9 @@ def micro_batch(mini_batch: int, number: int) -> tuple[Tensor, Tensor]:
     return x + 3 * number + torch.arange(samples).view(-1, 1, 1, 1), factors
 
 
-def by_schedule(rank: Any, schedule: str, reentrant: bool | None, connects: bool) -> Seen:
+def by_schedule(rank: Any, schedule: str, reentrant: bool | None, job: Job | None) -> Seen:
     """One rank's share of two mini-batches; the gradients of both ranks are averaged before each optimizer step."""
-    with perhaps(connects):
+    with perhaps(job):
         model = client.convert_model(stages(), chunks=CHUNKS)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         seen: Seen = {}

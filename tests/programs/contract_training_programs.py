@@ -1,34 +1,37 @@
 """What the processes of the contract's training tests run: ranks of a gloo group, through the public interface only."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 import client
-from support.launched import PATIENT
 
 SECONDS = 60.0
 
 Values = dict[str, Any]
 
 
-@contextmanager
-def own_server() -> Iterator[client.Connection]:
-    """Connects without an endpoint, so that rank 0 starts a server; on a busy machine a silent rank is not dead."""
-    with mock.patch.dict(os.environ, PATIENT), client.connect(round_timeout=SECONDS) as connection:
-        yield connection
+@dataclass(frozen=True)
+class Job:
+    """Where the ranks of a job connect: a server that the test has started, and a name that no other test uses."""
+
+    endpoint: str
+    name: str
+
+    def connect(self) -> client.Connection:
+        """Rank and size are those of torch's process group."""
+        return client.connect(self.endpoint, job=self.name, round_timeout=SECONDS)
 
 
-def perhaps(connects: bool) -> AbstractContextManager[client.Connection | None]:
+def perhaps(job: Job | None) -> AbstractContextManager[client.Connection | None]:
     """A connection, or none: then the layers use torch's process group."""
-    return own_server() if connects else nullcontext()
+    return job.connect() if job else nullcontext()
 
 
 def loop(samples: int = 12) -> Any:
@@ -40,10 +43,10 @@ def loop(samples: int = 12) -> Any:
     )
 
 
-def split_loaders(_rank: Any, connects: bool) -> Values:
+def split_loaders(_rank: Any, job: Job | None) -> Values:
     """The samples that each loader of this rank gives: of three epochs, the last one as the first."""
     training = loop()
-    with perhaps(connects):
+    with perhaps(job):
         handler = client.DDPHandler(training)
         handler.add_distributed_samplers()
         epochs = []
@@ -54,10 +57,10 @@ def split_loaders(_rank: Any, connects: bool) -> Values:
     return {"epochs": epochs, "validation": validation, "test": training.test_loader}
 
 
-def synchronise_measurements(rank: Any, connects: bool) -> Values:
+def synchronise_measurements(rank: Any, job: Job | None) -> Values:
     """What `mp_sync` and `mp_sync_dict` return for values of each kind; lengths differ between the ranks."""
     mine = rank.rank
-    with perhaps(connects):
+    with perhaps(job):
         handler = client.DDPHandler(loop())
         sync = handler.mp_sync
         return {
@@ -72,10 +75,10 @@ def synchronise_measurements(rank: Any, connects: bool) -> Values:
         }
 
 
-def fail_to_synchronise(rank: Any, connects: bool) -> Values:
+def fail_to_synchronise(rank: Any, job: Job | None) -> Values:
     """The errors of values that do not fit, and what is synchronised after each."""
     mine = rank.rank
-    with perhaps(connects):
+    with perhaps(job):
         handler = client.DDPHandler(loop())
         calls: dict[str, Callable[[], Any]] = {
             "text on rank 1": lambda: handler.mp_sync("text" if mine else 1.0),
