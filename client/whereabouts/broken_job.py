@@ -25,7 +25,7 @@ from statsd_bn.text import plain
 
 logger = logging.getLogger("statsd_bn.client")
 
-# How long a process that is about to end waits for the server's news. The server knows within a second of a process that
+# How long a process that is about to end waits for news from the server, which knows within a second of a process that
 # was killed, on a busy host within some more, and within `silence_seconds`, 3.5 by default, of any that is gone.
 # Launchers kill a process 10 to 30 s after SIGTERM.
 NEWS_SECONDS = 4.0
