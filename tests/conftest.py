@@ -1,5 +1,6 @@
 """Fixtures own every process, socket and thread of the tests."""
 
+import faulthandler
 import gc
 import itertools
 import os
@@ -7,10 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 import client
@@ -38,6 +42,9 @@ from support.starter import STARTER
 
 MEMBERS = 4
 WAIT_SECONDS = 100.0
+
+# How long one that has timed out may take to end, with the fixtures that end with it; and pytest after the last one.
+ENDING_SECONDS = 200.0
 
 # On a busy machine a process may stand still for seconds, and a compiler holds Python's lock: nobody is dead for that.
 # Tests about death have servers of their own.
@@ -65,6 +72,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("alone") and not item.nodeid.startswith(ALONE_FOLDERS):
             raise pytest.UsageError(f"{item.nodeid} is alone: expected it in one of {', '.join(ALONE_FOLDERS)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Ends this process where the timeout of a test does not end the test: in a call of C, or in a fixture behind it.
+
+    `pytest-timeout` raises in the main thread, once. xdist reports the end of a worker as the failure of its test.
+    """
+    _watch(item)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Ends it all the same after a test that has failed, where pytest cancels what was begun above."""
+    _watch(item)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Ends this process where a thread that no test waits for any more would keep the interpreter."""
+    _end_process_in(ENDING_SECONDS, session.config)
+
+
+def _watch(item: pytest.Item) -> None:
+    mark, option = item.get_closest_marker("timeout"), item.config.getoption("timeout")
+    seconds = float(mark.args[0] if mark else item.config.getini("timeout") if option is None else option)
+    if seconds:  # 0 is for a debugger
+        _end_process_in(seconds + ENDING_SECONDS, item.config)
+
+
+def _end_process_in(seconds: float, config: pytest.Config) -> None:
+    """Prints every thread's stack after so many seconds, and ends this process with exit code 1."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_stderr_of(config))
+
+
+@cache
+def _stderr_of(config: pytest.Config) -> int:
+    """The error output that pytest does not capture; pytest closes its own at the end."""
+    return os.dup(config.stash.get(fault_handler_stderr_fd_key, sys.__stderr__.fileno()))
 
 
 def pytest_collection_finish() -> None:
@@ -106,7 +156,7 @@ def running_server(*options: str) -> Iterator[Server]:
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                code = process.wait(timeout=10)
+                code = process.wait(WAIT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
@@ -143,11 +193,19 @@ def job() -> str:
 def pool() -> Iterator[ProcessPoolExecutor]:
     """Worker processes that play the members; kept, because importing torch takes seconds."""
     together = STARTER.Barrier(MEMBERS)
-    with ProcessPoolExecutor(MEMBERS, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,)) as executor:
+    executor = ProcessPoolExecutor(MEMBERS, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,))
+    try:
         # All have imported torch, as this module does, when the first test's time begins.
         for started in [executor.submit(int) for _ in range(MEMBERS)]:
             started.result(timeout=WAIT_SECONDS)
         yield executor
+    finally:
+        processes = list(executor._processes.values())
+        executor.shutdown(wait=False, cancel_futures=True)
+        # Tests wait for their members, so one that does not end now hangs.
+        for process in processes:
+            connection.wait([process.sentinel], 10.0)
+            process.kill()
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def _shared(connection: Connection, group: Group, members: list[int]) -> tuple[_
             return None, why
         ready = [_parsed(one) for one in said]
         me = members.index(connection.rank)
-        memory, taken_of, reason = _first_in_reach(offer, [name for name, *_ in ready], me, size)
+        memory, taken_of, reason = _first_in_reach(connection, offer, [name for name, *_ in ready], me, size)
         said = connection.gather_in(group, MEMORY, f"{taken_of} {reason}".encode())
     owners, reasons = _told(said)
     why = _refusals(members, reasons)
@@ -128,12 +128,14 @@ def _why_alone(owners: list[int], keys: list[str], size: int) -> str:
     return "the ranks on this host have different keys" if len(set(keys)) > 1 else ""
 
 
-def _first_in_reach(offer: Offer | None, names: list[str], me: int, size: int) -> tuple[mmap, int, str]:
+def _first_in_reach(
+    connection: Connection, offer: Offer | None, names: list[str], me: int, size: int
+) -> tuple[mmap, int, str]:
     """Returns the memory of the first member that this one can reach, whose it is, and why it is not the very first."""
     reason = ""
     for place, name in enumerate(names[:me]):
         try:
-            return take(name, size), place, reason
+            return take(name, size, lambda: connection.is_broken), place, reason
         except OSError as error:
             reason = reason or str(error) or type(error).__name__
     assert offer  # noqa: S101 - whoever has none has said why

@@ -11,14 +11,20 @@ import socket
 import struct
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from mmap import mmap
 from pathlib import Path
 
 from client.shared_memory import futex
 
-# How long a process may take to connect, and to hand the memory over.
-SECONDS = 5.0
+# How long a process may take to hand the memory over. One that has ended closes the connection at once; one that is
+# frozen is lost to the server before. So this is for a busy machine, where groups must not fall back to the server.
+SECONDS = 60.0
+
+# How often a wait for it checks whether the job has broken.
+CHECK_SECONDS = 0.5
 
 # Memory that somebody cuts short would kill whoever reads it.
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
@@ -90,14 +96,19 @@ class Offer:
                     socket.send_fds(peer, [b"\0"], [self._descriptor])
 
 
-def take(name: str, size: int) -> mmap:
+def take(name: str, size: int, is_broken: Callable[[], bool] = bool) -> mmap:
     """Takes memory that a process of this user on this host offers.
+
+    Args:
+        name: of the offer.
+        size: in bytes.
+        is_broken: whether waiting for the other process is in vain.
 
     Raises:
         OSError: it cannot; the text says why.
     """
     with socket.socket(socket.AF_UNIX) as server:
-        server.settimeout(SECONDS)
+        server.settimeout(CHECK_SECONDS)
         try:
             server.connect(_address(name))
         except OSError as error:
@@ -108,7 +119,7 @@ def take(name: str, size: int) -> mmap:
             raise OSError(
                 f"the memory of the others is that of user {_user_of(server)}, and this is user {os.getuid()}"
             )
-        _, descriptors, _, _ = socket.recv_fds(server, 1, 1)
+        descriptors = _received(server, is_broken)
     if not descriptors:
         raise OSError("the memory of the others was not handed over")
     (descriptor,) = descriptors
@@ -120,6 +131,18 @@ def take(name: str, size: int) -> mmap:
         return mmap(descriptor, size)
     finally:
         os.close(descriptor)
+
+
+def _received(server: socket.socket, is_broken: Callable[[], bool]) -> list[int]:
+    expiry = time.monotonic() + SECONDS
+    while True:
+        try:
+            _, descriptors, _, _ = socket.recv_fds(server, 1, 1)
+        except TimeoutError:
+            if is_broken() or time.monotonic() >= expiry:
+                raise
+        else:
+            return descriptors
 
 
 def _unknown_user() -> int:

@@ -25,6 +25,11 @@ from statsd_bn.text import plain
 
 logger = logging.getLogger("statsd_bn.client")
 
+# How long a process that is about to end waits for news from the server, which knows within a second of a process that
+# was killed, on a busy host within some more, and within `silence_seconds`, 3.5 by default, of any that is gone.
+# Launchers kill a process 10 to 30 s after SIGTERM.
+NEWS_SECONDS = 4.0
+
 # How long others may have left before a rank that waits for them in a collective is told: at the end of a run they
 # leave some moments apart.
 LEFT_SECONDS = 3.0

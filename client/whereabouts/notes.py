@@ -14,13 +14,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 from client.whereabouts import collectives, stack
-from client.whereabouts.broken_job import BrokenJob, has_left_in_order
+from client.whereabouts.broken_job import NEWS_SECONDS, BrokenJob, has_left_in_order
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.text import readable
-
-# The server knows within a second of a process that was killed, on a busy host within some more; and within
-# `silence_seconds`, which are 3.5, of any that is gone.
-NEWS_SECONDS = 4.0
 
 # What an error of a collective says that autograd's engine raises; it raises those of the model too.
 _WORDS = ("gloo", "nccl", "c10d", "processgroup", "process group", "connection closed", "connection reset")

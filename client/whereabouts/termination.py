@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from client.whereabouts.broken_job import BrokenJob
+from client.whereabouts.broken_job import NEWS_SECONDS, BrokenJob
 from statsd_bn.error_text import in_log
 
 logger = logging.getLogger("statsd_bn.client")
@@ -35,9 +35,6 @@ _NOBODY = object()
 
 Handler = Callable[[int, FrameType | None], object] | int
 """What handles a signal: a function, or a number of the system's."""
-
-# How long it waits for the news; the server knows within a second of a process that was killed.
-NEWS_SECONDS = 1.5
 
 
 class Termination:

@@ -18,6 +18,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import client
+from server.cli.status import ask
 
 STEPS, FAULT = 20, 6
 
@@ -59,6 +60,12 @@ def hold_the_interpreter(seconds: int) -> None:
     ctypes.PyDLL(None).sleep(seconds)
 
 
+def wait_for_the_other_to_wait() -> None:
+    """Returns once the server knows that the other rank waits in a round."""
+    while not any(group["waiting"] for group in ask(client.current_connection().endpoint)["groups"]):
+        time.sleep(0.02)
+
+
 def load_a_batch() -> None:
     time.sleep(6.0)
 
@@ -70,7 +77,7 @@ AT_THE_END = {
 }
 
 
-def befall(what: str, model: nn.Module, x: torch.Tensor) -> bool:
+def befall(what: str, foreign: str, model: nn.Module, x: torch.Tensor) -> bool:
     """Does what is wrong; returns whether training goes on."""
     say("fault", what)
     if what == "extra":
@@ -80,6 +87,8 @@ def befall(what: str, model: nn.Module, x: torch.Tensor) -> bool:
     elif what == "frozen":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "killed":
+        if foreign == "0":
+            wait_for_the_other_to_wait()
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "holds the lock":
         hold_the_interpreter(10)
@@ -100,7 +109,7 @@ def main(what: str, victim: str, foreign: str) -> None:
         for step in range(STEPS):
             x = torch.randn(4, 8)
             is_fault = step == FAULT and connection.rank == int(victim)
-            if is_fault and not befall(what, model, x):
+            if is_fault and not befall(what, foreign, model, x):
                 break
             with model.no_sync() if is_fault and what == "reduces nothing" else nullcontext():
                 loss = model(x).square().sum()

@@ -205,10 +205,10 @@ def test_threads_that_come_in_another_order_on_each_member_all_get_their_rounds(
 def test_where_one_member_has_no_memory_all_use_the_server_and_say_why(monkeypatch, caplog):
     take = agreement.take
 
-    def take_but_for_one(name, size):
+    def take_but_for_one(*arguments):
         if threading.current_thread().name == "member 1":
             raise OSError("it cannot reach the memory of the others; on purpose")
-        return take(name, size)
+        return take(*arguments)
 
     monkeypatch.setattr(agreement, "take", take_but_for_one)
     caplog.set_level("INFO", logger="statsd_bn.client")

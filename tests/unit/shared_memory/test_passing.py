@@ -19,9 +19,6 @@ pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not(
 
 SIZE = 8192
 
-# Where memory with a name lies.
-NAMED = Path("/dev/shm")  # noqa: S108 - only looked at
-
 
 @pytest.fixture
 def offer():
@@ -49,13 +46,56 @@ def test_it_outlives_the_offer():
 
 
 def test_nothing_is_left_open_or_lying_about():
-    before, files = open_files(), set(NAMED.iterdir())
+    before = open_files()
     with closing(Offer(SIZE)) as offer:
         taken = take(offer.name, SIZE)
+        # It is in no folder.
+        assert "/memfd:statsd_bn" in Path("/proc/self/maps").read_text()
     taken.close()
     offer.memory.close()
     assert open_files() == before
-    assert set(NAMED.iterdir()) <= files
+
+
+@pytest.fixture
+def late(offer, monkeypatch):
+    """What the other process hands its memory over after, as one that does not get the processor."""
+    may, user_of = threading.Event(), passing._user_of
+
+    def late_user_of(peer):
+        if threading.current_thread() is offer._thread:
+            assert may.wait(60.0)
+        return user_of(peer)
+
+    monkeypatch.setattr(passing, "_user_of", late_user_of)
+    monkeypatch.setattr(passing, "CHECK_SECONDS", 0.01)
+    yield may
+    may.set()
+
+
+def test_memory_that_is_handed_over_late_is_waited_for(offer, late):
+    checks = []
+
+    def is_broken():
+        checks.append(1)
+        if len(checks) == 3:
+            late.set()
+        return False
+
+    assert len(take(offer.name, SIZE, is_broken)) == SIZE
+    assert len(checks) >= 3
+
+
+@pytest.mark.usefixtures("late")
+def test_nobody_waits_for_memory_in_a_broken_job(offer):
+    checks = []
+
+    def is_broken():
+        checks.append(1)
+        return True
+
+    with pytest.raises(TimeoutError):
+        take(offer.name, SIZE, is_broken)
+    assert checks == [1]
 
 
 def test_where_nobody_offers_the_error_says_why():
