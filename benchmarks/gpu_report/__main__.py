@@ -46,9 +46,9 @@ def main() -> None:
         results = Results.load(options.output)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    runner = Runner(options.seconds, options.stand_in, options.plant)
     if not options.stand_in and not has_device():
         parser.error("expected a CUDA device that torch can use, and found none; --stand-in runs on the CPU")
-    runner = Runner(options.seconds, options.stand_in, options.plant)
     plans = [plan for plan in PLANS if plan.name in options.steps or not options.steps]
     sys.exit(report(runner, plans, results))
 

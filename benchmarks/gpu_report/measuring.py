@@ -14,6 +14,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from gpu_report.step import Step
+
 # Range of the profile that counts: torch itself synchronises the device before and after.
 RANGE = "gpu_report: measured"
 
@@ -85,6 +87,18 @@ def _counts(events: list[torch.autograd.profiler_util.FunctionEvent], runs: int,
         waits=max(asked, sum(name in READS for name in of_host)) / runs,
         busy=sum(event.time_range.elapsed_us() for event in work) / runs,
     )
+
+
+def check_counts(step: Step) -> None:
+    """Checks that a launch, a copy to the host and both kinds of waits are counted; else no count is to be trusted."""
+    x = torch.ones(8, device=step.device)
+    counted(step.device, x.sum, 1)  # the first profile loads what it needs
+    counts, _ = counted(step.device, lambda: x.sum().item(), 2)
+    step.check("the profiler sees a launch and the read of a value", counts.launches and counts.waits >= 1, counts)
+    if step.device.type == "cuda":
+        step.check("the profiler sees a copy to the host", counts.to_host == 1, counts)
+        counts, _ = counted(step.device, lambda: torch.cuda.current_stream().record_event().synchronize(), 2)
+        step.check("the profiler sees a wait for an event", counts.waits == 1, counts)
 
 
 def host_microseconds(device: torch.device, run: Callable[[], object], runs: int) -> float:

@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # For what no step has a share of, such as the first import of torch.
 SPARE_SECONDS = TOTAL_SECONDS - sum(plan.seconds for plan in PLANS)
 
+# In which a process that is killed ends.
+KILL_SECONDS = 10.0
+
 # Fields that each kind of record must have, and their types.
 RECORDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "device": {"text": str},
@@ -45,11 +48,13 @@ class Runner:
         seconds: for all steps together, were all of them run.
         stand_in: the CPU stands in for the GPU.
         plant: `MODULE:NAME` of a context manager that is entered in each process; for tests.
+        begun: when the time began to run, by the monotonic clock.
     """
 
     seconds: float = TOTAL_SECONDS
     stand_in: bool = False
     plant: str = ""
+    begun: float = field(default_factory=time.monotonic)
 
     def run(self, plans: Sequence[Plan], done: Callable[[Plan, Result, Path], None]) -> None:
         """Runs steps one after another.
@@ -59,7 +64,7 @@ class Runner:
             done: called after each, with its result and the folder of its files, which is removed afterwards.
         """
         scale = self.seconds / TOTAL_SECONDS
-        deadline = time.monotonic() + scale * (SPARE_SECONDS + sum(plan.seconds for plan in plans))
+        deadline = self.begun + scale * (SPARE_SECONDS + sum(plan.seconds for plan in plans))
         commit = current_commit()
         for number, plan in enumerate(plans):
             later = scale * sum(each.seconds for each in plans[number + 1 :])
@@ -95,7 +100,7 @@ class Runner:
             notes=recorded.notes,
         )
         if result.outcome != PASSED:
-            result.log = log.read_text(errors="replace")[-MAX_CHARACTERS:]
+            result.log = end_of(log)
         return result
 
 
@@ -112,7 +117,7 @@ def ended_within(limit: float, command: list[str], log: Any, environ: dict[str, 
         The exit status, that of a signal negative; None if it was ended at the limit.
     """
     process = subprocess.Popen(  # noqa: S603 - of this project
-        command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
     )
     try:
         return process.wait(timeout=limit)
@@ -121,7 +126,15 @@ def ended_within(limit: float, command: list[str], log: Any, environ: dict[str, 
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a driver that hangs may hold it for ever
+            process.wait(timeout=KILL_SECONDS)
+
+
+def end_of(log: Path) -> str:
+    """Returns the last lines of a file, however long it is."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - MAX_CHARACTERS))
+        return file.read().decode(errors="replace")
 
 
 @dataclass

@@ -63,9 +63,7 @@ def in_a_world_of_one(step: Step) -> Iterator[list[Variant]]:
     The groups stay until the process ends, since NCCL may hang while it takes them apart.
     """
     backend = step.pick("nccl", "gloo")
-    device = step.pick(step.device, None)
-    store = distributed.HashStore()
-    distributed.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     world, over_host = distributed.group.WORLD, distributed.new_group(backend="gloo")
 
     def torchs(channels: int) -> nn.Module:

@@ -99,8 +99,8 @@ def test_at_its_limit_a_step_leaves_its_records_and_nothing_else(plan, report, t
 
     class Popen(subprocess.Popen):
         def wait(self, timeout=None):
-            if timeout is None:
-                return super().wait()
+            if timeout == runner.KILL_SECONDS:
+                return super().wait(timeout)
             # The limit is reached when the child has begun, however busy the machine is.
             wait_until(lambda: left.exists() and left.read_text())
             raise subprocess.TimeoutExpired("step", timeout)
@@ -220,8 +220,57 @@ def test_a_plant_is_entered_around_the_step_and_named_in_the_report(plan, report
     assert "**Planted faults** in looks (some_plants:wrong)." in text
 
 
-@pytest.mark.parametrize("lasts", [0.0, 1000.0], ids=["at once", "over its limit"])
-def test_a_step_that_ends_early_leaves_its_time_to_later_ones(monkeypatch, lasts):
+TESTS = """
+import pytest
+def test_passes(): pass
+@pytest.mark.cuda
+def test_is_left_out(): assert False
+def test_fails(): assert 1 == 2
+@pytest.fixture
+def broken(): raise OSError("no such device")
+def test_breaks(broken): pass
+@pytest.mark.skip(reason="one device")
+def test_is_skipped(): pass
+"""
+
+
+def test_each_test_that_fails_on_a_gpu_is_a_failed_check(plan, report, tmp_path):
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    cuda: needs a CUDA device\n")
+    texts = {
+        "some": TESTS,
+        "sound": "def test_passes(): pass",
+        "skipped": "import pytest\n@pytest.mark.skip(reason='one device')\ndef test_is_skipped(): pass",
+        "unsound": "import no_such_module",
+    }
+    for name, text in texts.items():
+        (folder / f"test_{name}.py").write_text(text)
+    text = "from pathlib import Path\nfrom gpu_report.steps import tests\nrun = tests.run\n"
+    text += f"tests.FOLDER = Path({str(folder)!r})\n"
+    _, found, _ = report(plan("tests", text))
+    checks = {check["name"]: check for check in found["tests"]["checks"]}
+    failed = [name for name, check in checks.items() if not check["passed"]]
+    assert failed == [
+        "test_unsound.py",
+        "all tests of test_skipped.py pass",
+        "test_some.py::test_fails",
+        "test_some.py::test_breaks",
+        "all tests of test_some.py pass",
+    ]
+    assert "assert 1 == 2" in checks["test_some.py::test_fails"]["detail"]
+    assert "no such device" in checks["test_some.py::test_breaks"]["detail"]
+    assert checks["all tests of test_some.py pass"]["detail"] == "1 passed, 2 failed, 1 skipped"
+    assert checks["all tests of test_sound.py pass"]["passed"]
+    assert found["tests"]["notes"] == ["2 skipped: one device"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "lasts", "expected"),
+    [(0.0, 0.0, [70.0, 100.0, 110.0]), (0.0, 1000.0, [70.0, 30.0, 10.0]), (-100.0, 0.0, [50.0, 30.0, 10.0])],
+    ids=["ends at once", "goes on to its limit", "starts late"],
+)
+def test_a_step_has_its_share_and_what_earlier_ones_have_left(monkeypatch, begun, lasts, expected):
     now, limits = [0.0], []
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(runner, "SPARE_SECONDS", 40.0)
@@ -231,8 +280,15 @@ def test_a_step_that_ends_early_leaves_its_time_to_later_ones(monkeypatch, lasts
         now[0] += min(lasts, limit)
 
     monkeypatch.setattr(Runner, "_run", run)
-    Runner(seconds=240.0).run([Plan("a", 100), Plan("b", 60), Plan("c", 20)], lambda *_: None)
-    assert limits == ([70.0, 100.0, 110.0] if lasts == 0.0 else [70.0, 30.0, 10.0])
+    Runner(seconds=240.0, begun=begun).run([Plan("a", 100), Plan("b", 60), Plan("c", 20)], lambda *_: None)
+    assert limits == expected
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "steps": {}}', '{"format": 1, "steps": [1]}'])
+def test_foreign_results_are_not_overwritten(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ValueError, match=r"results\.json: expected"):
+        Results.load(tmp_path)
 
 
 def test_the_shares_leave_time_for_the_start():

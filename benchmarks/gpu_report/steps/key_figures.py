@@ -30,6 +30,7 @@ Results = dict[str, Tensor]
 
 def run(step: Step) -> None:
     """Measures each variant with each shape, type and layout, and compares what it computes."""
+    measuring.check_counts(step)
     with variants.in_a_world_of_one(step) as of_all:
         for shape, dtype, layout in product(step.pick(SHAPES, SMALL_SHAPES), TOLERANCES, FORMATS):
             case = Case(step, shape, dtype, layout)
@@ -104,6 +105,7 @@ class Case:
             )
         host = measuring.host_microseconds(step.device, once, step.pick(20, 2))
         device = measuring.device_microseconds(step.device, once, step.pick(20, 2))
+        self.x.grad = None  # as it is when a pass begins
         peak = measuring.peak_bytes(step.device, once)
         step.figure("launches", counts.launches, **of)
         step.figure("copies", counts.copies, **of)

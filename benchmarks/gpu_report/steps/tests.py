@@ -20,8 +20,9 @@ TIMEOUT = 25
 def run(step: Step) -> None:
     """Runs pytest in this process, so that what it has found is recorded even if the step has to be ended."""
     recorder = Recorder(step)
-    options = [f"--config-file={FOLDER / 'pytest.ini'}", f"--timeout={TIMEOUT}", "-p", "no:cacheprovider"]
-    status = pytest.main([*options, "-m", step.pick("cuda", "not cuda"), str(FOLDER)], plugins=[recorder])
+    options = [f"--config-file={FOLDER / 'pytest.ini'}", f"--timeout={TIMEOUT}", "--continue-on-collection-errors"]
+    which = ["-p", "no:cacheprovider", "-m", step.pick("cuda", "not cuda"), str(FOLDER)]
+    status = pytest.main([*options, *which], plugins=[recorder])
     recorder.end()
     step.check(
         "pytest ends well", status in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}, pytest.ExitCode(status).name
