@@ -41,7 +41,7 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank knows.
+    """Arguments of a rank.
 
     Attributes:
         number: of the rank.

@@ -28,7 +28,7 @@ PLANTS = [
     ("ranks", "plants:own_order", "gloo, 4 ranks: all have the same bits"),
     ("ranks", "plants:same_digests", "ranks in different layers: all raise RoundMismatch"),
     ("ranks", "plants:over_server", "shared memory: rows reach the others in memory"),
-    ("nccl", "plants:missing_wait", "without set_device: losses are those of the whole batch"),
+    ("nccl", "plants:missing_wait", "without set_device: losses equal the whole batch's"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Whether several ranks on one GPU compute what one would on the whole batch, and end together when they part ways.
+"""Whether several ranks on one GPU equal one rank with the whole batch, and all raise when they call different layers.
 
 NCCL takes one rank per GPU, so the ranks gather over gloo, with their rows on the device; then over shared memory, as
 `client.connect()` has it on one host. Virtual replicas in one process get the same slices.
@@ -76,7 +76,7 @@ def run(step: Step) -> None:
 
 
 def over_gloo(rank: Rank) -> dict[str, Any]:
-    """Returns what the layers of each group gave this rank, and how many rounds stayed on the device."""
+    """Returns this rank's results in each group, and the number of its rounds on the device."""
     found: dict[str, Any] = {}
     with rank.process_group("gloo") as world, rows_on(rank.device, also_over_gloo=True):
         for group, size in ((world, 4), (distributed.new_group([0, 1]), 2)):
@@ -88,7 +88,7 @@ def over_gloo(rank: Rank) -> dict[str, Any]:
 
 
 def over_shared_memory(rank: Rank) -> tuple[Found, str]:
-    """Returns what the layers gave this rank, and how its rows reached the others."""
+    """Returns this rank's results, and the name of the transport."""
     with (
         rank.process_group("gloo"),
         client.connect(job="gpu-report", round_timeout=ROUND_SECONDS, join_timeout=ROUND_SECONDS) as connection,
@@ -97,7 +97,7 @@ def over_shared_memory(rank: Rank) -> tuple[Found, str]:
 
 
 def part_ways(rank: Rank) -> dict[str, Any]:
-    """Rank 1 comes to another layer than the rest, after the ranks have agreed where the rows of both layers go."""
+    """Rank 1 calls another layer than the other ranks, after the first rounds of both layers."""
     with rank.process_group("gloo") as world, rows_on(rank.device, also_over_gloo=True):
         layers = [_layer("float32", name, rank.device, world) for name in ("stem.bn", "head.bn")]
         x = torch.randn(3, CHANNELS, *POSITIONS, device=rank.device)
@@ -133,9 +133,9 @@ def _check_near(step: Step, way: str, size: int, found: Sequence[Found]) -> None
         try:
             shares = reference.distances(_joined([each[kind] for each in found]), expected)
         except TooFar as error:
-            step.check(f"{way}, {kind}: results are those of the whole batch", passed=False, detail=error)
+            step.check(f"{way}, {kind}: results equal the whole batch's", passed=False, detail=error)
         else:
-            step.check(f"{way}, {kind}: results are those of the whole batch", passed=True)
+            step.check(f"{way}, {kind}: results equal the whole batch's", passed=True)
             step.figure("largest error", max(shares.values()), "of its bound", ranks=way, input=kind)
 
 
