@@ -5,8 +5,8 @@ replica would wait forever for a sibling that only the same thread can run.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,9 +186,9 @@ class _BatchNorm(_Exchanging):
         xs, weights, masks = _split(_kept(ctx), 3)
         arguments = _BackwardPass(ctx.exchange, needs), *grads, *xs, *weights, *masks
         # A graph of this pass, and so a node for it, is made only where someone asks for it.
+        run = partial(_apply, _Backward) if torch.is_grad_enabled() else _Backward.forward
         try:
-            with streams.entered(ctx.exchange.streams) if ctx.exchange.streams else nullcontext():
-                gradients = _apply(_Backward, *arguments) if torch.is_grad_enabled() else _Backward.forward(*arguments)
+            gradients = streams.computed_in(ctx.exchange.streams, arguments, partial(run, *arguments))
         except StatsdBNError as error:
             make_readable(error)
             raise
@@ -238,6 +238,9 @@ class _Backward(_Exchanging):
     def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         grads, inputs, weights, masks = _split(tensors, 4)
         kernels, statistics = this.exchange.kernels, this.exchange.statistics
+        slices = zip(grads, inputs, masks, strict=True)
+        pairs = [kernels.for_backward(grad, x, statistics, mask) for grad, x, mask in slices]
+        grads, inputs = zip(*pairs, strict=True)
         this.local = [
             kernels.backward_sums(grad, x, statistics, mask) for grad, x, mask in zip(grads, inputs, masks, strict=True)
         ]
@@ -256,10 +259,10 @@ class _Backward(_Exchanging):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         replicas = len(ctx.backward_pass.local)
-        streams_of_replicas = ctx.backward_pass.exchange.streams
+        arguments = ctx.backward_pass, *ctx.saved_tensors, *gradients
+        run = partial(_SecondBackward.apply, *arguments)
         try:
-            with streams.entered(streams_of_replicas) if streams_of_replicas else nullcontext():
-                found = _SecondBackward.apply(ctx.backward_pass, *ctx.saved_tensors, *gradients)
+            found = streams.computed_in(ctx.backward_pass.exchange.streams, arguments, run)
         except StatsdBNError as error:
             make_readable(error)
             raise

@@ -97,4 +97,8 @@ class Verdicts:
 
 
 def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether this thread's work on a device is captured; torch answers for the current device only."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -17,7 +17,7 @@ from statsd_bn.reduction import FloatArray
 class Backend(Protocol):
     """Computes the four steps of a layer for slices of one kind; `dispatch` says what each step returns.
 
-    All backends return the same up to rounding. A faster way to compute the steps becomes a class with these five
+    All backends return the same up to rounding. A faster way to compute the steps becomes a class with these six
     methods, and goes into the list below.
 
     Example usage:
@@ -25,6 +25,7 @@ class Backend(Protocol):
         backend = backend_for(x, mask)
         moments = backend.moments(x, number)
         output = backend.normalise(x, statistics, weight, bias)
+        grad, x = backend.for_backward(grad, x, statistics)
         sums = backend.backward_sums(grad, x, statistics)
         gradient = backend.input_gradient(grad, x, statistics, means, weight)
     """
@@ -37,6 +38,9 @@ class Backend(Protocol):
 
     def normalise(self, x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Returns the output, in the type of `x`."""
+
+    def for_backward(self, grad: Tensor, x: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
+        """Returns both as the next two steps read them, which copy only what does not lie so."""
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: Statistics) -> FloatArray:
         """Returns Σdy and Σdy·(x - mean), shape (2, C)."""
@@ -64,6 +68,10 @@ class Compiled:
     def normalise(self, x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """As `numba_backend.normalise`."""
         return numba_backend.normalise(dense(x), statistics.mean, statistics.invstd, weight, bias)
+
+    def for_backward(self, grad: Tensor, x: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the interface's
+        """Returns both alike."""
+        return alike(grad, x)
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: Statistics) -> FloatArray:
         """As `numba_backend.backward_sums`."""
@@ -102,6 +110,10 @@ class Cpu:
         addend = -factor * statistics.mean
         return cpu.scale(x, factor, addend if bias is None else addend + on_host(bias))
 
+    def for_backward(self, grad: Tensor, x: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
+        """Returns both alike, except for the elementwise operators."""
+        return alike(grad, x) if statistics.is_near_zero else (grad, x)
+
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: Statistics) -> FloatArray:
         """Sums without centring, and takes the mean's part off."""
         if not statistics.is_near_zero:
@@ -135,6 +147,10 @@ class Cuda:
     def normalise(self, x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """As `cuda.normalise`."""
         return cuda.normalise(dense(x), statistics.mean, statistics.invstd, weight, bias)
+
+    def for_backward(self, grad: Tensor, x: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the interface's
+        """Returns both alike."""
+        return alike(grad, x)
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: Statistics) -> FloatArray:
         """As `cuda.backward_sums`."""

@@ -45,8 +45,10 @@ def normalise(x: Tensor, mean: FloatArray, invstd: FloatArray, weight: Tensor | 
     center = _rounded(mean, x)
     on_device, scale, rest = to_device(x, center, invstd, (center - mean) * invstd)
     weight = _weight(x, weight)
-    rest = rest * weight
-    return torch.batch_norm_elemt(x, weight, rest if bias is None else rest + bias.detach(), on_device, scale, 0.0)
+    addend = rest * weight
+    if bias is not None:
+        addend = (addend + bias.detach()).to(_compute_type(x))  # one of a wider type would make the sum so wide
+    return torch.batch_norm_elemt(x, weight, addend, on_device, scale, 0.0)
 
 
 def backward_sums(grad: Tensor, x: Tensor, mean: FloatArray, invstd: FloatArray) -> FloatArray:

@@ -41,6 +41,10 @@ class DeviceElementwise:
         nothing = torch.zeros_like(statistics.mean)
         return affine(x, statistics, statistics.invstd, nothing, weight, bias).to(x.dtype)
 
+    def for_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns both as they are: they may lie anyhow."""
+        return grad, x
+
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: DeviceStatistics) -> Tensor:
         """Leaves out masked positions only where their gradient is 0, see `dispatch.backward_sums`."""
         grad = grad.to(compute_type(x))

@@ -42,6 +42,14 @@ def normalise(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Te
     return backend_for(x).normalise(x, statistics, weight, bias)
 
 
+def for_backward(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns gradient and input as `backward_sums` and `input_gradient` read them.
+
+    Each of the two would copy what lies otherwise; this copies it once for both.
+    """
+    return backend_for(x, mask).for_backward(grad, x, statistics)
+
+
 @quietly
 def backward_sums(grad: Tensor, x: Tensor, statistics: Statistics, mask: Tensor | None = None) -> FloatArray:
     """Returns Σdy and Σdy·(x - mean) of a slice: shape (2, C), float64.

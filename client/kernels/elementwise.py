@@ -42,6 +42,10 @@ class Elementwise:
         """Normalises masked positions like the rest."""
         return affine(x, statistics, statistics.invstd, np.zeros_like(statistics.mean), weight, bias).to(x.dtype)
 
+    def for_backward(self, grad: Tensor, x: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the interface's
+        """Returns both as they are: they may lie anyhow."""
+        return grad, x
+
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: Statistics) -> FloatArray:
         """Leaves out masked positions only where their gradient is 0, see `dispatch.backward_sums`."""
         if x.numel() == 0:

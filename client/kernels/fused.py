@@ -42,8 +42,13 @@ class Fused:
         center, rest = center_and_rest(x, statistics)
         weight = _weight(x, weight)
         addend = (-rest * statistics.invstd).to(wide) * weight
-        addend = addend if bias is None else addend + bias.detach()
+        if bias is not None:
+            addend = (addend + bias.detach()).to(wide)  # one of a wider type would make the sum so wide
         return torch.batch_norm_elemt(x, weight, addend, center, statistics.invstd.to(wide), 0.0)
+
+    def for_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns both alike."""
+        return alike(grad, x)
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: DeviceStatistics) -> Tensor:
         """Returns Σdy and Σdy·(x - mean), shape (2, C)."""

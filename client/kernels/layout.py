@@ -25,5 +25,5 @@ def dense(x: Tensor) -> Tensor:
 def alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns both dense, in the type and layout of `x`."""
     x = dense(x)
-    grad = grad.to(x.dtype)
-    return (grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)), x
+    # One copy, also where both differ.
+    return (grad.to(x.dtype) if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)), x

@@ -30,13 +30,23 @@ def count(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def moments(x: Tensor, mask: Tensor | None = None) -> DeviceMoments:
-    """Returns the moments of a slice; see `dispatch` for this and the next three."""
+    """Returns the moments of a slice; see `dispatch` for this and the next four."""
     return _backend(x, mask).moments(x) if x.numel() else DeviceMoments.empty(x)
 
 
 def normalise(x: Tensor, statistics: DeviceStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Returns (x - mean) * invstd * weight + bias, in the type of `x`."""
     return _backend(x).normalise(x, statistics.on(x.device), weight, bias)
+
+
+def for_backward(
+    grad: Tensor,
+    x: Tensor,
+    statistics: DeviceStatistics,  # noqa: ARG001 - `dispatch` asks them
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns gradient and input as the next two steps read them."""
+    return _backend(x, mask).for_backward(grad, x)
 
 
 def backward_sums(grad: Tensor, x: Tensor, statistics: DeviceStatistics, mask: Tensor | None = None) -> Tensor:

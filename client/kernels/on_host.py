@@ -13,6 +13,7 @@ from client.kernels.statistics import Statistics
 from statsd_bn.reduction import FloatArray
 
 moments, normalise = dispatch.moments, dispatch.normalise
+for_backward = dispatch.for_backward
 backward_sums, input_gradient = dispatch.backward_sums, dispatch.input_gradient
 vector = vectors.vector
 stack = np.stack

@@ -4,7 +4,7 @@ One thread computes for all replicas of a process, each on its own device. There
 replica's own thread, where the input comes from; in another stream it could overtake the input.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,3 +24,38 @@ def entered(streams: Iterable[Any]) -> Iterator[None]:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))
         yield
+
+
+def computed_in(streams: Sequence[Any], given: Iterable[Any], compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """Returns what a part of a backward pass computes in other streams than this thread's.
+
+    Autograd hands gradients over in its thread's current streams, and expects the results there. So the other streams
+    first wait for the current ones, and in the end the current ones for the others. The allocator is told which tensors
+    both use: it could otherwise give their memory away before the second stream has read it.
+
+    Args:
+        streams: of the replicas; none where there are no streams.
+        given: what it is computed from: tensors, and whatever is none.
+        compute: returns tensors, and None.
+    """
+    if not streams:
+        return compute()
+    # Of several on one device that which was entered last counts, as in the forward pass.
+    latest = {stream.device: stream for stream in streams}
+    own = {device: torch.cuda.current_stream(device) for device in latest}
+    others = {device: stream for device, stream in latest.items() if stream != own[device]}
+    for device, stream in others.items():
+        stream.wait_stream(own[device])
+    _note(given, others)
+    with entered(others.values()):
+        found = compute()
+    for device, stream in others.items():
+        own[device].wait_stream(stream)
+    _note(found, {device: own[device] for device in others})
+    return found
+
+
+def _note(values: Iterable[Any], streams: Mapping[torch.device, Any]) -> None:
+    for value in values:
+        if isinstance(value, Tensor) and value.device in streams:
+            value.record_stream(streams[value.device])

@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from client.lanes.in_process import LocalPipe
 from client.lanes.key_digest import digest_of
 from client.lanes.lane import Lane
-from client.lanes.process_group import FIRST_ROW, ProcessGroupPipe, group_of, met, rounds_of
+from client.lanes.process_group import FIRST_ROW, ProcessGroupPipe, group_of, met, rounds_of, use_device
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.round_key import FORWARD, RoundKey
@@ -91,7 +91,7 @@ def may_stay(lane: Lane, x: Tensor) -> bool:
     return x.device.type in TYPES or isinstance(lane, ProcessGroupPipe)
 
 
-def capacity_of(lane: Lane, inputs: Sequence[Tensor]) -> int:
+def capacity_of(lane: Lane, inputs: Sequence[Tensor], *, over_the_host: bool = False) -> int:
     """Returns how many rows each rank brings to a layer's rounds on its device; 0 where rows go over the host.
 
     Ranks of a process group agree on it in the first call of each layer.
@@ -99,17 +99,19 @@ def capacity_of(lane: Lane, inputs: Sequence[Tensor]) -> int:
     Args:
         lane: of the layer.
         inputs: of the replicas of this process.
+        over_the_host: whether the rows of this call go over the host in any case, on all ranks.
 
     Raises:
         RoundMismatch: on all ranks: they have come for different rounds.
         ConfigurationError: the ranks have agreed to something else than this call brings.
     """
     if isinstance(lane, LocalPipe):
-        return len(inputs) if are_on_devices(inputs) else 0
+        return len(inputs) if are_on_devices(inputs) and not over_the_host else 0
     if not isinstance(lane, ProcessGroupPipe):
         return 0
     group = group_of(lane)
-    if not _gathers_on_devices(group):
+    use_device(group, inputs[0].device)
+    if over_the_host or not _gathers_on_devices(group):
         return 0
     rounds = rounds_of(group)
     with rounds.lock:

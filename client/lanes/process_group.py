@@ -168,6 +168,7 @@ class Rounds:
         places: where the ranks run, by their number; nobody's before the first round over the host.
         on_device: of the layers whose ranks have agreed on it, how many rows each brings on its device; 0 where they go
             over the host.
+        device: where messages of the host travel in a group that takes none there: that of the newest input of a layer.
     """
 
     def __init__(self, group: Any) -> None:
@@ -177,6 +178,7 @@ class Rounds:
         self.places: dict[int, str] = {}
         self.insight = insight_of(group.group_name, ranks, group.rank(), self.places)
         self.on_device: dict[str, int] = {}
+        self.device: torch.device | None = None
 
 
 _rounds: "WeakKeyDictionary[Any, Rounds]" = WeakKeyDictionary()
@@ -312,8 +314,21 @@ def _gathered(group: Any, words: Words) -> Words:
     return messages.cpu().numpy()
 
 
+def use_device(group: Any, device: torch.device) -> None:
+    """Has later messages of the host travel by the device of a layer's input, if the group can use that device."""
+    if device.type != "cpu" and any(device.type == kind.type for kind in group._device_types):  # noqa: SLF001 - has no public name
+        rounds_of(group).device = device
+
+
 def _device_of(group: Any) -> torch.device:
-    """Returns where the group takes tensors; the host, if it can."""
+    """Returns where the group takes messages of the host; on the host, if it can.
+
+    A group of NCCL's alone says "cuda" without a number, which would be the current device: the first one for all ranks
+    whose script does not call `torch.cuda.set_device`.
+    """
     devices = group._device_types  # noqa: SLF001 - has no public name
     host = torch.device("cpu")
-    return host if host in devices else devices[0]
+    if host in devices:
+        return host
+    known: torch.device | None = rounds_of(group).device or group.bound_device_id
+    return known or torch.device(devices[0].type, torch.get_device_module(devices[0]).current_device())

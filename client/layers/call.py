@@ -95,8 +95,9 @@ class Call:
     def _exchange(self, slices: list[Slice]) -> Exchange:
         """Returns the call's exchange: over the host, or on the devices of its slices."""
         lane, layer = self.lane, self.layer
-        if self.tally is None and device_rows.may_stay(lane, slices[0].input):
-            capacity = device_rows.capacity_of(lane, [slice_.input for slice_ in slices])
+        if device_rows.may_stay(lane, slices[0].input):
+            inputs = [slice_.input for slice_ in slices]
+            capacity = device_rows.capacity_of(lane, inputs, over_the_host=self.tally is not None)
             if capacity:
                 return DeviceExchange(lane, layer.layer_name, layer.eps, layer.eps_mode, capacity=capacity)
         return Exchange(lane, layer.layer_name, layer.eps, layer.eps_mode)

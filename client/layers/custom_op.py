@@ -208,6 +208,7 @@ def gradients(
     key: RoundKey | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input, weight and bias; that of the input is empty if there is no key for its round."""
+    grad, x = dispatch.for_backward(grad, x, found, mask)
     local = dispatch.backward_sums(grad, x, found, mask)
     by_input = x.new_empty(0)
     if key is not None:

@@ -3,14 +3,12 @@
 What runs on a GPU too is in `tests/gpu`.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import client
-from client.autograd.device_exchange import DeviceExchange
-from client.kernels import streams
 from client.kernels.device_statistics import DeviceStatistics
 from statsd_bn.errors import ConfigurationError
 from support.lanes import elementwise_kernels, rows_on_devices
@@ -108,37 +106,3 @@ def test_another_input_during_a_backward_pass_is_no_recomputation():
         output.register_hook(lambda _: layer(x.detach() + 1, mask))
         with pytest.raises(ConfigurationError, check=says("expected a call during a backward pass to have the input")):
             output.square().sum().backward()
-
-
-def test_replicas_compute_in_their_own_streams(monkeypatch):
-    """Named by the replicas' inputs, since the CPU has none."""
-    entered, seen = [], []
-
-    @contextmanager
-    def enter(names):
-        entered.append(list(names))
-        yield
-        entered.pop()
-
-    of = DeviceExchange.backward
-    monkeypatch.setattr(streams, "current", lambda x: f"stream of {float(x.detach()[0, 0, 0]):.0f}")
-    monkeypatch.setattr(streams, "entered", enter)
-    monkeypatch.setattr(
-        DeviceExchange, "forward", note(DeviceExchange.forward, lambda: seen.append(("forward", entered[-1])))
-    )
-    monkeypatch.setattr(DeviceExchange, "backward", note(of, lambda: seen.append(("backward", entered[-1]))))
-    x = torch.randn(4, 4, 5)
-    x[:, 0, 0] = torch.arange(4)
-    with rows_on_devices():
-        model = client.DataParallelWithCallback(client.SynchronizedBatchNorm1d(4), ["cpu"] * 2)
-        model(x.requires_grad_()).square().sum().backward()
-    both = ["stream of 0", "stream of 2"]
-    assert seen == [("forward", both), ("backward", both)]
-
-
-def note(function, say):
-    def run(*given):
-        say()
-        return function(*given)
-
-    return run

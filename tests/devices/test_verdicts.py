@@ -1,6 +1,7 @@
 """When flags are looked at, and who waits for it."""
 
 import threading
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -41,3 +42,53 @@ def test_who_waits_for_a_device_does_not_hold_up_other_threads(monkeypatch):
 
 def say(_):
     raise ValueError("said")
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """Two GPUs, of which the first is current, and the numbers of those whose stream is being captured into a graph."""
+    current, found = [0], set()
+
+    @contextmanager
+    def entered(device):
+        current.append(torch.device(device).index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] in found)
+    return found
+
+
+SECOND = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(("captured", "is_taken"), [(0, True), (1, False)])
+def test_it_counts_whether_the_device_of_the_flags_is_captured(monkeypatch, capturing, captured, is_taken):
+    """While its stream is captured nothing is copied for people to look at later, whatever the current device does."""
+    capturing.add(captured)
+    filled = []
+    monkeypatch.setattr(Slot, "__init__", lambda *_: None)
+    monkeypatch.setattr(Slot, "fill", lambda _, flags: filled.append(flags))
+    monkeypatch.setattr(Slot, "is_filled", lambda _: False)
+
+    class Flags:
+        device = SECOND
+
+        def __len__(self):
+            return 1
+
+    Verdicts().hand_in(Flags(), say)
+    assert bool(filled) is is_taken
+
+
+@pytest.mark.parametrize(("captured", "is_seen"), [(0, True), (1, False)])
+def test_nobody_looks_while_the_device_that_works_is_captured(capturing, captured, is_seen):
+    verdicts = Verdicts()
+    verdicts.hand_in(torch.tensor([False]), say)
+    slot = Slot(1, torch.device("cpu"))
+    slot.fill(torch.tensor([True]))
+    verdicts._open.append((slot, (1, SECOND), say))
+    capturing.add(captured)
+    with pytest.raises(ValueError, match="said") if is_seen else nullcontext():
+        verdicts.look(SECOND)

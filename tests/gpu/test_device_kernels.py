@@ -78,6 +78,12 @@ def test_all_four_steps_go_this_way(way, request):
     assert set(way) == {(kind, name) for name in ("moments", "normalise", "backward_sums", "input_gradient")}
 
 
+def test_sums_over_very_many_samples_lose_no_digits(request):
+    if "fused" in request.node.callspec.id:
+        request.getfixturevalue("inexact_sums_of_many")
+    test_kernels.test_sums_over_very_many_samples_lose_no_digits()
+
+
 def test_a_mean_far_from_zero_costs_no_digits():
     """In float32 the mean alone is off by a thousandth of a deviation."""
     x = test_kernels.random((64, 3, 20), torch.float32) + 10_000

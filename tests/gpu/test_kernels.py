@@ -55,6 +55,11 @@ def test_all_four_steps_go_cudas_way(way):
     assert set(way) == {"moments", "normalise", "backward_sums", "input_gradient"}
 
 
+@pytest.mark.usefixtures("inexact_sums_of_many")
+def test_sums_over_very_many_samples_lose_no_digits():
+    test_kernels.test_sums_over_very_many_samples_lose_no_digits()
+
+
 def test_a_count_beyond_32_bits_is_no_trouble():
     """The operator's count is an int32, so it gets means instead of sums."""
     x, grad = (test_kernels.random((4, 3, 5), torch.float64, seed) for seed in range(2))

@@ -157,6 +157,7 @@ def batch_norm_backward_on_device(
         count, *rest = statistics[:NEWEST_COUNT].cpu().numpy()
         return gradients(grad, x, weight, mask, Statistics(int(count[0]), *rest), lane, key)
     found = DeviceStatistics(statistics[COUNT, 0], statistics[MEAN], statistics[INVSTD], statistics[SLOPE])
+    grad, x = on_device.for_backward(grad, x, found, mask)
     local = on_device.backward_sums(grad, x, found, mask)
     by_input = x.new_empty(0)
     if key is not None:

@@ -63,6 +63,25 @@ def test_normalise_is_torchs_batch_norm(shape, dtype):
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wide", ["weight", "bias", "both"])
+def test_parameters_may_be_of_a_wider_type_than_the_input(dtype, wide):
+    x, grad, weight, bias = random((4, 3, 5), dtype), random((4, 3, 5), dtype, 3), random(3), random(3, seed=1)
+    parameters = [
+        each if wide in {name, "both"} else each.float() for name, each in (("weight", weight), ("bias", bias))
+    ]
+    reference = x.double().requires_grad_()
+    expected = functional.batch_norm(reference, None, None, weight, bias, training=True)
+    expected.backward(grad.double())
+    statistics = statistics_of(x)
+    output = dispatch.normalise(x, statistics, *parameters)
+    sums = dispatch.backward_sums(grad, x, statistics)
+    gradient = dispatch.input_gradient(grad, x, statistics, sums, parameters[0])
+    for found, exact in ((output, expected.detach()), (gradient, reference.grad)):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), exact, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -1,0 +1,99 @@
+"""Where messages of the host travel in a group whose backend takes tensors of a GPU only, as NCCL's does.
+
+The group says "cuda" and no number, which torch takes for the current device. Without `torch.cuda.set_device` that is
+the first GPU for every rank.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+from torch.overrides import TorchFunctionMode
+
+import client
+from client.autograd.functional import Slice
+from client.lanes import device_rows, named_process_group, process_group
+from client.lanes.process_group import ProcessGroupPipe
+from client.layers.call import Call
+from client.layers.recalibration_moments import Tally
+from statsd_bn.rows import Rows
+
+SECOND = torch.device("cuda", 1)
+
+
+class Backend:
+    def name(self):
+        return "nccl"
+
+
+class Sent(Exception):
+    """A message of the host goes to a device, which no machine of these tests has."""
+
+
+class Destinations(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.to:
+            raise Sent(args[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def lane(monkeypatch):
+    """Over a group of one rank that takes tensors of GPUs only."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    world = distributed.group.WORLD
+    monkeypatch.setattr(type(world), "_device_types", [torch.device("cuda")])
+    monkeypatch.setattr(type(world), "_get_backend", lambda *_: Backend())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    yield ProcessGroupPipe(named_process_group.named(world), "bn")
+    distributed.destroy_process_group()
+
+
+def device_of(send, *given):
+    with Destinations(), pytest.raises(Sent) as sent:
+        send(*given)
+    return sent.value.args[0]
+
+
+def input_on(device):
+    return SimpleNamespace(device=torch.device(device), shape=(4, 3))
+
+
+def gather(lane):
+    process_group.all_gather(lane.process_group, "losses", b"1.5")
+
+
+def test_ranks_agree_on_the_device_of_their_input(lane):
+    assert device_of(device_rows.capacity_of, lane, [input_on(SECOND)]) == SECOND
+
+
+def test_what_goes_over_the_host_later_travels_by_that_device_too(lane):
+    device_of(device_rows.capacity_of, lane, [input_on(SECOND)])
+    assert device_of(gather, lane) == SECOND
+
+
+def test_the_rounds_of_a_layer_that_recalibrates_do_so_as_well(lane):
+    """They go over the host, and the ranks need not agree on it."""
+    layer = client.SynchronizedBatchNorm1d(3)
+    layer.layer_name = "bn"
+    Call(layer, lane, Tally(), None)._exchange([Slice(input_on(SECOND), None, None)])
+    row = Rows((4,), np.zeros((1, 2, 3)))
+    assert device_of(lane.run_slave, row) == SECOND
+
+
+def test_an_input_that_the_group_cannot_take_changes_nothing(lane):
+    device_of(device_rows.capacity_of, lane, [input_on(SECOND)])
+    assert device_of(device_rows.capacity_of, lane, [input_on("cpu")]) == SECOND
+
+
+def test_before_any_input_it_is_the_device_that_the_group_is_bound_to(lane, monkeypatch):
+    """As `init_process_group(device_id=...)` has bound it."""
+    monkeypatch.setattr(type(distributed.group.WORLD), "bound_device_id", SECOND)
+    assert device_of(gather, lane) == SECOND
+
+
+def test_without_that_it_is_the_current_one(lane, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device_of(gather, lane) == SECOND
