@@ -1,7 +1,7 @@
 """Recorder: a stand-in for a CUDA graph on the CPU.
 
 As a graph, it replays the operators that ran while it recorded, on the same memory, without running Python again; and
-it refuses to record the host's look at a tensor. What a graph captures it does not run, and this does.
+it raises when the host reads a tensor. Unlike a graph, it also runs the operators while it records them.
 """
 
 from types import TracebackType
@@ -37,13 +37,13 @@ class Recorder(TorchDispatchMode):
         super().__exit__(kind, error, trace)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator, and keeps what it takes to run it again."""
+        """Runs an operator, and records it with its arguments and results."""
         result = operator(*args, **(kwargs or {}))
         self._recorded.append((operator, args, kwargs or {}, pytree.tree_leaves(result)))
         return result
 
     def replay(self) -> None:
-        """Runs all again; what they made is made in the same place."""
+        """Runs all operators again, and writes their results over the recorded ones."""
         with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - as the operators ran, below autograd
             for operator, args, kwargs, made in self._recorded:
                 again = pytree.tree_leaves(operator(*args, **kwargs))

@@ -1,16 +1,16 @@
 """Float64 reference of synchronised batch norm, and how far a correct result of a narrower type may be from it.
 
-The reference is the definition, written with torch's plain operators in float64 and differentiated by autograd; nothing
-of this project takes part. What a result may be off by follows from the types alone:
+The reference is the definition, written with torch's plain operators in float64 and differentiated by autograd; it uses
+no code of this project. The allowed error of a result follows from the types alone:
 
-- The result is rounded once to its own type: half an ulp of it, which is the same for all numbers below the smallest
-  normal one.
+- The result is rounded once to its own type: half an ulp of it. Below the smallest normal number an ulp no longer
+  shrinks.
 - Before that each value goes through at most `STEPS` operations in the compute type, which is float32 for all inputs
-  but float64. Each of them rounds once, relative to the largest term that takes part.
+  but float64. Each of them rounds once, relative to the largest term.
 - Statistics and gradients of parameters are sums over n values. A sum that is taken as a tree rounds each value log2(n)
   times on its way up.
-- The variance is a difference of two float64 sums, E[x²] - E[x]², which loses what the larger one rounds away:
-  `DIFFERENCE` roundings of float64, times mean² / variance.
+- The variance is a difference of two float64 sums, E[x²] - E[x]², so its error is `DIFFERENCE` roundings of float64
+  relative to the larger sum: times mean² / variance.
 """
 
 import math
@@ -35,7 +35,7 @@ class TooFar(AssertionError):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Expected:
-    """What a result has to be.
+    """Expected value of a result, and its bounds.
 
     Attributes:
         value: shape (C,) or (C, values per channel), float64.
@@ -74,7 +74,7 @@ def expected(
         x: the whole batch, shape (N, C, *), as it goes into the layer. All is computed on its device.
         grad: of the output.
         weight: shape (C,), or None.
-        bias: likewise.
+        bias: shape (C,), or None.
         mask: shape (N, *), bool: which positions count for the statistics; None for all. At least two do.
     """
     call = _Call(channels_first(x).double().requires_grad_(), channels_first(grad).double(), weight, bias)

@@ -16,7 +16,7 @@ from support.lanes import rows_on_devices
 
 @contextmanager
 def rows_on(device: torch.device, *, also_over_gloo: bool = False) -> Iterator[None]:
-    """Keeps rows on a device that is no GPU, or whose process group copies what it gathers over the host.
+    """Keeps rows on the device where the client would copy them over the host: on the CPU, and under gloo.
 
     Args:
         device: of the inputs.
@@ -45,12 +45,12 @@ def world_of_one(device: torch.device) -> Iterator[Any]:
 
 
 def _as_given(group: Any) -> Any:
-    """Layers take a group of one rank for none: there is nobody to exchange with."""
+    """Replaces the rule that a group of one rank needs no exchange."""
     return group
 
 
 class Replicas(client.DataParallelWithCallback):
-    """Virtual replicas on one device, of which each takes as many samples as it is told; 0 too.
+    """Virtual replicas on one device, with a given number of samples each; 0 too.
 
     Args:
         module: the model.

@@ -121,7 +121,7 @@ def own_order() -> Iterator[None]:
 
 @contextmanager
 def same_digests() -> Iterator[None]:
-    """No rank sees that others have come to another round."""
+    """Ranks cannot tell rounds apart."""
     with mock.patch.object(device_rows, "digest_of", return_value=1):
         yield
 
@@ -135,7 +135,7 @@ def over_server() -> Iterator[None]:
 
 @contextmanager
 def missing_wait() -> Iterator[None]:
-    """Rows are read before those of the other ranks are there: of each, the memory has what this rank has written."""
+    """Gathered rows are read before they arrive: every rank finds copies of its own rows."""
     gather = device_rows._all_gather
 
     def unwaited(everybodys: Tensor, words: Tensor, group: object) -> None:

@@ -28,13 +28,14 @@ PLANTS = [
     ("ranks", "plants:own_order", "gloo, 4 ranks: all have the same bits"),
     ("ranks", "plants:same_digests", "ranks in different layers: all raise RoundMismatch"),
     ("ranks", "plants:over_server", "shared memory: rows reach the others in memory"),
-    ("nccl", "plants:missing_wait", "without set_device: losses are those of the whole batch"),
+    ("nccl", "plants:missing_wait", "without set_device: losses equal the whole batch's"),
 ]
 
 
 def report(folder, *arguments):
     """Returns the exit status, the results by step and the text of a report."""
-    command = [ROOT / "scripts" / "gpu-report", "--stand-in", "--output", folder, *arguments]
+    # Three times the time of a GPU, since other tests may run beside this one.
+    command = [ROOT / "scripts" / "gpu-report", "--stand-in", "--seconds=1440", "--output", folder, *arguments]
     done = subprocess.run(command, env=on_path(), capture_output=True, text=True, check=False)
     assert (folder / "results.json").exists(), done.stderr
     return done, json.loads((folder / "results.json").read_text())["steps"], (folder / "report.md").read_text()
@@ -58,5 +59,5 @@ def test_a_planted_fault_is_a_failed_check(tmp_path, step, plant, about):
     failed = [check["name"] for check in result["checks"] if not check["passed"]]
     assert [name for name in failed if about in name], failed
     assert result["outcome"] == f"{len(failed)} of {len(result['checks'])} checks failed"
-    assert done.returncode == 1
+    assert done.returncode == int(not result["may_fail"])
     assert all(f"Failed: **{name}**" in text for name in failed)

@@ -1,6 +1,6 @@
-"""Whether a compiled network computes what the eager one does, without a graph break, also as a CUDA graph.
+"""Whether a compiled network equals the eager one, without a graph break, also as a CUDA graph.
 
-The stand-in has no inductor, which would compile C++ for many seconds: its backend runs what was traced.
+The stand-in runs the traced graph without inductor, which would compile C++ for many seconds.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def run(step: Step) -> None:
     compute_exactly()
     with world_of_one(step.device) as group:
         for mode in MODES:
-            torch._dynamo.reset()  # noqa: SLF001 - the public name has come with newer versions
+            torch._dynamo.reset()  # noqa: SLF001 - older versions have no public name
             with step.attempt(f"{mode}: outputs, gradients and running statistics are as the eager network's"):
                 _compare(step, group, mode)
 

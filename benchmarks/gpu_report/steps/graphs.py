@@ -81,7 +81,7 @@ class Guarded(nn.Module):
 
 
 def _train_without_waiting(step: Step, made: Network, guarded: Guarded, called: nn.Module | None = None) -> None:
-    """The first step may wait: the ranks agree in it, and what is used again is made."""
+    """The first step may wait: in it the ranks agree where rows go, and buffers are allocated."""
     called = called or guarded
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
     with rounds_on_device() as rounds:
@@ -117,7 +117,7 @@ def nothing_waits(device: torch.device, guarded: Guarded) -> Iterator[None]:
 
 
 class Seen:
-    """What a layer was given, and what it made of it."""
+    """Input and output of a layer, and the gradients of both."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -150,7 +150,7 @@ def _autocast(step: Step, made: Network, dtype: torch.dtype) -> None:
 
 
 def _autocast_in_replicas(step: Step, dtype: torch.dtype) -> None:
-    """Between input and output each value is rounded to half precision by four layers and what is between them."""
+    """Each operation between input and output rounds to half precision."""
     made, torchs = network(step.device), network(step.device, synchronised=False)
     found = _backward(step, Replicas(made, step.device, SHARES), dtype)
     expected = _backward(step, torchs, dtype)
@@ -233,7 +233,7 @@ def _captured(
 
 @contextmanager
 def _side_stream(device: torch.device) -> Iterator[None]:
-    """What is captured must have run in another stream than the default before."""
+    """A side stream for the runs before a capture, as torch demands."""
     if device.type != "cuda":
         yield
         return

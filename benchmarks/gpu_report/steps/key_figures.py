@@ -105,6 +105,7 @@ class Case:
             )
         host = measuring.host_microseconds(step.device, once, step.pick(20, 2))
         device = measuring.device_microseconds(step.device, once, step.pick(20, 2))
+        self.x.grad = None  # as it is when a pass begins
         peak = measuring.peak_bytes(step.device, once)
         step.figure("launches", counts.launches, **of)
         step.figure("copies", counts.copies, **of)

@@ -31,20 +31,25 @@ TRACE = "two-steps.json.gz"
 
 def run(step: Step) -> None:
     """Trains with each kind of layer at each batch size, and compares its first steps with those of the plain one."""
+    batches = step.pick(BATCHES, TINY_BATCHES)
     with variants.in_a_world_of_one(step) as of_all:
-        for batch in step.pick(BATCHES, TINY_BATCHES):
+        for batch in batches:
             plain: dict[str, Tensor] = {}
             for variant in of_all:
                 with step.attempt(f"{variant.name} trains, batch {batch}"), variant.entered():
-                    training = Training(step, variant, batch)
-                    first = training.first_steps()
-                    if plain:
-                        training.compare(first, plain)
-                    plain = plain or first
-                    training.measure(has_trace=batch == step.pick(BATCHES, TINY_BATCHES)[0])
-                    del training, first
+                    plain = _train(step, variant, batch, plain, has_trace=batch == batches[0])
                 if step.device.type == "cuda":
                     torch.cuda.empty_cache()
+
+
+def _train(step: Step, variant: Variant, batch: int, plain: dict[str, Tensor], *, has_trace: bool) -> dict[str, Tensor]:
+    """Returns what there is to compare with; a network that cannot train is gone before the next one begins."""
+    training = Training(step, variant, batch)
+    first = training.first_steps()
+    if plain:
+        training.compare(first, plain)
+    training.measure(has_trace=has_trace)
+    return plain or first
 
 
 class Training:
@@ -119,6 +124,7 @@ class Training:
         runs = step.pick(10, 1)
         step.figure("step", measuring.device_microseconds(device, self.once, runs) / 1e3, "ms", **self.of)
         step.figure("host", measuring.host_microseconds(device, self.once, runs) / 1e3, "ms", **self.of)
+        self.optimizer.zero_grad(set_to_none=True)  # as it is when a step begins
         step.figure("peak memory", measuring.peak_bytes(device, self.once) / 2**20, "MiB", **self.of)
         step.figure("launches", counts.launches, **self.of)
         step.figure("waits of the host", counts.waits, **self.of)
