@@ -53,9 +53,14 @@ def assert_equal(found, expected):
         )
 
 
-def assert_is_whole_batch(plain, replicated, synchronised, x, factors):
-    """The same step by torch's layer on the whole batch, and by ours on its slices."""
-    assert_equal(trained(replicated, synchronised, x, factors), trained(plain, plain, x, factors))
+def assert_is_whole_batch(plain, replicated, synchronised, x, factors, sizes):
+    """The same step by torch's layer on the whole batch, and by ours on slices of these sizes."""
+    seen = []
+    hook = synchronised.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    found = trained(replicated, synchronised, x, factors)
+    hook.remove()
+    assert sorted(seen) == sorted(sizes)
+    assert_equal(found, trained(plain, plain, x, factors))
 
 
 def both(kind, **options):
@@ -65,11 +70,11 @@ def both(kind, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [8, 7, 5])
-def test_replicas_compute_what_torch_does_on_the_whole_batch_also_where_it_splits_unequally(kind, size):
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (2, 2, 2, 1), (2, 2, 1)], ids=str)
+def test_replicas_compute_what_torch_does_on_the_whole_batch_also_where_it_splits_unequally(kind, sizes):
     plain, synchronised = both(kind)
     model = client.DataParallelWithCallback(synchronised, ["cpu"] * 4)
-    assert_is_whole_batch(plain, model, synchronised, *batch_of(kind, size))
+    assert_is_whole_batch(plain, model, synchronised, *batch_of(kind, sum(sizes)), sizes)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +85,7 @@ def test_replicas_compute_what_torch_does_on_the_whole_batch_also_where_it_split
 def test_options_of_torchs_layer_mean_the_same(options):
     plain, synchronised = both("2d", **options)
     model = client.DataParallelWithCallback(synchronised, ["cpu"] * 2)
-    assert_is_whole_batch(plain, model, synchronised, *batch_of("2d", 6))
+    assert_is_whole_batch(plain, model, synchronised, *batch_of("2d", 6), (3, 3))
 
 
 class Sliced(client.DataParallelWithCallback):
@@ -98,13 +103,13 @@ def test_unequal_and_empty_slices_count_for_what_they_have(sizes):
     plain, synchronised = both("2d")
     model = Sliced(synchronised, ["cpu"] * len(sizes))
     model.sizes = sizes
-    assert_is_whole_batch(plain, model, synchronised, *batch_of("2d", 6))
+    assert_is_whole_batch(plain, model, synchronised, *batch_of("2d", 6), sizes)
 
 
 def test_one_sample_on_each_replica_is_a_batch():
     plain, synchronised = both("1d of (N, C)")
     model = client.DataParallelWithCallback(synchronised, ["cpu"] * 2)
-    assert_is_whole_batch(plain, model, synchronised, *batch_of("1d of (N, C)", 2))
+    assert_is_whole_batch(plain, model, synchronised, *batch_of("1d of (N, C)", 2), (1, 1))
 
 
 def test_one_value_in_the_whole_batch_is_refused_as_torch_does():

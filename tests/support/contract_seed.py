@@ -20,7 +20,7 @@ import numpy as np
 import client
 from statsd_bn import Aggregate, Rows
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 100.0
 
 # What each of two ranks contributes: counts, and rows of two vectors over three channels, forward and backward. The
 # values are binary fractions, so that their sums are exact in any order.

@@ -1,0 +1,268 @@
+"""The interface as lines of text: what `tests/contract/test_interface.py` compares with its snapshot.
+
+A line names one thing and says what callers rely on: an argument with its kind and default, a flag with its values, a
+variable, an exit code, an error with its code. Annotations and docstrings are left out. So is all that a class inherits
+from torch, which depends on the version that is installed.
+"""
+
+import argparse
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+import client
+import client.comm
+import server
+import server.__main__
+import statsd_bn
+from server.arguments import Parser
+from statsd_bn import errors
+from support.paths import ROOT
+
+OURS = ("client", "server", "statsd_bn")
+
+# Those whose modules may be imported by name, beside the packages themselves.
+SEED = ("client.batchnorm", "client.comm", "client.replicate")
+
+# Public by its place in pickles, so in no `__all__`.
+IN_PICKLES = {"client": ("rebuilt_layer",)}
+
+# Of these classes the product calls more than users do. What the pages, and the seed, promise of them:
+PROMISED = {
+    "client.CallbackContext": (),
+    "client.Connection": (
+        *("__enter__", "__exit__", "all_gather", "close", "closed", "endpoint", "first_step", "is_in_process", "lane"),
+        *("median_round_trip", "members", "metrics", "rank", "rank_and_size", "why_not_faster"),
+    ),
+    "client.SlavePipe": ("__init__", "rank", "run_slave"),
+    "client.comm.SlavePipe": ("run_slave",),
+    "server.FutureResult": ("__init__", "done", "get", "put"),
+    "server.Service": ("__init__", "__enter__", "__exit__", "close", "reload", "run", "stop"),
+    "server.SyncMaster": ("nr_slaves", "register_slave", "run_master"),
+    "statsd_bn.Aggregate": (),
+    "statsd_bn.RoundKey": ("__init__", "of_phase"),
+    "statsd_bn.Rows": ("__init__",),
+}
+
+# Integrations are read, not imported: the framework of each may not be installed.
+INTEGRATIONS = ROOT / "client" / "integrations"
+
+# A variable of ours in the code; `STATSD_BN_{...}` is one for each flag of a limit.
+VARIABLE = re.compile(r"\bSTATSD_BN_[A-Z_]+\b")
+
+
+def lines() -> list[str]:
+    """All lines of the interface, in order."""
+    return [
+        *_module(client),
+        *(line for name in SEED for line in _module(importlib.import_module(name))),
+        *_module(server),
+        *_module(statsd_bn),
+        *_errors(),
+        *_integrations(),
+        *_commands(),
+        *_exit_codes(),
+        *_variables(),
+    ]
+
+
+def _module(module: ModuleType) -> Iterator[str]:
+    """The names of `__all__`, each with its signature and, of a class, those of its own methods."""
+    for name in sorted((*module.__all__, *IN_PICKLES.get(module.__name__, ()))):
+        value = getattr(module, name)
+        place = f"{module.__name__}.{name}"
+        home = re.sub(r"\A.*\.", "", getattr(value, "__module__", "") or "")
+        if module.__name__ in SEED and getattr(client, name, None) is value and home != "comm":
+            yield f"{place} is client.{name}"
+        elif inspect.isclass(value):
+            yield from _class(place, value)
+        elif callable(value):
+            yield f"{place}{_signature(value)}"
+        else:
+            yield f"{place}: {type(value).__name__}"
+
+
+def _class(place: str, kind: type) -> Iterator[str]:
+    bases = [base for base in kind.__mro__[1:] if _is_public(base)]
+    named = ", ".join(f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in bases)
+    yield f"class {place} of {named}" if named else f"class {place}"
+    promised = PROMISED.get(place)
+    if _has_constructor_of_ours(kind) and (promised is None or "__init__" in promised):
+        yield f"{place}{_signature(kind)}"
+    inherited = {name for base in bases if _is_ours(base) for name in _own_names(base)}
+    for name in sorted(_own_names(kind) - inherited if promised is None else set(promised) - {"__init__"}):
+        value = inspect.getattr_static(kind, name, None)
+        if isinstance(value, (property, functools.cached_property)):
+            yield f"{place}.{name}: property"
+        elif isinstance(value, (staticmethod, classmethod)) or inspect.isfunction(value):
+            yield f"{place}.{name}{_signature(getattr(kind, name))}"
+
+
+def _has_constructor_of_ours(kind: type) -> bool:
+    made = next((base for base in kind.__mro__ if "__init__" in vars(base) or "__new__" in vars(base)), object)
+    return _is_ours(made) and not issubclass(kind, BaseException)
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in OURS
+
+
+def _is_public(base: type) -> bool:
+    """Whether a base has a name that users know: one of ours, or one of torch's layers."""
+    if _is_ours(base):
+        return any(getattr(importlib.import_module(package), base.__name__, None) is base for package in OURS)
+    return base in {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.DataParallel}
+
+
+def _own_names(kind: type) -> set[str]:
+    """The public names that a class or its bases of ours define."""
+    found = (name for base in kind.__mro__ if _is_ours(base) for name in vars(base))
+    special = {"__enter__", "__exit__", "__iter__", "__len__", "__data_parallel_replicate__"}
+    return {name for name in found if not name.startswith("_") or name in special}
+
+
+def _signature(function: Any) -> str:
+    """Names, kinds and defaults of the arguments."""
+    found = inspect.signature(function)
+    arguments = [
+        argument.replace(annotation=argument.empty, default=_default(argument.default))
+        for argument in found.parameters.values()
+    ]
+    return str(found.replace(parameters=arguments, return_annotation=found.empty))
+
+
+class _Written:
+    """A default as the snapshot writes it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _default(value: Any) -> Any:
+    if value is inspect.Parameter.empty or value is None or isinstance(value, (bool, int, float, str, tuple, bytes)):
+        return _Written(repr(value.value)) if isinstance(value, Enum) else value
+    return _Written("...")
+
+
+def _errors() -> Iterator[str]:
+    """The tree of errors that scripts catch, with the codes that travel."""
+    kinds = (kind for _, kind in inspect.getmembers(errors, inspect.isclass))
+    for kind in sorted(
+        (kind for kind in kinds if issubclass(kind, errors.StatsdBNError)), key=lambda each: each.__name__
+    ):
+        bases = ", ".join(base.__name__ for base in kind.__mro__[1:-3] if base is not Exception)
+        yield f"statsd_bn.errors.{kind.__name__}({bases}): code {kind.code!r}"
+
+
+def _integrations() -> Iterator[str]:
+    for path in sorted(INTEGRATIONS.glob("*.py")):
+        if path.stem.startswith("_"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                yield from _read(f"client.integrations.{path.stem}.{node.name}", node)
+
+
+def _read(place: str, node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
+    """As `_module`, of code that is not imported."""
+    if isinstance(node, ast.FunctionDef):
+        for argument in ast.walk(node.args):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None
+        yield f"{place}({ast.unparse(node.args)})"
+        return
+    yield place
+    for inner in node.body:
+        if isinstance(inner, ast.FunctionDef) and (not inner.name.startswith("_") or inner.name == "__init__"):
+            yield from _read(f"{place}.{inner.name}", inner)
+
+
+class _Made(Exception):
+    """Carries the parser out of a command."""
+
+
+def _commands() -> Iterator[str]:
+    """The flags of each command; a command makes its parser and parses at once, so it is stopped there."""
+    for name in ("serve", *sorted(server.__main__.COMMANDS)):
+        for action in _parser(name)._actions:
+            if not isinstance(action, argparse._HelpAction):
+                yield f"python -m server {name} {_flag(action)}"
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    def stop(parser: argparse.ArgumentParser, *_: Any) -> None:
+        raise _Made(parser)
+
+    with mock.patch.dict("os.environ") as environ, mock.patch.object(Parser, "parse_args", stop):
+        for variable in [each for each in environ if each.startswith("STATSD_BN_")]:
+            del environ[variable]
+        try:
+            server.__main__.main([name])
+        except _Made as made:
+            return made.args[0]
+    raise AssertionError(f"expected `python -m server {name}` to parse its arguments, but it does not")
+
+
+def _flag(action: argparse.Action) -> str:
+    name = "/".join(action.option_strings) or (action.metavar or action.dest)
+    parts = [name]
+    if action.option_strings and action.nargs != 0:
+        parts.append("{" + ",".join(action.choices) + "}" if action.choices else action.metavar or action.dest.upper())
+    if action.nargs == "?":
+        parts.append("(may be left out)")
+    if isinstance(action, argparse._AppendAction):
+        parts.append("(repeatable)")
+    return " ".join(map(str, parts))
+
+
+def _exit_codes() -> Iterator[str]:
+    for error, code in sorted(server.__main__.EXIT_CODES.items(), key=lambda item: item[1]):
+        yield f"exit code {code}: {error.__name__}"
+
+
+def _variables() -> Iterator[str]:
+    """The variables of ours that the code names, and those of launchers that the client looks up."""
+    found = {name for package in OURS for text in _texts(package) for name in VARIABLE.findall(text)}
+    looked_up = {name for name in _looked_up("client") if not name.startswith("STATSD_BN_")}
+    for name in sorted(found | looked_up):
+        yield f"variable {name}"
+
+
+def _texts(package: str) -> Iterator[str]:
+    """The strings of a package that are no docstrings: those that the program works with or shows."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                yield node.value
+
+
+def _looked_up(package: str) -> Iterable[str]:
+    """What stands in `environ.get("NAME")`, in `environ["NAME"]`, or in a call with an environment and a name."""
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=environ, attr="get"), args=[ast.Constant(str(name)), *_]):
+                    pass
+                case ast.Call(args=[environ, ast.Constant(str(name)), *_]):
+                    pass
+                case ast.Subscript(value=environ, slice=ast.Constant(str(name))):
+                    pass
+                case _:
+                    continue
+            if ast.unparse(environ) in {"environ", "os.environ"}:
+                yield name
