@@ -34,7 +34,8 @@ PLANTS = [
 
 def report(folder, *arguments):
     """Returns the exit status, the results by step and the text of a report."""
-    command = [ROOT / "scripts" / "gpu-report", "--stand-in", "--output", folder, *arguments]
+    # Three times as long as a report may take: other tests run beside this one.
+    command = [ROOT / "scripts" / "gpu-report", "--stand-in", "--seconds=1440", "--output", folder, *arguments]
     done = subprocess.run(command, env=on_path(), capture_output=True, text=True, check=False)
     assert (folder / "results.json").exists(), done.stderr
     return done, json.loads((folder / "results.json").read_text())["steps"], (folder / "report.md").read_text()
