@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -150,6 +150,7 @@ def _run(program: Callable[[Rank], Any], rank: Rank, plant: str, connection: Con
             answer = "returned", pickle.dumps(program(rank))
     except BaseException:  # noqa: BLE001 - the step says so
         answer = "raised", traceback.format_exc()
-    connection.send(answer)
-    connection.poll(rank.seconds)  # until it is closed
+    with suppress(OSError):  # the step may have given up
+        connection.send(answer)
+        connection.poll(rank.seconds)  # until it is closed
     os._exit(0)

@@ -107,7 +107,7 @@ def step():
 
 @pytest.mark.processes
 def test_ranks_return_what_their_program_returns(step):
-    found = on_ranks(step, answer, 2, seconds=60, environments=[{"OF_RANK": "a"}, {"OF_RANK": "b"}], word="yes")
+    found = on_ranks(step, answer, 2, seconds=100, environments=[{"OF_RANK": "a"}, {"OF_RANK": "b"}], word="yes")
     assert found == [(0, "yes", "a"), (1, "yes", "b")]
 
 
@@ -117,13 +117,13 @@ def test_ranks_return_what_their_program_returns(step):
 )
 def test_a_rank_that_fails_is_named(step, program, said):
     with pytest.raises(RankFailed, match=r"^rank 1:") as raised:
-        on_ranks(step, program, 2, seconds=60)
+        on_ranks(step, program, 2, seconds=100)
     assert said in str(raised.value)
 
 
 @pytest.mark.processes
 def test_a_rank_that_hangs_is_ended(step, tmp_path):
-    on_ranks(step, hang_in_second, 1, seconds=60, folder=tmp_path)  # whatever starts ranks has started
+    on_ranks(step, hang_in_second, 1, seconds=100, folder=tmp_path)  # whatever starts ranks has started
     with pytest.raises(RankFailed, match="rank 1: expected an answer in time, got none"):
         on_ranks(step, hang_in_second, 2, seconds=rank_processes.LAST_WORDS_SECONDS + 3, folder=tmp_path)
     for path in tmp_path.iterdir():
