@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections import Counter
 
 import pytest
 
@@ -61,20 +60,7 @@ def test_the_oldest_versions_are_tested_that_users_may_install():
         assert re.fullmatch(re.escape(admitted[name]) + r"(\.0)*", version), f"{name}: {admitted[name]}, {version}"
 
 
-MOST_OF_A_FOLDER = 18
-MOST_OF_TESTS = 40
-
 PACKAGES = [path for path in import_graph.modules().values() if path.name == "__init__.py"]
-
-
-@pytest.mark.parametrize(
-    ("folder", "most"), [*((top, MOST_OF_A_FOLDER) for top in import_graph.ROOTS), ("tests", MOST_OF_TESTS)]
-)
-def test_a_folder_can_be_taken_in_at_a_glance(folder, most):
-    files = Counter(path.parent.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py"))
-    assert files
-    crowded = {name: number for name, number in files.items() if number > most}
-    assert not crowded, f"expected at most {most} Python files in a folder; put some into a package of their own"
 
 
 def test_no_file_imports_one_that_imports_it():
