@@ -13,7 +13,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from programs.ddp_programs import process_group_of
 from server import Config, Service
 from server.limits.quota import Quota
 from support.lanes import ON_DEVICE, PROCESS_GROUP, rows_on_devices
-from support.starter import STARTER
+from support.member_processes import MemberProcesses
 
 MEMBERS = 4
 WAIT_SECONDS = 100.0
@@ -190,22 +189,16 @@ def job() -> str:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[ProcessPoolExecutor]:
+def member_processes() -> Iterator[MemberProcesses]:
     """Worker processes that play the members; kept, because importing torch takes seconds."""
-    together = STARTER.Barrier(MEMBERS)
-    executor = ProcessPoolExecutor(MEMBERS, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,))
-    try:
-        # All have imported torch, as this module does, when the first test's time begins.
-        for started in [executor.submit(int) for _ in range(MEMBERS)]:
-            started.result(timeout=WAIT_SECONDS)
-        yield executor
-    finally:
-        processes = list(executor._processes.values())
-        executor.shutdown(wait=False, cancel_futures=True)
-        # Tests wait for their members, so one that does not end now hangs.
-        for process in processes:
-            connection.wait([process.sentinel], 10.0)
-            process.kill()
+    with MemberProcesses(MEMBERS) as processes:
+        yield processes
+
+
+@pytest.fixture
+def pool(member_processes: MemberProcesses) -> ProcessPoolExecutor:
+    """The worker processes for this test."""
+    return member_processes.for_one_test()
 
 
 @pytest.fixture
@@ -272,10 +265,6 @@ def over(members: Callable[..., list[Any]], ranks: Callable[..., list[Any]], job
         return members(n, program, *arguments, job=f"{job} over {lane} {next(runs)}", lane=lane, **given)
 
     return run
-
-
-def _wait_for_all(together: threading.Barrier) -> None:
-    together.wait()
 
 
 def _member(program: Callable[..., Any], endpoint: str, member: int, given: dict[str, Any], arguments: Any) -> Any:

@@ -1,0 +1,67 @@
+"""Worker processes that play the members of the tests."""
+
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import connection
+from typing import Self
+
+from support.starter import STARTER
+
+WAIT_SECONDS = 100.0
+
+# Gloo groups are never freed (`ddp_programs.keep`), and the thread of each wakes a hundred times a second: the groups
+# of a whole run of the tests took a fifth of two cores.
+USES = 32
+
+
+class MemberProcesses:
+    """A pool of processes, kept from test to test and replaced after `USES` of them; leaving it ends them.
+
+    Args:
+        number: of the processes.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._used = 0
+        self._executor = _started(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end(self._executor)
+
+    def for_one_test(self) -> ProcessPoolExecutor:
+        """Returns the processes, which have imported torch."""
+        if self._used == USES:
+            _end(self._executor)
+            self._executor, self._used = _started(self._number), 0
+        self._used += 1
+        return self._executor
+
+
+def _started(number: int) -> ProcessPoolExecutor:
+    together = STARTER.Barrier(number)
+    executor = ProcessPoolExecutor(number, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,))
+    try:
+        # All have imported torch, as conftest.py does, when the first test's time begins.
+        for started in [executor.submit(int) for _ in range(number)]:
+            started.result(timeout=WAIT_SECONDS)
+    except BaseException:
+        _end(executor)
+        raise
+    return executor
+
+
+def _wait_for_all(together: threading.Barrier) -> None:
+    together.wait()
+
+
+def _end(executor: ProcessPoolExecutor) -> None:
+    processes = list(executor._processes.values())
+    executor.shutdown(wait=False, cancel_futures=True)
+    # Tests wait for their members, so one that does not end now hangs.
+    for process in processes:
+        connection.wait([process.sentinel], 10.0)
+        process.kill()
