@@ -35,7 +35,7 @@ def computed_in(streams: Sequence[Any], given: Iterable[Any], compute: Callable[
 
     Args:
         streams: of the replicas; none where there are no streams.
-        given: what it is computed from: tensors, and whatever is none.
+        given: what it is computed from: tensors and other values.
         compute: returns tensors, and None.
     """
     if not streams:
@@ -46,16 +46,16 @@ def computed_in(streams: Sequence[Any], given: Iterable[Any], compute: Callable[
     others = {device: stream for device, stream in latest.items() if stream != own[device]}
     for device, stream in others.items():
         stream.wait_stream(own[device])
-    _note(given, others)
+    _record_streams(given, others)
     with entered(others.values()):
         found = compute()
     for device, stream in others.items():
         own[device].wait_stream(stream)
-    _note(found, {device: own[device] for device in others})
+    _record_streams(found, {device: own[device] for device in others})
     return found
 
 
-def _note(values: Iterable[Any], streams: Mapping[torch.device, Any]) -> None:
+def _record_streams(values: Iterable[Any], streams: Mapping[torch.device, Any]) -> None:
     for value in values:
         if isinstance(value, Tensor) and value.device in streams:
             value.record_stream(streams[value.device])
