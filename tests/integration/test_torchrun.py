@@ -11,7 +11,7 @@ from support.launched import PROC, Launched
 from support.paths import ROOT, TESTS
 
 EXAMPLES = ROOT / "examples"
-SKEWED = TESTS / "programs" / "skewed_program.py"
+PROGRAMS = TESTS / "programs" / "torchrun"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 STEPS = 40
@@ -38,7 +38,7 @@ def whole_batch():
 
 
 def digits_in(processes: int, folder: Path, *options: str, steps: int = STEPS, killed: str = "") -> Launched:
-    program = [TESTS / "programs" / "digits_program.py", killed] if killed else [EXAMPLES / "train_digits.py"]
+    program = [PROGRAMS / "digits_program.py", killed] if killed else [EXAMPLES / "train_digits.py"]
     trained = ["--steps", str(steps), "--keep", str(COMPARE), "--save", folder / "saved.pt", "--deadline", "30"]
     command = [*TORCHRUN, "--nproc-per-node", str(processes), *options, *program, *trained]
     return Launched(command, {}, folder / "errors")
@@ -81,7 +81,9 @@ def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, 
 @pytest.mark.long
 @pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
 def test_a_rank_with_brighter_images_is_named_over_the_default_lane_also_by_a_new_server(tmp_path):
-    with Launched((*TORCHRUN, "--nproc-per-node", "3", SKEWED, "3.0"), {}, tmp_path / "errors") as run:
+    with Launched(
+        (*TORCHRUN, "--nproc-per-node", "3", PROGRAMS / "skewed_program.py", "3.0"), {}, tmp_path / "errors"
+    ) as run:
         assert run.line("lane") == "lane shared_memory"
         assert run.line("found") == "found skew of rank 2 in layer 1"
         assert run.end() == 0, run.errors
