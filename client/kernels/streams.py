@@ -35,7 +35,7 @@ def computed_in(streams: Sequence[Any], given: Iterable[Any], compute: Callable[
 
     Args:
         streams: of the replicas; none where there are no streams.
-        given: what it is computed from: tensors, and whatever is none.
+        given: what it is computed from, tensors and others.
         compute: returns tensors, and None.
     """
     if not streams:
