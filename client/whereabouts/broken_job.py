@@ -5,6 +5,10 @@ waits in a collective of torch would never get it: a rank that it waits for has 
 of the heartbeats logs the reason, has torch give up the collective where torch can do that, and after a while ends the
 process. What ends by itself before that, as gloo's collectives do when a connection breaks, gets the reason as a note.
 
+A collective of NCCL returns at once, and the thread waits for it later, in whatever wants a number from the device. No
+frame says so. But if torch tells of an operation of NCCL that does not end, and the thread does not move all the while,
+then it waits for that operation, or would wait for it next.
+
 Nobody is ended whose main thread moves, and nobody because others have left in good order, unless it waits in a
 collective of DistributedDataParallel itself: then it trains on, and the others do not.
 """
@@ -34,6 +38,10 @@ NEWS_SECONDS = 4.0
 # leave some moments apart.
 LEFT_SECONDS = 3.0
 
+# How long the main thread stands still until its collectives of NCCL are aborted: until then the other ranks may have
+# begun the last one too, and it may end.
+STILL_SECONDS = 3.0
+
 
 def has_left_in_order(error: StatsdBNError) -> bool:
     """Whether an error says that a rank has left without an error of its own."""
@@ -56,7 +64,8 @@ class BrokenJob:
     Args:
         looks: tells where the main thread is.
         name: who this process is, for people.
-        abort_after: how long the main thread may stay in one collective after the news, in seconds; None: for ever.
+        abort_after: how long the main thread may stay in one collective after the news, or stand still behind one of
+            NCCL, in seconds; None: for ever.
         end: ends the process with a text.
     """
 
@@ -98,20 +107,24 @@ class BrokenJob:
         in_order = has_left_in_order(error)
         if not (in_order or look.is_in_call):
             self._tell(error, look)
-        if look.collective is None or look.is_in_call:
+        collective = None if look.is_in_call else look.collective
+        # A call of ours that waits for the server has raised by now, and only one that waits for a device stands still.
+        call = collective.call if collective else self.looks.standstill()
+        if call is None:
             self._held = None
             return
-        if self._held is None or self._held[0] != look.collective.call:
-            self._held = look.collective.call, now
+        if self._held is None or self._held[0] != call:
+            self._held = call, now
         seconds = now - self._held[1]
         if in_order and seconds >= LEFT_SECONDS:
             self._tell(error, look)
-        if not in_order:
+        if not in_order and (collective or seconds >= STILL_SECONDS):
             self._abort()
-        is_doomed = not in_order or collectives.is_of_training(look.collective)
+        is_doomed = not in_order or (collective is not None and collectives.is_of_training(collective))
         if self._abort_after is not None and is_doomed and seconds >= self._abort_after:
             where = look.place.stack or "a collective of torch"
-            since = f"has waited in {where} for {seconds:.0f} s since its job broke"
+            behind = "" if collective else ", behind a collective of NCCL,"
+            since = f"has waited in {where}{behind} for {seconds:.0f} s since its job broke"
             self._end(f"{self._name} {since}, and ends now: {in_log(error)}")
 
     def _tell(self, error: StatsdBNError, look: Look) -> None:

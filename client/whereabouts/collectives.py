@@ -5,6 +5,7 @@ ones in the same order. So the numbers of two ranks say which of them waits for 
 where nobody has loaded it, there is no collective.
 """
 
+import json
 import sys
 import threading
 from contextlib import suppress
@@ -20,6 +21,7 @@ from client.whereabouts.place import TorchGroup
 from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS
 
 _C10D = "torch.distributed.distributed_c10d"
+_C = "torch._C._distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _ENGINE = "torch.autograd.graph"
 
@@ -185,6 +187,29 @@ def run_time() -> int | None:
         return int((_RUN_TIME / str(number) / "schedstat").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def unfinished() -> tuple[tuple[str, int, int], ...]:
+    """Returns how far this process's groups of NCCL are, if one of them has begun an operation that has not ended.
+
+    The host goes on while such an operation is under way, and waits for it in any call that wants a number from the
+    device. torch's flight recorder counts them; in torch 2.11 it runs by default.
+
+    Returns:
+        The number of each group with those of the newest operation that has begun and of the newest that has ended;
+        empty if all have ended, or torch does not tell.
+    """
+    with suppress(Exception):  # it is not loaded, has no NCCL or is of an unknown version
+        dump = sys.modules[_C]._dump_nccl_trace_json  # noqa: SLF001 - torch says it nowhere else
+        told = dump(includeCollectives=False, onlyActive=False)
+        groups = tuple((name, *begun_and_ended(status)) for name, status in json.loads(told)["pg_status"].items())
+        return groups if any(begun > ended for _, begun, ended in groups) else ()
+    return ()
+
+
+def begun_and_ended(status: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of the newest operations, from what torch's flight recorder tells of one group."""
+    return int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
 
 
 def abort() -> None:

@@ -70,6 +70,17 @@ class Looks:
         place = Place(told, collective is not None, group, kind)
         return Look(place, collective, stack.is_in_call(innermost))
 
+    def standstill(self) -> tuple[object, ...] | None:
+        """Returns what stays the same while the main thread does not move and an operation of NCCL does not end.
+
+        A host that waits for a device is in no collective, but in `loss.item()` or any other call of C. It may take all
+        of a core there, so its processor time says nothing. None where all operations of NCCL have ended.
+        """
+        operations = collectives.unfinished()
+        if not operations:
+            return None
+        return operations, *((id(frame), frame.f_lasti) for frame in stack.frames(stack.main_frame()))
+
     def _is_still(self) -> bool:
         before, self._run_time = self._run_time, collectives.run_time()
         is_idle = self._is_idle()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from client.whereabouts import collectives, notes
-from client.whereabouts.broken_job import LEFT_SECONDS, BrokenJob
+from client.whereabouts.broken_job import LEFT_SECONDS, STILL_SECONDS, BrokenJob
 from client.whereabouts.look import Look
 from client.whereabouts.place import Place
 from statsd_bn.error_text import in_log
@@ -25,6 +25,7 @@ class FakeLooks:
 
     def __init__(self) -> None:
         self.now = Look(Place("train.py:1 f", held=False, group=None), None, is_in_call=False)
+        self.behind = None
 
     def hold(self, call: str, module: str = "torch.nn.parallel.distributed") -> None:
         frame = SimpleNamespace(f_globals={"__name__": module})
@@ -36,6 +37,9 @@ class FakeLooks:
 
     def look(self, _: str = "") -> Look:
         return self.now
+
+    def standstill(self) -> tuple[object, ...] | None:
+        return self.behind
 
 
 @pytest.fixture
@@ -80,6 +84,48 @@ def test_a_process_that_computes_or_is_in_a_call_of_ours_is_never_ended(play):
         where()
         for now in range(100):
             play.job.step(float(now))
+    assert play.ended == []
+
+
+def test_a_process_that_stands_still_behind_nccl_is_ended_after_a_while(play, monkeypatch):
+    """As one that waits in `loss.item()`, which is no collective."""
+    aborts = []
+    monkeypatch.setattr(play.job, "_abort", lambda: aborts.append(now))
+    play.looks.behind = ("train.py:1", 7)
+    play.job.take(LOST)
+    for now in range(10):
+        play.job.step(float(now))
+    assert play.ended == []
+    assert aborts[0] == STILL_SECONDS, "until then the collective may still come to an end"
+    play.job.step(10.0)
+    (text,) = play.ended
+    assert text.startswith("rank 0 (a, pid 1) has waited in train.py:1 f, behind a collective of NCCL, for 10 s")
+
+
+def test_so_is_one_that_does_so_in_a_call_of_ours(play):
+    """Which would have raised by now if it waited for the server."""
+    play.looks.call_ours()
+    play.looks.behind = ("client/lanes/process_group.py:1", 7)
+    play.job.take(LOST)
+    play.job.step(0.0)
+    play.job.step(10.0)
+    assert len(play.ended) == 1
+
+
+def test_one_whose_main_thread_moves_behind_nccl_is_never_ended(play):
+    play.job.take(LOST)
+    for now in range(100):
+        play.looks.behind = (f"train.py:{now // 9}", 7) if now % 20 else None
+        play.job.step(float(now))
+    assert play.ended == []
+
+
+def test_one_that_stands_still_behind_ranks_that_left_in_order_is_told_and_not_ended(play, caplog):
+    play.looks.behind = ("train.py:1", 7)
+    play.job.take(LEFT)
+    for now in range(100):
+        play.job.step(float(now))
+    assert "left while others went on" in caplog.text
     assert play.ended == []
 
 

@@ -2,15 +2,19 @@
 
 import inspect
 import itertools
+import json
 import sys
+import threading
 import time
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 from torch.nn.parallel.distributed import DistributedDataParallel, _DDPJoinHook
 
@@ -241,3 +245,105 @@ def test_a_thousand_looks_keep_nothing():
         frame = session.whereabouts(Question(b"digest00", number), looks.look().place)
     assert decode(frame).number == 999
     assert set(vars(looks)) == set(vars(Looks(tells_stacks=True, rank=0)))
+
+
+# Behind collectives that the host does not wait in, as NCCL's.
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Two groups of NCCL, as torch tells of them: the number of the newest operation that has begun, and has ended."""
+    status = {"0": [5, 5], "1": [7, 6]}
+    told = {"begun": "last_enqueued_collective", "ended": "last_completed_collective"}
+
+    def dump(includeCollectives, onlyActive):  # noqa: N803 - torch's names
+        assert (includeCollectives, onlyActive) == (False, False)
+        groups = {
+            name: {told["begun"]: str(begun), told["ended"]: str(ended)} for name, (begun, ended) in status.items()
+        }
+        return json.dumps({"pg_status": groups, "version": "2.10"}).encode()
+
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+    return status
+
+
+@pytest.fixture
+def waiter(monkeypatch, nccl):  # noqa: ARG001 - for its effect
+    """A thread of the user's that stands in a call of C, as `loss.item()` is one, and the like in the next line."""
+    first, second = threading.Lock(), threading.Lock()
+    with first, second:
+        program = "def train():\n    first.acquire()\n    second.acquire()\ntrain()"
+        run = partial(run_as, program, "/home/me/train.py", "__main__", first=first, second=second)
+        thread = threading.Thread(target=run)
+        thread.start()
+        monkeypatch.setattr(stack, "main_frame", lambda: sys._current_frames().get(thread.ident))
+        wait_until(lambda: line_of(thread) == 2)
+        yield SimpleNamespace(move=lambda: (first.release(), wait_until(lambda: line_of(thread) == 3)))
+    thread.join(60)
+
+
+def line_of(thread):
+    frame = sys._current_frames()[thread.ident]
+    return frame.f_lineno if frame.f_code.co_name == "train" else 0
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def looks():
+    return Looks(tells_stacks=True, rank=0)
+
+
+@pytest.mark.usefixtures("waiter")
+def test_who_does_not_move_while_an_operation_of_nccl_does_not_end_stands_still(looks):
+    first = looks.standstill()
+    assert first is not None
+    assert looks.standstill() == first
+
+
+def test_who_has_come_to_another_line_has_moved(looks, waiter):
+    before = looks.standstill()
+    waiter.move()
+    assert looks.standstill() != before
+
+
+@pytest.mark.parametrize("now", [[8, 6], [8, 7]], ids=["has begun another", "has ended one"])
+@pytest.mark.usefixtures("waiter")
+def test_a_process_that_gets_on_in_its_operations_has_moved(looks, nccl, now):
+    before = looks.standstill()
+    nccl["1"] = now
+    assert looks.standstill() != before
+
+
+@pytest.mark.usefixtures("waiter")
+def test_nobody_stands_still_whose_operations_have_all_ended(looks, nccl):
+    """It may compute for minutes in one call of C."""
+    nccl["1"] = [7, 7]
+    assert looks.standstill() is None
+
+
+@pytest.mark.usefixtures("waiter")
+def test_nobody_stands_still_where_torch_tells_of_no_operations(looks, monkeypatch):
+    """It has been told to keep none, or is built without NCCL."""
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda **_: b'{"version": "2.10"}')
+    assert looks.standstill() is None
+    monkeypatch.delattr(_distributed_c10d, "_dump_nccl_trace_json")
+    assert looks.standstill() is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_torch_tells_of_operations_in_these_words():
+    """Those of gloo, which are told in the same form."""
+    words = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if words is None:
+        pytest.skip("this torch tells of NCCL's only")
+    distributed.all_reduce(torch.zeros(1))
+    status = json.loads(words(includeCollectives=False))["pg_status"]
+    begun, ended = zip(*map(collectives.begun_and_ended, status.values()), strict=True)
+    assert begun == ended
+    assert max(begun) >= 1
