@@ -115,7 +115,7 @@ def attacked(
     with process:
         try:
             line = process.stdout.readline()
-            assert line.startswith("listening on "), f"{line}{log.read_text()}"
+            assert line.startswith("listening on "), f"{line}{log.read_text()}exit code {process.poll()}"
             found = Attacked(line.split()[-1], process, log, keys, account=account)
             found.settled = found.highest()
             yield found

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -29,6 +30,7 @@ from documentation.docs_cluster import cluster
 from documentation.docs_engine import Engine, want_of_engine
 from documentation.docs_runner import Run
 from server.__main__ import COMMANDS
+from support.launched import MARK, kill_all
 from support.ports import free_port
 
 SECONDS = 60.0
@@ -107,6 +109,7 @@ class Shell:
         self._told = {"STATSD_BN_BIND": endpoint}
         self._exported: dict[str, str] = {}
         self._started = ExitStack()
+        self._mark = uuid.uuid4().hex
         self._at = Path()
         self._engine: Engine | None = None
         self._wanting: str | None = None
@@ -116,6 +119,7 @@ class Shell:
     def run(self) -> None:
         """Runs all commands in their order; raises AssertionError if one fails, and skips what needs something more."""
         with self._started:
+            self._started.callback(kill_all, self._mark)  # the ranks of a launcher that was killed
             for line in self._block.text.replace("\\\n", " ").splitlines():
                 self._run_line(shlex.split(line, comments=True))
         if self._wanting:
@@ -239,7 +243,13 @@ class Shell:
         return subprocess.Popen(
             command,
             cwd=folder or self._folder,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH, "XDG_RUNTIME_DIR": str(self._folder), **environ},
+            env={
+                **os.environ,
+                "PYTHONPATH": PYTHONPATH,
+                "XDG_RUNTIME_DIR": str(self._folder),
+                MARK: self._mark,
+                **environ,
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -210,9 +210,9 @@ def test_threads_that_open_channels_at_the_same_time_get_their_own_answers(monke
     together = threading.Barrier(4)
 
     def echo(number: int) -> bytes | None:
-        together.wait(5.0)
+        together.wait(60.0)
         with transport.channel() as channel:
-            together.wait(5.0)
+            together.wait(60.0)
             channel.send(bytes([number]))
             return channel.receive(1.0)
 
