@@ -1,8 +1,8 @@
 """Quiet: how busy the machine is, and the wait until it is not."""
 
 import os
-import resource
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -32,27 +32,40 @@ def wait_until_quiet(most_seconds: float) -> float:
 
 
 class Others:
-    """Measures what others use of the machine while a process of ours runs: all work, less that of our children."""
+    """Measures the processors that others use: all work of the machine, less that of this process and its descendants.
+
+    Attributes:
+        processors: on average, from entering to leaving.
+    """
 
     def __init__(self) -> None:
         self.processors = 0.0
 
     def __enter__(self) -> Self:
         self._worked, self._total = _ticks()
-        self._ours = _of_children()
+        self._ours = _ticks_of_family()
         return self
 
     def __exit__(self, *_: object) -> None:
         worked, total = _ticks()
-        ticks = os.sysconf("SC_CLK_TCK") * (_of_children() - self._ours)
+        ours = _ticks_of_family() - self._ours
         elapsed = (total - self._total) / _nr_processors()
-        self.processors = max(0.0, worked - self._worked - ticks) / max(1.0, elapsed)
+        self.processors = max(0.0, worked - self._worked - ours) / max(1.0, elapsed)
 
 
-def _of_children() -> float:
-    """Returns the processor seconds of all our children that have ended, and of theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _ticks_of_family() -> int:
+    """Returns the ticks of this process and its descendants, those that have ended and were waited for included."""
+    spent, parents = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            _, _, after = path.read_text().rpartition(")")  # its name may have spaces
+            fields = after.split()
+            parents[int(path.parent.name)] = int(fields[1])
+            spent[int(path.parent.name)] = sum(map(int, fields[11:15]))
+    family = {os.getpid()}
+    while descendants := {child for child, parent in parents.items() if parent in family} - family:
+        family |= descendants
+    return sum(spent.get(each, 0) for each in family)
 
 
 def _ticks() -> tuple[int, int]:

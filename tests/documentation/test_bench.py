@@ -1,6 +1,9 @@
 """The tables and plots of the benchmarks are what was measured: nobody has written in them."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from xml.etree import ElementTree as ET
 
@@ -102,14 +105,24 @@ def test_the_busy_processors_are_those_that_work(monkeypatch):
 
 
 def test_the_work_of_our_children_is_not_that_of_others(monkeypatch):
-    ticks, ours = iter([(100, 1000), (700, 2000)]), iter([1.0, 5.0])
+    ticks, ours = iter([(100, 1000), (700, 2000)]), iter([100, 500])
     monkeypatch.setattr(quiet, "_ticks", lambda: next(ticks))
-    monkeypatch.setattr(quiet, "_of_children", lambda: next(ours))
+    monkeypatch.setattr(quiet, "_ticks_of_family", lambda: next(ours))
     monkeypatch.setattr(quiet, "_nr_processors", lambda: 2)
-    monkeypatch.setattr(quiet.os, "sysconf", {"SC_CLK_TCK": 100}.__getitem__)
     with quiet.Others() as others:
         pass
     assert others.processors == pytest.approx(200 / 500)
+
+
+def test_the_work_of_a_child_counts_while_it_runs_and_after_it_was_waited_for():
+    works = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    before = quiet._ticks_of_family()
+    with subprocess.Popen([sys.executable, "-c", works], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        running = quiet._ticks_of_family()
+    half = 0.5 * os.sysconf("SC_CLK_TCK")
+    assert running - before >= half - 1
+    assert quiet._ticks_of_family() >= running
 
 
 def test_a_quiet_machine_is_waited_for(monkeypatch):
