@@ -1,21 +1,21 @@
 """Worker processes that play the members of the tests."""
 
 import threading
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import connection
-from typing import Self
+from typing import Any, Self
 
 from support.starter import STARTER
 
 WAIT_SECONDS = 100.0
 
 # Gloo groups are never freed (`ddp_programs.keep`), and the thread of each wakes a hundred times a second: the groups
-# of a whole run of the tests took a fifth of two cores.
-USES = 32
+# of a whole run of the tests took a fifth of two cores. Most tasks make one.
+TASKS = 128
 
 
 class MemberProcesses:
-    """A pool of processes, kept from test to test and replaced after `USES` of them; leaving it ends them.
+    """A pool of processes, kept from test to test and replaced after `TASKS` tasks; leaving it ends them.
 
     Args:
         number: of the processes.
@@ -23,7 +23,6 @@ class MemberProcesses:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._used = 0
         self._executor = _started(number)
 
     def __enter__(self) -> Self:
@@ -34,16 +33,25 @@ class MemberProcesses:
 
     def for_one_test(self) -> ProcessPoolExecutor:
         """Returns the processes, which have imported torch."""
-        if self._used == USES:
+        if self._executor.tasks >= TASKS:
             _end(self._executor)
-            self._executor, self._used = _started(self._number), 0
-        self._used += 1
+            self._executor = _started(self._number)
         return self._executor
 
 
-def _started(number: int) -> ProcessPoolExecutor:
+class _Executor(ProcessPoolExecutor):
+    """One that counts its tasks."""
+
+    tasks = 0
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.tasks += 1
+        return super().submit(*args, **kwargs)
+
+
+def _started(number: int) -> _Executor:
     together = STARTER.Barrier(number)
-    executor = ProcessPoolExecutor(number, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,))
+    executor = _Executor(number, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,))
     try:
         # All have imported torch, as conftest.py does, when the first test's time begins.
         for started in [executor.submit(int) for _ in range(number)]:
