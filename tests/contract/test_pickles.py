@@ -33,6 +33,10 @@ def loaded(name, by="pickle"):
     return LOADERS[by](MODELS_THEN[name][by])
 
 
+def repickled(model):
+    return pickle.loads(pickle.dumps(model))  # noqa: S301 - written here
+
+
 def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -68,12 +72,14 @@ def test_a_saved_state_is_one_of_torchs_layers(name):
     torch.testing.assert_close(evaluated(torchs, MODELS[name].tensors()[0]), EXPECTED[name]["eval"])
 
 
-def test_what_a_layer_was_given_is_in_its_pickle():
-    assert loaded("eps_mode").eps_mode == "clamp"
-    assert (loaded("chunks and group").chunks, loaded("chunks and group").group) == (2, client.Group("pair", 2))
-    assert loaded("converted subclass with chunks").chunks == 2
-    assert [layer.layer_name for layer in loaded("converted network") if hasattr(layer, "layer_name")] == ["1"]
-    assert loaded("DataParallelWithCallback").has_virtual_replicas
+@pytest.mark.parametrize("again", [lambda model: model, repickled], ids=["then", "today"])
+def test_what_a_layer_was_given_is_in_its_pickle_and_in_one_of_today(again):
+    assert again(loaded("eps_mode")).eps_mode == "clamp"
+    with_chunks = again(loaded("chunks and group"))
+    assert (with_chunks.chunks, with_chunks.group) == (2, client.Group("pair", 2))
+    assert again(loaded("converted subclass with chunks")).chunks == 2
+    assert again(loaded("converted network"))[1].layer_name == "1"
+    assert again(loaded("DataParallelWithCallback")).has_virtual_replicas
 
 
 def test_a_loaded_subclass_has_the_class_that_is_made_of_its_own():

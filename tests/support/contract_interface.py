@@ -234,11 +234,13 @@ def _exit_codes() -> Iterator[str]:
 
 
 def _variables() -> Iterator[str]:
-    """The variables of ours that the code names, and those of launchers that the client looks up."""
-    found = {name for package in OURS for text in _texts(package) for name in VARIABLE.findall(text)}
-    looked_up = {name for name in _looked_up("client") if not name.startswith("STATSD_BN_")}
-    for name in sorted(found | looked_up):
-        yield f"variable {name}"
+    """The variables of ours that each package names, and those of launchers that the client looks up."""
+    for package in OURS:
+        found = {name for text in _texts(package) for name in VARIABLE.findall(text)}
+        if package == "client":
+            found |= set(_looked_up(package))
+        for name in sorted(found):
+            yield f"{package} has the variable {name}"
 
 
 def _texts(package: str) -> Iterator[str]:
