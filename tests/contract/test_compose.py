@@ -17,14 +17,23 @@ import torch
 import zmq
 
 from documentation.docs_engine import want_of_engine
-from support.contract_seed import private_folder, run, serving
+from support.contract_seed import SILENCE_SECONDS, private_folder, run, serving
 from support.paths import ROOT
 
 FOLDER = ROOT / "docker"
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.view.yml")
 
+# When a training of two steps hangs: two processes that load torch and scikit-learn take minutes on a busy machine.
+TRAINING_SECONDS = 240.0
+
 # Settings of the files, so that a training is two steps of two replicas.
-SETTINGS = {"REPLICAS": "2", "STEPS": "2", "COMPARE_AFTER": "1", "VIEW_TOKEN": "a-token-of-a-test"}
+SETTINGS = {
+    "REPLICAS": "2",
+    "STEPS": "2",
+    "COMPARE_AFTER": "1",
+    "DEADLINE": str(TRAINING_SECONDS),
+    "VIEW_TOKEN": "a-token-of-a-test",
+}
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, of the extra dev")
 with_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
@@ -111,7 +120,7 @@ def test_the_files_have_a_server_its_keys_replicas_a_gpu_variant_and_a_view():
 
 @with_curve
 @pytest.mark.processes
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_the_commands_of_the_file_make_keys_serve_pass_the_health_check_and_train(host):
     found = services("docker-compose.yml")
     shell, option, line = found["keygen"]["entrypoint"]
@@ -119,7 +128,7 @@ def test_the_commands_of_the_file_make_keys_serve_pass_the_health_check_and_trai
     variables, entrypoint = image_of("server")
     assert entrypoint == '["python", "-m", "server"]'
     assert variables["STATSD_BN_BIND"] == "tcp://0.0.0.0:5555"
-    told = host.environment(found["server"])
+    told = {**host.environment(found["server"]), "STATSD_BN_SILENCE_SECONDS": str(SILENCE_SECONDS)}
     with serving([sys.executable, "-m", "server"], **told, STATSD_BN_BIND="tcp://127.0.0.1:*") as server:
         checked = run(*health_check(found["server"]), STATSD_BN_BIND=server.endpoint)
         assert (checked.returncode, checked.stderr) == (0, "")
@@ -137,7 +146,7 @@ def trained(service, host, endpoint, rank):
     assert entrypoint == '["python", "/app/docker/replica.py"]'
     told = {**host.environment(service), "STATSD_BN_ENDPOINT": endpoint, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     command = [sys.executable, FOLDER / "replica.py", *shlex.split(host.text(service, service["command"]))]
-    return run(*command, "--init-method", f"file://{host.folder}/meeting/gloo", **told)
+    return run(*command, "--init-method", f"file://{host.folder}/meeting/gloo", seconds=TRAINING_SECONDS, **told)
 
 
 def test_the_training_knows_all_arguments_of_the_gpu_variant(monkeypatch, capsys):

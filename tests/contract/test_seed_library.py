@@ -3,6 +3,7 @@
 import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from support.contract_seed import (
     BACKWARD,
     COUNTS,
     FORWARD,
+    SILENCE_SECONDS,
     WAIT_SECONDS,
     Received,
     as_rank,
@@ -93,7 +95,11 @@ class Watched:
 def watched(monkeypatch):
     """A `server.Service` in a thread of this process, whose masters are watched."""
     found = Watched(monkeypatch)
-    with private_folder() as folder, server.Service(server.Config((f"ipc://{folder}/server",))) as service:
+    quota = replace(server.Config().quota, silence_seconds=SILENCE_SECONDS)
+    with (
+        private_folder() as folder,
+        server.Service(server.Config((f"ipc://{folder}/server",), quota=quota)) as service,
+    ):
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
         try:

@@ -22,6 +22,9 @@ from statsd_bn import Aggregate, Rows
 
 WAIT_SECONDS = 100.0
 
+# On a busy machine a process may stand still for seconds; no rank is dead for that.
+SILENCE_SECONDS = 60.0
+
 # What each of two ranks contributes: counts, and rows of two vectors over three channels, forward and backward. The
 # values are binary fractions, so that their sums are exact in any order.
 COUNTS = ((4,), (6, 0))
@@ -48,10 +51,10 @@ def environment(**changed: str) -> dict[str, str]:
     return {**inherited, **changed}
 
 
-def run(*command: str | Path, **changed: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end in `environment(**changed)`."""
+def run(*command: str | Path, seconds: float = WAIT_SECONDS, **changed: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end in `environment(**changed)`; one that takes longer than `seconds` hangs."""
     return subprocess.run(
-        command, env=environment(**changed), capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+        command, env=environment(**changed), capture_output=True, text=True, timeout=seconds, check=False
     )
 
 
@@ -81,7 +84,9 @@ def serving(command: Sequence[str | Path], **changed: str) -> Iterator[RunningSe
     ) as process:
         try:
             line = process.stdout.readline()
-            assert line.startswith("listening on "), line + process.communicate(timeout=WAIT_SECONDS)[1]
+            if not line.startswith("listening on "):
+                process.kill()
+                raise AssertionError(f"expected `listening on ENDPOINT`, got {line!r}, {process.communicate()[1]}")
             server = RunningServer(line.split()[-1], process)
             yield server
             code = server.terminate() if process.poll() is None else process.returncode
@@ -99,7 +104,8 @@ def server_on_a_socket(*options: str) -> Iterator[RunningServer]:
 
 def server_command(socket: Path, *options: str) -> list[str]:
     """The command line of a server on a Unix socket."""
-    return [sys.executable, "-m", "server", "--bind", f"ipc://{socket}", "--log-level", "error", *options]
+    command = [sys.executable, "-m", "server", "--bind", f"ipc://{socket}", "--log-level", "error"]
+    return [*command, "--silence-seconds", str(SILENCE_SECONDS), *options]
 
 
 def as_rank(endpoint: str, job: str, rank: int, program: Callable[..., Any], *arguments: Any) -> Any:
