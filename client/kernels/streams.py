@@ -27,15 +27,15 @@ def entered(streams: Iterable[Any]) -> Iterator[None]:
 
 
 def computed_in(streams: Sequence[Any], given: Iterable[Any], compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    """Returns what a part of a backward pass computes in other streams than this thread's.
+    """Returns the results of a part of a backward pass, computed in the replicas' streams.
 
-    Autograd hands gradients over in its thread's current streams, and expects the results there. So the other streams
-    first wait for the current ones, and in the end the current ones for the others. The allocator is told which tensors
-    both use: it could otherwise give their memory away before the second stream has read it.
+    Autograd passes gradients in its thread's current streams, and expects the results there. So the replicas' streams
+    first wait for the current ones, and the current ones wait for them at the end. Tensors that both use are recorded
+    with the allocator, which could otherwise reuse their memory before the second stream has read it.
 
     Args:
-        streams: of the replicas; none where there are no streams.
-        given: what it is computed from: tensors and other values.
+        streams: of the replicas; empty on devices without streams.
+        given: the inputs of the computation: tensors and other values.
         compute: returns tensors, and None.
     """
     if not streams:

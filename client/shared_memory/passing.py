@@ -19,8 +19,9 @@ from pathlib import Path
 
 from client.shared_memory import futex
 
-# How long a process may take to hand the memory over. One that has ended closes the connection at once; one that is
-# frozen is lost to the server before. So this is for a busy machine, where groups must not fall back to the server.
+# How long a process may take to hand the memory over. A process that has ended closes the connection at once, and the
+# server detects a frozen one earlier. So only a busy machine needs this long, and a group must not leave shared memory
+# for that.
 SECONDS = 60.0
 
 # How often a wait for it checks whether the job has broken.

@@ -5,12 +5,12 @@ waits in a collective of torch would never get it: a rank that it waits for has 
 of the heartbeats logs the reason, has torch give up the collective where torch can do that, and after a while ends the
 process. What ends by itself before that, as gloo's collectives do when a connection breaks, gets the reason as a note.
 
-A collective of NCCL returns at once, and the thread waits for it later, in whatever wants a number from the device. No
-frame says so. But if torch tells of an operation of NCCL that does not end, and the thread does not move all the while,
-then it waits for that operation, or would wait for it next.
+A collective of NCCL returns at once. The main thread waits later, in any call that reads a value from the device, such
+as `loss.item()`, and no stack frame shows that. So the thread counts as waiting for NCCL while torch's flight recorder
+reports an unfinished NCCL operation and the thread's stack does not change.
 
-Nobody is ended whose main thread moves, and nobody because others have left in good order, unless it waits in a
-collective of DistributedDataParallel itself: then it trains on, and the others do not.
+Never end a process whose main thread makes progress. If the other ranks have left in good order, end a process only if
+it waits in a collective of DistributedDataParallel itself: it would train on without them.
 """
 
 import logging
@@ -29,17 +29,17 @@ from statsd_bn.text import plain
 
 logger = logging.getLogger("statsd_bn.client")
 
-# How long a process that is about to end waits for news from the server, which knows within a second of a process that
-# was killed, on a busy host within some more, and within `silence_seconds`, 3.5 by default, of any that is gone.
-# Launchers kill a process 10 to 30 s after SIGTERM.
+# How long a process that is about to end waits for the server's report. The server detects a killed process within a
+# second, on a busy host within a few, and any lost process within `silence_seconds`, 3.5 by default. Launchers kill a
+# process 10 to 30 s after SIGTERM.
 NEWS_SECONDS = 4.0
 
 # How long others may have left before a rank that waits for them in a collective is told: at the end of a run they
 # leave some moments apart.
 LEFT_SECONDS = 3.0
 
-# How long the main thread stands still until its collectives of NCCL are aborted: until then the other ranks may have
-# begun the last one too, and it may end.
+# How long the main thread's stack must not change before its NCCL collectives are aborted. Until then the other ranks
+# may still start the last collective, and it may complete.
 STILL_SECONDS = 3.0
 
 

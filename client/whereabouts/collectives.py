@@ -190,14 +190,14 @@ def run_time() -> int | None:
 
 
 def unfinished() -> tuple[tuple[str, int, int], ...]:
-    """Returns how far this process's groups of NCCL are, if one of them has begun an operation that has not ended.
+    """Returns the progress of this process's NCCL groups, if one of them has an unfinished operation.
 
-    The host goes on while such an operation is under way, and waits for it in any call that wants a number from the
-    device. torch's flight recorder counts them; in torch 2.11 it runs by default.
+    The host continues while such an operation runs, and waits for it in any call that reads a value from the device.
+    torch's flight recorder counts the operations; in torch 2.11 it runs by default.
 
     Returns:
-        The number of each group with those of the newest operation that has begun and of the newest that has ended;
-        empty if all have ended, or torch does not tell.
+        For each group its number, and the numbers of its newest started and newest completed operation; empty if all
+        have completed, or if there is no flight recorder.
     """
     with suppress(Exception):  # it is not loaded, has no NCCL or is of an unknown version
         dump = sys.modules[_C]._dump_nccl_trace_json  # noqa: SLF001 - torch says it nowhere else

@@ -71,10 +71,10 @@ class Looks:
         return Look(place, collective, stack.is_in_call(innermost))
 
     def standstill(self) -> tuple[object, ...] | None:
-        """Returns what stays the same while the main thread does not move and an operation of NCCL does not end.
+        """Returns the main thread's stack and the progress of NCCL's unfinished operations; None if all have completed.
 
-        A host that waits for a device is in no collective, but in `loss.item()` or any other call of C. It may take all
-        of a core there, so its processor time says nothing. None where all operations of NCCL have ended.
+        Equal results mean no progress. A host that waits for a device is not in a collective, but in `loss.item()` or
+        another call of C. It may spin there, so its processor time does not show whether it waits.
         """
         operations = collectives.unfinished()
         if not operations:

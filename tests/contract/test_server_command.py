@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from support.contract_seed import private_folder, run, run_server_command, server_command, server_on_a_socket, serving
+from support.contract_seed import (
+    WAIT_SECONDS,
+    private_folder,
+    run,
+    run_server_command,
+    server_command,
+    server_on_a_socket,
+    serving,
+)
 
 # Where pip puts what pyproject.toml names under [project.scripts].
 SCRIPT = Path(sys.executable).with_name("statsd-bn")
@@ -41,7 +49,7 @@ def test_a_bare_command_serves_this_user_alone_and_sigterm_ends_it_with_0(folder
 def test_ctrl_c_ends_a_server_with_0(folder):
     with serving(server_command(folder / "interrupted")) as server:
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(WAIT_SECONDS) == 0
 
 
 @pytest.mark.skipif(not SCRIPT.exists(), reason="the package is not installed beside this interpreter")

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.launched import PATIENT
-
-STOP_SECONDS = 10.0
+from support.launched import PATIENT, WAIT_SECONDS
 
 
 @contextmanager
@@ -34,7 +32,7 @@ def private_server(**environ: str) -> Iterator[str]:
             finally:
                 process.send_signal(signal.SIGTERM)
                 try:
-                    code = process.wait(STOP_SECONDS)
+                    code = process.wait(WAIT_SECONDS)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     raise

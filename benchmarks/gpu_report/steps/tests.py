@@ -57,8 +57,9 @@ class Recorder:
             self._failed(report.nodeid, report.longreprtext)
         elif report.skipped:
             self._count(report.nodeid, "skipped")
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            self.reasons[reason.removeprefix("Skipped: ")] += 1
+            skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            reason = getattr(report, "wasxfail", skipped)  # of one that was expected to fail the text is a traceback
+            self.reasons[reason.removeprefix("Skipped: ").removeprefix("reason: ")] += 1
         elif report.when == "call":
             self._count(report.nodeid, "passed")
 
