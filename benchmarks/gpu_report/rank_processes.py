@@ -25,6 +25,9 @@ from torch import distributed
 from gpu_report.child import planted
 from gpu_report.step import Step
 
+# Ranks are forked, which CUDA refuses where its runtime was asked for devices before; NVML may be asked.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 STARTER = multiprocessing.get_context("forkserver")
 STARTER.set_forkserver_preload(["client", "gpu_report.networks", "torch._dynamo"])
 

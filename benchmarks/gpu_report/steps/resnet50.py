@@ -37,19 +37,20 @@ def run(step: Step) -> None:
             plain: dict[str, Tensor] = {}
             for variant in of_all:
                 with step.attempt(f"{variant.name} trains, batch {batch}"), variant.entered():
-                    plain = _train(step, variant, batch, plain, has_trace=batch == batches[0])
+                    first = _train(step, variant, batch, plain, has_trace=batch == batches[0])
+                    plain = first if variant is of_all[0] else plain
                 if step.device.type == "cuda":
                     torch.cuda.empty_cache()
 
 
 def _train(step: Step, variant: Variant, batch: int, plain: dict[str, Tensor], *, has_trace: bool) -> dict[str, Tensor]:
-    """Returns what there is to compare with; a network that cannot train is gone before the next one begins."""
+    """Returns the results of the first steps; a network that cannot train is gone before the next one begins."""
     training = Training(step, variant, batch)
     first = training.first_steps()
     if plain:
         training.compare(first, plain)
     training.measure(has_trace=has_trace)
-    return plain or first
+    return first
 
 
 class Training:
