@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, Self
 
@@ -32,8 +33,8 @@ class MemberProcesses:
         _end(self._executor)
 
     def for_one_test(self) -> ProcessPoolExecutor:
-        """Returns the processes, which have imported torch."""
-        if self._executor.tasks >= TASKS:
+        """Returns the processes, which have imported torch; others, if a test has killed one of them."""
+        if self._executor.tasks >= TASKS or not self._executor.is_whole():
             _end(self._executor)
             self._executor = _started(self._number)
         return self._executor
@@ -47,6 +48,14 @@ class _Executor(ProcessPoolExecutor):
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         self.tasks += 1
         return super().submit(*args, **kwargs)
+
+    def is_whole(self) -> bool:
+        """Whether all processes are there."""
+        try:
+            self.submit(int).result(WAIT_SECONDS)
+        except BrokenProcessPool:
+            return False
+        return True
 
 
 def _started(number: int) -> _Executor:
