@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import client
 from statsd_bn import Rows
 
-SECONDS = 60.0
+SECONDS = 100.0
 PAUSE_SECONDS = 0.01
 
 WORLD_SIZE = 3

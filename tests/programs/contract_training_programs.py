@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import client
 
-SECONDS = 60.0
+SECONDS = 100.0
 
 Values = dict[str, Any]
 
