@@ -1,5 +1,6 @@
 """The frame of the GPU report, with steps that last no time: nothing that a step does costs another one its result."""
 
+import itertools
 import json
 import os
 import signal
@@ -44,12 +45,16 @@ def source(line: str) -> str:
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """Makes a step of a module's text."""
+    """Makes a step of a module's text.
+
+    Each module has a file of its own, since Python may take two texts of one length and one second for the same.
+    """
+    numbers = itertools.count()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *PATHS]))
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(name, text, seconds=30.0, **options):
-        module = f"step_that_{name.replace(' ', '_')}"
+        module = f"step_that_{name.replace(' ', '_')}_{next(numbers)}"
         (tmp_path / f"{module}.py").write_text(text)
         return Plan(name, seconds, module=module, **options)
 
