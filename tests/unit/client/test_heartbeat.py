@@ -88,8 +88,14 @@ class FakeBeacon:
         return [session for _, session in self.sent]
 
 
-def a_session(token=b"session0", known=True):
-    session = Session(token, Member("job", "world", 0, 0, 1, 30.0, "here"))
+class Talkative(Session):
+    """One that has always just spoken, however late the threads of a test are."""
+
+    spoke = property(lambda _: time.monotonic(), lambda _, __: None)
+
+
+def a_session(token=b"session0", known=True, kind=Session):
+    session = kind(token, Member("job", "world", 0, 0, 1, 30.0, "here"))
     if known:
         session.registered(encode(Registered(digest(token), b"server-0", 0, 0, 0, NOBODY)))
     session.spoke = time.monotonic()
@@ -128,14 +134,9 @@ def test_a_silent_session_sends_heartbeats_as_often_as_it_must(start, beacon):
 
 @pytest.mark.usefixtures("quick")
 def test_a_session_that_speaks_by_itself_is_introduced_and_sends_no_heartbeat(start, beacon):
-    session, silent = a_session(), a_session(b"session1")
+    session, silent = a_session(kind=Talkative), a_session(b"session1")
     heartbeat = start(lambda: [session, silent])
-
-    def speak_until_the_other_was_heard():
-        session.spoke = time.monotonic()
-        return beacon.sessions().count(b"session1") >= 5
-
-    wait_until(speak_until_the_other_was_heard)
+    wait_until(lambda: beacon.sessions().count(b"session1") >= 5)
     heartbeat.stop()
     assert beacon.sessions().count(b"session0") <= 1
 
