@@ -14,6 +14,7 @@ import pytest
 from client.conversation.member import RELAY, SHARED_MEMORY, ZEROMQ, Member
 from client.conversation.session import Session
 from programs import restart_programs
+from server.cli.status import ask
 from server.core.dispatcher import Dispatcher
 from server.rounds.seals import Seals
 from statsd_bn import limits
@@ -24,7 +25,7 @@ from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
-from support.memory_members import SERVER, MemoryMaster
+from support.memory_members import SERVER, MemoryMaster, wait_until
 from support.memory_members import run_members as run_in_memory
 from support.sentences import says
 
@@ -48,7 +49,7 @@ def servers(endpoint):
 
     def start():
         process = subprocess.Popen(
-            [sys.executable, "-m", "server", "--bind", endpoint, "--log-level", "error"],
+            [sys.executable, "-m", "server", "--bind", endpoint, "--log-level", "error", "--silence-seconds", "60"],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -84,6 +85,7 @@ def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, la
     undisturbed = [future.result(timeout=60) for future in run_members(pool, endpoint, "undisturbed", 3)]
     chance = random.Random(seed)
     futures = run_members(pool, endpoint, "killed", 3, lane)
+    wait_until(lambda: missing_in(endpoint, "killed", "world") == [0])
     for _ in range(KILLS[lane]):
         time.sleep(chance.uniform(0.05, 0.3))
         server.send_signal(chance.choice((signal.SIGKILL, signal.SIGTERM)))
@@ -91,6 +93,11 @@ def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, la
         server = servers()
     assert [future.exception() for future in futures if future.done()] == [], "the kills came while it trained"
     assert [future.result(timeout=60) for future in futures] == undisturbed
+
+
+def missing_in(endpoint, *names):
+    """How many members a group waits for, in a list; an empty one if there is no such group."""
+    return [group["missing"] for group in ask(endpoint)["groups"] if (group["job"], group["group"]) == names]
 
 
 # The same without processes: bytes go in, bytes come out.
