@@ -48,6 +48,8 @@ class Faulty(Launched):
     ) -> None:
         logs = ("--log-dir", folder / "logs", "--redirects", "2", "--tee", "1")
         command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *options, *logs)
+        # torchrun flushes the lines of its ranks at its end only.
+        environ = {"PYTHONUNBUFFERED": "1", **environ}
         super().__init__((*command, PROGRAM, what, str(victim), str(foreign)), environ, folder / "errors")
         self._folder, self._size = folder / "logs", size
 
