@@ -4,8 +4,6 @@ Two lines synchronise a model: `model = client.convert_model(model)`, and `with 
 training. A single process under `client.DataParallelWithCallback` needs only the first.
 """
 
-import os
-
 from client.connection.connection import Connection
 from client.connection.current import current_connection, disconnect, local_group
 from client.connection.groups import Group
@@ -17,7 +15,6 @@ from client.data_parallel.replicate import (
 )
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import ElasticState, MembersChanged, run_elastic
-from client.kernels.numba_backend import use_compiled_kernels
 from client.lanes.zeromq import SlavePipe
 from client.launch.connect import connect
 from client.layers.adopted import rebuilt_layer as rebuilt_layer
@@ -38,7 +35,6 @@ from client.training.join import join
 from client.training.recalibration import recalibrate
 from client.training.running_statistics import commit_running_statistics
 from client.training.smart_ddp import smart_DDP, smart_ddp
-from statsd_bn.environment import boolean
 
 __all__ = [
     "CallbackContext",
@@ -78,13 +74,9 @@ __all__ = [
     "smart_DDP",
     "smart_ddp",
     "synchronized_class",
-    "use_compiled_kernels",
 ]
 
 # Pickles name a class by its module: by this one, so that they outlive the files below it.
 for _name in __all__:
     if isinstance(_class := globals()[_name], type):
         _class.__module__ = __name__
-
-if boolean(os.environ, "STATSD_BN_COMPILED"):
-    use_compiled_kernels()

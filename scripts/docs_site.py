@@ -57,7 +57,6 @@ API = {
             "client.LazySynchronizedBatchNorm2d",
             "client.LazySynchronizedBatchNorm3d",
             "client.commit_running_statistics",
-            "client.use_compiled_kernels",
         ],
     ),
     "connection": Api(

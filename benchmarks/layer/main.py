@@ -3,7 +3,7 @@
 "alone" is the whole layer (its bookkeeping, autograd and kernels) with an exchange that costs nothing: the in-process
 lane, with one replica that believes it has company. With more members each is a process, and they exchange through a
 server over ipc. Both layers take turns in one run, call by call, so that what else the machine does falls on both; the
-claim is the ratio of medians, not a time. With `--compiled` ours has a second turn, with numba's kernels.
+claim is the ratio of medians, not a time.
 """
 
 import argparse
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 import client
-from client.kernels import numba_backend
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
@@ -49,31 +48,22 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--calls", type=int, default=30, help="of each layer, per combination")
-    parser.add_argument("--compiled", action="store_true", help="ours with compiled kernels too, which need numba")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    ways = ["ours", "compiled", "torch"] if options.compiled else ["ours", "torch"]
-    rows = [measure(case | {"ways": ways}, options.calls) for case in _cases(options)]
+    rows = [measure(case, options.calls) for case in _cases(options)]
     if options.json:
         print(json.dumps(rows, indent=2))
         return
     print(
         f"{'members':>7} {'threads':>7} {'shape':>14} {'layout':>13} {'dtype':>8} {'ours ms':>8} {'p99':>8} "
         f"{'torch ms':>8} {'p99':>8} {'ratio':>6} {'MB more':>8} {'torch':>8}"
-        + (f" {'compiled':>8} {'p99':>8} {'ratio':>6} {'MB more':>8}" if options.compiled else "")
     )
     for row in rows:
         print(
             f"{row['members']:>7} {row['threads']:>7} {row['shape']:>14} {row['layout']:>13} {row['dtype']:>8} "
             f"{row['ours']:>8.2f} {row['ours_p99']:>8.2f} {row['torch']:>8.2f} {row['torch_p99']:>8.2f} "
             f"{row['ratio']:>6.2f} {row['ours_peak']:>8.1f} {row['torch_peak']:>8.1f}"
-            + (_of_compiled(row) if options.compiled else "")
         )
-
-
-def _of_compiled(row: dict[str, Any]) -> str:
-    ratio = row["compiled_ratio"]
-    return f" {row['compiled']:>8.2f} {row['compiled_p99']:>8.2f} {ratio:>6.2f} {row['compiled_peak']:>8.1f}"
 
 
 def _cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -107,14 +97,12 @@ def measure(case: dict[str, Any], calls: int) -> dict[str, Any]:
         for member in members:
             member.join()
     row = dict(case)
-    for way in case["ways"]:
+    for way in ("ours", "torch"):
         times = sorted(seconds * 1e3 for result, _ in found for seconds in result[way])
         row[way] = statistics.median(times)
         row[f"{way}_p99"] = times[int(len(times) * 0.99)]
         row[f"{way}_peak"] = max(peaks[way] for _, peaks in found)
     row["ratio"] = row["ours"] / row["torch"]
-    if "compiled" in row:
-        row["compiled_ratio"] = row["compiled"] / row["torch"]
     return row
 
 
@@ -147,17 +135,12 @@ def _both_layers(case: dict[str, Any], calls: int, start: "Barrier") -> tuple[Ti
     x, grad = (torch.randn(shape, dtype=getattr(torch, case["dtype"])).contiguous(memory_format=layout) for _ in "xg")
     ours = client.SynchronizedBatchNorm2d if is_image else client.SynchronizedBatchNorm1d
     plain = nn.BatchNorm2d if is_image else nn.BatchNorm1d
-    layers = {"ours": ours, "compiled": ours, "torch": plain}
-    steps = {way: _step(layers[way](shape[1]), x, grad) for way in case["ways"]}
-    if "compiled" in steps:
-        client.use_compiled_kernels()
-    kernels = numba_backend._kernels  # noqa: SLF001 - the switch has no way back, which nobody but a benchmark wants
+    steps = {way: _step(layer(shape[1]), x, grad) for way, layer in (("ours", ours), ("torch", plain))}
     times: Times = {way: [] for way in steps}
     peaks = {}
     for call in range(WARM_UP + calls + 1):
         turns = list(steps.items())
         for way, run in turns if call % 2 else reversed(turns):  # who comes after whom makes a difference
-            numba_backend._kernels = kernels if way == "compiled" else None  # noqa: SLF001 - as above
             if call == WARM_UP + calls:
                 peaks[way] = _peak(run)
                 continue

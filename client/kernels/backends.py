@@ -2,10 +2,9 @@
 
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
-from client.kernels import cpu, cuda, numba_backend
+from client.kernels import cpu, cuda
 from client.kernels.elementwise import Elementwise, around
 from client.kernels.layout import alike, dense
 from client.kernels.statistics import Statistics
@@ -49,39 +48,6 @@ class Backend(Protocol):
         self, grad: Tensor, x: Tensor, statistics: Statistics, means: FloatArray, weight: Tensor | None
     ) -> Tensor:
         """Returns dx, in the type of `x`; `means`: Σdy / n and slope * Σdy·(x - mean) / n, shape (2, C)."""
-
-
-class Compiled:
-    """Numba's kernels, where somebody has asked for them."""
-
-    takes = staticmethod(numba_backend.takes)
-
-    def moments(self, x: Tensor, number: int) -> Moments:
-        """Centres the values only where they are far from zero."""
-        x = dense(x)
-        first, second = numba_backend.shifted_sums(x, np.zeros(x.shape[1]))
-        if cpu.are_near_zero(first, second, number):
-            return Moments(number, first, second)
-        center = numba_backend.rounded(first / number)
-        return around(number, center, *numba_backend.shifted_sums(x, center))
-
-    def normalise(self, x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """As `numba_backend.normalise`."""
-        return numba_backend.normalise(dense(x), statistics.mean, statistics.invstd, weight, bias)
-
-    def for_backward(self, grad: Tensor, x: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the interface's
-        """Returns both alike."""
-        return alike(grad, x)
-
-    def backward_sums(self, grad: Tensor, x: Tensor, statistics: Statistics) -> FloatArray:
-        """As `numba_backend.backward_sums`."""
-        return numba_backend.backward_sums(*alike(grad, x), statistics.mean)
-
-    def input_gradient(
-        self, grad: Tensor, x: Tensor, statistics: Statistics, means: FloatArray, weight: Tensor | None
-    ) -> Tensor:
-        """As `numba_backend.input_gradient`."""
-        return numba_backend.input_gradient(*alike(grad, x), statistics.mean, statistics.invstd, means, weight)
 
 
 class Cpu:
@@ -170,7 +136,7 @@ def _weighted(statistics: Statistics, weight: Tensor | None) -> FloatArray:
 _ELEMENTWISE = Elementwise()
 
 # The first that takes a slice computes it; what none takes, the elementwise operators do.
-_WITHOUT_MASK: tuple[Backend, ...] = (Compiled(), Cpu(), Cuda())
+_WITHOUT_MASK: tuple[Backend, ...] = (Cpu(), Cuda())
 
 
 def backend_for(x: Tensor, mask: Tensor | None = None) -> Backend:

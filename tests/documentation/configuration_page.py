@@ -41,7 +41,6 @@ CLIENT_VARIABLES = {
     "SLURM_STEP_NUM_TASKS": "`world_size`, for a task of srun, if WORLD_SIZE is not set",
     "STATSD_BN_BROADCAST_BUFFERS": "1, on all ranks: DistributedDataParallel goes on to broadcast buffers before each "
     "forward pass, though all are those of synchronised layers",
-    "STATSD_BN_COMPILED": "1: numba's kernels, as `client.use_compiled_kernels()`",
     "STATSD_BN_CURVE": "`curve`",
     "STATSD_BN_ENDPOINT": "`endpoint`",
     "STATSD_BN_JOB": "`job`",

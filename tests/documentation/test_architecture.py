@@ -50,7 +50,7 @@ def test_the_wheel_holds_the_three_packages_typed_and_nothing_else(tmp_path):
 def test_the_oldest_versions_are_tested_that_users_may_install():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    users = "torch", "compiled", "lightning", "accelerate", "demo"
+    users = "torch", "lightning", "accelerate", "demo"
     wanted = [*project["dependencies"], *(extras[name] for name in users)]
     admitted = dict(re.findall(r"([\w-]+)>=([\d.]+)", str(wanted)))
     oldest = (REPOSITORY / "constraints-oldest.txt").read_text()

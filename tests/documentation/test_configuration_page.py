@@ -15,7 +15,7 @@ def test_no_variable_is_described_that_nobody_reads():
 
 def test_the_search_finds_what_the_client_is_known_to_read():
     read = configuration_page.variables_of("client")
-    assert read >= {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "STATSD_BN_COMPILED", "STATSD_BN_CURVE"}
+    assert read >= {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "STATSD_BN_CURVE"}
     assert read >= {"STATSD_BN_ENDPOINT", "STATSD_BN_JOB", "TORCHELASTIC_RUN_ID"}
 
 

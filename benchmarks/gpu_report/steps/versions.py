@@ -9,7 +9,7 @@ import torch
 
 from gpu_report.step import Step
 
-PACKAGES = ("numpy", "pyzmq", "msgpack", "triton", "numba", "pytest", "hypothesis")
+PACKAGES = ("numpy", "pyzmq", "msgpack", "triton", "pytest", "hypothesis")
 
 # Without these no report can be compared with another.
 NEEDED = ("numpy", "pyzmq", "msgpack")
