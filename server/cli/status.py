@@ -24,7 +24,6 @@ COUNTS = {
     "refused_connections": "connections refused",
     "idle_connections": "idle connections closed",
     "flooding_connections": "flooding connections closed",
-    "claimed_routing_ids": "connections that set their routing id closed",
     "dropped_answers": "answers dropped",
     "forged_results": "results that this server has not made",
     "dropped_messages": "messages dropped",

@@ -98,20 +98,6 @@ class Quota:
         2**20,
         "connections that have said nothing for a second; the oldest beyond are closed, and clients connect again",
     )
-    max_new_connections: int = _option(
-        4096,
-        2**20,
-        "connections that may come at once to a server without keys: 1,365 members that come back after a restart, "
-        "with 3 each; a stranger who takes them all ends the server once in a thousand times. 256 are back at the rate "
-        "below, the others at a twentieth of it",
-    )
-    connections_per_second: float = _option(
-        15.0,
-        2**20,
-        "connections that may come each second from then on, in turn; with keys for each key. Without keys a stranger "
-        "who takes them all ends the server once in a month",
-        least=0.01,
-    )
     max_key_connections: int = _option(
         3 * limits.MAX_MEMBERS,
         2**20,
@@ -153,7 +139,6 @@ class Tally:
         refused_connections: handshakes that failed: an unknown key, or garbage.
         idle_connections: connections closed because no member spoke over them.
         flooding_connections: connections closed because too much had to be refused.
-        claimed_routing_ids: connections closed because they had set their routing id.
         dropped_answers: answers to peers that did not read, or had gone.
         forged_results: aggregates that members sent after a restart, and that this server had not made.
         dropped_messages: messages for which there was no time beside those of others.
@@ -164,7 +149,6 @@ class Tally:
     refused_connections: int = 0
     idle_connections: int = 0
     flooding_connections: int = 0
-    claimed_routing_ids: int = 0
     dropped_answers: int = 0
     forged_results: int = 0
     dropped_messages: int = 0

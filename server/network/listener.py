@@ -2,14 +2,11 @@
 
 import resource
 from collections.abc import Callable
-from contextlib import suppress
 
 import zmq
 
 from server.limits.quota import Quota
-from server.network import ipc_path, unpredictable
-from server.network.gate import LINE, SOON_BACK, Gate
-from server.network.routing_ids import Counted
+from server.network import ipc_path, routing_ids
 from server.network.zap import DOMAIN, Gatekeeper
 from server.secrets.keygen import check_curve
 from statsd_bn import keys, limits
@@ -33,10 +30,6 @@ KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-
-
-# Where the server asks for ZeroMQ's count; only this process reaches it.
-_OWN_ENDPOINT = "inproc://statsd_bn.count"
 
 # What the monitor reports.
 EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
@@ -63,16 +56,14 @@ class Listener:
     def __init__(self, quota: Quota, pair: keys.Pair | None, is_let_in: Callable[[str], bool]) -> None:
         if pair:
             check_curve()
-        unpredictable.seed()
+        routing_ids.seed_count()
         self._context = zmq.Context()
         self._files: list[ipc_path.SocketFile] = []
         self.socket = self._context.socket(zmq.ROUTER)
         self.most_of_key = _most_of_key(quota)
         # Before anything is bound, so that nobody comes in unasked.
-        self._gate = self._new_gate(quota, has_keys=pair is not None)
-        self._gatekeeper = Gatekeeper(self._context, is_let_in, self._gate)
+        self._gatekeeper = Gatekeeper(self._context, is_let_in)
         self.is_for_user = True
-        self._counted = Counted(self._first_counted())
         self.monitor = self.socket.get_monitor_socket(EVENTS)
         self._configure(quota)
         if pair:
@@ -103,13 +94,7 @@ class Listener:
 
     def open(self) -> None:
         """Let connections in; call it when everything is bound."""
-        if self.is_for_user:
-            self._gate.lift()
         self._gatekeeper.open()
-
-    def has_given(self, routing_id: bytes, frame: zmq.Frame) -> bool:
-        """Whether the sender of a frame was given its routing id here, and has not set it itself."""
-        return routing_id == _given(frame) or self._counted.holds(routing_id, self._gatekeeper.admitted)
 
     def close(self) -> None:
         """Close everything; answers under way have a moment to leave."""
@@ -122,12 +107,6 @@ class Listener:
         self._gatekeeper.open()
         self._context.term()
         self._gatekeeper.join()
-
-    def _new_gate(self, quota: Quota, *, has_keys: bool) -> Gate:
-        # With keys no routing id can be held that ZeroMQ would give.
-        at_once, soon_back = (self.most_of_key,) * 2 if has_keys else (quota.max_new_connections, SOON_BACK)
-        timeout = LINE * quota.handshake_seconds
-        return Gate(at_once, quota.connections_per_second, soon_back=soon_back, timeout=timeout)
 
     def _configure(self, quota: Quota) -> None:
         # Without MANDATORY a ROUTER drops answers to unknown peers silently; with HANDOVER a peer takes another's
@@ -151,23 +130,6 @@ class Listener:
         self.socket.curve_server = True
         self.socket.curve_publickey = pair.public.encode()
         self.socket.curve_secretkey = pair.secret.encode()
-
-    def _first_counted(self) -> bytes:
-        """A routing id of ZeroMQ's count, from before any connection."""
-        self.socket.bind(_OWN_ENDPOINT)
-        with self._context.socket(zmq.DEALER) as own:
-            own.connect(_OWN_ENDPOINT)
-            own.send(b"")
-            routing_id, _ = self.socket.recv_multipart()
-        self.socket.unbind(_OWN_ENDPOINT)
-        return routing_id
-
-
-def _given(frame: zmq.Frame) -> bytes:
-    """Routing id that the gatekeeper has given to a frame's connection."""
-    with suppress(zmq.ZMQError):
-        return str(frame.get("Identity")).encode()
-    return b""
 
 
 def _most_of_key(quota: Quota) -> int:

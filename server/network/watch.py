@@ -25,7 +25,7 @@ from server.network.resets import Resets
 from server.network.sender import Sender
 from server.rounds.rounds import failure
 from statsd_bn.error_text import in_log
-from statsd_bn.errors import ProtocolError, StatsdBNError
+from statsd_bn.errors import StatsdBNError
 
 # How long a connection stays whose peer has been told why it ends: another thread sends the frame.
 TOLD_SECONDS = 0.05
@@ -70,11 +70,6 @@ class Watch:
             # Read the monitor first: a connection that used this descriptor before may have ended.
             self.read_monitor()
             self._unread.meet(peer, _descriptor(part))
-        if not self._listener.has_given(peer, part):
-            # ZeroMQ may not survive two peers of one routing id.
-            self._dispatcher.tally.claimed_routing_ids += 1
-            self.end(peer, ProtocolError("expected a socket that sets no routing id, got one that does"))
-            return False
         return True
 
     def note(self, peer: bytes, received: Received, tenant: Tenant, seconds: float) -> None:

@@ -69,9 +69,6 @@ CLAIMS = 0.1
 # How often the server is asked for its counts, and how long no connection with a key may hear anything.
 LOOK_SECONDS, SILENT_SECONDS = 0.5, 0.2
 
-# The server would let so many new connections wait; this is about what they say.
-UNHINDERED = ("--max-new-connections", str(2**20), "--connections-per-second", str(2**20))
-
 # A server that looks at fewer frames than 500 in a second takes nothing any more.
 SECONDS_FOR_EACH_MILLION = 2000
 
@@ -415,7 +412,7 @@ def fuzz_socket(frames: int, seed: int, *, with_keys: bool, workers: Workers) ->
         if with_keys:
             generate(folder / "keys", ["alice"])
             generate(folder / "keys", ["bob"])
-        with servers.attacked(folder, *UNHINDERED, with_keys=with_keys) as server:
+        with servers.attacked(folder, with_keys=with_keys) as server:
             fuzz = Fuzz(server, seed)
             began = time.monotonic()
             with honest_bits(workers, server, fuzz.tally):

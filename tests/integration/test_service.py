@@ -19,7 +19,6 @@ from zmq.utils.monitor import recv_monitor_message
 from server import Config, Service
 from server.cli.status import ask
 from server.limits.access import ANYBODY
-from server.limits.quota import Quota
 from statsd_bn import limits
 from statsd_bn.errors import BindError
 from statsd_bn.messages import (
@@ -555,20 +554,6 @@ def test_a_service_that_cannot_listen_everywhere_says_so_though_somebody_knocks_
         for _ in range(20):
             with pytest.raises(BindError):
                 Service(Config((f"tcp://127.0.0.1:{port}", service.endpoints[0])))
-
-
-def test_new_connections_are_not_counted_where_only_this_user_can_connect(tmp_path):
-    tmp_path.chmod(0o700)
-    quota = Quota(max_new_connections=1, connections_per_second=0.01)
-    with Service(Config((f"ipc://{tmp_path}/socket",), quota=quota)) as service:
-        thread = threading.Thread(target=service.run)
-        thread.start()
-        try:
-            for _ in range(5):
-                assert ask(service.endpoints[0])["groups"] == []
-        finally:
-            service.stop()
-            thread.join()
 
 
 def test_ipv6_loopback_works():

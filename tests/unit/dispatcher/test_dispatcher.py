@@ -144,7 +144,6 @@ def test_a_status_report_says_what_the_server_is_doing(play):
         "refused_connections": 0,
         "idle_connections": 0,
         "flooding_connections": 0,
-        "claimed_routing_ids": 0,
         "dropped_answers": 0,
         "forged_results": 0,
         "dropped_messages": 0,

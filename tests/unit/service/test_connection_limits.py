@@ -1,4 +1,4 @@
-"""Limits of connections, without sockets: which are overdue, which are refused too much, how many come at a time."""
+"""Limits of connections, without sockets: which are overdue, which are refused too much."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -9,7 +9,6 @@ import pytest
 from server.limits.access import Tenant
 from server.limits.quota import Quota
 from server.network.connections import SETTLING_SECONDS, Connections
-from server.network.gate import SOON_BACK, Gate
 from server.network.refusals import MEMORY_SECONDS, Refusals
 from statsd_bn.errors import LimitExceeded
 
@@ -119,39 +118,3 @@ def test_a_key_has_only_so_many_connections_and_another_key_as_many(connected):
     assert connections.heard(4.0, numbers[2], with_key("bob"))
     connections.ended(numbers[0])
     assert connections.heard(5.0, numbers[1], with_key("alice"))
-
-
-def test_new_connections_come_at_once_up_to_a_number_and_then_at_a_rate():
-    gate = Gate(at_once=2, per_second=4.0, soon_back=2, timeout=0.0)
-    assert [gate.wait_of(0.0, "alice") for _ in range(3)] == [0.0, 0.0, None]
-    assert gate.wait_of(0.0, "bob") == 0.0
-    assert gate.wait_of(0.125, "alice") is None
-    assert gate.wait_of(0.25, "alice") == 0.0
-    assert [gate.wait_of(100.0, "alice") for _ in range(3)] == [0.0, 0.0, None]
-
-
-def test_new_connections_wait_in_line_while_it_is_short():
-    gate = Gate(at_once=1, per_second=4.0, soon_back=1, timeout=0.5)
-    assert [gate.wait_of(0.0, "alice") for _ in range(4)] == [0.0, 0.25, 0.5, None]
-    assert gate.wait_of(0.0, "bob") == 0.0
-    assert gate.wait_of(0.25, "alice") == 0.5
-
-
-def test_many_connections_at_once_come_back_more_slowly_than_a_few():
-    gate = Gate(at_once=8, per_second=4.0, soon_back=2, timeout=0.0)
-    assert [gate.wait_of(0.0, "alice") for _ in range(9)] == [0.0] * 8 + [None]
-    assert [gate.wait_of(5.5, "alice") for _ in range(4)] == [0.0] * 3 + [None]
-
-
-@pytest.mark.parametrize("pause", [20.0, 30.0, 100.0, 1000.0, 5500.0, 10_000.0])
-def test_a_stranger_who_takes_all_connections_meets_an_id_less_than_once_in_a_month(pause):
-    """It holds ids with half of them, for as long as a silent connection may; then the other half comes."""
-    quota = Quota()
-    gate = Gate(quota.max_new_connections, quota.connections_per_second, soon_back=SOON_BACK, timeout=0.0)
-
-    def taken(now: float) -> int:
-        return sum(gate.wait_of(now, "") is not None for _ in range(quota.max_new_connections))
-
-    assert taken(0.0) == quota.max_new_connections
-    together = taken(pause) + quota.silent_seconds * quota.connections_per_second
-    assert 2**32 * (pause + quota.silent_seconds) / (together / 2) ** 2 > 30 * 86_400

@@ -226,15 +226,6 @@ def test_a_connection_whose_member_has_left_is_ended_like_any_other(serve, dial)
     assert told(service, "idle_connections") >= 1
 
 
-def test_a_connection_too_many_waits_and_comes_in_later(serve, dial):
-    service = serve(max_new_connections=1, connections_per_second=2.0, handshake_seconds=0.5)
-    for _ in range(3):
-        dealer = dial(service)
-        dealer.send(encode(StatusRequest()))
-        assert dealer.poll(WAIT_SECONDS * 1000)
-    assert decode(dealer.recv()).report["refused_connections"] >= 1
-
-
 def test_a_client_is_told_of_a_limit_by_its_error(serve):
     service = serve(max_channels=2)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
