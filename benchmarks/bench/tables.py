@@ -150,69 +150,6 @@ TABLES = {
             for members, seconds in found.items()
         ),
     ),
-    "stragglers": Table(
-        "",
-        ("case", "named in", "another named in", "after, s", "of a minute held"),
-        lambda found: (
-            (
-                row["case"],
-                f"{row['named']:.0%}",
-                f"{row['others']:.1%}",
-                "-" if row["after"] is None else f"{row['after']:.0f}",
-                f"{row['held']:.1%}",
-            )
-            for row in found
-        ),
-    ),
-    "skew": Table(
-        "",
-        ("data", "the last of 8 replicas", "from step", "runs", "named in", "wrong in", "after looks"),
-        lambda found: (
-            (
-                row["data"],
-                row["case"],
-                f"{row['from']}",
-                f"{row['runs']}",
-                "-" if row["case"] == "all alike" else f"{row['named']}",
-                f"{row['wrong']}",
-                "-" if row["after"] is None else f"{row['after']:.0f}",
-            )
-            for row in found
-        ),
-    ),
-    "flood": Table(
-        "",
-        ("flood", "sent", "quiet, µs", "flooded, µs", "ratio", "lines in the log", "server's memory, MiB"),
-        lambda found: (
-            (
-                row["flood"],
-                f"{row['sent']:,}",
-                f"{row['quiet']:.0f}",
-                f"{row['flooded']:.0f}",
-                f"{row['flooded'] / row['quiet']:.2f}",
-                str(row["log_lines"]),
-                f"{row['memory'] / 1024:.1f}",
-            )
-            for row in found
-        ),
-    ),
-    "view": Table(
-        "",
-        ("memory of the process at most", "of it the history", "of a core, feed and history", "of a core, each reader"),
-        lambda found: (
-            (
-                f"{found['peak_mb']:.0f} MB",
-                f"{found['history_mb']:.0f} MB",
-                f"{found['core']:.1%}",
-                f"{found['core_per_reader']:.1%}",
-            ),
-        ),
-    ),
-    "memory": Table(
-        "--points 5",
-        ("rounds", "resident memory, MiB"),
-        lambda found: ((f"{rounds:,}", f"{kilobytes / 1024:.2f}") for rounds, kilobytes in found["memory"]),
-    ),
     "restart": Table(
         "",
         ("first round after a restart", "seconds"),

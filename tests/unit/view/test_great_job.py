@@ -1,5 +1,5 @@
 """What a great job costs the viewer: 1,000 ranks and 200 layers, more than a server of ours tells of, take a few per
-cent of a core. `benchmarks/view` has the numbers of an hour.
+cent of a core.
 """
 
 import json
