@@ -7,9 +7,6 @@ drops the connection of whoever sends a frame that is too large, without a word.
 # A session or server id: 8 random bytes make a clash among a million lives of members a 1 in 30 million event.
 TOKEN_BYTES = 8
 
-# The seal of an aggregate: nobody guesses one of 2^128, and it costs a round no more than 16 bytes.
-SEAL_BYTES = 16
-
 # Room for the longest module path people write (some reach 120), small enough to keep in every error.
 MAX_NAME_BYTES = 256
 

@@ -25,7 +25,6 @@ COUNTS = {
     "idle_connections": "idle connections closed",
     "flooding_connections": "flooding connections closed",
     "dropped_answers": "answers dropped",
-    "forged_results": "results that this server has not made",
     "dropped_messages": "messages dropped",
 }
 

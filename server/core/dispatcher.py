@@ -28,7 +28,6 @@ from server.limits.account import FUTURE_BYTES, ROUND_BYTES, Account
 from server.limits.fair_share import STRANGERS
 from server.limits.quota import Budget, Quota, bytes_carried, size_of
 from server.rounds.rounds import Reply, failure, unknown
-from server.rounds.seals import Seals
 from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
@@ -77,7 +76,6 @@ class Dispatcher:
         server: a random id of this life of the server.
         started: the time it began, on the clock that `receive` is given.
         quota: how much it accepts and keeps; default: as much as the protocol allows.
-        seals: how it recognises its own aggregates after a restart; default: it does not.
 
     Attributes:
         probe: a frame that every member ignores; shows whether a member can be reached.
@@ -86,7 +84,7 @@ class Dispatcher:
         bad_frames: how many of them were unsound.
     """
 
-    def __init__(self, server: bytes, started: float, quota: Quota | None = None, seals: Seals | None = None) -> None:
+    def __init__(self, server: bytes, started: float, quota: Quota | None = None) -> None:
         self._server = server
         self._started = started
         # No session has a digest of zero bytes, so no member takes it for an answer.
@@ -95,7 +93,7 @@ class Dispatcher:
         self._max_frame_bytes = self._budget.quota.max_frame_bytes
         self._registry = Registry(started, self._budget.quota.silence_seconds)
         self._eviction = Eviction(self._registry, self._budget)
-        self._registration = Registration(server, self._registry, self._budget, self._eviction, seals)
+        self._registration = Registration(server, self._registry, self._budget, self._eviction)
         self._inquiry = Inquiry(self._registry, self._budget.quota.silence_seconds)
         self._mismatches = Mismatches(self._budget.quota.silence_seconds)
         self._reports = Reports(self._counts)

@@ -12,7 +12,6 @@ from server.limits.quota import Budget
 from server.membership.admission import too_late
 from server.membership.life import GroupState
 from server.rounds.rounds import Reply
-from server.rounds.seals import Seals
 from statsd_bn.errors import ProtocolError, ReplicaLost, StaleEpoch, StatsdBNError
 from statsd_bn.messages import NO_SERVER, WORLD, Register
 from statsd_bn.tokens import digest
@@ -28,17 +27,13 @@ class Registration:
         registry: the groups and the registered sessions.
         budget: how many groups and members there may be.
         eviction: ends a group where there is no more room.
-        seals: how the server recognises its own aggregates.
     """
 
-    def __init__(
-        self, server: bytes, registry: Registry, budget: Budget, eviction: Eviction, seals: Seals | None
-    ) -> None:
+    def __init__(self, server: bytes, registry: Registry, budget: Budget, eviction: Eviction) -> None:
         self._server = server
         self._registry = registry
         self._budget = budget
         self._eviction = eviction
-        self._seals = seals
 
     def register(self, now: float, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         """Register a session; returns the answers to its group.
@@ -78,7 +73,7 @@ class Registration:
         """Begin a group; one whose first member is refused replaces no other."""
         masters = self._registry.masters
         made_room = self._eviction.for_group(name, tenant) if name not in masters else []
-        master = SyncMaster(self._server, register, self._budget, self._seals, tenant.owner(register.job))
+        master = SyncMaster(self._server, register, self._budget, tenant.owner(register.job))
         try:
             contributor, told = master.register_slave(now, register, peer)
         except StatsdBNError:

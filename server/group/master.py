@@ -20,7 +20,6 @@ from server.rounds.parked_contributions import Deferral
 from server.rounds.reduction import reduce_round
 from server.rounds.results import Archive, Room
 from server.rounds.rounds import Reply, Round, failure, unknown
-from server.rounds.seals import Seals
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import (
     ContributionConflict,
@@ -53,7 +52,6 @@ class SyncMaster:
         server: the id of this server's life.
         register: the registration that begins the group; it sets job, group, epoch and policy.
         budget: what the server agrees to keep.
-        seals: how it knows its own aggregates again; default: it does not.
         owner: in whose account that is; default: the job's own.
 
     Raises:
@@ -78,7 +76,6 @@ class SyncMaster:
         server: bytes,
         register: Register,
         budget: Budget | None = None,
-        seals: Seals | None = None,
         owner: str = "",
     ) -> None:
         self.epoch = register.epoch
@@ -90,18 +87,14 @@ class SyncMaster:
         self._moved = -math.inf
         self._server = server
         self._budget = budget or Budget()
-        self._seals = seals or Seals(server)
-        are_genuine = self._seals.outlives
-        self.membership = Membership(register, self._budget.quota.silence_seconds, are_genuine=are_genuine)
+        self.membership = Membership(register, self._budget.quota.silence_seconds)
         self.owner = owner or f"job {register.job!r}"
         self._room = Room(self._budget, self.owner)
         self._room.take(GROUP_BYTES)
         self._weighed = self._told_bytes = 0
         self._archive = Archive(self._room)
-        self._claims = Claims(self._room, are_genuine=are_genuine)
-        self.open_rounds = OpenRounds(
-            self.epoch, self.membership, self._budget, self._archive, self._claims, self._seals
-        )
+        self._claims = Claims(self._room)
+        self.open_rounds = OpenRounds(self.epoch, self.membership, self._budget, self._archive, self._claims)
         self._deferral = Deferral(self._room)
         self.insight = Insight(self.membership, self.open_rounds, self._room)
 
@@ -209,7 +202,7 @@ class SyncMaster:
     def recall(self, now: float, contributor: Contributor, aggregate: Aggregate, peer: bytes) -> list[Reply]:
         """Take an aggregate that an earlier life of the server gave the member, as the member says.
 
-        See `server.rounds.claims` for what that is worth. The member has told it, so that nobody waits for it any more.
+        See `server.rounds.claims` for what becomes of it.
         """
         key = aggregate.key
         try:
@@ -224,12 +217,8 @@ class SyncMaster:
         self._told_bytes += told_bytes
         self._weigh()
         contributor.recalled.add(key)
-        if self._seals.outlives and not self._seals.is_genuine(aggregate):
-            self._budget.tally.forged_results += 1
-            logger.warning("%s: %s told of an aggregate that this server has not made; it is ignored", key, contributor)
-        else:
-            membership.recall(contributor, key, aggregate.members)
-            self._claims.add(contributor, aggregate)
+        membership.recall(key.step, aggregate.members)
+        self._claims.add(contributor, aggregate)
         # With a thousand members there are thousands of results, and only the last of each can make a difference.
         return [] if contributor.owes else self._settle(now)
 
@@ -327,21 +316,14 @@ class SyncMaster:
         replies = [
             (contributor.peer, self._registered(contributor)) for contributor in self.membership.contributors.values()
         ]
-        if contradiction := self._claims.proven_contradiction():
+        if contradiction := self._claims.contradiction():
             self.membership.find_contradiction(contradiction)
             return replies + self._tell_news()
-        # All rows that have come go before any claim: where they suffice, nobody has to be believed.
+        # All rows that have come go before any claim: where they suffice, no member has to be believed.
         for contributor, contribution, peer in self._deferral.take():
             replies += self.contribute(now, contributor, contribution, peer)
-        return replies + (self._weigh_claims() if self._claims.of else [])
-
-    def _weigh_claims(self) -> list[Reply]:
-        """End the rounds whose answers members have brought along; break the group if these differ."""
         self._claims.count = True
-        replies = self.open_rounds.complete()
-        for contradiction in self._claims.contradictions(list(self.open_rounds)):
-            self.membership.find_contradiction(contradiction)
-        return replies + self._tell_news()
+        return replies + (self.open_rounds.complete() + self._tell_news() if self._claims.of else [])
 
     def _without(
         self, now: float, contributor: Contributor, loss: ReplicaLost | None

@@ -140,7 +140,6 @@ class Tally:
         idle_connections: connections closed because no member spoke over them.
         flooding_connections: connections closed because too much had to be refused.
         dropped_answers: answers to peers that did not read, or had gone.
-        forged_results: aggregates that members sent after a restart, and that this server had not made.
         dropped_messages: messages for which there was no time beside those of others.
     """
 
@@ -150,7 +149,6 @@ class Tally:
     idle_connections: int = 0
     flooding_connections: int = 0
     dropped_answers: int = 0
-    forged_results: int = 0
     dropped_messages: int = 0
 
 

@@ -17,7 +17,6 @@ from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Register, Stand
-from statsd_bn.round_key import RoundKey
 
 
 class Membership(Standing):
@@ -26,7 +25,6 @@ class Membership(Standing):
     Args:
         register: the registration that begins it.
         silence: how long members may take to come back after a restart of the server, in seconds.
-        are_genuine: whether the results that it is told of are known to be the server's own.
 
     Attributes:
         contributors: by member number.
@@ -35,12 +33,9 @@ class Membership(Standing):
         recovery: who is still to come back to a recovering group; None in any other state.
     """
 
-    def __init__(
-        self, register: Register, silence: float = limits.SILENCE_SECONDS, *, are_genuine: bool = True
-    ) -> None:
+    def __init__(self, register: Register, silence: float = limits.SILENCE_SECONDS) -> None:
         super().__init__(Policy.ELASTIC if register.min_members else Policy.STRICT)
         self._silence = silence
-        self._are_genuine = are_genuine
         self.job = register.job
         self.group = register.group
         self.world_size = register.world_size
@@ -118,11 +113,11 @@ class Membership(Standing):
         """Record that a member has begun a step."""
         self.latest_step = max(self.latest_step, step)
 
-    def recall(self, contributor: Contributor, key: RoundKey, covered: Members) -> None:
+    def recall(self, step: int, covered: Members) -> None:
         """Record which members a result covers; an earlier life of the server gave it to a member."""
-        self.reach(key.step)
+        self.reach(step)
         if self.recovery:
-            self.recovery.tell(contributor.member, key, covered)
+            self.recovery.tell(step, covered)
 
     def admit(self, now: float, register: Register, peer: bytes) -> Contributor:
         """Register a member, or find it if it is registered.
@@ -138,7 +133,7 @@ class Membership(Standing):
         # Not before: one that is refused begins nothing.
         self._move(life.arrival(register), contributor.state if contributor else MemberState.NEW)
         if self.state is GroupState.RECOVERING and self.recovery is None:
-            self.recovery = Recovery(now, self._silence, are_genuine=self._are_genuine)
+            self.recovery = Recovery(now, self._silence)
         if contributor is None:
             contributor = self._take_in(register, peer)
         elif self.recovery and register.has_past and not contributor.has_past:
@@ -168,8 +163,7 @@ class Membership(Standing):
         """Members that come back to an elastic group that had lost them: the others have a result without them."""
         if self.recovery is None or not self.is_elastic:
             return []
-        back = self._returned_to_rounds
-        return [one for one in back if self.recovery.is_left_out(one, one.first_step, back)]
+        return [one for one in self._returned_to_rounds if self.recovery.is_left_out(one.member, one.first_step)]
 
     def give_up_waiting(self, now: float) -> bool:
         """Give up on members that have not come back after a restart of the server; returns whether there are any."""
@@ -253,12 +247,12 @@ class Membership(Standing):
         If an elastic group has had a round of the pass without such a member, that waits for the next pass: it would
         be given an aggregate without its rows.
         """
-        begun, back = self._latest_call, self._returned_to_rounds
+        begun = self._latest_call
         for contributor in self.contributors.values():
             if self.is_elastic and not contributor.has_past and self._has_begun:
                 contributor.first_step = self._next_step
             elif contributor.state is MemberState.BACK and contributor.first_step < begun:
-                if self.is_elastic and recovery.is_left_out(contributor, begun, back):
+                if self.is_elastic and recovery.is_left_out(contributor.member, begun):
                     continue
                 contributor.first_step, contributor.state = begun, MemberState.TAKES_PART
 

@@ -4,11 +4,9 @@ The server has written nothing down. A member that comes back says who belonged 
 group waits until all who were named are there, as long as it would wait for any sign of life.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
-from server.membership.contributor import Contributor
 from statsd_bn.members import Members
-from statsd_bn.round_key import RoundKey
 
 # How long a member that nothing reaches may take to be heard again: ZeroMQ connects anew after a tenth of a second,
 # and the client then speaks at once. Longer would delay the news of a killed process, which is to take under a second.
@@ -21,16 +19,14 @@ class Recovery:
     Args:
         now: when the first member came back.
         silence: how long to wait for the others, in seconds.
-        are_genuine: whether the results that it is told of are known to be the server's own.
     """
 
-    def __init__(self, now: float, silence: float, *, are_genuine: bool = True) -> None:
+    def __init__(self, now: float, silence: float) -> None:
         self._since = now
         self._silence = silence
-        self._are_genuine = are_genuine
         self._named: set[int] = set()
-        # Who has told of a result, by its round and whom it covers.
-        self._told: dict[tuple[RoundKey, Members], set[int]] = {}
+        # Of the results that members were given: the step, and whom the result covers.
+        self._told: set[tuple[int, Members]] = set()
 
     def name(self, known: Members) -> None:
         """Wait for the members that a returned member knows of."""
@@ -45,31 +41,18 @@ class Recovery:
         """Wait no longer for a member."""
         self._named.discard(member)
 
-    def tell(self, member: int, key: RoundKey, covered: Members) -> None:
-        """Record that a member was given a result, and which members the result covers."""
-        self._told.setdefault((key, covered), set()).add(member)
+    def tell(self, step: int, covered: Members) -> None:
+        """Record that a member was given a result of a step, and which members the result covers."""
+        self._told.add((step, covered))
 
     @property
     def has_results(self) -> bool:
         """Whether any member was given a result."""
         return bool(self._told)
 
-    def is_left_out(self, contributor: Contributor, since: int, back: Iterable[Contributor]) -> bool:
-        """Whether the others had gone on without a member, in a step from `since` on.
-
-        One result is enough that is known to be the server's own. Otherwise all others who could know must have told of
-        one, that is all who are back and took part in that step: one member alone may make it up.
-        """
-        without = [
-            (key.step, authors)
-            for (key, covered), authors in self._told.items()
-            if since <= key.step and contributor.member not in covered
-        ]
-        if self._are_genuine or not without:
-            return bool(without)
-        first = min(step for step, _ in without)
-        could_know = {other.member for other in back if other is not contributor and other.first_step <= first}
-        return could_know <= set().union(*(authors for _, authors in without))
+    def is_left_out(self, member: int, since: int) -> bool:
+        """Whether the others had gone on without a member, in a step from `since` on."""
+        return any(since <= step and member not in covered for step, covered in self._told)
 
     def missing(self, present: Collection[int]) -> list[int]:
         """Members that are still to come."""

@@ -11,7 +11,7 @@ from server.network.zap import DOMAIN, Gatekeeper
 from server.secrets.keygen import check_curve
 from statsd_bn import keys, limits
 from statsd_bn.errors import BindError
-from statsd_bn.reach import Reach, check_endpoint, reach
+from statsd_bn.reach import check_endpoint
 
 # How long the server sleeps at most: a request to stop, or the end of a connection, is noticed this late.
 LOOK_SECONDS = 0.05
@@ -47,7 +47,6 @@ class Listener:
         socket: the ROUTER.
         monitor: reports what happens to its connections.
         most_of_key: how many connections one key may have.
-        is_for_user: whether nobody but this user can connect to where it is bound.
 
     Raises:
         ConfigurationError: keys are wanted, and this ZeroMQ was built without them.
@@ -63,7 +62,6 @@ class Listener:
         self.most_of_key = _most_of_key(quota)
         # Before anything is bound, so that nobody comes in unasked.
         self._gatekeeper = Gatekeeper(self._context, is_let_in)
-        self.is_for_user = True
         self.monitor = self.socket.get_monitor_socket(EVENTS)
         self._configure(quota)
         if pair:
@@ -89,7 +87,6 @@ class Listener:
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if file := ipc_path.SocketFile.at(bound):  # ZeroMQ leaves it behind
             self._files.append(file)
-        self.is_for_user = self.is_for_user and reach(bound) is Reach.USER
         return bound
 
     def open(self) -> None:

@@ -28,7 +28,7 @@ from server.network.listener import LOOK_SECONDS, Listener
 from server.network.parent_watch import RETURN_SECONDS, Parent
 from server.network.sender import Sender
 from server.network.watch import Watch
-from server.secrets import key_source, seal_key
+from server.secrets import key_source
 from statsd_bn import limits
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import BindError, ConfigurationError
@@ -79,8 +79,7 @@ class Service:
         except (BindError, ConfigurationError):
             self.close()
             raise
-        seals = seal_key.seals_of(pair.secret if pair else None, is_for_user=self._listener.is_for_user)
-        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota, seals)
+        self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
         self._sender = Sender(self._socket, self._dispatcher)
         self._watch = Watch(config.quota, self._listener, self._dispatcher, self._sender)
         self._members = self._watch.members

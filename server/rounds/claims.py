@@ -1,19 +1,13 @@
 """Claims: what members that come back to a restarted server say that its earlier life had given them.
 
 A member may wait still for the answer to a round that another one was given, and all must get the same bytes. So a
-claim ends its round, but only where it must be believed:
-
-- Where the server can tell its own aggregates by their seals, only these count. One is enough: whatever member brings
-  it, the server has made it. A round for which it has all the rows again is summed all the same.
-- Where it cannot, because its key is new, a claim counts as much as its author's rows would. All rows that it covers
-  are there: they are summed, and a claim that says anything else is dropped. Some are missing: all members that the
-  round still waits for must have claimed the same. If they contradict one another, or leave out a member that has
-  contributed, nobody can say who is right, and the group breaks.
+claim ends its round, whichever member brings it. If the server has the rows of all members that the claim covers again,
+the round ends with their sum. The ranks of a job trust one another, so nobody votes on a claim; but two claims that
+contradict each other break the group.
 """
 
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from server.limits.account import CONTRIBUTION_BYTES, RUN_BYTES
@@ -22,20 +16,18 @@ from server.rounds.results import Room
 from server.rounds.rounds import Round
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
-from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import GATHER, RoundKey
 
 logger = logging.getLogger("statsd_bn.server")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Claim:
-    """An aggregate, the first member that says it was given it, and the numbers of all that do."""
+    """An aggregate, and the first member that says it was given it."""
 
     aggregate: Aggregate
-    first: Contributor
-    authors: set[int] = field(default_factory=set)
+    author: Contributor
 
     @property
     def size(self) -> int:
@@ -48,18 +40,17 @@ class Claims:
 
     Args:
         room: what they take is taken from.
-        are_genuine: whether only aggregates come here that bear the server's own seal.
 
     Attributes:
         count: whether they may end rounds by now.
         of: the claims, by round.
     """
 
-    def __init__(self, room: Room, *, are_genuine: bool) -> None:
+    def __init__(self, room: Room) -> None:
         self.count = False
         self._room = room
-        self._are_genuine = are_genuine
-        self.of: dict[RoundKey, list[Claim]] = {}
+        self.of: dict[RoundKey, Claim] = {}
+        self._different: Claim | None = None
         self._rounds_left = limits.KEPT_ROUNDS
 
     def add(self, contributor: Contributor, aggregate: Aggregate) -> None:
@@ -68,82 +59,63 @@ class Claims:
         Raises:
             LimitExceeded: the job would keep too many bytes.
         """
-        claims = self.of.get(aggregate.key, [])
-        claim = next((one for one in claims if is_same(one.aggregate, aggregate)), None)
-        if claim is None:
-            claim = Claim(aggregate, contributor)
+        claim, known = Claim(aggregate, contributor), self.of.get(aggregate.key)
+        if known is None:
             self._room.take(claim.size)
-            self.of.setdefault(aggregate.key, []).append(claim)
-        claim.authors.add(contributor.member)
+            self.of[aggregate.key] = claim
+        elif not is_same(known.aggregate, aggregate):
+            self._different = self._different or claim
 
     def are_due(self, round_: Round) -> bool:
-        """Whether all members that a round still waits for claim to have its answer."""
-        claims = self.of.get(round_.key) if self.count else None
-        if not claims:
-            return False
-        return self._are_genuine or set().union(*(claim.authors for claim in claims)).issuperset(round_.missing)
+        """Whether a claim ends a round now."""
+        return self.count and round_.key in self.of
 
     def take(self, round_: Round) -> Aggregate | None:
-        """Aggregate that ends a complete round, taken from its claims; None if the sum of its rows ends it.
-
-        Raises:
-            ContributionConflict: the claims contradict one another, or leave out a member that has contributed.
-        """
-        claims = self.of.get(round_.key)
-        if not claims or self._are_there(round_, claims):
+        """Aggregate that ends a round, taken from its claim; None if the sum of its rows ends it."""
+        claim = self.of.get(round_.key)
+        # A member that the server had gone on without may have contributed; the others' answer stays what it was.
+        if claim is None or (round_.is_complete and set(round_.futures) == set(claim.aggregate.members)):
             return None
         self._forget(round_.key)
-        if len(claims) > 1:
-            raise conflict(claims[1])
-        if not self._are_genuine and (left_out := set(round_.waiting).difference(claims[0].aggregate.members)):
-            raise contradiction(claims[0], left_out)
-        return claims[0].aggregate
+        return claim.aggregate
 
     def check(self, total: Aggregate) -> None:
-        """Drop the claims of a round that was summed, and warn of those that differ from the sum."""
-        for claim in self._forget(total.key):
-            if not is_same(claim.aggregate, total):
-                logger.warning(
-                    "%s: ranks %s came back with another aggregate than the sum of all rows; it is ignored",
-                    total.key,
-                    sorted(claim.authors),
-                )
+        """Drop the claim of a round that was summed, and warn if it differs from the sum."""
+        claim = self._forget(total.key)
+        if claim and not is_same(claim.aggregate, total):
+            logger.warning(
+                "%s: %s came back with another aggregate than the sum of all rows; it is ignored",
+                total.key,
+                claim.author,
+            )
 
-    def proven_contradiction(self) -> ContributionConflict | None:
-        """Error of two answers that are both the server's own, and cannot be of one group: the group was begun twice.
+    def contradiction(self) -> ContributionConflict | None:
+        """Error of two answers that cannot be of one group: the group was begun twice.
 
         Members of both beginnings are here, and nobody can say whose rows an answer has.
         """
-        if not self._are_genuine:
+        of_another = self._different or self._of_other_members()
+        if of_another is None:
             return None
-        different = (claims[1] for claims in self.of.values() if len(claims) > 1)
-        of_another = next(different, None) or self._of_other_members()
-        return None if of_another is None else conflict(of_another)
+        key, author = of_another.aggregate.key, of_another.author
+        text = f"{key}: {author} was given another aggregate than others were, before the server was restarted"
+        return ContributionConflict(text, **key.fields, member=author.member)
 
     def _of_other_members(self) -> Claim | None:
         """A claim that covers a member which another one of the same step does not, though that one covers no fewer.
 
         Members may be lost within a step, but nobody joins one.
         """
-        steps: dict[int, dict[Members, Claim]] = {}
-        for key, claims in self.of.items():
+        steps: dict[int, list[Claim]] = {}
+        for key, claim in self.of.items():
             if key.phase != GATHER:
-                steps.setdefault(key.step, {})[claims[0].aggregate.members] = claims[0]
-        for claims_of in steps.values():
-            most_first = sorted(claims_of, key=len, reverse=True)
+                steps.setdefault(key.step, []).append(claim)
+        for claims in steps.values():
+            most_first = sorted(claims, key=lambda claim: len(claim.aggregate.members), reverse=True)
             for more, fewer in pairwise(most_first):
-                if not set(more).issuperset(fewer):
-                    return claims_of[fewer]
+                if not set(more.aggregate.members).issuperset(fewer.aggregate.members):
+                    return fewer
         return None
-
-    def contradictions(self, open_rounds: Collection[Round]) -> list[ContributionConflict]:
-        """Errors of the rounds whose claims differ, where the rows cannot decide."""
-        waiting = {round_.key: set(round_.waiting) for round_ in open_rounds}
-        return [
-            conflict(claims[1])
-            for key, claims in self.of.items()
-            if len(claims) > 1 and not all(claim.authors <= waiting.get(key, set()) for claim in claims)
-        ]
 
     def round_ended(self) -> list[RoundKey]:
         """Count a round that has ended; returns the rounds whose claims are dropped, since nobody can wait for them."""
@@ -155,42 +127,18 @@ class Claims:
             self._forget(key)
         return forgotten
 
-    def _are_there(self, round_: Round, claims: list[Claim]) -> bool:
-        """Whether the rows of all members that the claims cover have come."""
-        if not round_.is_complete:
-            return False
-        there = set(round_.futures)
-        if self._are_genuine:
-            # A member that the server had gone on without may have contributed; the others' answer stays what it was.
-            return all(there == set(claim.aggregate.members) for claim in claims)
-        return all(there.issuperset(claim.aggregate.members) for claim in claims)
-
-    def _forget(self, key: RoundKey) -> list[Claim]:
-        claims = self.of.pop(key, [])
-        self._room.keep(-sum(claim.size for claim in claims))
-        return claims
+    def _forget(self, key: RoundKey) -> Claim | None:
+        claim = self.of.pop(key, None)
+        if claim:
+            self._room.keep(-claim.size)
+        return claim
 
 
 def is_same(one: Aggregate, other: Aggregate) -> bool:
-    """Whether two aggregates are equal to the last bit; their seals may differ."""
+    """Whether two aggregates are equal to the last bit."""
     return (
         (one.key, one.replicas, one.count) == (other.key, other.replicas, other.count)
         and (one.members, one.non_finite) == (other.members, other.non_finite)
         and one.values.shape == other.values.shape
         and one.values.tobytes() == other.values.tobytes()
     )
-
-
-def conflict(claim: Claim) -> ContributionConflict:
-    """Error of members that were given different answers to one round."""
-    return _error(claim, "was given another aggregate than others were, before the server was restarted")
-
-
-def contradiction(claim: Claim, left_out: Collection[int]) -> ContributionConflict:
-    """Error of a claim that leaves out members that have contributed."""
-    return _error(claim, f"was given an aggregate without ranks {Members.of(left_out)}, and not all others were")
-
-
-def _error(claim: Claim, text: str) -> ContributionConflict:
-    key = claim.aggregate.key
-    return ContributionConflict(f"{key}: {claim.first} {text}", **key.fields, member=claim.first.member)

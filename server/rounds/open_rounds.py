@@ -18,7 +18,6 @@ from server.rounds.first_non_finite import FirstNonFinite
 from server.rounds.reduction import reduce_round
 from server.rounds.results import Archive
 from server.rounds.rounds import FutureResult, Reply, Round, failed, failure, unknown
-from server.rounds.seals import Seals
 from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,
@@ -50,7 +49,6 @@ class OpenRounds:
         budget: what the server agrees to keep.
         archive: of this life.
         claims: what members were given before a restart of the server.
-        seals: makes the answers that an aggregate ends a round with.
 
     Attributes:
         done: how many have ended with an aggregate.
@@ -69,7 +67,6 @@ class OpenRounds:
         budget: Budget,
         archive: Archive,
         claims: Claims,
-        seals: Seals,
     ) -> None:
         self.done = 0
         self.failed = 0
@@ -85,7 +82,6 @@ class OpenRounds:
         self._budget = budget
         self._archive = archive
         self._claims = claims
-        self._seals = seals
         self._open: dict[RoundKey, Round] = {}
         # No open round ends before; the one that was first may have ended since.
         self._next_deadline = math.inf
@@ -301,17 +297,12 @@ class OpenRounds:
         return bool(self._claims.of) and self._claims.are_due(round_)
 
     def _finish(self, round_: Round) -> list[Reply]:
-        try:
-            claimed = self._claims.take(round_) if self._claims.of else None
-        except ContributionConflict as conflict:
-            self._membership.find_contradiction(conflict)
-            return self._break(round_, conflict)
+        claimed = self._claims.take(round_) if self._claims.of else None
         self.done += 1
         aggregate = claimed or self._sum(round_)
         if aggregate.non_finite.runs:
             self.non_finite.take(aggregate, self._membership.contributors)
-        # What a member was given is given to the others as it is, seal and all.
-        round_.end(encode(claimed) if claimed else self._seals.sealed(aggregate))
+        round_.end(encode(aggregate))
         return self._close(round_)
 
     def _sum(self, round_: Round) -> Aggregate:

@@ -37,7 +37,6 @@ from statsd_bn.messages.membership import (
     missing_members,
 )
 from statsd_bn.messages.rounds import (
-    NO_SEAL,
     Aggregate,
     Carried,
     Contribution,
@@ -54,7 +53,6 @@ __all__ = [
     "BARRIER",
     "BUFFERS",
     "BY_TYPE",
-    "NO_SEAL",
     "NO_SERVER",
     "WORLD",
     "Aggregate",

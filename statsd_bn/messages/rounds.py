@@ -12,9 +12,6 @@ from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 
-# On an aggregate that no server has made.
-NO_SEAL = bytes(limits.SEAL_BYTES)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contribution:
@@ -110,7 +107,6 @@ class Aggregate:
         members: who contributed them.
         values: shape (vectors, channels), float64: the sum of the rows in replica order; of a gather the rows
             themselves, one behind the other.
-        seal: what the server knows its own aggregates by; members keep it and give it back.
         non_finite: who of the members brought NaN or infinity; nobody where all values are finite.
     """
 
@@ -121,15 +117,12 @@ class Aggregate:
     count: int
     members: Members
     values: FloatArray
-    seal: bytes = NO_SEAL
     non_finite: Members = NOBODY
 
     def __post_init__(self) -> None:
         check_integer("replicas", self.replicas, 1, limits.MAX_REPLICAS * limits.MAX_MEMBERS)
         check_integer("count", self.count, 0, limits.MAX_COUNT)
         check_values(self.values, 2)
-        if type(self.seal) is not bytes or len(self.seal) != limits.SEAL_BYTES:
-            raise ProtocolError(f"seal: expected {limits.SEAL_BYTES} bytes, got {shown(self.seal)}")
 
 
 def sound_aggregate(
@@ -139,7 +132,6 @@ def sound_aggregate(
     members: Members,
     values: FloatArray,
     non_finite: Members,
-    seal: bytes = NO_SEAL,
 ) -> Aggregate:
     """Returns an aggregate that needs no check: it was made here of rows that have passed theirs, or came before."""
     aggregate = _new(Aggregate)
@@ -148,14 +140,13 @@ def sound_aggregate(
     _set_count(aggregate, count)
     _set_members(aggregate, members)
     _set_values(aggregate, values)
-    _set_seal(aggregate, seal)
     _set_non_finite(aggregate, non_finite)
     return aggregate
 
 
 # What sets the fields of a frozen dataclass.
 _new = object.__new__
-_set_key, _set_replicas, _set_count, _set_members, _set_values, _set_seal, _set_non_finite = (
+_set_key, _set_replicas, _set_count, _set_members, _set_values, _set_non_finite = (
     getattr(Aggregate, field.name).__set__ for field in fields(Aggregate)
 )
 

@@ -7,7 +7,6 @@
     8       H      header: a msgpack array [type, field, field, ...]
     8+H     0-7    zero bytes up to a multiple of 8
     ...     8·n    values: little-endian float64, in C order
-    ...     16     seal, of an aggregate or a result
 
 One frame rather than three, because each ZeroMQ frame costs a system call's worth of time; raw numbers rather than
 msgpack floats, because they become an array without a loop or a copy.
@@ -20,7 +19,7 @@ whole headers, as servers and members meet them again.
 """
 
 from statsd_bn.wire.decoding import decode, decode_request
-from statsd_bn.wire.encoding import encode, unsealed
+from statsd_bn.wire.encoding import encode
 from statsd_bn.wire.frame import MAGIC, PROTOCOL_VERSION, named_session
 
-__all__ = ["MAGIC", "PROTOCOL_VERSION", "decode", "decode_request", "encode", "named_session", "unsealed"]
+__all__ = ["MAGIC", "PROTOCOL_VERSION", "decode", "decode_request", "encode", "named_session"]

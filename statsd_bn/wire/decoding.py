@@ -112,9 +112,9 @@ def _carried(fields: list[Any], frame: bytes, end: int) -> Carried:
 
 def _aggregate(fields: list[Any], frame: bytes, end: int) -> Aggregate:
     key, replicas, count, members, non_finite, vectors, channels = fields
-    values, seal = _values(frame, end, (vectors, channels), limits.SEAL_BYTES), frame[-limits.SEAL_BYTES :]
+    values = _values(frame, end, (vectors, channels))
     among, bearers = unpacked_members(members), unpacked_members(non_finite)
-    return Aggregate(unpacked_key(key), replicas, count, among, values, seal, bearers)
+    return Aggregate(unpacked_key(key), replicas, count, among, values, bearers)
 
 
 def _result(fields: list[Any], frame: bytes, end: int) -> Result:
@@ -216,15 +216,14 @@ _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
 }
 
 
-def _values(frame: bytes, end: int, shape: tuple[Any, ...], rest: int = 0) -> FloatArray:
-    """Values of this shape, with `rest` bytes behind them."""
+def _values(frame: bytes, end: int, shape: tuple[Any, ...]) -> FloatArray:
     size = 1
     for extent in shape:
         if type(extent) is not int or extent < 1:
             raise ProtocolError(f"shape of values: expected positive integers, got {shown(shape)}")
         size *= extent
     start = padded(end)
-    if len(frame) != start + 8 * size + rest or any(frame[end:start]):
-        got = len(frame) - start - rest
+    if len(frame) != start + 8 * size or any(frame[end:start]):
+        got = len(frame) - start
         raise ProtocolError(f"values: expected {size} float64 for shape {shape} after zero padding, got {got} bytes")
     return np.ndarray(shape, FLOAT, frame, start)

@@ -35,45 +35,26 @@ _REQUESTS = frozenset(get_args(Request))
 # What a message is on the wire: its values, if it has any, and the fields of its header.
 _Flat = tuple[FloatArray | None, list[Any]]
 
-# A frame without its seal: all before the values, and the values.
-_Parts = tuple[bytes, memoryview | bytes]
-
 
 def encode(message: Message) -> bytes:
     """Frame that carries `message`."""
-    if isinstance(message, Aggregate):
-        return b"".join((*unsealed(message), message.seal))
     kind = type(message)
     most = limits.MAX_REQUEST_HEADER_BYTES if kind in _REQUESTS else limits.MAX_HEADER_BYTES
     values, header = _FLATTEN.get(kind, _flat_fields)(message)
-    parts = _parts([message.type, *header], values, most)
-    if isinstance(message, Result):
-        return b"".join((*parts, message.aggregate.seal))
-    return b"".join(parts)
-
-
-def unsealed(aggregate: Aggregate) -> _Parts:
-    """The two parts of an aggregate's frame before its seal, which is made of them."""
-    total, header = _flat_aggregate(aggregate)
-    return _parts([Aggregate.type, *header], total, limits.MAX_HEADER_BYTES)
-
-
-def _parts(header: list[Any], values: FloatArray | None, most: int) -> _Parts:
-    """Parts of a frame whose header, with the message's type, may have so many bytes."""
-    packed = pack(header)
+    packed = pack([message.type, *header])
     length = len(packed)
     if length > most:
         raise ProtocolError(f"header: expected at most {most} bytes, got {length}")
     prelude = PRELUDE.pack(MAGIC, PROTOCOL_VERSION, length)
     if values is None:
-        return prelude + packed, b""
+        return prelude + packed
     body = np.ascontiguousarray(values, FLOAT)
-    head = b"".join((prelude, packed, bytes(-length % 8)))
-    if (size := len(head) + body.nbytes) > limits.MAX_FRAME_BYTES:
+    frame = b"".join((prelude, packed, bytes(-length % 8), body.data))
+    if len(frame) > limits.MAX_FRAME_BYTES:
         raise ProtocolError(
-            f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size} for values of {values.shape}"
+            f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {len(frame)} for values of {values.shape}"
         )
-    return head, body.data
+    return frame
 
 
 def _flat_contribution(message: Contribution) -> _Flat:
@@ -143,6 +124,7 @@ def _flat_fields(message: Message) -> _Flat:
 _FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
     Contribution: _flat_contribution,
     Carried: _flat_carried,
+    Aggregate: _flat_aggregate,
     Result: _flat_result,
     Pending: _flat_pending,
     Settled: _flat_settled,

@@ -9,7 +9,6 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Contribution, sound_aggregate
 from statsd_bn.round_key import RoundKey
@@ -70,16 +69,16 @@ class LayerFrames:
             return None
         head, tail, end, replicas, count, members, shape, non_finite = known
         header = b"".join((head, packed_key(key), tail))
-        if len(frame) != end + limits.SEAL_BYTES or not frame.startswith(header):
+        if len(frame) != end or not frame.startswith(header):
             return None
         # All that decoding checks was checked when the header came first.
         values = np.ndarray(shape, FLOAT, frame, len(header))
-        return sound_aggregate(key, replicas, count, members, values, non_finite, frame[end:])
+        return sound_aggregate(key, replicas, count, members, values, non_finite)
 
     def keep(self, frame: bytes, aggregate: Aggregate) -> None:
         """Keeps the header of an aggregate's frame, which has been decoded."""
         key, values = aggregate.key, aggregate.values
-        packed, end = packed_key(key), len(frame) - limits.SEAL_BYTES
+        packed, end = packed_key(key), len(frame)
         if around := _around(frame, _KEY_OF_AGGREGATE, packed, end - values.nbytes):
             what = aggregate.replicas, aggregate.count, aggregate.members, values.shape, aggregate.non_finite
             _keep(self._received, key, (*around, end, *what))

@@ -164,8 +164,7 @@ def frame_of(header: list[Any]) -> bytes:
     *_, counts, vectors, channels = header
     has_rows = header[0] in {Contribution.type, Carried.type}
     replicas = len(counts) if has_rows and isinstance(counts, list) else 1
-    seal = b"" if has_rows else bytes(limits.SEAL_BYTES)
-    return frame + bytes(-len(packed) % 8) + bytes(8 * max(0, replicas * vectors * channels)) + seal
+    return frame + bytes(-len(packed) % 8) + bytes(8 * max(0, replicas * vectors * channels))
 
 
 def changed(message: type[Message], field: Field, value: Any) -> bytes:

@@ -16,8 +16,9 @@ from client.conversation.session import Session
 from programs import restart_programs
 from server.cli.status import ask
 from server.core.dispatcher import Dispatcher
-from server.rounds.seals import Seals
+from server.membership.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
+from statsd_bn.error_text import in_log
 from statsd_bn.errors import RegistrationRefused, ReplicaLost
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Pending, Registered, Result
@@ -108,14 +109,12 @@ N = 3
 class World:
     """Members that speak with a master, which may forget everything; each reads its answers when it likes."""
 
-    def __init__(self, group="world", n=N, *, min_members=0, keeps_key=False):
+    def __init__(self, group="world", n=N, *, min_members=0):
         self.members = [
             Session(bytes([number]) * 8, Member("job", group, 0, number, n, 60.0, f"place {number}", min_members))
             for number in range(n)
         ]
         self.now = 0.0
-        self.lives = 0
-        self.keeps_key = keeps_key
         self.restart(b"server-0")
         for session in self.members:
             self.say(session, session.register())
@@ -123,9 +122,7 @@ class World:
             assert [answer.missing for answer in self.read(session)][-1] == 0
 
     def restart(self, server):
-        self.lives += 1
-        seals = Seals(b"key", outlives=self.lives > 1) if self.keeps_key else Seals(server)
-        self.dispatcher = Dispatcher(server, self.now, seals=seals)
+        self.dispatcher = Dispatcher(server, self.now)
         self.inboxes = defaultdict(list)
 
     def say(self, session, *frames):
@@ -168,10 +165,9 @@ def codes(answers):
     return [answer.code for answer in answers]
 
 
-@pytest.mark.parametrize("keeps_key", [True, False])
-def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_answered_with_the_same_bytes(keeps_key):
+def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_answered_with_the_same_bytes():
     """The old master answered member 0 and died before it answered the others."""
-    world = World(keeps_key=keeps_key)
+    world = World()
     ahead, *others = world.members
     for number, session in enumerate(world.members):
         key = session.forward_key("bn")
@@ -344,6 +340,101 @@ def test_members_with_different_results_of_one_round_break_the_group():
         assert (failure.code, failure.key) == ("conflict", key)
         assert "rank 2 (place 2) was given another aggregate than others were" in failure.message
         assert failure.fields["member"] == 2
+
+
+def restarted(**given):
+    """A world whose members have had a round, and wait for another one that a new server does not know."""
+    world = World(**given)
+    world.exchange("bn")
+    key, *_ = [session.forward_key("bn2") for session in world.members]
+    world.restart(b"server-1")
+    return world, key
+
+
+def come_back(world, session, key):
+    world.say(session, *session.introduction(), session.contribution(key, rows_of(session.member.rank)))
+
+
+def test_the_rows_of_all_members_go_before_a_result_that_differs_from_their_sum(caplog):
+    world, key = restarted(min_members=1)
+    for session in world.members:
+        register, result = map(decode, session.introduction())
+        other = replace(result.aggregate, key=key, values=result.aggregate.values + 1.0)
+        results = (
+            [encode(result), encode(Result(session.token, other))] if session.member.rank == 2 else [encode(result)]
+        )
+        world.say(session, encode(replace(register, results=len(results))), *results)
+        world.say(session, session.contribution(key, rows_of(session.member.rank)))
+    world.now += RECONNECT_SECONDS
+    world.deliver(world.dispatcher.tick(world.now))
+    assert [world.read(session)[-1].values[0, 0] for session in world.members] == [6.0] * N
+    assert "rank 2 (place 2) came back with another aggregate than the sum of all rows" in caplog.text
+
+
+def test_a_member_that_the_others_had_gone_on_without_is_told_so():
+    """Their results say so."""
+    world = World(min_members=1)
+    world.exchange("bn")
+    first, second, late = world.members
+    key, *_ = [session.forward_key("bn2") for session in world.members]
+    for world.now in np.arange(0.5, 1.5 + limits.SILENCE_SECONDS, 0.5):
+        world.heartbeats(first, second)
+        world.deliver(world.dispatcher.tick(world.now))
+    for session in (first, second):
+        world.inboxes.pop(session.token, None)
+        world.say(session, session.contribution(key, rows_of(session.member.rank)))
+    assert world.take(first, key) == world.take(second, key)
+    world.restart(b"server-1")
+    for session in (late, first, second):
+        world.say(session, *session.introduction())
+    world.say(late, late.contribution(key, rows_of(2)))
+    world.now += 1.0
+    world.heartbeats(*world.members)
+    world.deliver(world.dispatcher.tick(world.now))
+    world.inboxes.pop(late.token)
+    world.heartbeats(late)
+    (failure,) = world.read(late)
+    assert (failure.code, failure.fields["member"]) == ("replica_lost", 2)
+    assert "the others had gone on without it before the server was restarted" in in_log(failure.message)
+
+
+def test_an_answer_that_covers_one_who_has_died_since_stays_what_it_was():
+    """Member 0 was given it and has contributed again; the rows of member 2 are gone."""
+    world = World(min_members=1)
+    key, *_ = [session.forward_key("bn") for session in world.members]
+    for number, session in enumerate(world.members):
+        world.say(session, session.contribution(key, rows_of(number)))
+    ahead, behind, _ = world.members
+    expected = world.take(ahead, key)
+    world.restart(b"server-1")
+    come_back(world, ahead, key)
+    come_back(world, behind, key)
+    world.now = limits.SILENCE_SECONDS
+    world.heartbeats(ahead, behind)
+    world.deliver(world.dispatcher.tick(world.now))
+    assert world.inboxes[ahead.token][-1] == world.inboxes[behind.token][-1] == expected
+
+
+def test_no_result_counts_in_a_group_that_has_not_been_restarted():
+    world = World()
+    (frame, *_) = world.exchange("bn")
+    other = replace(decode(frame), values=np.full((2, 1), 1e30))
+    world.say(world.members[0], encode(Result(world.members[0].token, other)))
+    world.exchange("bn2")
+
+
+def test_what_members_have_told_is_forgotten_when_nobody_can_wait_for_it():
+    world, key = restarted()
+    for session in world.members:
+        come_back(world, session, key)
+    for session in world.members:
+        world.read(session)
+    (master,) = world.dispatcher._registry.masters.values()
+    assert len(master._claims.of) == 1
+    for number in range(limits.KEPT_ROUNDS):
+        assert len(master._claims.of) == int(number < limits.KEPT_ROUNDS - 1)
+        world.exchange(f"next {number}")
+    assert master._archive.remembers(key._replace(layer="bn"))
 
 
 def test_results_of_another_group_are_refused():

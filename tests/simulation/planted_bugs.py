@@ -35,7 +35,6 @@ from server.rounds import open_rounds
 from server.rounds.claims import Claims
 from server.rounds.open_rounds import OpenRounds
 from server.rounds.rounds import Round
-from server.rounds.seals import Seals
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Whereabouts
@@ -301,17 +300,11 @@ def first_result_wins_unchecked() -> Any:
 
     def take(right: Any, self: Claims, round_: Round) -> Any:
         told = right(self, round_)
-        claims = [claim.aggregate for others in self.of.values() for claim in others]
+        claims = [claim.aggregate for claim in self.of.values()]
         alike = [one for one in claims if (one.key.step, one.key.phase) == (round_.key.step, round_.key.phase)]
         return replace(alike[0], key=round_.key) if alike else told
 
     return instead(Claims, "take", take)
-
-
-@bug
-def forged_result_believed() -> Any:
-    """Nobody looks at the seals of what members say that they were given."""
-    return mock.patch.object(Seals, "is_genuine", return_value=True)
 
 
 @bug

@@ -22,7 +22,6 @@ from client.whereabouts.place import Place, TorchGroup
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
 from simulation.simulated_frames import SimulatedSession
-from simulation.simulated_liar import LyingSession
 from simulation.simulated_memory import LISTEN_SECONDS
 from simulation.simulated_plan import GATHERED, Call, Fault
 from simulation.simulated_process import SimulatedProcess
@@ -359,9 +358,8 @@ class Process(SimulatedProcess):
     def _new_session(self, group: Group) -> Session:
         plan = self.world.plan
         who = Member("job", "world", self.epoch, self.number, plan.size, plan.deadline, repr(self), plan.min_members)
-        kind = LyingSession if plan.liar == self.number else SimulatedSession
         token = self.world.rng.randbytes(limits.TOKEN_BYTES)
-        return kind(token, who.in_group(group.name, group.size), self._last_settled)
+        return SimulatedSession(token, who.in_group(group.name, group.size), self._last_settled)
 
     def _change_stand(self, session: Session, stand: Stand) -> Part:
         """Does what `Sessions.change_stand` does."""

@@ -21,7 +21,6 @@ from server.core.dispatcher import Dispatcher
 from server.limits.quota import Quota
 from server.network.disconnect_probe import Probing
 from server.network.service import TICK_SECONDS
-from server.rounds.seals import Seals
 
 Trace = list[tuple[Any, ...]]
 
@@ -268,12 +267,9 @@ def corrupt(frame: bytes, rng: random.Random) -> bytes:
 class SimulatedServer:
     """Drives a real dispatcher as `server/network/service.py` does, through lives and naps."""
 
-    def __init__(
-        self, clock: Clock, network: Network, rng: random.Random, trace: Trace, *, keeps_key: bool = True
-    ) -> None:
+    def __init__(self, clock: Clock, network: Network, rng: random.Random, trace: Trace) -> None:
         self.up = False
         self.lives = 0
-        self.keeps_key = keeps_key
         self.outages: list[list[float]] = []
         self.on_receive: Callable[[Any, bytes], None] = lambda _owner, _frame: None
         self.on_answer: Callable[[bytes], None] | None = None
@@ -295,14 +291,11 @@ class SimulatedServer:
         self._probing = Probing()
         self._trace.append((self._clock.now, "server starts"))
         self.on_start()
-        self.dispatcher = Dispatcher(self._rng.randbytes(8), self._clock.now, QUOTA, self._seals())
+        self.dispatcher = Dispatcher(self._rng.randbytes(8), self._clock.now, QUOTA)
         if self.outages:
             self.outages[-1][1] = self._clock.now
         self._clock.after(TICK_SECONDS, self._tick, self.lives)
         self._network.server_back()
-
-    def _seals(self) -> Seals:
-        return Seals(b"key", outlives=self.lives > 1) if self.keeps_key else Seals(b"key %d" % self.lives)
 
     def kill(self) -> None:
         self._trace.append((self._clock.now, "server killed"))

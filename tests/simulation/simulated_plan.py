@@ -66,8 +66,6 @@ class Plan:
     passes: tuple[tuple[int, ...], ...] = ()
     replaced_after: float = 0.0
     gathers: bool = False
-    keeps_key: bool = True
-    liar: int | None = None
     in_memory: bool = False
     # On which host each member is, where they are on several; in such a world they carry rows for one another.
     hosts: tuple[int, ...] = ()
@@ -170,7 +168,7 @@ def draw(seed: int) -> Plan:
     plan = _draw_policy(random.Random(seed + 2**42), _draw_faults(rng, plan))
     rng = random.Random(seed + 2**43)
     plan = _with(plan, gathers=random.Random(seed + 2**44).random() < 0.2)
-    plan = _draw_key(_draw_newcomers(rng, _draw_passes(rng, _with(plan, phases=_draw_phases(rng)))))
+    plan = _draw_newcomers(rng, _draw_passes(rng, _with(plan, phases=_draw_phases(rng))))
     plan = _with(plan, in_memory=_draw_memory(random.Random(seed + 2**46), plan))
     return _draw_hosts(random.Random(seed + 2**47), plan)
 
@@ -180,14 +178,6 @@ def _with(plan: Plan, **changes: Any) -> Plan:
     changed = object.__new__(Plan)
     vars(changed).update(vars(plan), **changes)
     return changed
-
-
-def _draw_key(plan: Plan) -> Plan:
-    """Lets a server that is started again have its key or a new one; with its own it knows a lie."""
-    rng = random.Random(plan.seed + 2**45)
-    keeps_key = rng.random() < 0.6
-    lies = keeps_key and plan.has("server killed", "server stopped") and rng.random() < 0.3
-    return _with(plan, keeps_key=keeps_key, liar=rng.randrange(plan.size) if lies else None)
 
 
 def _draw_memory(rng: random.Random, plan: Plan) -> bool:

@@ -386,9 +386,7 @@ def _mismatch_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
 
 
 def _conflict_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
-    """A server with a new key cannot tell whether others had gone on without a member that is back."""
-    cannot_tell = bool(world.server.outages and world.plan.min_members) and not world.plan.keeps_key
-    return cannot_tell or may_meet_another_beginning(world)
+    return may_meet_another_beginning(world)
 
 
 def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:

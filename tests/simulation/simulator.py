@@ -104,7 +104,7 @@ class World:
         self.arrived: dict[tuple[SyncMaster | None, RoundKey], set[int]] = {}
         self.covered: list[membership_rules.Covered] = []
         self.pass_began: dict[int, int] = {}
-        self.server = SimulatedServer(self.clock, self.network, self.rng, self.trace, keeps_key=self.plan.keeps_key)
+        self.server = SimulatedServer(self.clock, self.network, self.rng, self.trace)
         self.server.on_receive = self._heard
         self._membership_changes = bool(self.plan.min_members or self.plan.passes)
         self.server.on_start = self._server_starts

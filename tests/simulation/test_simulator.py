@@ -38,7 +38,6 @@ FOUND_LAST = {
     "answers-mixed-up": 60,
     "claims-are-ignored": 88,
     "deadlock-unseen": 61,
-    "forged-result-believed": 279,
     "kept-too-few": 5,
     "late-answer-is-a-return": 45,
     "late-rows-dropped": 315,

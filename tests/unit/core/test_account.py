@@ -18,7 +18,7 @@ from server.rounds.results import Room
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import NO_SEAL, Carried, Failure, Heartbeat, Lateness, Leave, Message, Result, RoundTrips
+from statsd_bn.messages import Carried, Failure, Heartbeat, Lateness, Leave, Message, Result, RoundTrips
 from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
@@ -126,7 +126,7 @@ def dataclass_of(step: int, members: Members, bearers: Members = NOBODY) -> Any:
     play.open()
     play.say(contribution(0, key=key(step=step)))
     aggregate = play.say(contribution(1, key=key(step=step)))[session_of(1)]
-    return dataclasses.replace(aggregate, members=members, seal=NO_SEAL, non_finite=bearers)
+    return dataclasses.replace(aggregate, members=members, non_finite=bearers)
 
 
 @pytest.mark.parametrize(

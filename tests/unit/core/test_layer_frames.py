@@ -25,14 +25,13 @@ def rows_of(counts=(2, 3), channels=4, start=0.0):
     return Rows(counts, values)
 
 
-def aggregate_of(key=KEY, *, count=5, members=(0, 1), channels=4, non_finite=(), seal=b"s" * limits.SEAL_BYTES):
+def aggregate_of(key=KEY, *, count=5, members=(0, 1), channels=4, non_finite=()):
     values = np.arange(2.0 * channels).reshape(2, channels)
-    return Aggregate(key, 2, count, Members.of(members), values, seal, Members.of(non_finite))
+    return Aggregate(key, 2, count, Members.of(members), values, Members.of(non_finite))
 
 
 def told(aggregate):
-    seal = bytes(aggregate.seal)
-    said = aggregate.replicas, aggregate.count, aggregate.members, seal, aggregate.non_finite
+    said = aggregate.replicas, aggregate.count, aggregate.members, aggregate.non_finite
     return aggregate.key, *said, aggregate.values.shape, aggregate.values.tobytes()
 
 
@@ -83,8 +82,7 @@ def test_rows_that_lie_otherwise_in_memory_are_sent_in_order(frames):
 def test_an_aggregate_is_what_decoding_gives(frames, channels, non_finite):
     kept = 0
     for step in TWICE:
-        seal = step.to_bytes(limits.SEAL_BYTES, "big")
-        frame = encode(aggregate_of(KEY.at(step, 0), channels=channels, non_finite=non_finite, seal=seal))
+        frame = encode(aggregate_of(KEY.at(step, 0), channels=channels, non_finite=non_finite))
         decoded = decode(frame)
         found = frames.aggregate(decoded.key, frame)
         if found is None:
@@ -99,13 +97,13 @@ def test_an_aggregate_is_what_decoding_gives(frames, channels, non_finite):
 def test_no_changed_byte_is_taken_for_what_is_expected(known):
     frame = encode(aggregate_of(KEY.at(8, 0)))
     assert known.aggregate(KEY.at(8, 0), frame)
-    for place in range(len(frame) - aggregate_of().values.nbytes - limits.SEAL_BYTES):
+    for place in range(len(frame) - aggregate_of().values.nbytes):
         for byte in set(range(256)) - {frame[place]}:
             changed = frame[:place] + bytes([byte]) + frame[place + 1 :]
             assert known.aggregate(KEY.at(8, 0), changed) is None, (place, byte)
 
 
-@pytest.mark.parametrize("end", [-1, -limits.SEAL_BYTES, -limits.SEAL_BYTES - 8])
+@pytest.mark.parametrize("end", [-1, -8, -16])
 def test_a_frame_that_is_too_short_is_left_to_decoding(known, end):
     frame = encode(aggregate_of())
     assert known.aggregate(KEY, frame[:end]) is None

@@ -79,7 +79,7 @@ def begin_anew(world):
 
 def test_members_of_two_beginnings_are_told_and_none_is_given_the_result_of_the_other():
     """Newcomers have begun an elastic group anew, and the third server first hears of one who was left out."""
-    world = World(n=2, min_members=1, keeps_key=True)
+    world = World(n=2, min_members=1)
     world.exchange("bn")
     left_out = world.members[1]
     waiting_for = left_out.forward_key("bn2")
@@ -101,7 +101,7 @@ def test_members_of_two_beginnings_are_told_and_none_is_given_the_result_of_the_
 
 def test_results_of_a_step_whose_members_cannot_have_been_together_tell_of_two_beginnings():
     """No round has two results here: what the others had is out of date for one, and has yet to come for the other."""
-    world = World(n=2, min_members=1, keeps_key=True)
+    world = World(n=2, min_members=1)
     world.exchange("bn3")
     before = world.members[0]
     begin_anew(world)
@@ -128,7 +128,7 @@ def live_on(world):
 
 
 def test_results_of_a_step_that_lost_a_member_do_not():
-    world = World(n=3, min_members=1, keeps_key=True)
+    world = World(n=3, min_members=1)
     world.exchange("bn")
     world.members.pop()
     live_on(world)
@@ -155,7 +155,7 @@ def go_on(world):
 
 def test_a_member_that_was_told_of_its_double_is_given_no_sum_with_that_ones_rows():
     """A newcomer has taken its number at the second server, which ends the round; the third first hears of itself."""
-    world = World(n=2, min_members=1, keeps_key=True)
+    world = World(n=2, min_members=1)
     stays, displaced = world.members
     key, _ = [session.forward_key("bn") for session in world.members]
     world.restart(b"server-1")

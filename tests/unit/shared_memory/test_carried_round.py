@@ -23,7 +23,6 @@ from statsd_bn.wire import decode, encode
 pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
 
 WORLD = 4
-SEAL = bytes(range(limits.SEAL_BYTES))
 
 
 def rows_of(member: int, channels: int = 3) -> Rows:
@@ -66,7 +65,7 @@ def key(layer: str = "bn", call: int = 0) -> RoundKey:
 
 def answer(call: int = 0, value: float = 0.5, layer: str = "bn") -> bytes:
     values = np.full((2, 3), value)
-    return encode(Aggregate(key(layer, call), WORLD, 10, Members.of(range(WORLD)), values, SEAL))
+    return encode(Aggregate(key(layer, call), WORLD, 10, Members.of(range(WORLD)), values))
 
 
 def test_the_last_to_come_carries_the_rows_of_all():
@@ -93,7 +92,7 @@ def test_the_answer_is_left_for_the_others_seal_and_all():
     for one in rounds[:2]:
         frames, _, mine = one.step(0.02, None)
         assert not frames
-        assert (mine.key, mine.seal, mine.values.tobytes()) == (found.key, SEAL, found.values.tobytes())
+        assert (mine.key, mine.values.tobytes()) == (found.key, found.values.tobytes())
     assert [len(list(one.introduction())) for one in host.sessions] == [2, 2, 2], "each tells it to a restarted server"
     assert host.trips == []
 
