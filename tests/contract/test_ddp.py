@@ -1,15 +1,11 @@
 """The contract with DistributedDataParallel: in each of its modes, ranks train as one process on the whole batch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from programs import contract_ddp_programs as programs
 from programs.contract_ddp_programs import Mode
-from programs.contract_training_programs import Job
 from support.comparison import assert_close, share_of
-from support.private_server import private_server
 
 MODES = {
     "default": Mode(),
@@ -25,23 +21,6 @@ MODES = {
 
 # The per-sample values of a rank are those of its share.
 PER_SAMPLE = ("output", "input gradient")
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with private_server() as found:
-        yield found
-
-
-@pytest.fixture
-def connected(endpoint, job) -> Job:
-    return Job(endpoint, job)
-
-
-@pytest.fixture(params=["connected", "process group"])
-def either(request, connected) -> Job | None:
-    """A job to connect to, or None: then nothing but torch's process group is there."""
-    return connected if request.param == "connected" else None
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

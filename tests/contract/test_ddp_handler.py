@@ -1,6 +1,5 @@
 """The contract of `client.DDPHandler`: a loop's loaders are split among the ranks, and all ranks get all values."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,25 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import client
 from programs import contract_training_programs as programs
-from programs.contract_training_programs import Job
-from support.private_server import private_server
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with private_server() as found:
-        yield found
-
-
-@pytest.fixture
-def connected(endpoint, job) -> Job:
-    return Job(endpoint, job)
-
-
-@pytest.fixture(params=["connected", "process group"])
-def either(request, connected) -> Job | None:
-    """A job to connect to, or None: then nothing but torch's process group is there."""
-    return connected if request.param == "connected" else None
 
 
 def test_each_loader_gives_every_sample_to_one_rank_in_another_order_each_epoch(ranks, either):

@@ -3,16 +3,12 @@
 `support.device_without_float64` stands in for such a device; the first tests show that it refuses what MPS refuses.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from programs import contract_device_programs as programs
 from programs.contract_device_programs import Case
-from programs.contract_training_programs import Job
 from support.device_without_float64 import device_without_float64
-from support.private_server import private_server
 
 # Relative to the largest value of a tensor. Everything but the statistics is rounded to the device's type.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -25,23 +21,6 @@ CASES = {
     "a second derivative": Case(twice=True),
     "a cumulative average": Case(momentum=None),
 }
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with private_server() as found:
-        yield found
-
-
-@pytest.fixture
-def connected(endpoint, job) -> Job:
-    return Job(endpoint, job)
-
-
-@pytest.fixture(params=["connected", "process group"])
-def either(request, connected) -> Job | None:
-    """A job to connect to, or None: then nothing but torch's process group is there."""
-    return connected if request.param == "connected" else None
 
 
 def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:

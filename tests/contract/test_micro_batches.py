@@ -4,7 +4,6 @@ As GPipe and PipeDream use them: all forward passes first or one forward, one ba
 """
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import client
 from programs import contract_micro_batch_programs as programs
 from programs.contract_micro_batch_programs import CHECKPOINTS, SCHEDULES, SHARES
-from programs.contract_training_programs import Job
 from support.comparison import assert_close
-from support.private_server import private_server
 
 
 def samples(number: int) -> torch.Tensor:
@@ -35,23 +32,6 @@ def deferring(chunks: int, **options) -> client.SynchronizedBatchNorm1d:
 
 def assert_same_buffers(layer: nn.Module, expected: nn.Module) -> None:
     assert_close(dict(layer.named_buffers()), dict(expected.named_buffers()))
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with private_server() as found:
-        yield found
-
-
-@pytest.fixture
-def connected(endpoint, job) -> Job:
-    return Job(endpoint, job)
-
-
-@pytest.fixture(params=["connected", "process group"])
-def either(request, connected) -> Job | None:
-    """A job to connect to, or None: then nothing but torch's process group is there."""
-    return connected if request.param == "connected" else None
 
 
 @pytest.mark.parametrize("reentrant", CHECKPOINTS.values(), ids=CHECKPOINTS)

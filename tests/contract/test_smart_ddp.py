@@ -1,7 +1,5 @@
 """The contract of `client.smart_ddp`, also called `smart_DDP`: a synchronised model under DistributedDataParallel."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -9,9 +7,7 @@ from torch import nn
 import client
 from programs import contract_ddp_programs as programs
 from programs.contract_ddp_programs import Mode
-from programs.contract_training_programs import Job
 from support.comparison import assert_close, share_of
-from support.private_server import private_server
 
 MODES = {
     "default": Mode(shares=(1, 4)),
@@ -19,23 +15,6 @@ MODES = {
     "no_sync": Mode(options=(("static_graph", False),), micro_batches=2),
 }
 PER_SAMPLE = ("output", "input gradient")
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with private_server() as found:
-        yield found
-
-
-@pytest.fixture
-def connected(endpoint, job) -> Job:
-    return Job(endpoint, job)
-
-
-@pytest.fixture(params=["connected", "process group"])
-def either(request, connected) -> Job | None:
-    """A job to connect to, or None: then nothing but torch's process group is there."""
-    return connected if request.param == "connected" else None
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

@@ -1,0 +1,25 @@
+"""The server that the contract tests connect to, and two ways to synchronise: over it, or a process group alone."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from programs.contract_training_programs import Job
+from support.private_server import private_server
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with private_server() as found:
+        yield found
+
+
+@pytest.fixture
+def connected(endpoint, job) -> Job:
+    return Job(endpoint, job)
+
+
+@pytest.fixture(params=["connected", "process group"])
+def either(request, connected) -> Job | None:
+    """A job to connect to, or None: then nothing but torch's process group is there."""
+    return connected if request.param == "connected" else None
