@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from server.limits.access import Tenant
 from server.limits.quota import Quota
-from server.network.descriptors import hang_up
+from server.network.reset_filter import hang_up
 
 # A connection counts as silent after this long: an honest client speaks at once, but the server may have other work
 # first.

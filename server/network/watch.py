@@ -17,11 +17,10 @@ from server.core.received import Received
 from server.limits.access import Tenant
 from server.limits.quota import Quota
 from server.network.connections import Connections
-from server.network.descriptors import let_no_reset_through
 from server.network.disconnect_probe import Probing
 from server.network.listener import Listener
 from server.network.refusals import Refusals
-from server.network.resets import Resets
+from server.network.reset_filter import Resets, let_no_reset_through
 from server.network.sender import Sender
 from server.rounds.rounds import failure
 from statsd_bn.error_text import in_log

@@ -20,8 +20,7 @@ from programs import death_programs
 from server import Config, Service
 from server.cli.status import ask
 from server.limits.quota import Quota
-from server.network.descriptors import Answers, answers, dropped, let_no_reset_through
-from server.network.resets import ANSWER_SECONDS, Resets
+from server.network.reset_filter import ANSWER_SECONDS, Answers, Resets, answers, dropped, let_no_reset_through
 from statsd_bn.errors import ReplicaLost
 from statsd_bn.messages import NO_SERVER, Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
