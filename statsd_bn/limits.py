@@ -73,9 +73,6 @@ MAX_DIGEST_BYTES = MAX_DIGEST_LAYERS * (MAX_NAME_BYTES + 1)
 # Buckets of a histogram, of which each is twice as wide as the one before: from 20 us up to 84 s, and one beyond.
 BUCKETS = 24
 
-# How far a member's means lie to one side, in a Digest: one value among MAX_COUNT, in each of MAX_CHANNELS channels.
-MAX_SHIFT = 2**35
-
 # Layers in one Figures: as many as the server keeps for a group.
 MAX_FIGURES_LAYERS = 1024
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from statsd_bn.skew.samples import Samples
+    from statsd_bn.skew_samples import Samples
 
 DEFAULT_ROUND_TIMEOUT = 600.0
 

@@ -42,7 +42,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.skew.samples import Sample, told_by
+from statsd_bn.skew_samples import Sample, told_by
 from statsd_bn.text import told
 from statsd_bn.timing.told_times import ToldTimes
 from statsd_bn.tokens import digest

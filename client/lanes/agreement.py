@@ -25,7 +25,7 @@ from client.shared_memory.host_memory import HostMemory, size_of
 from client.shared_memory.passing import Offer, take, why_not
 from statsd_bn.errors import ProtocolError
 from statsd_bn.round_key import MEMORY
-from statsd_bn.skew.samples import Samples
+from statsd_bn.skew_samples import Samples
 
 logger = logging.getLogger("statsd_bn.client")
 

@@ -19,9 +19,8 @@ from statsd_bn.messages import Aggregate, NonFiniteRound
 from statsd_bn.ranks_in_words import rank_in_words
 from statsd_bn.reduction import not_finite
 from statsd_bn.round_key import RoundKey
-from statsd_bn.skew.comparison import Comparison
-from statsd_bn.skew.in_words import in_words
-from statsd_bn.skew.samples import SECONDS, Samples, told_by
+from statsd_bn.skew import Comparison
+from statsd_bn.skew_samples import SECONDS, Samples, told_by
 from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.client")
@@ -83,7 +82,7 @@ class Here:
             step, figures = told
             names = [rank_in_words(rank, self._places) for rank in self._ranks]
             for found in self._comparison.look(now, step, list(figures), np.stack(list(figures.values()))):
-                logger.warning("process group %r: skew: %s", self._name, in_words(found, names))
+                logger.warning("process group %r: skew: %s", self._name, found.in_words(names))
 
     def start(self) -> None:
         """Look once a second, in a thread that ends when nobody keeps this any more."""

@@ -47,5 +47,5 @@ class FiguresAnswers:
 def _answer(request: FiguresRequest, master: SyncMaster | None) -> Figures:
     if master is None:
         return Figures(request.job, request.group, request.first, 0, "", np.zeros((0, 0, FIGURES)))
-    total, names, values = master.insight.comparison.told(request.first, limits.MAX_FIGURES_BYTES)
+    total, names, values = master.insight.comparison.averages(request.first, limits.MAX_FIGURES_BYTES)
     return Figures(request.job, request.group, request.first, total, "\n".join(names), values)

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from server.insight.findings import NOBODY, Findings
+from server.insight.findings import Findings
 from server.insight.pace import Pace
 from server.membership.contributor import Contributor
 from server.membership.membership import Membership
@@ -14,9 +14,7 @@ from server.rounds.results import Room
 from statsd_bn.errors import LimitExceeded, ProtocolError
 from statsd_bn.messages import Digest, Lateness, RoundTrips
 from statsd_bn.reduction import FloatArray
-from statsd_bn.skew.comparison import Comparison
-from statsd_bn.skew.few import Apart
-from statsd_bn.skew.in_words import in_words
+from statsd_bn.skew import Comparison
 from statsd_bn.timing.histogram import Histogram
 
 # So many rounds say something.
@@ -120,9 +118,8 @@ class Insight:
         with suppress(LimitExceeded):  # then they are not kept
             self._room.check(self.comparison.more_for(layers))
             for found in self.comparison.look(now, step, layers, values):
-                whose = NOBODY if isinstance(found, Apart) else members[found.member].member
-                text = in_words(found, [str(member) for member in members])
-                self.findings.add("skew", whose, step, text, found.layer)
+                text = found.in_words([str(member) for member in members])
+                self.findings.add("skew", members[found.member].member, step, text, found.layer)
 
 
 def _held_up(slow: Contributor, part: float) -> str:

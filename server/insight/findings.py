@@ -10,9 +10,6 @@ logger = logging.getLogger("statsd_bn.server")
 # The latest are kept, and no text is longer than this.
 MOST_FINDINGS, MOST_TEXT = 8, 512
 
-# Whose a finding is where nobody can tell.
-NOBODY = -1
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -20,7 +17,7 @@ class Finding:
 
     Attributes:
         kind: what it is about, as "straggler".
-        rank: whose it is; NOBODY where it is about several.
+        rank: whose it is.
         step: the step that the group was in.
         text: what to say, one line.
         layer: the layer that shows it; empty if it is about none.

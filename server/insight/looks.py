@@ -7,7 +7,7 @@ import numpy as np
 from statsd_bn.reduction import FloatArray, is_finite
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.skew.samples import VECTORS, Samples, told_by
+from statsd_bn.skew_samples import VECTORS, Samples, told_by
 
 # What is kept of one step's rows; of what is more, fewer channels and layers.
 MOST_BYTES = 2**18

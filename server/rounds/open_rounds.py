@@ -31,7 +31,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Carried, Contribution, Pending
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
-from statsd_bn.skew.samples import KNOWN_BYTES
+from statsd_bn.skew_samples import KNOWN_BYTES
 from statsd_bn.text import told
 from statsd_bn.timing.histogram import Histogram
 from statsd_bn.wire import encode

@@ -9,7 +9,7 @@ from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
-from statsd_bn.skew import FIGURES, NUMBERS, check_figures
+from statsd_bn.skew import check_figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Digest:
         session: who speaks.
         step: in which the rounds were.
         layers: the layers' names in the order of the rounds, a line each.
-        values: shape (layers, members, 8), float64: the figures of all members of the group, see `statsd_bn.skew`.
+        values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
     """
 
     type: ClassVar[int] = 15
@@ -63,7 +63,7 @@ class Digest:
         check_integer("number of layers", len(names), 1, limits.MAX_DIGEST_LAYERS)
         for name in names:
             check_name("layer", name, limits.MAX_NAME_BYTES)
-        check_figures(self.values, len(names), NUMBERS)
+        check_figures(self.values, len(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Figures:
         check_integer("number of layers", len(names), 0, limits.MAX_FIGURES_LAYERS)
         for name in names:
             check_name("layer", name, limits.MAX_NAME_BYTES)
-        check_figures(self.values, len(names), FIGURES)
+        check_figures(self.values, len(names))
 
 
 @dataclass(frozen=True, slots=True)

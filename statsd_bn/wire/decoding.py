@@ -32,7 +32,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
-from statsd_bn.skew import FIGURES, NUMBERS
+from statsd_bn.skew import FIGURES
 from statsd_bn.wire.frame import FLOAT, header_of, padded
 from statsd_bn.wire.headers import MOST_NAMES, SHORT_BYTES, array, unpack, unpack_without_arrays
 from statsd_bn.wire.kept import unpacked_key, unpacked_members
@@ -125,7 +125,7 @@ def _result(fields: list[Any], frame: bytes, end: int) -> Result:
 def _digest(fields: list[Any], frame: bytes, end: int) -> Digest:
     session, step, layers, members = fields
     check_text("layers", layers, limits.MAX_DIGEST_BYTES)
-    values = _values(frame, end, (layers.count("\n") + 1, members, NUMBERS))
+    values = _values(frame, end, (layers.count("\n") + 1, members, FIGURES))
     return Digest(session, step, layers, values)
 
 

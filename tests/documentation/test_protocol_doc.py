@@ -83,7 +83,7 @@ SAMPLES: dict[type[Message], Message] = {
         Question(b"digest00", 0),
         Whereabouts(b"session0", 0, "train.py:1 main", 1, "0", Members.of([0, 1]), 0),
         Settled(b"session0", key()),
-        Digest(b"session0", 0, "bn1", np.zeros((1, 2, 8))),
+        Digest(b"session0", 0, "bn1", np.zeros((1, 2, 4))),
         RoundTrips(b"session0", 500, (0,) * 24),
         Lateness(b"session0", 500, (0,) * 24),
         NonFiniteRound(b"session0", key(), Members.of([0]), "1 of 3 channels (inf)"),
@@ -157,8 +157,7 @@ def frame_of(header: list[Any]) -> bytes:
         *_, layers, members = header
         is_empty = header[0] == Figures.type and not layers
         number = layers.count("\n") + 1 if isinstance(layers, str) and not is_empty else int(not is_empty)
-        each = {Digest.type: 8, Figures.type: 4}[header[0]]
-        return frame + bytes(-len(packed) % 8) + bytes(8 * each * max(0, number * members))
+        return frame + bytes(-len(packed) % 8) + bytes(8 * 4 * max(0, number * members))
     if header[0] not in {Contribution.type, Carried.type, Aggregate.type, Result.type}:
         return frame
     *_, counts, vectors, channels = header

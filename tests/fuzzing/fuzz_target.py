@@ -27,7 +27,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.round_key import BACKWARD, FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.skew.samples import Sample
+from statsd_bn.skew_samples import Sample
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 

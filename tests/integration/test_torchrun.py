@@ -89,5 +89,5 @@ def test_a_rank_with_brighter_images_is_named_over_the_default_lane_also_by_a_ne
         assert run.end() == 0, run.errors
         (told,) = [line for line in run.errors.splitlines() if "skew:" in line]
         assert "rank 2 (" in told
-        assert " differs from the other ranks since step " in told
-        assert told.endswith(", the earliest of 2 layers")
+        assert " in layer '1' since step " in told
+        assert told.endswith("; earliest of 2 layers)")

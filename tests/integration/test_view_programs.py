@@ -19,8 +19,7 @@ from conftest import running_server
 from server.__main__ import main
 from statsd_bn import limits
 from statsd_bn.messages import Digest
-from statsd_bn.skew import DIRECTIONS, NUMBERS
-from statsd_bn.skew.comparison import LEAST_SECONDS
+from statsd_bn.skew import LEAST_SECONDS
 from statsd_bn.text import unfolded
 from statsd_bn.wire import encode
 from support.paths import ROOT
@@ -112,7 +111,7 @@ def test_a_terminal_shows_a_training_as_it_goes(tmp_path):
             look,
             f"firstnon-finite:layer2,forward,step20,rank2({socket.gethostname()},pid{ranks[2].pid}),1of8channels(inf)",
         )
-        wait_for(look, f"rank1({socket.gethostname()},pid{ranks[1].pid})differs")
+        wait_for(look, f"rank1({socket.gethostname()},pid{ranks[1].pid}):inputmean")
         server.kill()
         server.wait()
         start("-m", "server", "--bind", endpoint, "--log-level", "error")
@@ -173,7 +172,7 @@ def test_what_ranks_have_told_the_server_is_in_a_snapshot(server, job):
     """Of more layers than one answer has room for."""
     members, layers = 128, [f"layer{number}" for number in range(limits.MAX_DIGEST_LAYERS)]
     named = ["\n".join(f"{part}.{layer}" for layer in layers) for part in "abcdefgh"]
-    values = np.full((len(layers), members, NUMBERS), [8.0, 0.5, 1.0, 0.001, *[0.0] * DIRECTIONS])
+    values = np.full((len(layers), members, 4), [8.0, 0.5, 1.0, 0.001])
     values[:, 7, 3] = 0.1
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(server.endpoint)

@@ -23,8 +23,9 @@ from programs import ddp_programs
 from programs.ddp_programs import keep
 from programs.member_programs import Buffers
 from server.cli.status import ask
+from statsd_bn import skew
+from statsd_bn import skew_samples as samples
 from statsd_bn.errors import NonFinite, StatsdBNError
-from statsd_bn.skew import comparison, samples
 from support import whole_batch
 
 
@@ -246,7 +247,7 @@ def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tupl
     with ExitStack() as stack:
         for module, name in ((samples, "SECONDS"), (samples, "SETTLED_SECONDS"), (group_insight, "SECONDS")):
             stack.enter_context(mock.patch.object(module, name, LOOK_SECONDS))
-        stack.enter_context(mock.patch.object(comparison, "LEAST_SECONDS", 0.0))
+        stack.enter_context(mock.patch.object(skew, "LEAST_SECONDS", 0.0))
         # The process may have run another test before.
         stack.enter_context(mock.patch.object(non_finite, "_told_here", set()))
         where = {"endpoint": endpoint, "rank": rank.rank, "world_size": size, "job": job}

@@ -30,7 +30,7 @@ from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Stand
 from statsd_bn.round_key import FORWARD, GATHER, MEMORY, RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.skew.samples import Samples
+from statsd_bn.skew_samples import Samples
 from support.oracle import Brought, KeyCounter
 
 if TYPE_CHECKING:

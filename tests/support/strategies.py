@@ -35,7 +35,7 @@ from statsd_bn.messages import (
 )
 from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.skew import FIGURES, NUMBERS
+from statsd_bn.skew import FIGURES
 
 
 def session_of(member: int, job: str = "job") -> bytes:
@@ -163,7 +163,7 @@ def carried(draw: st.DrawFn) -> Carried:
 def digests(draw: st.DrawFn) -> Digest:
     """Any digest of few layers and members."""
     layers = draw(st.lists(names, min_size=1, max_size=3))
-    shape = len(layers), draw(st.integers(1, 4)), NUMBERS
+    shape = len(layers), draw(st.integers(1, 4)), FIGURES
     figures = draw(hnp.arrays(np.float64, shape, elements=st.floats(0, 1)))
     return Digest(draw(tokens), draw(counters), "\n".join(layers), figures)
 

@@ -24,12 +24,12 @@ from client.conversation.session import Session
 from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
 from statsd_bn import limits
+from statsd_bn import skew_samples as samples
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Digest, Failure, Message, Question, Register, Registered, Whereabouts
 from statsd_bn.messages import Heartbeat as HeartbeatMessage
 from statsd_bn.round_key import FORWARD, RoundKey
-from statsd_bn.skew import FIGURES, samples
-from statsd_bn.skew.samples import Samples
+from statsd_bn.skew_samples import Samples
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from support.memory_members import MemoryMaster, wait_until
@@ -499,7 +499,7 @@ def test_figures_leave_beside_the_heartbeats(start, beacon, monkeypatch):
     assert beacon.kinds.index(HeartbeatMessage) < beacon.kinds.index(Digest)
     (digest_,) = (frame for frame in beacon.frames if isinstance(frame, Digest))
     assert (digest_.session, digest_.step, digest_.names) == (session.token, 0, ["bn"])
-    assert digest_.values[..., :FIGURES].tolist() == [[[2.0, 1.0, 1.0, 0.25], [2.0, 3.0, 1.0, 0.25]]]
+    assert digest_.values.tolist() == [[[2.0, 1.0, 1.0, 0.25], [2.0, 3.0, 1.0, 0.25]]]
 
 
 def test_numbers_that_have_no_figures_end_no_heartbeats(start, beacon, monkeypatch):

@@ -27,7 +27,7 @@ from statsd_bn.messages import (
     RoundTrips,
     Whereabouts,
 )
-from statsd_bn.skew import NUMBERS
+from statsd_bn.skew import FIGURES
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from support.strategies import KEY, contribution, key, register, session_of
@@ -39,7 +39,7 @@ RESULT = Result(session_of(2), Aggregate(KEY, 1, 1, Members.of([2]), np.ones((1,
 # What goes over the socket of the heartbeats besides.
 ROUND_TRIPS = RoundTrips(session_of(0), 5, (1, *[0] * (limits.BUCKETS - 1)))
 LATENESS = Lateness(session_of(0), 5, ROUND_TRIPS.counts)
-DIGEST = Digest(session_of(0), 0, "bn", np.full((1, 2, NUMBERS), 0.5))
+DIGEST = Digest(session_of(0), 0, "bn", np.full((1, 2, FIGURES), 0.5))
 
 Answers = list[tuple[bytes, Message]]
 

@@ -132,7 +132,7 @@ def test_the_golden_frame_of_a_contribution():
 
 
 def test_the_golden_frame_of_a_digest():
-    values = np.arange(32.0).reshape(2, 2, 8) / 32
+    values = np.arange(16.0).reshape(2, 2, 4) / 16
     frame = hand_built([15, b"session0", 7, "bn1\nbn2", 2], values.tobytes())
     assert encode(Digest(b"session0", 7, "bn1\nbn2", values)) == frame
     assert decode(frame).names == ["bn1", "bn2"]

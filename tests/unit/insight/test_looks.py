@@ -8,7 +8,7 @@ from server.insight import looks
 from server.network.service import TICK_SECONDS
 from statsd_bn.messages import Contribution
 from statsd_bn.rows import Rows
-from statsd_bn.skew.samples import KNOWN_BYTES
+from statsd_bn.skew_samples import KNOWN_BYTES
 from statsd_bn.wire import encode
 from support.strategies import key, register, session_of
 
@@ -73,7 +73,7 @@ def test_two_members_with_the_same_data_are_named(caplog):
     job.open()
     job.train(40, copied=True)
     assert job.findings() == [("skew", 3, "stem")]
-    assert "rank 3 (place 3) has brought the same statistics as rank 1 (place 1) in every layer" in caplog.text
+    assert "rank 3 (place 3): input the same as that of rank 1 (place 1) in every layer since step 0" in caplog.text
 
 
 def test_rows_of_one_vector_are_no_layers():

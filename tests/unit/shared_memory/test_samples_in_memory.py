@@ -1,5 +1,6 @@
 """Rounds in real shared memory are told to the server by one member, and a member whose data are scaled is named."""
 
+import re
 import time
 
 import numpy as np
@@ -10,9 +11,10 @@ from client.conversation.pulse import Pulse
 from client.lanes.shared_memory import SharedMemoryPipe
 from client.shared_memory import passing
 from statsd_bn import Rows
+from statsd_bn import skew_samples as samples
 from statsd_bn.messages import Digest
 from statsd_bn.round_key import BACKWARD
-from statsd_bn.skew import figures_of, samples
+from statsd_bn.skew import figures_of
 from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, run_members
 from unit.shared_memory.lane_rows import frames_of
@@ -81,13 +83,13 @@ def test_a_member_whose_data_are_scaled_is_named_with_the_earliest_layer(members
     master = MemoryMaster()
     (finding,) = train(members, master, replicas=replicas, scales={1: 6.0})["findings"]
     assert (finding["kind"], finding["rank"], finding["layer"]) == ("skew", 1, LAYERS[0])
-    assert finding["text"].startswith("rank 1 (thread 1) differs from the other ranks since step 0: stem (")
+    assert re.match(
+        r"rank 1 \(thread 1\): input variance .*x the others' in layer 'stem' since step 0 ", finding["text"]
+    )
 
 
-def test_of_two_it_is_told_that_they_differ_but_not_which_one_is_odd():
-    (finding,) = train(2, MemoryMaster(), scales={1: 6.0})["findings"]
-    assert (finding["kind"], finding["rank"], finding["layer"]) == ("skew", -1, LAYERS[0])
-    assert finding["text"].startswith("rank 0 (thread 0) and rank 1 (thread 1) read different data, and of two ranks")
+def test_of_two_nobody_can_be_named():
+    assert "findings" not in train(2, MemoryMaster(), scales={1: 6.0})
 
 
 @pytest.mark.parametrize("members", [2, 3, 4])

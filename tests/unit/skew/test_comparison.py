@@ -2,14 +2,12 @@
 
 import numpy as np
 
-from statsd_bn.skew import NUMBERS
-from statsd_bn.skew.comparison import LEAST_SECONDS, Comparison
-from statsd_bn.skew.copies import Same
-from statsd_bn.skew.outliers import Different
+from statsd_bn.skew import LEAST_SECONDS, Comparison, Different, Same
 
 # The third member's data differ much, and the second's are the first's.
-FIGURES = np.zeros((1, 4, NUMBERS))
-FIGURES[0, :, :4] = [[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4], [10.0, 0.1, 1.1, 0.01]]
+FIGURES = np.array(
+    [[[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4], [10.0, 0.1, 1.1, 0.01]]],
+)
 
 
 def looks(comparison, times):

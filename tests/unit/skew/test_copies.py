@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from statsd_bn.skew import COUNT, VARIANCE, figures_of
-from statsd_bn.skew.copies import IN_A_ROW, Copies, Same
+from statsd_bn.skew import COPIES_IN_A_ROW as IN_A_ROW
+from statsd_bn.skew import COUNT, VARIANCE, Comparison, Same, figures_of
 
 LAYERS, MEMBERS = 3, 4
 NAMES = ["a", "b", "c"]
@@ -18,53 +18,65 @@ def figures(rng, copied=()):
     return np.stack([figures_of(np.full(MEMBERS, 16.0), one) for one in values])
 
 
-def looks(copies, number, *copied, first=0, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        found for look in range(first, first + number) for found in copies.look(10 * look, NAMES, figures(rng, copied))
-    ]
+def looks(group, number, *copied, first=0, seed=0):
+    rng, times = np.random.default_rng(seed), range(first, first + number)
+    return [found for at in times for found in group.look(float(at), 10 * at, NAMES, figures(rng, copied))]
 
 
 def test_a_copy_is_found_once_with_its_step():
-    copies = Copies()
-    assert looks(copies, 5) == []
-    assert looks(copies, IN_A_ROW - 1, (3, 1), first=5) == []
-    assert looks(copies, 50, (3, 1), first=4 + IN_A_ROW, seed=1) == [Same(3, 1, "a", 50)]
+    group = Comparison(MEMBERS)
+    assert looks(group, 5) == []
+    assert looks(group, IN_A_ROW - 1, (3, 1), first=5) == []
+    assert looks(group, 50, (3, 1), first=4 + IN_A_ROW, seed=1) == [Same(3, 1, "a", 50)]
 
 
 def test_it_has_to_be_the_same_on_end():
-    copies = Copies()
+    group = Comparison(MEMBERS)
     for start in range(0, 100, IN_A_ROW):
-        assert looks(copies, IN_A_ROW - 1, (2, 0), first=start) == []
-        assert looks(copies, 1, first=start + IN_A_ROW - 1, seed=1) == []
+        assert looks(group, IN_A_ROW - 1, (2, 0), first=start) == []
+        assert looks(group, 1, first=start + IN_A_ROW - 1, seed=1) == []
 
 
 def test_a_pair_is_told_once_however_often_it_differs_meanwhile():
-    copies = Copies()
-    assert looks(copies, IN_A_ROW, (3, 1)) == [Same(3, 1, "a", 0)]
+    group = Comparison(MEMBERS)
+    assert looks(group, IN_A_ROW, (3, 1)) == [Same(3, 1, "a", 0)]
     for start in range(IN_A_ROW, 100, IN_A_ROW + 1):
-        assert looks(copies, 1, first=start, seed=2) == []
-        assert looks(copies, IN_A_ROW, (3, 1), first=start + 1, seed=3) == []
+        assert looks(group, 1, first=start, seed=2) == []
+        assert looks(group, IN_A_ROW, (3, 1), first=start + 1, seed=3) == []
 
 
 def test_several_copies_are_each_found():
-    found = looks(Copies(), IN_A_ROW, (1, 0), (3, 0))
+    found = looks(Comparison(MEMBERS), IN_A_ROW, (1, 0), (3, 0))
     assert found == [Same(1, 0, "a", 0), Same(3, 0, "a", 0)]
 
 
 def test_one_layer_that_differs_is_enough_to_be_another():
-    rng, copies = np.random.default_rng(0), Copies()
+    rng, group = np.random.default_rng(0), Comparison(MEMBERS)
     for look in range(3 * IN_A_ROW):
         values = figures(rng, [(3, 1)])
         values[1, 3, VARIANCE] *= 1 + 1e-12
-        assert copies.look(look, NAMES, values) == []
+        assert group.look(float(look), look, NAMES, values) == []
 
 
 def test_constant_data_and_none_are_the_same_for_good_reason():
-    constant, empty = Copies(), Copies()
+    constant, empty = Comparison(MEMBERS), Comparison(MEMBERS)
     for look in range(2 * IN_A_ROW):
         values = np.ones((LAYERS, MEMBERS, 4))
         values[..., VARIANCE] = 0.0
-        assert constant.look(look, NAMES, values) == []
+        assert constant.look(float(look), look, NAMES, values) == []
         values[..., VARIANCE], values[..., COUNT] = 1.0, 0.0
-        assert empty.look(look, NAMES, values) == []
+        assert empty.look(float(look), look, NAMES, values) == []
+
+
+def test_of_two_members_the_copy_is_found():
+    group = Comparison(2)
+    found = []
+    for look in range(IN_A_ROW):
+        (values,) = np.random.default_rng(look).normal(0, 1, (1, LAYERS, 8, 5))
+        rows = np.stack([values.sum(axis=1), np.square(values).sum(axis=1)], axis=1)
+        both = np.stack([figures_of(np.array([8.0, 8.0]), np.stack([one, one])) for one in rows])
+        found += group.look(float(look), look, NAMES, both)
+    assert found == [Same(1, 0, "a", 0)]
+    assert found[0].in_words(["rank 0 (a)", "rank 1 (b)"]) == (
+        "rank 1 (b): input the same as that of rank 0 (a) in every layer since step 0 (one shard for both?)"
+    )

@@ -54,7 +54,7 @@ LONG_TEXTS = (
         "first non-finite: layer backbone.layer3.0.downsample.1, forward, step 120812, "
         f"rank 2 ({HOST}, pid 81245), 4 of 256 channels (inf)"
     ),
-    f"skew: rank 3 ({HOST}, pid 81246) differs from the others in layer backbone.layer3.0.downsample.1",
+    f"skew: rank 3 ({HOST}, pid 81246): input variance 8x the others' in layer 'backbone.layer3.0.downsample.1'",
     (
         f"straggler: rank 5 ({HOST}, pid 81250) held the others up for 14% of the last minute; where it came last, it "
         "was by up to 41 ms in the median and 82 ms in 99 of 100 rounds"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from statsd_bn import limits
+from statsd_bn import skew_samples as samples
 from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
-from statsd_bn.skew import samples
-from statsd_bn.skew.samples import Samples
+from statsd_bn.skew_samples import Samples
 
 
 def key_of(layer, step=0, phase=FORWARD):

@@ -22,7 +22,7 @@ import numpy as np
 from statsd_bn import limits
 from statsd_bn.reduction import FloatArray, is_finite, quietly
 from statsd_bn.round_key import FORWARD, RoundKey
-from statsd_bn.skew.figures import figures_of
+from statsd_bn.skew import figures_of
 
 # Sums and squares.
 VECTORS = 2
