@@ -6,19 +6,14 @@ Raises:
     EngineError: it did not come to an end.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-from engine import FOLDER, Container, docker, wait_until
+from engine import FOLDER, docker, wait_until
 from scenarios import COME_SECONDS, REPLICA_IMAGE, SERVER_IMAGE, Outcome, Plan
 
 ATTACKERS = FOLDER / "attackers"
 
-# Where the image's server listens, for whoever is in its container.
-INSIDE = "tcp://127.0.0.1:5555"
-
 ALL_ANSWERED = "96 of 96 answered"
-NOTHING_STOLEN = "0 frames stolen, the member was answered"
 REFUSED_BY_READER = "exit code 0: ProtocolError"
 
 
@@ -36,13 +31,6 @@ def claimed_routing_ids(plan: Plan) -> Outcome:
     return Outcome(f"{ALL_ANSWERED}, the same server", f"{said}, {life}", same and said.startswith(ALL_ANSWERED))
 
 
-def stolen_session(_: Plan) -> Outcome:
-    """Without keys, a stranger that claims the id of a member that waits is sent nothing of the member's."""
-    with open_server() as server:
-        said = server.execute("python", "-c", attacker("stolen_session"), INSIDE).strip()
-    return Outcome(NOTHING_STOLEN, said, said.startswith(NOTHING_STOLEN))
-
-
 def nested_bytes(_: Plan) -> Outcome:
     """A member that gives another one what nests deep is refused by it, and ends nothing."""
     alone = ["run", "--rm", "--network", "none", "--entrypoint", "python", REPLICA_IMAGE]
@@ -51,21 +39,9 @@ def nested_bytes(_: Plan) -> Outcome:
     return Outcome(REFUSED_BY_READER, last, last == REFUSED_BY_READER)
 
 
-ATTACKS: tuple[Callable[[Plan], Outcome], ...] = (claimed_routing_ids, stolen_session, nested_bytes)
+ATTACKS: tuple[Callable[[Plan], Outcome], ...] = (claimed_routing_ids, nested_bytes)
 
 
 def attacker(name: str) -> str:
     """Returns the program of an attacker."""
     return (ATTACKERS / f"{name}.py").read_text()
-
-
-@contextmanager
-def open_server() -> Iterator[Container]:
-    """Runs the image's server without keys, in no network, while the block runs."""
-    closed = ["--network", "none", "--read-only", "--cap-drop", "ALL", "--env", "STATSD_BN_INSECURE=1"]
-    server = Container(docker("run", "--detach", *closed, SERVER_IMAGE).strip())
-    try:
-        wait_until(lambda: "listening on" in server.log(), COME_SECONDS, "a server that listens")
-        yield server
-    finally:
-        docker("rm", "--force", server.id)

@@ -14,7 +14,6 @@ from typing import Any
 
 from server.core import deadlock, report
 from server.core.carried import company
-from server.core.eviction import Eviction
 from server.core.figures import FiguresAnswers
 from server.core.inquiry import Inquiry
 from server.core.mismatches import Mismatches
@@ -24,9 +23,8 @@ from server.core.registry import Registry, SessionRecord
 from server.core.report import Reports
 from server.group.master import SyncMaster
 from server.limits.access import ANYBODY, REVOKED, Access, Tenant
-from server.limits.account import FUTURE_BYTES, ROUND_BYTES, Account
-from server.limits.fair_share import STRANGERS
-from server.limits.quota import Budget, Quota, bytes_carried, size_of
+from server.limits.account import Account
+from server.limits.quota import Budget, Quota
 from server.rounds.rounds import Reply, failure, unknown
 from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import (
@@ -92,8 +90,7 @@ class Dispatcher:
         self._budget = Budget(quota)
         self._max_frame_bytes = self._budget.quota.max_frame_bytes
         self._registry = Registry(started, self._budget.quota.silence_seconds)
-        self._eviction = Eviction(self._registry, self._budget)
-        self._registration = Registration(server, self._registry, self._budget, self._eviction)
+        self._registration = Registration(server, self._registry, self._budget)
         self._inquiry = Inquiry(self._registry, self._budget.quota.silence_seconds)
         self._mismatches = Mismatches(self._budget.quota.silence_seconds)
         self._reports = Reports(self._counts)
@@ -174,7 +171,7 @@ class Dispatcher:
         if tenant is not ANYBODY:
             return tenant.owner("")
         record = self._registry.sessions.get(named_session(frame))
-        return record.master.owner if record else STRANGERS
+        return tenant.owner(record.master.membership.job if record else "")
 
     @property
     def account(self) -> Account:
@@ -301,9 +298,7 @@ class Dispatcher:
                 self._budget.check_contribution(contribution.key, contribution.rows.values.shape)
             except LimitExceeded as error:
                 return Received([(peer, failure(error, contribution.key))], session)
-        made_room = self._make_room(record, size_of(contribution.rows)) if self._budget.is_crowded else []
-        replies = record.master.contribute(now, record.contributor, contribution, peer)
-        return Received(made_room + replies if made_room else replies, session)
+        return Received(record.master.contribute(now, record.contributor, contribution, peer), session)
 
     def _carry(self, now: float, carried: Carried, record: SessionRecord | None, peer: bytes) -> Received:
         """Take the rows of several members; only the one that speaks has said that it is alive."""
@@ -317,13 +312,7 @@ class Dispatcher:
                 self._budget.check_contribution(key, (carried.replicas, *carried.rows.values.shape[1:]))
             except LimitExceeded as error:
                 return Received([(peer, failure(error, key))], session)
-        made_room = self._make_room(record, bytes_carried(carried.rows, members)) if self._budget.is_crowded else []
-        replies = record.master.carry(now, record.contributor, members, carried, peer)
-        return Received(made_room + replies if made_room else replies, session)
-
-    def _make_room(self, record: SessionRecord, size: int) -> list[Reply]:
-        size += ROUND_BYTES + FUTURE_BYTES * record.master.nr_slaves
-        return self._eviction.for_bytes(record.master.owner, size, has_key=bool(record.key))
+        return Received(record.master.carry(now, record.contributor, members, carried, peer), session)
 
     def _hear_of(
         self,

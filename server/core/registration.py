@@ -3,11 +3,9 @@
 import logging
 
 from server.core.ended import Name
-from server.core.eviction import Eviction
 from server.core.registry import Registry, SessionRecord, failed_member
 from server.group.master import SyncMaster
 from server.limits.access import ANYBODY, Tenant
-from server.limits.account import GROUP_BYTES, MEMBER_BYTES
 from server.limits.quota import Budget
 from server.membership.admission import too_late
 from server.membership.life import GroupState
@@ -26,14 +24,12 @@ class Registration:
         server: the random id of this life of the server.
         registry: the groups and the registered sessions.
         budget: how many groups and members there may be.
-        eviction: ends a group where there is no more room.
     """
 
-    def __init__(self, server: bytes, registry: Registry, budget: Budget, eviction: Eviction) -> None:
+    def __init__(self, server: bytes, registry: Registry, budget: Budget) -> None:
         self._server = server
         self._registry = registry
         self._budget = budget
-        self._eviction = eviction
 
     def register(self, now: float, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         """Register a session; returns the answers to its group.
@@ -50,13 +46,6 @@ class Registration:
             return []
         self._check_end(register)
         self._check_world(register)
-        owner = tenant.owner(register.job)
-        size = GROUP_BYTES + MEMBER_BYTES
-        has_key = tenant is not ANYBODY
-        made_room = self._eviction.for_bytes(owner, size, has_key=has_key) if self._budget.is_crowded else []
-        return made_room + self._take_in(now, name, register, peer, tenant)
-
-    def _take_in(self, now: float, name: Name, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         master = self._registry.masters.get(name)
         if master is None or self._is_replaced(master, register):
             return self._begin(now, name, register, peer, tenant)
@@ -71,8 +60,8 @@ class Registration:
 
     def _begin(self, now: float, name: Name, register: Register, peer: bytes, tenant: Tenant) -> list[Reply]:
         """Begin a group; one whose first member is refused replaces no other."""
-        masters = self._registry.masters
-        made_room = self._eviction.for_group(name, tenant) if name not in masters else []
+        if name not in self._registry.masters:
+            self._check_groups(name, tenant)
         master = SyncMaster(self._server, register, self._budget, tenant.owner(register.job))
         try:
             contributor, told = master.register_slave(now, register, peer)
@@ -81,10 +70,19 @@ class Registration:
             raise
         reason = f"a new run of the group was begun by rank {register.member} ({register.place})"
         replies = [reply for replaced in self._replaced(name) for reply in self._registry.close(replaced, reason)]
-        self._registry.begin(name, master, peer)
+        self._registry.masters[name] = master
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
         self._add(now, SessionRecord(master, contributor, tenant.key), register, was_open=False)
-        return made_room + replies + told
+        return replies + told
+
+    def _check_groups(self, name: Name, tenant: Tenant) -> None:
+        """Refuse another group, with LimitExceeded, if the server or the tenant has as many as it may have."""
+        masters, budget = self._registry.masters, self._budget
+        if tenant is not ANYBODY:
+            owner = tenant.owner(name[0])
+            budget.check_tenant_groups(owner, sum(master.owner == owner for master in masters.values()), len(masters))
+        jobs = {job for job, _ in masters}
+        budget.check_groups(len(masters), len(jobs), is_job_new=name[0] not in jobs)
 
     def _add(self, now: float, record: SessionRecord, register: Register, *, was_open: bool) -> None:
         name, master, contributor = (register.job, register.group), record.master, record.contributor

@@ -14,7 +14,6 @@ from server.group.master import SyncMaster
 from server.limits.access import ANYBODY
 from server.membership.contributor import Contributor
 from server.rounds.rounds import Reply, failure
-from statsd_bn.error_text import in_log
 from statsd_bn.errors import RegistrationRefused, RoundMismatch, StatsdBNError
 from statsd_bn.messages import WORLD
 from statsd_bn.text import on_one_line
@@ -46,7 +45,6 @@ class Registry:
         masters: of the groups, by job and group.
         sessions: those that are registered.
         companies: members that share a host, by their sessions one behind the other, see `server.core.carried`.
-        founders: the peer that began each group.
         ended: the sessions and groups that have ended.
         ended_jobs: the latest jobs that have ended, for people.
         liveness: when each session was heard.
@@ -57,16 +55,10 @@ class Registry:
         self.masters: dict[Name, SyncMaster] = {}
         self.sessions: dict[bytes, SessionRecord] = {}
         self.companies: dict[bytes, tuple[Contributor, ...]] = {}
-        self.founders: dict[Name, bytes] = {}
         self.ended = Ended()
         self.ended_jobs = EndedJobs()
         self.liveness = Liveness(started, silence_seconds)
         self.has_had_members = False
-
-    def begin(self, name: Name, master: SyncMaster, founder: bytes) -> None:
-        """Add a group that a peer has begun."""
-        self.masters[name] = master
-        self.founders[name] = founder
 
     def add(self, session: bytes, record: SessionRecord) -> None:
         """Register a session."""
@@ -119,15 +111,16 @@ class Registry:
 
     def close(self, name: Name, reason: str) -> list[Reply]:
         """End a group that a new one replaces."""
-        return self._end(name, RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}"))
-
-    def evict(self, name: Name, error: StatsdBNError) -> list[Reply]:
-        """End a group because of an error, and tell all its members."""
-        logger.info("%s", in_log(error))
-        peers = [contributor.peer for contributor in self.masters[name].membership.contributors.values()]
-        replies = self._end(name, error)
-        told = {peer for peer, _ in replies}
-        return replies + [(peer, failure(error)) for peer in dict.fromkeys(peers) if peer not in told]
+        error = RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}")
+        master = self.masters.pop(name)
+        for session in [contributor.session for contributor in master.membership.contributors.values()]:
+            record = self.sessions.get(session)
+            if record and record.master is master:
+                self._remove(session)
+                self.ended.end_session(session, master.epoch, error)
+        replies = master.break_all(lambda _: error)
+        master.retire()
+        return replies
 
     def tell_of_loss(self, world: SyncMaster) -> list[Reply]:
         """Tell those who wait for a group of the job to open that the world has lost a member; once for each world.
@@ -160,18 +153,6 @@ class Registry:
         frame = failure(membership.lost)
         return [(address, frame) for address in dict.fromkeys(addresses) if address]
 
-    def _end(self, name: Name, error: StatsdBNError) -> list[Reply]:
-        master = self.masters.pop(name)
-        del self.founders[name]
-        for session in [contributor.session for contributor in master.membership.contributors.values()]:
-            record = self.sessions.get(session)
-            if record and record.master is master:
-                self._remove(session)
-                self.ended.end_session(session, master.epoch, error)
-        replies = master.break_all(lambda _: error)
-        master.retire()
-        return replies
-
     def _remove(self, session: bytes) -> SessionRecord | None:
         self.liveness.forget(session)
         self.companies.clear()
@@ -190,7 +171,7 @@ class Registry:
         membership = master.membership
         name = (membership.job, membership.group)
         if not master.nr_slaves and self.masters.get(name) is master:
-            del self.masters[name], self.founders[name]
+            del self.masters[name]
             master.retire()
             if membership.has_opened:
                 self.ended.end_group(name, master.epoch)

@@ -1,7 +1,7 @@
 """Fair share: how much of the server's time goes to whom, while several ask for it.
 
 Each frame is counted for a payer. With keys that is a tenant; without keys it is the job of the session that the frame
-names, or one common payer for all sessions that are not registered. A payer's frames are handled as they come. Only
+names. A payer's frames are handled as they come. Only
 while others ask as well, a payer that has taken more than the mean has to wait: its frames go into a queue, and all
 queues together get at most two thirds of the server's time. The rest is for those who ask for little.
 
@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from server.limits.account import Account, Share
-
-# All sessions that are not registered.
-STRANGERS = "strangers"
 
 # How long a payer's time counts; the window before the current one counts as well. Long beside a round, short beside a
 # training.
@@ -34,10 +31,9 @@ MOST_WAIT_SECONDS = 1.0
 # While a waiting frame may be taken: how many frames are read at most, and how many of them handled, before it is.
 READS_BETWEEN, TAKEN_BETWEEN = 32, 4
 
-# What may wait: frames of one connection, of which a member has one or two in flight, and bytes of one payer. Strangers
-# have small messages only, and are many. Large frames leave a quarter for small ones.
+# What may wait: frames of one connection, of which a member has one or two in flight, and bytes of one payer. Large
+# frames leave a quarter for small ones.
 PEER_FRAMES, PAYER_BYTES = 256, 2**26
-STRANGER_FRAMES, STRANGER_BYTES = 64, 2**24
 SMALL_BYTES = 4096
 
 # What a frame takes beside its bytes.
@@ -111,10 +107,9 @@ class FairShare(Generic[T]):
         self._reads += 1
         payer = self._payers[name]
         size += FRAME_BYTES
-        most_frames, most = (STRANGER_FRAMES, STRANGER_BYTES) if name == STRANGERS else (PEER_FRAMES, PAYER_BYTES)
-        most = most if size <= SMALL_BYTES else most * 3 // 4
+        most = PAYER_BYTES if size <= SMALL_BYTES else PAYER_BYTES * 3 // 4
         frames = payer.frames.get(peer, ())
-        if len(frames) >= most_frames or payer.size + size > most or self._account.is_full(size):
+        if len(frames) >= PEER_FRAMES or payer.size + size > most or self._account.is_full(size):
             self.dropped += 1
             return
         self._weigh(payer, size)

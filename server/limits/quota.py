@@ -169,7 +169,6 @@ class Budget:
         self.quota = quota or Quota()
         self.tally = Tally()
         self.account = Account(self.quota.max_server_bytes, self.quota.max_tenant_bytes)
-        self._crowded = self.quota.max_server_bytes - 2 * limits.MAX_FRAME_BYTES
         self.narrows_contributions = self.quota.narrows_contributions
 
     def exceeded(self, text: str, limit: int, what: str) -> LimitExceeded:
@@ -195,11 +194,6 @@ class Budget:
         self._check("contribution", shape[2], self.quota.max_channels, "channels")
         self._check("contribution", shape[0], self.quota.max_replicas, "replicas")
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether there may be too little room left for one contribution."""
-        return self.account.held > self._crowded
-
     def check_room(self, owner: str, size: int) -> None:
         """Refuse to keep more bytes than allowed, for an owner or in all, with LimitExceeded."""
         account = self.account
@@ -218,9 +212,14 @@ class Budget:
                 "bytes kept in all",
             )
 
-    def kept(self, owner: str) -> int:
-        """Bytes that are kept for an owner."""
-        return self.account.of(owner)
+    def check_groups(self, groups: int, jobs: int, *, is_job_new: bool) -> None:
+        """Refuse another group, with LimitExceeded, if the server has so many groups and jobs already."""
+        for what, number, most in (
+            ("jobs", jobs + is_job_new, self.quota.max_jobs),
+            ("groups", groups + 1, self.quota.max_groups),
+        ):
+            if number > most:
+                raise self.exceeded(f"the server has as many {what} as it may have, {most}", most, what)
 
     def check_tenant_groups(self, owner: str, its_groups: int, groups: int) -> None:
         """Refuse a tenant's next group, with LimitExceeded: it has too many, or as many as are left for others.

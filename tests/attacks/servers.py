@@ -144,14 +144,10 @@ def end(process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
-def accounting(size: int, *, with_keys: bool) -> list[str]:
-    """The options by which a server keeps no more than so many bytes in all.
-
-    Without keys a job may keep all of them: it gives way to others. With keys no tenant gives way to another one, so
-    each may keep three quarters, as by default.
-    """
+def accounting(size: int) -> list[str]:
+    """The options by which a server keeps no more than so many bytes, three quarters of them for a tenant."""
     names = {option.name for option in dataclasses.fields(Quota)}
-    sizes = {"max_server_bytes": size, "max_tenant_bytes": size * 3 // 4 if with_keys else size, "max_job_bytes": size}
+    sizes = {"max_server_bytes": size, "max_tenant_bytes": size * 3 // 4, "max_job_bytes": size}
     return [word for name in sorted(names & sizes.keys()) for word in (f"--{name.replace('_', '-')}", str(sizes[name]))]
 
 

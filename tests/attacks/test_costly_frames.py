@@ -10,7 +10,7 @@ import pytest
 
 from attacks.honest import SLOWDOWN_OF_A_FULL_CORE
 from attacks.peers import Peers
-from attacks.variants import first_is_quick, keys_if_long
+from attacks.variants import first_is_quick
 from statsd_bn import limits
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION
 
@@ -34,7 +34,6 @@ COSTLY = {
 }
 
 
-@keys_if_long
 @pytest.mark.parametrize("costly", first_is_quick(COSTLY))
 def test_large_headers_cost_little(server, honest_job_beside, costly):
     """At 6b62bd3: 2 to 6 s of processor."""

@@ -14,7 +14,7 @@ import zmq
 from attacks.crowds import ROW
 from attacks.peers import Peers, job_of
 from attacks.servers import ROOT, environment
-from attacks.variants import keys_if_long, long
+from attacks.variants import long
 from statsd_bn.members import Members
 from statsd_bn.messages import (
     Contribution,
@@ -53,7 +53,6 @@ def raw(text: str) -> list[str]:
     return [control for control in CONTROLS if control in text]
 
 
-@keys_if_long
 @pytest.mark.parametrize("where", ["place", *map(long, ("cause", "job", "group"))])
 def test_what_a_stranger_says_of_itself_is_told_to_nobody_as_it_is(server, where):
     """At 6b62bd3: the other member is told all of a place. A cause, a job and a group held then already."""
@@ -76,7 +75,6 @@ def test_what_a_stranger_says_of_itself_is_told_to_nobody_as_it_is(server, where
     assert not raw(server.said())
 
 
-@keys_if_long
 @pytest.mark.parametrize("stack", [f"f.py:1 f{PLACEHOLDER}", "f.py:1 f\n\trank 0 has failed"], ids=["forged", "lines"])
 def test_where_a_late_member_says_it_is_is_told_on_one_line(server, stack):
     job = job_of("alice")
@@ -100,9 +98,7 @@ def test_where_a_late_member_says_it_is_is_told_on_one_line(server, stack):
     assert not raw(server.said())
 
 
-@pytest.mark.parametrize("with_keys", [False], indirect=True)
 @pytest.mark.parametrize("command", ["status", "check"])
-@pytest.mark.usefixtures("with_keys")
 def test_a_hostile_servers_text_reaches_no_terminal(command):
     """At 6b62bd3: its escapes are printed as they came."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as hostile:
@@ -132,7 +128,6 @@ def test_a_hostile_servers_text_reaches_no_terminal(command):
     assert not raw(text)
 
 
-@keys_if_long
 def test_a_registration_with_controls_is_no_member(server):
     """At 6b62bd3: it is taken in. The answer repeats none of it."""
     with Peers(server) as peers:

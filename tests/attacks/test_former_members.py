@@ -10,7 +10,7 @@ import pytest
 
 from attacks.honest import SLOWDOWN_OF_A_FULL_CORE
 from attacks.peers import Peer, Peers, job_of
-from attacks.variants import first_is_quick, keys_if_long
+from attacks.variants import first_is_quick
 from statsd_bn.messages import Leave, Register, Registered
 
 TOKEN = b"formerly"
@@ -23,7 +23,6 @@ def become_a_former_member(peer: Peer) -> None:
     peer.say(Leave(TOKEN, ""))
 
 
-@keys_if_long
 def test_a_former_member_that_floods_is_cut(server, honest_job_beside):
     """At 6b62bd3: 331,204 bad frames are taken."""
     with honest_job_beside(server, slowdown=SLOWDOWN_OF_A_FULL_CORE) as beside, Peers(server) as peers:
@@ -38,7 +37,6 @@ def test_a_former_member_that_floods_is_cut(server, honest_job_beside):
         assert server.report()["flooding_connections"]
 
 
-@keys_if_long
 @pytest.mark.parametrize("sends", first_is_quick({"refused": True, "silent": False}))
 def test_a_former_member_that_is_idle_is_cut(start, honest_job_beside, sends):
     """At 6b62bd3: it may stay for ever."""

@@ -12,20 +12,17 @@ import pytest
 from attacks.crowds import ask_all, crowd, registrations
 from attacks.peers import Peers, job_of
 from attacks.servers import accounting
-from attacks.variants import keys_if_long
 from statsd_bn.messages import Contribution, StatusRequest
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
-
-pytestmark = keys_if_long
 
 ACCOUNT = 16 * 2**20
 
 
 @pytest.fixture
-def server(start, with_keys):
+def server(start):
     # Those who attack say nothing more once their messages are kept.
-    return start(*accounting(ACCOUNT, with_keys=with_keys), "--silence-seconds", "3600", account=ACCOUNT)
+    return start(*accounting(ACCOUNT), "--silence-seconds", "3600", account=ACCOUNT)
 
 
 def test_futures_are_counted(server, honest_job_beside):

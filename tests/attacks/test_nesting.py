@@ -12,8 +12,8 @@ import msgpack
 import pytest
 
 from attacks.peers import Peers, job_of
-from attacks.servers import ROOT, environment
-from attacks.variants import first_is_quick, keys_if_long
+from attacks.servers import ROOT, Attacked, environment
+from attacks.variants import first_is_quick
 from client.connection.connection import Connection
 from client.connection.transport import ZmqTransport
 from client.conversation.member import Member
@@ -27,7 +27,7 @@ import sys, types
 import client
 from statsd_bn.errors import StatsdBNError
 endpoint, job, curve = sys.argv[1:]
-with client.connect(endpoint, job=job, rank=0, world_size=2, round_timeout=10.0, policy="elastic", curve=curve or None):
+with client.connect(endpoint, job=job, rank=0, world_size=2, round_timeout=10.0, policy="elastic", curve=curve):
     loop = types.SimpleNamespace(train_loader=None, val_loader=None, test_loader=None)
     try:
         print("result", client.DDPHandler(loop).mp_sync([1.0]))
@@ -73,12 +73,13 @@ def frame(header: bytes) -> bytes:
     return struct.pack("<3sBI", MAGIC, PROTOCOL_VERSION, len(header)) + header
 
 
-def gather_with_victim(endpoint: str, job: str, structure: bytes, command: list[str]) -> tuple[int, str]:
+def gather_with_victim(server: Attacked, job: str, structure: bytes) -> tuple[int, str]:
     """Gives a member what nests, in a job of two; returns how that member ended, and what it said."""
+    command = [sys.executable, "-c", VICTIM, server.endpoint, job, str(server.secret_of("alice"))]
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as victim:
         try:
             who = Member(job, "world", 0, 1, 2, JOIN_SECONDS, "hostile", 1)
-            with Connection(ZmqTransport(endpoint), who) as hostile:
+            with Connection(ZmqTransport(server.endpoint, server.keys_of("alice")), who) as hostile:
                 data = struct.pack("<I", len(structure)) + structure + parts(packing.pack([]))[1]
                 outcome(lambda: hostile.all_gather("mp_sync()", data))
             said, _ = victim.communicate(timeout=60)
@@ -87,13 +88,10 @@ def gather_with_victim(endpoint: str, job: str, structure: bytes, command: list[
     return victim.returncode, said
 
 
-@pytest.mark.parametrize("with_keys", [False], indirect=True)
 @pytest.mark.parametrize("structure", first_is_quick(STRUCTURES))
 def test_what_a_member_gathers_ends_no_other_one(server, structure):
     """At 6b62bd3: SIGSEGV of the victim."""
-    job = job_of("alice")
-    command = [sys.executable, "-c", VICTIM, server.endpoint, job, ""]
-    code, said = gather_with_victim(server.endpoint, job, structure, command)
+    code, said = gather_with_victim(server, job_of("alice"), structure)
     assert code == 0
     assert said.startswith("ProtocolError")
 
@@ -118,7 +116,6 @@ HEADERS = {
 }
 
 
-@keys_if_long
 def test_no_nesting_in_a_frame_does_harm(server, honest_job_beside):
     """Holds at 6b62bd3: msgpack goes 1,024 deep at most."""
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():

@@ -11,7 +11,7 @@ import pytest
 
 from attacks.peers import Peers, Wire, framed, greeting, handshake, ready
 from attacks.servers import Attacked
-from attacks.variants import first_is_quick, keys_if_long
+from attacks.variants import first_is_quick
 from statsd_bn.messages import StatusRequest
 
 # What `rand()` gives first that nobody has seeded: a ROUTER's first id.
@@ -56,7 +56,6 @@ IDS = {
 }
 
 
-@keys_if_long
 @pytest.mark.parametrize("routing_id", first_is_quick(IDS))
 def test_no_routing_id_that_is_shared_ends_the_server(server, honest_job_beside, routing_id):
     """Holds at 6b62bd3 by itself: handover lets the latest one in, without it the others are not heard."""
@@ -99,7 +98,6 @@ HANDSHAKES = {
 }
 
 
-@keys_if_long
 def test_no_handshake_ends_the_server(server, honest_job_beside):
     """Holds at 6b62bd3."""
     with honest_job_beside(server) as beside, beside.attacked():

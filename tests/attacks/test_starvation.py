@@ -13,7 +13,7 @@ from attacks.crowds import ROW, ask_all, crowd, registrations, session
 from attacks.honest import SLOWDOWN_OF_A_FULL_CORE, START_SECONDS
 from attacks.peers import Peer, Peers, job_of
 from attacks.servers import Attacked
-from attacks.variants import first_is_quick, keys_if_long
+from attacks.variants import first_is_quick
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Contribution, Heartbeat, Question, StatusRequest, Whereabouts
@@ -22,7 +22,7 @@ from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
 # A quicker flood of each kind is played in tests/integration/test_fair_service.py.
-pytestmark = [keys_if_long, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 ATTACK_SECONDS = 1.0
 

@@ -3,14 +3,6 @@
 from collections.abc import Mapping
 
 import pytest
-import zmq
-
-needs_curve = pytest.mark.skipif(not zmq.has("curve"), reason="no CURVE")
-
-# Where keys make no difference to what holds it.
-keys_if_long = pytest.mark.parametrize(
-    "with_keys", [False, pytest.param(True, marks=[needs_curve, pytest.mark.attack_long])], indirect=True
-)
 
 
 def long(value: object, name: str | None = None) -> object:

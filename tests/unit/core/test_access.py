@@ -171,6 +171,20 @@ def test_a_tenant_leaves_room_for_others():
     assert isinstance(begin(ALICE, 4), Registered)
 
 
+def test_the_keys_of_a_tenant_leave_as_many_groups_as_they_have():
+    keys = [Tenant(f"key {number}", f"secret {number}", ("*",), "team") for number in range(4)]
+    dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_groups=16))
+
+    def begin(number: int, tenant: Tenant) -> Message:
+        message = register(0, job=f"{number:05d}", session=b"%08d" % number)
+        (reply,) = dispatcher.receive(0.0, b"peer", encode(message), tenant).replies
+        return decode(reply[1])
+
+    answers = [begin(number, keys[number % 4]) for number in range(32)]
+    assert [type(answer).__name__ for answer in answers] == ["Registered"] * 8 + ["Failure"] * 24
+    assert isinstance(begin(99, Tenant("another", "its key", ("*",))), Registered)
+
+
 def test_a_server_without_keys_asks_for_none():
     dispatcher = Dispatcher(b"server-0", 0.0)
     (first,) = dispatcher.receive(0.0, b"one", encode(register(0, 1))).replies

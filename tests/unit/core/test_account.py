@@ -204,40 +204,6 @@ def bring(play: Play, job: str, tenant: Tenant, brought: Any) -> Any:
     return answer
 
 
-def test_who_keeps_the_most_gives_way_to_who_keeps_little():
-    """A stranger's jobs fill the server; a training that keeps less than each of them goes on, and new ones begin."""
-    wide = rows(1.0, channels=10_000)
-    play = Play(max_server_bytes=2_000_000, max_tenant_bytes=1_500_000)
-    for job in ("large", "other"):
-        play.open(job=job)
-    play.open()
-    answers: dict[bytes, Any] = {}
-    for step in range(30):
-        answers = play.say(contribution(0, wide, key(job=("large", "other")[step % 2], step=step)))
-    assert {answer.code for answer in answers.values()} == {"limit"}
-    play.say(contribution(0, rows(1.0, channels=5000)))
-    answers = play.say(contribution(1, rows(2.0, channels=5000)))
-    assert answers[session_of(0)].values[0, 0] == 3.0
-    evicted = [answer for peer, answer in answers.items() if peer not in {session_of(0), session_of(1)}]
-    jobs = {group["job"] for group in play.dispatcher.report(0.0)["groups"]}
-    assert len(jobs) == 2, "one of two has given way"
-    assert all(answer.code == "limit" for answer in evicted)
-    assert play.account.held <= 2_000_000
-
-
-def test_members_of_a_group_that_gave_way_are_told_once_and_stay_out():
-    play = Play(max_server_bytes=500_000, max_tenant_bytes=400_000)
-    play.open(job="large")
-    for step in range(4):
-        play.say(contribution(0, rows(1.0, channels=10_000), key(job="large", step=step)))
-    play.open()
-    answers = play.say(contribution(0, rows(1.0, channels=20_000)))
-    told = {peer: answer.code for peer, answer in answers.items()}
-    assert told == {session_of(0, "large"): "limit", session_of(1, "large"): "limit"}
-    (answer,) = play.say(register(0, job="large")).values()
-    assert answer.code == "limit"
-
-
 def test_a_large_job_does_not_push_out_a_smaller_one():
     play = Play(max_server_bytes=500_000, max_tenant_bytes=450_000)
     play.open(job="small")

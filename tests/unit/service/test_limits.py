@@ -223,7 +223,7 @@ def test_a_job_that_ends_gives_all_room_back(ends):
     play = Play()
     play.open()
     play.say(contribution(0), contribution(1), contribution(0, key=key(step=1)))
-    assert play.dispatcher._budget.kept("job 'job'") > 3 * SIZE
+    assert play.dispatcher.account.of("job 'job'") > 3 * SIZE
     play.say(*ends)
     assert play.kept == []
     assert play.dispatcher._budget.account.held == 0
