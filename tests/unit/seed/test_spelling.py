@@ -19,9 +19,8 @@ from client import (
 from client import batchnorm as batchnorm_module
 from client import comm as comm_module
 from client import replicate as replicate_module
-from client.batchnorm_reimpl import BatchNorm2dReimpl
 from client.layers.synchronized import Synchronized
-from client.unittest import TorchTestCase
+from support.seed_helpers import TorchTestCase
 from support.subclasses import Activated
 
 REPLICAS = ["cpu"] * 2
@@ -167,29 +166,6 @@ class TestCaseOfAUser(TorchTestCase):
         with patch_sync_batchnorm():
             made = nn.BatchNorm2d(4)
         self.compare(nn.BatchNorm2d(4), DataParallelWithCallback(made, device_ids=REPLICAS), torch.rand(6, 4, 5, 5))
-
-    def assert_zero_sums_agree(self, other):
-        """The gradient is what rounding leaves of 0, in torch's layer as in this one."""
-        plain = nn.BatchNorm2d(4)
-        other.weight.data.copy_(plain.weight.data)
-        x = torch.rand(16, 4, 16, 16)
-        for layer in (plain, other):
-            layer(x).sum().backward()
-        self.assertTensorClose(other.weight.grad, plain.weight.grad)
-
-    def test_the_layer_to_compare_with_is_torchs(self):
-        plain, other = nn.BatchNorm2d(4, momentum=0.3), BatchNorm2dReimpl(4, momentum=0.3)
-        assert (other.weight.min() >= 0, other.weight.std() > 0) == (True, True)
-        other.weight.data.copy_(plain.weight.data)
-        for _ in range(3):
-            self.compare(plain, other, torch.rand(2, 4, 3, 3))
-            self.assertTensorClose(other.running_mean, plain.running_mean)
-            self.assertTensorClose(other.running_var, plain.running_var)
-            self.assertTensorClose(other.weight.grad, plain.weight.grad)
-            self.assertTensorClose(other.bias.grad, plain.bias.grad)
-        self.assert_zero_sums_agree(BatchNorm2dReimpl(4))
-        other.reset_running_stats()
-        assert (other.running_mean.tolist(), other.running_var.tolist()) == ([0.0] * 4, [1.0] * 4)
 
     def test_the_test_case_sees_a_difference(self):
         self.assertTensorClose(torch.ones(2), torch.ones(2) + 5e-4)

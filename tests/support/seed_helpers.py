@@ -1,18 +1,23 @@
-"""What users of Synchronized-BatchNorm-PyTorch import from `sync_batchnorm.batchnorm_reimpl`: a layer to compare with.
+"""Test helpers of Synchronized-BatchNorm-PyTorch, for its own tests.
 
-It is batch norm by its definition, in operators of autograd and on one device. No layer of ours is made of it. It
-computes in float64, and rounds mean and variance to the input's type where torch's layer does. So the two are close
-also in sums that would be 0 without rounding, such as the weight's gradient of the output's sum.
+They are `TorchTestCase` of `sync_batchnorm.unittest`, and `BatchNorm2dReimpl` of `sync_batchnorm.batchnorm_reimpl`.
 """
+
+import unittest
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BatchNorm2dReimpl"]
+RELATIVE = 1e-3
+ABSOLUTE = 1e-5
 
 
 class BatchNorm2dReimpl(nn.Module):
-    """Batch norm over (N, C, H, W), always with the statistics of its batch, also in eval.
+    """Batch norm over (N, C, H, W) by its definition, always with the statistics of its batch, also in eval.
+
+    It computes in float64, and rounds mean and variance to the input's type where torch's layer does. That library's
+    tests hold it against torch's layer in sums that are 0 but for rounding, such as the weight's gradient of the
+    output's sum; their own helper, in float32, fails there.
 
     Args:
         num_features: C, the channels.
@@ -63,3 +68,21 @@ class BatchNorm2dReimpl(nn.Module):
             one.double()[:, None, None] for one in (self.weight, self.bias, mean, (variance + self.eps).rsqrt())
         )
         return ((wide - mean) * inverse * scale + shift).to(input.dtype)
+
+
+class TorchTestCase(unittest.TestCase):
+    """A test case that compares tensors."""
+
+    def assertTensorClose(self, x: Tensor, y: Tensor) -> None:  # noqa: N802 - unittest's way to name it
+        """Fails where an entry of `x` is further from that of `y` than 1e-5 and 1e-3 of it together.
+
+        Args:
+            x: found.
+            y: expected; of the same shape as `x`, or of one that is expanded to it.
+        """
+        if torch.allclose(x, y, rtol=RELATIVE, atol=ABSOLUTE):
+            return
+        furthest = (x - y).abs().max().item()
+        self.fail(
+            f"tensors: expected them within {ABSOLUTE:g} plus {RELATIVE:g} of the second, got {furthest:g} between"
+        )
