@@ -106,8 +106,9 @@ def _lanes(found: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, Mappin
     return "One round of 256 channels, back to back, in milliseconds", groups, None
 
 
-def _shapes(found: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, Mapping[str, float]], tuple[float, str]]:
-    rows = [row for row in found if (row["threads"], row["dtype"], row["layout"]) == (1, "float32", "contiguous")]
+def _shapes(found: Mapping[str, Any]) -> tuple[str, Mapping[str, Mapping[str, float]], tuple[float, str]]:
+    shown = 1, "float32", "contiguous"
+    rows = [row for row in found["layers"] if (row["threads"], row["dtype"], row["layout"]) == shown]
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
         name = "alone" if row["members"] == 1 else f"{row['members']} members"

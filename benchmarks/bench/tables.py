@@ -17,16 +17,21 @@ class Table:
         arguments: beside `--json`.
         heads: of the columns.
         rows: the cells, from what was found.
+        below: a second table of what was found; it is left out while it has no rows.
     """
 
     arguments: str
     heads: Cells
     rows: Callable[[Any], Iterable[Cells]]
+    below: "Table | None" = None
 
     def in_markdown(self, found: Any) -> str:
-        """Returns the table."""
+        """Returns the table, and the one below it."""
         lines = [self.heads, ["---", *["---:"] * (len(self.heads) - 1)], *self.rows(found)]
-        return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+        table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+        if self.below and any(self.below.rows(found)):
+            table += f"\n{self.below.in_markdown(found)}"
+        return table
 
 
 def _round_trips(found: list[Row]) -> Iterable[Cells]:
@@ -55,8 +60,10 @@ def _train_steps(found: Row) -> Iterable[Cells]:
         yield words, f"{found[way]:.0f}", f"{found[way] / found['unsynchronised']:.3f}", *rounds
 
 
-def _layers(found: list[Row]) -> Iterable[Cells]:
-    by_case = {(row["members"], row["threads"], row["shape"], row["dtype"], row["layout"]): row for row in found}
+def _layers(found: Mapping[str, list[Row]]) -> Iterable[Cells]:
+    by_case = {
+        (row["members"], row["threads"], row["shape"], row["dtype"], row["layout"]): row for row in found["layers"]
+    }
     for members, threads, shape in dict.fromkeys(case[:3] for case in by_case):
         cells = [f"({shape.replace(',', ', ')})", str(members), str(threads)]
         for dtype in ("float32", "bfloat16"):
@@ -66,9 +73,15 @@ def _layers(found: list[Row]) -> Iterable[Cells]:
         yield cells
 
 
-def _deaths(found: Mapping[str, Sequence[float]]) -> Iterable[Cells]:
-    for death, seconds in found.items():
-        yield f"`{death}`", f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", str(len(seconds))
+def _subclasses(found: Mapping[str, list[Row]]) -> Iterable[Cells]:
+    for row in found.get("subclasses", []):
+        times = (f"{row[column]:.0f}" for column in ("plain", "converted", "more"))
+        yield f"({row['shape'].replace(',', ', ')})", row["class"], *times
+
+
+def _faults(found: Mapping[str, Sequence[float]]) -> Iterable[Cells]:
+    for fault, seconds in found.items():
+        yield fault, f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", str(len(seconds))
 
 
 TABLES = {
@@ -95,6 +108,7 @@ TABLES = {
         "--members 1 2 --threads 1 2 --shapes 32,64,56,56 32,256,14,14 8,2048,7,7 4,64,112,112 256,1024 2,64,7,7",
         ("shape", "members", "threads", "float32", "channels_last", "bfloat16", "channels_last"),
         _layers,
+        below=Table("", ("shape", "class", "as it is, µs", "converted, µs", "more than our layer, µs"), _subclasses),
     ),
     "fan_in": Table(
         "",
@@ -112,21 +126,6 @@ TABLES = {
             for row in found
         ),
     ),
-    "subclass": Table(
-        "",
-        ("shape", "subclass", "our layer, µs", "more, µs", "its own, without us", "its own, around our layer"),
-        lambda found: (
-            (
-                f"({row['shape'].replace(',', ', ')})",
-                row["subclass"],
-                f"{row['ours']:.0f}",
-                f"{row['more']:.0f}",
-                f"{row['more_without_us']:.0f}",
-                f"{row['more_around_ours']:.0f}" if row["more_around_ours"] else "",
-            )
-            for row in found["rows"]
-        ),
-    ),
     "replicas": Table(
         "--calls 60",
         ("whole batch", "replicas", "threads", "ours, ms", "wrapper, ms", "torch, ms", "ours / torch"),
@@ -141,18 +140,5 @@ TABLES = {
             for row in found
         ),
     ),
-    "liveness": Table("", ("death", "median, s", "worst, s", "of"), _deaths),
-    "mismatch": Table(
-        "",
-        ("members", "median, s", "worst, s", "of"),
-        lambda found: (
-            (members, f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", str(len(seconds)))
-            for members, seconds in found.items()
-        ),
-    ),
-    "restart": Table(
-        "",
-        ("first round after a restart", "seconds"),
-        lambda found: (("median", f"{statistics.median(found):.2f}"), (f"worst of {len(found)}", f"{max(found):.2f}")),
-    ),
+    "faults": Table("", ("fault", "median, s", "worst, s", "of"), _faults),
 }

@@ -3,7 +3,7 @@
 "alone" is the whole layer (its bookkeeping, autograd and kernels) with an exchange that costs nothing: the in-process
 lane, with one replica that believes it has company. With more members each is a process, and they exchange through a
 server over ipc. Both layers take turns in one run, call by call, so that what else the machine does falls on both; the
-claim is the ratio of medians, not a time.
+claim is the ratio of medians, not a time. Then `subclasses` measures what converted subclasses cost per call.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import subclasses
 import torch
 from torch import Tensor, nn
 
@@ -48,11 +49,13 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--calls", type=int, default=30, help="of each layer, per combination")
+    parser.add_argument("--subclass-calls", type=int, default=150, help="of each subclass in each process; 0: none")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [measure(case, options.calls) for case in _cases(options)]
+    of_subclasses = subclasses.measured(options.subclass_calls) if options.subclass_calls else []
     if options.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps({"layers": rows, "subclasses": of_subclasses}, indent=2))
         return
     print(
         f"{'members':>7} {'threads':>7} {'shape':>14} {'layout':>13} {'dtype':>8} {'ours ms':>8} {'p99':>8} "
@@ -63,6 +66,12 @@ def main() -> None:
             f"{row['members']:>7} {row['threads']:>7} {row['shape']:>14} {row['layout']:>13} {row['dtype']:>8} "
             f"{row['ours']:>8.2f} {row['ours_p99']:>8.2f} {row['torch']:>8.2f} {row['torch_p99']:>8.2f} "
             f"{row['ratio']:>6.2f} {row['ours_peak']:>8.1f} {row['torch_peak']:>8.1f}"
+        )
+    if of_subclasses:
+        print(f"{'shape':>9} {'class':>12} {'plain us':>8} {'converted us':>12} {'more than ours':>14}")
+    for row in of_subclasses:
+        print(
+            f"{row['shape']:>9} {row['class']:>12} {row['plain']:>8.0f} {row['converted']:>12.0f} {row['more']:>14.1f}"
         )
 
 

@@ -63,6 +63,15 @@ def test_a_table_has_each_way_with_its_ratio():
     assert "old" not in text
 
 
+def test_a_table_below_another_is_shown_as_soon_as_it_has_rows():
+    row = {"shape": "2,8,4,4", "class": "Inherited", "plain": 90.4, "converted": 421.0, "more": 2.6}
+    layers = {"layers": []}
+    assert "Inherited" not in TABLES["layer"].in_markdown(layers)
+    text = TABLES["layer"].in_markdown(layers | {"subclasses": [row]})
+    assert "\n\n| shape | class |" in text
+    assert text.endswith("| (2, 8, 4, 4) | Inherited | 90 | 421 | 3 |\n")
+
+
 def test_a_busy_machine_is_told():
     assert "**on a busy machine**, with 1.4 processors in use by others" in found(busy=1.4).caption
     assert "**" not in found(busy=quiet.QUIET).caption

@@ -1,6 +1,6 @@
 """Members whose models differ, in processes, through a real server: all are told what differs, long before a deadline.
 
-How long it takes is measured by `benchmarks/mismatch`; here it is only not the deadline, which is 30 seconds.
+How long it takes is measured by `benchmarks/faults`; here it is only not the deadline, which is 30 seconds.
 """
 
 import re
