@@ -1,4 +1,4 @@
-"""Rounds in shared memory by the million, while the server is killed again and again; `scripts/soak` runs it.
+"""Rounds in shared memory by the million, while the server is killed again and again; `scripts/chaos soak` runs it.
 
 With several hosts the members pretend to be on those, and carry rows for one another in the lane `relay`.
 
@@ -166,7 +166,7 @@ def memories_of(pid: int) -> set[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs all sizes one after the other and prints a line for each; returns 1 if there was a finding, else 0."""
-    parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/chaos soak", description=__doc__)
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=1_000_000, help="of each number of members")
     parser.add_argument("--kill-seconds", type=float, default=KILL_SECONDS, help="between kills of the server, at most")

@@ -1,4 +1,4 @@
-"""The soak of shared memory, for some seconds; `scripts/soak` has rounds by the million."""
+"""The soak of shared memory, for some seconds; `scripts/chaos soak` has rounds by the million."""
 
 import random
 

@@ -11,7 +11,7 @@ from support.paths import ROOT
 PAGE = ROOT / "docs" / "architecture.md"
 
 # A part of the page that this script writes stands between two such lines.
-PART = re.compile(r"(<!-- (\w+): scripts/architecture writes this -->\n).*?(<!-- end -->)", re.DOTALL)
+PART = re.compile(r"(<!-- (\w+): made by scripts/docs write -->\n).*?(<!-- end -->)", re.DOTALL)
 
 SIDES = ("client", "server")
 GROUND = "statsd_bn"

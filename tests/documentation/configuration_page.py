@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the code, for `scripts/configuration`.
+"""Writes docs/configuration.md from the code, for `scripts/docs write`.
 
 Flags come from the server's parsers, ranges from its quota, arguments from the signature and the docstring of
 `client.connect`, and variables from wherever the client looks one up. Only what a variable means stands here.
@@ -70,7 +70,7 @@ EXIT_CODES = {
 
 HEAD = """# Configuration
 
-Every flag, argument and environment variable. `scripts/configuration` writes this page from the code, and
+Every flag, argument and environment variable. `scripts/docs write` makes this page from the code, and
 `tests/documentation/test_configuration_page.py` compares them: change the code, not the page.
 
 The command `statsd-bn` is the same as `python -m server`: `statsd-bn serve` runs the server, and `statsd-bn status`,

@@ -1,11 +1,11 @@
-"""Writes the table of `server.membership.life` into docs/protocol.md; `scripts/life` calls it."""
+"""Writes the table of `server.membership.life` into docs/protocol.md; `scripts/docs write` calls it."""
 
 from server.membership import life
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "protocol.md"
 
-BEGIN, END = "<!-- scripts/life writes this table. -->\n", "<!-- The end of the table. -->\n"
+BEGIN, END = "<!-- made by scripts/docs write -->\n", "<!-- The end of the table. -->\n"
 
 
 def table() -> str:

@@ -20,7 +20,7 @@ PATHS = sorted(set(re.findall(r"(?:[\[`])((?:client|server|statsd_bn|scripts|tes
 def test_the_drawing_and_the_table_are_what_the_code_would_write():
     parts = architecture_page.PART.findall(TEXT)
     assert [name for _, name, _ in parts] == ["drawing", "packages"]
-    assert architecture_page.page(TEXT) == TEXT, "docs/architecture.md is older than the code; run scripts/architecture"
+    assert architecture_page.page(TEXT) == TEXT, "docs/architecture.md is older than the code; run scripts/docs write"
 
 
 def test_every_package_is_in_the_drawing_and_in_the_table():

@@ -6,7 +6,7 @@ from server import __main__ as command_line
 
 def test_the_page_is_what_the_code_would_write():
     page = configuration_page.PAGE.read_text()
-    assert page == configuration_page.page(), "docs/configuration.md is older than the code; run scripts/configuration"
+    assert page == configuration_page.page(), "docs/configuration.md is older than the code; run scripts/docs write"
 
 
 def test_no_variable_is_described_that_nobody_reads():

@@ -497,7 +497,7 @@ def test_the_life_of_a_round_is_the_codes_table():
 
 
 def test_the_life_of_a_group_is_the_codes_table():
-    assert life_table.page() == DOCUMENT, "docs/protocol.md is older than the code; run scripts/life"
+    assert life_table.page() == DOCUMENT, "docs/protocol.md is older than the code; run scripts/docs write"
 
 
 def test_all_that_may_happen_to_a_group_is_explained():

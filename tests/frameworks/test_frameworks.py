@@ -1,6 +1,6 @@
 """Each recipe of docs/frameworks.md with the real library: two processes train as one does on the whole batch.
 
-`scripts/test-frameworks` installs the libraries, each in a folder of its own, and runs this. Without a library its test
+`scripts/test frameworks` installs the libraries, each in a folder of its own, and runs this. Without a library its test
 is skipped.
 """
 

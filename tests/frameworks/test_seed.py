@@ -1,6 +1,6 @@
 """The tests of Synchronized-BatchNorm-PyTorch, with `client` for its name in their import lines.
 
-Its folder is on PYTHONPATH where `scripts/test-frameworks seed=FOLDER` runs this. What asks there for two GPUs gets two
+Its folder is on PYTHONPATH where `scripts/test frameworks seed=FOLDER` runs this. What asks there for two GPUs gets two
 replicas on the CPU.
 """
 

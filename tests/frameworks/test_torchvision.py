@@ -1,6 +1,6 @@
 """torchvision's `references/classification/train.py` with the recipe: two processes train as one on the whole batch.
 
-The script is on PYTHONPATH where `scripts/test-frameworks torchvision=FOLDER` runs this.
+The script is on PYTHONPATH where `scripts/test frameworks torchvision=FOLDER` runs this.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The page in a real browser, while four ranks train. `scripts/browser-test` installs what it needs."""
+"""The page in a real browser, while four ranks train. `scripts/test browser` installs what it needs."""
 
 import os
 import shutil
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("selenium", reason="needs selenium; scripts/browser-test installs it")
+pytest.importorskip("selenium", reason="needs selenium; scripts/test browser installs it")
 pytest.importorskip("uvicorn", reason="needs the extra view")
 if not shutil.which("chromedriver"):
-    pytest.skip("needs chromium and chromedriver; scripts/browser-test installs them", allow_module_level=True)
+    pytest.skip("needs chromium and chromedriver; scripts/test browser installs them", allow_module_level=True)
 
 from selenium import webdriver
 from selenium.webdriver import ActionChains

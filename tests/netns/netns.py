@@ -1,4 +1,4 @@
-"""The scenarios between network namespaces, and a table of what came of them; `scripts/netns-test` runs it."""
+"""The scenarios between network namespaces, and a table of what came of them; `scripts/test netns` runs it."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from netns.netns_world import reason_to_skip
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the scenarios and prints the table; returns 1 if there was a finding, else 0."""
     parser = argparse.ArgumentParser(
-        prog="scripts/netns-test",
+        prog="scripts/test netns",
         description="A server and members in network namespaces of their own, on a wire that delays, loses, doubles "
         "and reorders packets, or is cut. Seconds are of the run, or until all who could be told knew of the loss.",
     )

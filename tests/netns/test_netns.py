@@ -1,4 +1,4 @@
-"""Members and a server on hosts of their own, in network namespaces; `scripts/netns-test` runs all scenarios."""
+"""Members and a server on hosts of their own, in network namespaces; `scripts/test netns` runs all scenarios."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Compiles random networks with branches, and compares ranks with other batches: see scripts/branches."""
+"""Compiles random networks with branches, and compares ranks with other batches: see scripts/simulate branches."""
 
 import argparse
 import multiprocessing
@@ -68,7 +68,7 @@ def _with_server(arguments: argparse.Namespace, play: Callable[[Callable[[int, i
 
 def main() -> int:
     """Returns how many networks failed, at most 100."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/simulate branches", description=__doc__)
     parser.add_argument("--networks", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first network")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="by turns")

@@ -24,7 +24,7 @@ def needs(feature: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(is_missing(feature), reason=f"{feature} needs torch {SINCE[feature]}")
 
 
-# Libraries that no extra of pyproject.toml has; `scripts/test-frameworks` installs most of them.
+# Libraries that no extra of pyproject.toml has; `scripts/test frameworks` installs most of them.
 LIBRARIES = (
     "deepspeed",
     "detectron2",
