@@ -8,7 +8,7 @@ other members may be elsewhere by then. So a call that runs inside the engine lo
 import math
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from weakref import WeakSet
 
 import numpy as np
@@ -35,14 +35,9 @@ TOLERANCE = 1e-3
 ROUNDING = 1e-7
 
 
-# Of the autograd engine, in the calling thread; it has no public name.
-graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
-OUTSIDE = -1
-
-
 def is_inside_backward() -> bool:
     """Whether the calling thread runs inside the autograd engine."""
-    return graph_task() != OUTSIDE
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - has no public name
 
 
 class Exchanges:

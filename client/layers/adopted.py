@@ -1,11 +1,11 @@
 """Adopted classes: a subclass of torch's batch norm whose own `forward` stays, and whose statistics are synchronised.
 
     BatchNormAct2d                        calls F.batch_norm, then an activation
-    SynchronizedBatchNormAct2d            made here: (Intercepted, Shortcut, BatchNormAct2d, Behind)
+    SynchronizedBatchNormAct2d            made here: (Intercepted, BatchNormAct2d, Behind)
 
 The class that is made here derives from the original one, so `isinstance`, attributes and methods stay. Where the
 original's `forward` calls `super().forward(x)` it comes to ours by itself; where it calls `batch_norm`, that is
-intercepted: by torch's way, or by `client.layers.shortcut`.
+intercepted, see `client.layers.interception`.
 """
 
 import copyreg
@@ -21,10 +21,8 @@ from torch.compiler import is_compiling
 from client.autograd.checkpointing import is_inside_backward
 from client.layers import input_checks
 from client.layers.batchnorm import BONDS, SynchronizedBatchNorm, Way
-from client.layers.conversion.reasons import REFUSED, has_own_forward, own, why_left, why_not
+from client.layers.conversion.reasons import REFUSED, own, why_left, why_not
 from client.layers.interception import Handed, Interception, unseen
-from client.layers.shortcut.copied_forward import shortcut_to
-from client.layers.shortcut.plain_forward import plain_forward
 from client.layers.synchronized import CONVERSIONS
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
@@ -89,27 +87,16 @@ class Intercepted(Adopted):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if is_compiling():
             return self._traced(*args, **kwargs)
-        if "_has_come" in self.__dict__:  # from a call that raised, or one that a checkpoint computed again
-            self.__dict__.pop("_has_come", None)
+        self.__dict__.pop("_has_come", None)  # from a call that raised, or one that a checkpoint computed again
         # Whether this call must not simply count on.
         is_special = self._tally is not None or self._deferred is not None or is_inside_backward()
         counted = self._tracked_now() if is_special else None
-        interception = Interception(self, Intercepted._normalise_handed, counted, _OF_FORWARD)
-        try:
-            interception.begin()
+        with Interception(self, Intercepted._normalise_handed, counted, _OF_FORWARD) as interception:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            interception.end()
-        return self._ended(interception, output, (*args, *kwargs.values()))
-
-    def _ended(self: Any, interception: Interception, output: Any, arguments: tuple[Any, ...]) -> Any:
-        """Warns of a call that went another way than through one `batch_norm`."""
         if interception.nr_without_tensors > 1:
             _tell(type(self), self.layer_name, "ambiguous")
-        if has_come := self._has_come:
-            self.__dict__.pop("_has_come", None)
-        if not (has_come or interception.is_reached):
-            output = self._pass_by(output, arguments)
+        if not (self.__dict__.pop("_has_come", False) or interception.is_reached):
+            output = self._pass_by(output, (*args, *kwargs.values()))
         elif interception.nr_passed_by:
             _tell(type(self), self.layer_name, "passed by")
         return output
@@ -141,13 +128,6 @@ class Intercepted(Adopted):
         tracked.copy_(counted + (tracked - counted) * is_due)
         return output
 
-    def _normalise_plainly(self: Any, handed: Handed, _counted: None) -> Tensor:
-        """The same in a layer whose calls simply count on, outside of `recalibrate` and of backward passes."""
-        moved = handed.running_mean
-        input_checks.check(self, handed.input, handed.nr_channels if moved is None else moved.shape[0])
-        output: Tensor = self._normalise(handed, handed.input, None) if handed.training else handed.forward()
-        return output
-
     def _normalise_handed(self: Any, handed: Handed, counted: Tensor | None) -> Tensor:
         """Computes one call of `batch_norm`, in place of torch."""
         input_checks.check(self, handed.input, handed.nr_channels)
@@ -171,10 +151,14 @@ class Intercepted(Adopted):
         return output
 
     def _pass_by(self: Any, output: Any, arguments: tuple[Any, ...]) -> Any:
-        """Ends a call that came to no `batch_norm`: one of an empty batch, which the others wait for, or a mistake."""
+        """Ends a call that came to no `batch_norm`: one of an empty batch, which the others wait for, or a mistake.
+
+        Where a batch with values came to none, the others are in no round of this layer either.
+        """
         empty = [x for x in arguments if isinstance(x, Tensor) and x.numel() == 0 and x.dim() > 1]
         channels = input_checks.channels_of(self, self.num_features)
-        if not empty or empty[0].shape[1] != channels or not isinstance(output, Tensor):
+        is_awaited = empty and empty[0].shape[1] == channels and isinstance(output, Tensor) and not self._missed
+        if not is_awaited:
             if not self._missed:
                 self._missed.append(True)
             _tell_unreached(type(self), self.layer_name)
@@ -252,10 +236,11 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
             "_adopted": WeakSet(),
             "__module__": original.__module__,
             "__doc__": original.__doc__,
-            **_plain_forward(original),
         }
         metaclass: Any = type(original)
-        made = _made[original] = _metaclass(metaclass)(f"Synchronized{original.__name__}", _bases(original), body)
+        has_forward = any("forward" in vars(kind) for kind in own(original))
+        bases = (Intercepted, original, Behind) if has_forward else (Adopted, original, SynchronizedBatchNorm)
+        made = _made[original] = _metaclass(metaclass)(f"Synchronized{original.__name__}", bases, body)
     return made
 
 
@@ -271,25 +256,6 @@ def _reduced(kind: type[nn.Module]) -> Any:
     """What pickle writes for a class that is made here; one that somebody derives from it has a name."""
     original = vars(kind).get("converted_from")
     return kind.__qualname__ if original is None else (synchronized_class, (original,))
-
-
-def _bases(original: type[nn.Module]) -> tuple[type, ...]:
-    if not has_own_forward(original):
-        return Adopted, original, SynchronizedBatchNorm
-    bases: list[type] = []
-    for kind in own(original):
-        if shortcut := shortcut_to(kind):
-            bases += shortcut, kind
-        elif kind is original:
-            bases.append(kind)
-    return Intercepted, *bases, Behind
-
-
-def _plain_forward(original: type[nn.Module]) -> dict[str, Any]:
-    """How the first `forward` runs, where it begins plainly."""
-    first = next((kind for kind in own(original) if "forward" in vars(kind)), original)
-    forward = plain_forward(first, original, Intercepted)
-    return {"forward": forward} if forward else {}
 
 
 def adopt(layer: nn.Module) -> nn.Module:

@@ -4,31 +4,45 @@ Subclasses of torch's layers often have a `forward` of their own, which hands th
 adds something before or behind: an activation, a drop-out, a second branch. Nothing of that needs to be known here. A
 `TorchFunctionMode` sees each function of torch that is called, in this thread only, and torch.compile traces it.
 Replacing `F.batch_norm` in the class's own globals was considered: it would not reach a helper in another module, and
-would reach other threads. `client.layers.shortcut` does so in a copy of the `forward`, to save time.
+would reach other threads. A copy of the `forward` with other globals saved 15 to 35 µs a call, took 660 lines that read
+bytecode, and worked in full on one version of Python only.
 """
 
+import sys
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, overrides
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
-from client.layers import inner_checkpoints
+from statsd_bn.error_text import broken
+from statsd_bn.errors import ConfigurationError
 
 T = TypeVar("T")
 
 _BATCH_NORM, _OPERATOR = F.batch_norm, torch.batch_norm
 
-# They have no public names, and no types. Pop and push are what a mode's own `with` calls, which takes longer.
-innermost: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
-pop: Callable[[], Any] = torch._C._pop_torch_function_stack  # noqa: SLF001
-push: Callable[[Any], None] = torch._C._push_on_torch_function_stack  # noqa: SLF001
-_nr_modes: Callable[[], int] = torch._C._len_torch_function_stack  # noqa: SLF001
-_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at  # noqa: SLF001
+# It has no public name, and no type.
+_innermost: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
+
+# What computes a call of `batch_norm` again in the backward pass, where no mode is active any more, so that it would be
+# normalised by this replica's statistics alone. A checkpoint that is a function of autograd itself is found first: it
+# calls what is inside it.
+_CHECKPOINT = checkpoint.__name__
+_AROUND = {
+    _CHECKPOINT: "checkpoints its call of batch_norm; checkpoint the layer where it is called",
+    torch.autograd.function.__name__: (
+        "calls batch_norm in an autograd.Function, whose backward pass would be that of this replica's batch alone; "
+        "register a conversion for its class, see help(client.register_conversion)"
+    ),
+}
 
 
 @dataclass(slots=True)
@@ -76,10 +90,9 @@ class Handed:
         It may have several running means, as one for each domain. A layer without any tensor is known by its channels;
         see `has_tensors`.
         """
-        # A buffer is found here sooner than by its name, and most calls end here.
-        if self.running_mean is not None and self.running_mean is layer._buffers.get("running_mean"):  # noqa: SLF001 - torch's
-            return True
-        if self.running_mean is not None and (self.moves_own(layer) or _is_one_of(self.running_mean, layer)):
+        buffers = layer._buffers.values()  # noqa: SLF001 - `buffers()` has its children's
+        mean = self.running_mean
+        if mean is not None and (self.moves_own(layer) or any(mean is buffer for buffer in buffers)):
             return True
         if self.has_tensors:
             return _is_same(self.weight, layer.weight) or _is_same(self.bias, layer.bias)
@@ -144,7 +157,6 @@ class Interception(TorchFunctionMode):
     is_reached = False
     nr_without_tensors = 0
     nr_passed_by = 0
-    _recorded: bool | None = None
 
     def __init__(
         self, layer: Any, normalise: Normalise, counted: Tensor | None, caller: CodeType | None = None
@@ -153,38 +165,24 @@ class Interception(TorchFunctionMode):
         self._normalise = normalise
         self._counted = counted
         self._caller = caller
-
-    def begin(self) -> None:
-        """Sees what the calling thread computes from now on; notes whether torch records gradients."""
-        if self._caller is not None:
-            self._recorded = torch.is_grad_enabled()
-        push(self)
-
-    def end(self) -> None:
-        """Sees no more; nor did it begin if Ctrl-C came before that."""
-        depth = _nr_modes()
-        if depth and _mode_at(depth - 1) is self:  # as `innermost`, which is one call more
-            pop()
+        self._recorded = torch.is_grad_enabled()
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch in place of each of its functions."""
+        kwargs = kwargs or {}
         # A profiler may have put a function of its own in place of `F.batch_norm`; torch hands over that one.
         if func is not _BATCH_NORM and func is not _OPERATOR and func is not F.batch_norm:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return self.take(func, *args, **(kwargs or {}))
-
-    def take(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes a call of `batch_norm`; torch does where it is not with the layer's own tensors."""
+            return func(*args, **kwargs)
         handed = (_of_operator if func is _OPERATOR else Handed)(self._layer, *args, **kwargs)
         if not handed.is_of(self._layer):
             self.nr_passed_by += handed.training and not handed.has_tensors and handed.has_channels_of(self._layer)
             return func(*args, **kwargs)
         self.is_reached = True
         handed.layer_name, handed.eps_mode = self._layer.layer_name, self._layer.eps_mode
-        if self._caller is not None and self._recorded is not None and handed.training:
-            inner_checkpoints.check(self._layer, self._caller, recorded=self._recorded)
+        if self._caller is not None and handed.training:
+            _check_not_computed_again(self._layer, self._caller, recorded=self._recorded)
         if handed.running_mean is None and not handed.has_tensors:
             self.nr_without_tensors += 1
         return self._normalise(self._layer, handed, self._counted)
@@ -192,18 +190,45 @@ class Interception(TorchFunctionMode):
 
 def unseen(function: Callable[..., T], *arguments: Any) -> T:
     """Calls a function of ours out of sight of an interception: our arithmetic calls hundreds of torch's functions."""
-    if not isinstance(innermost(), Interception):
+    mode = _innermost()
+    is_interception = isinstance(mode, Interception)
+    if not is_interception:
         return function(*arguments)
-    interception = pop()
+    mode.__exit__(None, None, None)  # takes the innermost mode off torch's stack, where `__enter__` puts it
     try:
         return function(*arguments)
     finally:
-        push(interception)
+        mode.__enter__()
 
 
-def _is_one_of(tensor: Tensor, layer: Any) -> bool:
-    """Whether it is a buffer of the layer itself."""
-    return any(tensor is buffer for buffer in layer._buffers.values())  # noqa: SLF001 - `buffers()` has its children's
+def _check_not_computed_again(layer: Any, caller: CodeType, *, recorded: bool) -> None:
+    """Raises ConfigurationError where a checkpoint or an `autograd.Function` has begun since a layer's `forward` has.
+
+    What torch.compile traces in between it computes again as it is.
+
+    Args:
+        layer: whose.
+        caller: the code of what calls that `forward`.
+        recorded: whether torch recorded gradients when it began.
+    """
+    records = torch.is_grad_enabled()
+    if is_compiling() or not (records or recorded):
+        return
+    # A function that records inside leaves the backward pass to us.
+    sought = {_CHECKPOINT} if records == recorded else _AROUND.keys()
+    if around := _around(sought, caller):
+        raise ConfigurationError(broken(f"layer {layer.layer_name!r}: its forward {_AROUND[around]}"))
+
+
+def _around(modules: AbstractSet[str], caller: CodeType) -> str | None:
+    """Returns which of these modules has called what runs now, if one has since the `forward` was called."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack has no public name
+    while frame is not None and frame.f_code is not caller:
+        module: str = frame.f_globals.get("__name__", "")
+        if module in modules:
+            return module
+        frame = frame.f_back
+    return None
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:

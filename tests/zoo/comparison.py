@@ -66,8 +66,8 @@ def compare(specimen: Specimen) -> Comparison:
     before = _Anatomy(twin)
     with _heard() as said:
         converted = client.convert_model(twin)
-        report = client.conversion_report(converted)
         found = _step(client.DataParallelWithCallback(converted, DEVICES), specimen.inputs)
+        report = client.conversion_report(converted)
     expected = _step(whole, specimen.inputs)
     differences = _differences(found, expected) | {
         "parameters' gradients": _gradients_apart(converted, whole),

@@ -48,10 +48,10 @@ def test_a_network_that_is_synchronised_agrees_and_would_be_seen_if_it_were_not(
     assert dict(found.layers) == {"BatchNorm2d": 1, "Functional": 1}
 
 
-def test_a_layer_that_is_left_is_named_and_seen():
+def test_a_layer_that_is_not_synchronised_is_named_and_seen():
     found = compare(specimen(nn.BatchNorm2d(3), Foreign(3)))
     assert found.differences["output"] > BAR
-    assert "2: Foreign: its forward does not call batch_norm" in found.complaints
+    assert "2: Foreign: its forward did not call batch_norm in training" in found.complaints
 
 
 @pytest.mark.parametrize("kind", ["buffers", "parameters' gradients", "input gradient", "output"])

@@ -51,8 +51,9 @@ def convert_model(
     A subclass keeps its own `forward`; what it hands to `batch_norm` in training is synchronised, see
     `client.synchronized_class`. Classes that compute their statistics themselves are converted as
     `client.register_conversion` was told. A batch norm that cannot be converted is left as it is: because its
-    `forward` comes to no `batch_norm`, or because it was parametrized, sharded by FSDP or given a `forward` of its
-    own before. A `UserWarning` tells of those, and `client.conversion_report(model)` names each.
+    `forward` synchronises by itself, or because it was parametrized, sharded by FSDP or given a `forward` of its own
+    before. A `UserWarning` tells of those, and `client.conversion_report(model)` names each. A layer whose `forward`
+    comes to no `batch_norm` is named too once it has run in training.
 
     Args:
         module: any module; containers are changed in place. Layers that are synchronised already are only named.

@@ -1,25 +1,15 @@
 """Reasons: why a layer, or all layers of a class, cannot be converted."""
 
+import inspect
 import re
-from collections.abc import Iterator
 from itertools import pairwise
 from types import FunctionType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from client.layers.conversion.bytecode import asks_for_attribute, instructions_of
-from client.layers.conversion.names_in_functions import (
-    comes_to,
-    functions_in,
-    innermost,
-    is_of,
-    mention,
-    names_in,
-    names_of,
-    with_called,
-)
 from client.layers.synchronized import Synchronized
 
 _TORCHS = nn.modules.batchnorm
@@ -30,15 +20,10 @@ BOUND = ("forward", "_compiled_call_impl")
 # What ours have beside torch's: a class's own attributes and methods that are called so would be taken for ours.
 NAMES = (
     *("layer_name", "group", "chunks", "eps_mode", "converted_from", "is_unreached", "commit_running_statistics"),
-    *("forget_pending", "_adopted", "_can_be_torchs", "_deferred", "_deferred_now", "_ended", "_has_come"),
-    *("_has_company", "_normalise", "_normalise_handed", "_normalise_plainly", "_normalise_traced", "_pass_by"),
+    *("forget_pending", "_adopted", "_can_be_torchs", "_deferred", "_deferred_now", "_has_come"),
+    *("_has_company", "_normalise", "_normalise_handed", "_normalise_traced", "_pass_by"),
     *("_process_group_before", "_tally", "_told", "_traced", "_tracked_now", "_missed", "_replica", "_route"),
 )
-
-# How a `forward` names ours, and those of torch.
-_OUR_NAMES = ("SynchronizedBatchNorm", "SynchronizedBatchNorm1d", "SynchronizedBatchNorm2d", "SynchronizedBatchNorm3d")
-
-_TORCHS_NAMES = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "_BatchNorm")
 
 # The name of a function that adds up over torch's process group, as `differentiable_all_reduce` of fvcore does.
 _COLLECTIVE = re.compile("all_?(?:reduce|gather)", re.IGNORECASE)
@@ -77,102 +62,42 @@ def _why_not_by_names(original: type[nn.Module] | nn.Module) -> str:
 
 
 def _why_not_by_forward(original: type[nn.Module]) -> str:
-    if any("__call__" in vars(kind) for kind in own(original)):
+    methods = [(name, value) for kind in own(original) for name, value in vars(kind).items()]
+    if any(name == "__call__" for name, _ in methods):
         return "it has a __call__ of its own, which need not come to its forward"
-    if _has_collective(original):
+    if _has_collective(next((value for name, value in methods if name == "forward"), None)):
         return "its forward synchronises by itself; client.register_conversion says how to convert it"
-    if _checkpoints(original):
-        return "its forward checkpoints its call of batch_norm; checkpoint the layer where it is called"
-    if looping := _looping_in_subclasses(original):
+    # A layer that is converted has been made already, so its `__init__` may be like that.
+    if looping := next((name for name, value in methods if name != "__init__" and _asks_super_of_its_self(value)), ""):
         return f"its {looping} calls super(self.__class__, self), endless in classes derived from it; write super()"
-    return "" if _reaches_batch_norm(original) else "its forward does not call batch_norm"
+    return ""
 
 
-def goes_by_itself(kind: type[Synchronized]) -> bool:
-    """Whether the first `forward` of a class is somebody's and calls torch's batch norm, not ours.
-
-    It is in a class derived from ours, or was put into one after the conversion. What it hands to `batch_norm` is
-    looked at only where it was there before.
-    """
-    forward = innermost(kind.forward)  # type: ignore[attr-defined]
-    if not isinstance(forward, FunctionType) or is_of(forward, "client"):
-        return False
-    names = names_of(forward)
-    if "forward" in names and names & {"super", *_OUR_NAMES}:
-        return False  # in training it comes to ours, as far as names tell
-    return mention([forward], {"batch_norm"}) or ("forward" in names and not names.isdisjoint(_TORCHS_NAMES))
-
-
-def has_own_forward(original: type[nn.Module]) -> bool:
-    """Whether a class, or one between it and torch's, has a `forward`."""
-    return any("forward" in vars(kind) for kind in own(original))
-
-
-def _reaches_batch_norm(original: type[nn.Module]) -> bool:
-    """Whether a class's `forward` may come to a call of `batch_norm`, by the names in it and in what it calls."""
-    if not has_own_forward(original):
-        return True
-    return mention(_own_functions(original), {"batch_norm", "forward"})
-
-
-def _has_collective(original: type[nn.Module]) -> bool:
-    """Whether a class's `forward` adds up its statistics itself, as detectron2's NaiveSyncBatchNorm.
+def _has_collective(forward: Any) -> bool:
+    """Whether a `forward` adds up its statistics itself, as detectron2's NaiveSyncBatchNorm.
 
     In training it comes to no `batch_norm`; in eval it calls `super().forward`.
     """
-    forward = innermost(next((vars(kind)["forward"] for kind in own(original) if "forward" in vars(kind)), None))
-    if not isinstance(forward, FunctionType):
-        return False
-    names = names_of(forward)
+    names = _names_in(forward)
     return "batch_norm" not in names and any(map(_COLLECTIVE.search, names))
 
 
-def _checkpoints(original: type[nn.Module]) -> bool:
-    """Whether a class has its call of `batch_norm` computed again, where nobody looks at its calls.
-
-    What it does so by `super().forward` comes to ours by itself.
-    """
-    methods = [*_own_functions(original)]
-    for function in with_called(methods):
-        if comes_to(function, "checkpoint", "torch.utils.checkpoint"):
-            named = [method for method in methods if method.__name__ in names_in(function.__code__)]
-            if any(map(_names_torchs_batch_norm, with_called([function, *named]))):
-                return True
-    return False
+def _asks_super_of_its_self(method: Any) -> bool:
+    """Whether it calls `super(self.__class__, self)` or `super(type(self), self)`, if it names neither before."""
+    return any(one == "super" and other in {"__class__", "type"} for one, other in pairwise(_names_in(method)))
 
 
-def _names_torchs_batch_norm(function: FunctionType) -> bool:
-    names = names_of(function)
-    return "batch_norm" in names or ("forward" in names and not names.isdisjoint(_TORCHS_NAMES))
+def goes_by_itself(kind: type[Synchronized]) -> bool:
+    """Whether the `forward` of a class that is derived from ours calls torch's `batch_norm` in place of ours."""
+    names = _names_in(kind.forward)  # type: ignore[attr-defined]
+    return "batch_norm" in names and "forward" not in names  # else it may come to ours in training
 
 
-def _own_functions(original: type[nn.Module]) -> Iterator[FunctionType]:
-    """The functions in a class and in those between it and torch's, but for torch's decorators."""
-    functions = (found for kind in own(original) for value in vars(kind).values() for found in functions_in(value))
-    yield from (function for function in functions if not is_of(function, "torch"))
-
-
-def _looping_in_subclasses(original: type[nn.Module]) -> str:
-    """The method that calls itself without an end in each class derived from its own, or "".
-
-    A layer that is converted has been made already, so its `__init__` may be like that.
-    """
-    methods = (method for method in _own_functions(original) if method.__name__ != "__init__")
-    return next((method.__name__ for method in methods if _asks_super_of_its_self(method)), "")
-
-
-def _asks_super_of_its_self(method: FunctionType) -> bool:
-    """Whether it calls `super(self.__class__, self)` or `super(type(self), self)`."""
-    if not {"super", "__class__"} <= (names := names_in(method.__code__)) and not {"super", "type"} <= names:
-        return False  # without a look at each instruction
-    for (one, after), (_, third) in pairwise(instructions_of(method.__code__)):
-        if one.opname != "LOAD_GLOBAL" or one.argval != "super":
-            continue
-        if after.opname == "LOAD_GLOBAL" and after.argval == "type":
-            return True
-        if asks_for_attribute(third) and third.argval == "__class__":
-            return True
-    return False
+def _names_in(function: Any) -> tuple[str, ...]:
+    """The names that the code of a function reads, in the order of their first use; none of anything else."""
+    if isinstance(function, FunctionType):  # some other objects say that they wrap without an end
+        function = inspect.unwrap(function)
+    return function.__code__.co_names if isinstance(function, FunctionType) else ()
 
 
 def own(original: type[nn.Module]) -> tuple[type, ...]:

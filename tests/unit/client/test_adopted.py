@@ -23,7 +23,7 @@ from client.layers.conversion.reasons import NAMES
 from client.layers.interception import Handed
 from statsd_bn.errors import ConfigurationError
 from support import subclasses
-from support.subclasses import AlwaysEval, Evasive, Foreign, Functional, Reduced, SynchronisesItself
+from support.subclasses import AlwaysEval, Evasive, Foreign, Functional, Reduced, SkipsEmpty, SynchronisesItself
 
 SIZES = (3, 1, 2)
 CHANNELS = 4
@@ -343,19 +343,34 @@ def test_a_subclass_is_compiled_whole(backend):
     check_same_model(converted, whole)
 
 
-def test_what_computes_its_statistics_itself_is_left_and_named():
+def test_what_computes_its_statistics_itself_is_told_of_and_named_after_its_first_step(caplog):
     model = nn.Sequential(made(Foreign), made(Foreign), made(Functional))
-    with pytest.warns(UserWarning, match="unsynchronised") as told:
-        client.convert_model(model)
-    (warning,) = told
-    assert str(warning.message) == (
-        "convert_model left 2 layers unsynchronised: '0.1' (Foreign: its forward does not call batch_norm) and 1 more "
-        "of its class. client.conversion_report(model) names each"
-    )
+    client.convert_model(model)(batch()[0])
+    told = "layer '0.1' (1 more of its class); the forward of Foreign did not call batch_norm with the layer's tensors"
+    assert caplog.messages == [f"not synchronised: {told}"]
+    reason = "its forward did not call batch_norm in training"
     report = client.conversion_report(model)
     assert report.synchronised == {"2.1": "Functional"}
-    assert report.left == dict.fromkeys(("0.1", "1.1"), ("Foreign", "its forward does not call batch_norm"))
+    assert report.left == dict.fromkeys(("0.1", "1.1"), ("Foreign", reason))
     assert str(report).startswith("synchronised 1 layer (1 Functional); left 2 layers unsynchronised: '0.1' (Foreign: ")
+    with pytest.warns(UserWarning, match="unsynchronised") as warned:
+        client.convert_model(model)
+    (warning,) = warned
+    assert str(warning.message) == (
+        f"convert_model left 2 layers unsynchronised: '0.1' (Foreign: {reason}) and 1 more of its class. "
+        "client.conversion_report(model) names each"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:var:UserWarning")  # of an empty batch
+@pytest.mark.parametrize("kind", [Foreign, SkipsEmpty])
+def test_an_empty_batch_begins_no_round_of_a_layer_that_has_come_to_no_batch_norm(kind, monkeypatch):
+    """The others, whose batches are not empty, would not come to that round either."""
+    layer, rounds = client.convert_model(kind(CHANNELS)), []
+    monkeypatch.setattr(client.SynchronizedBatchNorm, "_normalise", lambda *given: rounds.append(given) or given[2])
+    layer(torch.ones(2, CHANNELS, 3, 2))
+    layer(torch.ones(0, CHANNELS, 3, 2))
+    assert len(rounds) == (0 if kind is Foreign else 2)
 
 
 def test_a_forward_that_synchronises_by_itself_is_left_and_named():
@@ -427,7 +442,7 @@ def test_a_class_is_made_once_and_can_make_layers():
     assert client.synchronized_class(Functional) is kind
     layer = kind(CHANNELS, eps=0.5)
     assert (layer.eps, layer.eps_mode, type(layer.act)) == (0.5, "plus", nn.ReLU)
-    for wrong in (nn.Linear, kind, nn.SyncBatchNorm, nn.LazyBatchNorm2d, Foreign):
+    for wrong in (nn.Linear, kind, nn.SyncBatchNorm, nn.LazyBatchNorm2d, SynchronisesItself):
         with pytest.raises(TypeError):
             client.synchronized_class(wrong)
 

@@ -1,0 +1,357 @@
+"""Interceptions: what a subclass's `forward` hands to `batch_norm` is found wherever it does so."""
+
+import copy
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode
+
+import client
+from client.layers import adopted, interception
+
+CHANNELS = 4
+WATCHED = {adopted.__file__, interception.__file__}
+
+
+def normalised(layer, x):
+    return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, layer.training)
+
+
+class Plain(nn.BatchNorm2d):
+    def __init__(self, momentum=0.1):
+        super().__init__(CHANNELS, momentum=momentum, dtype=torch.float64)
+
+    def forward(self, x):
+        return normalised(self, x)
+
+
+class LikeTimms(Plain):
+    """As timm's BatchNormAct2d."""
+
+    def __init__(self, momentum=0.1):
+        super().__init__(momentum)
+        self.drop = nn.Identity()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        tensors = self.running_mean, self.running_var, self.weight, self.bias
+        x = F.batch_norm(x, *tensors, training=self.training, momentum=factor, eps=self.eps)
+        return self.act(self.drop(x))
+
+
+class Below(LikeTimms):
+    """Calls the `forward` of another class with one of its own."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Twice(LikeTimms):
+    """Normalises the second time by the operator, in a list, by what the first call has moved."""
+
+    def forward(self, x):
+        tensors = self.weight, self.bias, self.running_mean, self.running_var
+        options = {"momentum": 0.1, "eps": self.eps, "cudnn_enabled": False}
+        (x,) = [torch.batch_norm(one, *tensors, training=self.training, **options) for one in [x]]
+        return normalised(self, x.sin())
+
+
+class Nested(LikeTimms):
+    """Normalises among the arguments of a call of `batch_norm`, too."""
+
+    def forward(self, x):
+        return F.batch_norm(x + normalised(self, x).sin(), self.running_mean, self.running_var, training=self.training)
+
+
+class Computed(LikeTimms):
+    """Normalises where an attribute of it is read."""
+
+    @property
+    def factor(self):
+        return normalised(self, torch.ones(7, CHANNELS, 3, 2, dtype=torch.float64)).sum() + 2
+
+    def forward(self, x):
+        factor = self.factor
+        return normalised(self, x) * factor
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(7, CHANNELS, 3, 2, generator=generator, dtype=torch.float64)
+
+
+def pair(kind):
+    """A layer, and the same converted."""
+    whole, converted = kind(), client.convert_model(kind())
+    for layer in (whole, converted):
+        torch.manual_seed(1)
+        nn.init.uniform_(layer.weight)
+        nn.init.uniform_(layer.bias)
+    return whole, converted
+
+
+def check_synchronised(whole, converted):
+    """Two ranks with other batches, in one process, compute what the whole batch does."""
+    factors = batch(7)
+    for seed in range(2):
+        found = []
+        for run in (whole, client.DataParallelWithCallback(converted, ["cpu"] * 4)):  # 2, 2, 2 and 1 samples
+            x = batch(seed).requires_grad_()
+            output = run(x)
+            (output * factors).sum().backward()
+            found.append((output, x.grad))
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([*converted.buffers()], [*whole.buffers()], rtol=1e-10, atol=1e-12)
+    grads = [[parameter.grad for parameter in layer.parameters()] for layer in (converted, whole)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """The layers in whose name a call was synchronised, each call in turn."""
+    found, normalise = [], client.SynchronizedBatchNorm._normalise
+    monkeypatch.setattr(
+        client.SynchronizedBatchNorm,
+        "_normalise",
+        lambda layer, *given: found.append(layer) or normalise(layer, *given),
+    )
+    return found
+
+
+@pytest.mark.parametrize("kind", [LikeTimms, Below, Twice, Nested, Computed])
+def test_replicas_equal_the_whole_batch(kind):
+    check_synchronised(*pair(kind))
+
+
+def test_a_layer_that_comes_to_no_batch_norm_is_noted_in_training_only():
+    class Sometimes(LikeTimms):
+        def forward(self, x):
+            return x if x.size(0) > 7 else super().forward(x)
+
+    converted, x = client.convert_model(Sometimes()), torch.ones(8, CHANNELS, 3, 2, dtype=torch.float64)
+    converted.eval()(x)
+    assert not converted.is_unreached
+    converted.train()(x)
+    assert converted.is_unreached
+
+
+class Again(nn.Module):
+    """Normalises with the tensors of the layer that it is a part of."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = [layer]
+
+    def forward(self, x):
+        return normalised(self.layers[0], x.sin())
+
+
+def _hook(layer):
+    layer.act.register_forward_hook(lambda _, __, x: normalised(layer, x.sin()))
+
+
+def _pre_hook(layer):
+    layer.act.register_forward_pre_hook(lambda _, x: normalised(layer, x[0].sin()))
+
+
+def _child(layer):
+    layer.act = Again(layer)
+
+
+def _function(layer):
+    del layer.act
+    layer.act = lambda x: normalised(layer, x.sin())
+
+
+def _forward_of_child(layer):
+    layer.act.forward = lambda x: normalised(layer, x.sin())
+
+
+@pytest.mark.parametrize("change", [_hook, _pre_hook, _child, _function, _forward_of_child])
+def test_what_it_calls_with_the_layers_tensors_is_synchronised(change, handed):
+    """A single replica, since what was given is bound to this one layer."""
+    converted = client.convert_model(LikeTimms())
+    change(converted)
+    converted(batch())
+    assert handed == [converted] * 2
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_parametrization_may_run_another_layer(is_training, handed):
+    outer, inner = client.convert_model(Plain()), client.convert_model(LikeTimms()).train(is_training)
+
+    class Normalised(nn.Module):
+        def forward(self, weight):
+            return inner(weight.expand(2, -1).reshape(2, -1, 1, 1)).mean((0, 2, 3)) + weight
+
+    nn.utils.parametrize.register_parametrization(outer, "weight", Normalised())
+    handed.clear()
+    outer(batch())
+    assert handed == ([inner, outer] if is_training else [outer])
+    assert _get_current_function_mode() is None
+
+
+class OnceBefore(BaseTorchFunctionMode):
+    """Runs something when a batch is counted for the first time."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.add_ and (run := self.run):
+            self.run = None
+            run()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_mode_of_the_users_may_run_another_layer(handed):
+    outer, inner = client.convert_model(LikeTimms()), client.convert_model(LikeTimms())
+    with OnceBefore(lambda: inner(batch(1))):
+        outer(batch())
+    assert handed == [inner, outer]
+
+
+@pytest.mark.parametrize("kind", [LikeTimms, Below])
+def test_a_class_may_get_another_forward(kind, monkeypatch):
+    whole, converted = pair(kind)
+    converted(batch())
+    whole(batch())
+    monkeypatch.setattr(kind, "forward", lambda self, x: normalised(self, normalised(self, x).sin()))
+    check_synchronised(whole, converted)
+
+
+def test_a_class_without_a_forward_may_get_one(monkeypatch):
+    class Derived(LikeTimms):
+        pass
+
+    whole, converted = pair(Derived)
+    converted(batch())
+    whole(batch())
+    monkeypatch.setattr(Derived, "forward", lambda self, x: LikeTimms.forward(self, x) + 100)
+    check_synchronised(whole, converted)
+
+
+def test_nothing_is_left_of_a_call_that_raises():
+    converted = client.convert_model(LikeTimms())
+    with pytest.raises(AssertionError, match="expected 4D input"):
+        converted(torch.zeros(3))
+    assert _get_current_function_mode() is None
+
+
+class BothWays(Plain):
+    """Calls `batch_norm`, and torch's `forward`, which is ours."""
+
+    def forward(self, x):
+        return normalised(self, x) + nn.BatchNorm2d.forward(self, x) + super(Plain, self).forward(x.sin())
+
+
+def test_a_call_by_all_ways_leaves_nothing_behind(handed):
+    layer = client.convert_model(BothWays())
+    before = set(vars(layer))
+    layer(batch())
+    assert set(vars(layer)) == before
+    assert handed == [layer] * 3
+
+
+@pytest.mark.parametrize("kind", [LikeTimms, Below, BothWays])
+def test_ctrl_c_leaves_torchs_modes_as_they_are(kind):
+    """At each call of ours in turn, as if the signal had come just then."""
+    converted = client.convert_model(kind())
+    x, nr_interrupted = batch(), 0
+    with BaseTorchFunctionMode() as mode:
+        while interrupted_at(nr_interrupted, converted, x):
+            assert _get_current_function_mode() is mode, f"step {nr_interrupted}"
+            nr_interrupted += 1
+    assert nr_interrupted > 5
+
+
+def interrupted_at(step, layer, x):
+    """Whether a call of a layer had so many calls of ours, at the last of which it was interrupted."""
+    left = step
+
+    def count(frame, event, _):
+        nonlocal left
+        if event == "call" and frame.f_code.co_filename in WATCHED:
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        layer(x)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_a_wrong_argument_is_a_type_error():
+    class Wrong(LikeTimms):
+        def forward(self, x):
+            return F.batch_norm(x, self.running_mean, self.running_var, scale=self.weight)
+
+    with pytest.raises(TypeError, match="scale"):
+        client.convert_model(Wrong())(batch())
+
+
+@pytest.mark.parametrize("kind", [LikeTimms, Below, Twice])
+def test_torch_compile_traces_the_original(kind):
+    whole, converted = pair(kind)
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch()), whole(batch()))
+    torch.testing.assert_close([*converted.buffers()], [*whole.buffers()])
+
+
+def test_a_graph_that_breaks_by_a_value_stays_synchronised(handed):
+    """A cumulative average asks for the value of a tensor."""
+    whole = LikeTimms(momentum=None)
+    compiled = torch.compile(client.convert_model(copy.deepcopy(whole)), backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(batch()), whole(batch()))
+    assert handed
+
+
+def test_a_graph_that_breaks_in_a_forward_stays_synchronised(handed):
+    class Breaking(LikeTimms):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            x = normalised(self, x)
+            torch._dynamo.graph_break()
+            return self.act(x)
+
+    whole, converted = pair(Breaking)
+    compiled = torch.compile(converted, backend="aot_eager")
+    with torch.no_grad():  # else torch warns of itself
+        torch.testing.assert_close(compiled(batch()), whole(batch()))
+    assert handed
+
+
+def test_what_a_forward_hands_over_is_traced_to_our_operator():
+    whole, converted = pair(LikeTimms)
+    converted.chunks = 2
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch()), whole(batch()))
+    converted.commit_running_statistics()
+    torch.testing.assert_close([*converted.buffers()], [*whole.buffers()])
+
+
+def test_a_forward_that_torch_compile_was_told_to_leave_out_stays_synchronised(handed):
+    whole, converted = pair(Plain)
+    left_out = torch._dynamo.disable(converted.forward, recursive=False)
+    compiled = torch.compile(lambda x: left_out(x).sin(), backend="aot_eager")
+    with torch.no_grad():  # else torch warns of itself
+        for seed in range(3):
+            torch.testing.assert_close(compiled(batch(seed)), whole(batch(seed)).sin())
+    assert handed
+    assert not converted.is_unreached
