@@ -1,22 +1,18 @@
-"""Writes docs/zoo.md from what a run of the whole zoo has found."""
+"""The report of a run of the whole zoo, in Markdown."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from support.paths import ROOT
 from zoo.catalogue import Survey
 from zoo.exhibits import BAR, Exhibit
 from zoo.libraries import library
 from zoo.specimen import BATCH
 
-PAGE = ROOT / "docs" / "zoo.md"
-
 TEXT = """\
 # The zoo
 
-`scripts/zoo` wrote this page. It converts the smallest network of each family of torchvision and timm that has batch
+`scripts/zoo` converts the smallest network of each family of torchvision and timm that has batch
 norm, runs a step of training in two replicas, and compares it with the unconverted network on the whole batch.
 
 {summary}
@@ -40,8 +36,8 @@ Versions: torch {torch}, torchvision {torchvision}, timm {timm}.
 """
 
 
-def write(exhibits: Sequence[Exhibit], missing: Sequence[Survey] = (), page: Path = PAGE) -> None:
-    """Writes the page; `missing` are those that the run did not come to."""
+def text(exhibits: Sequence[Exhibit], missing: Sequence[Survey] = ()) -> str:
+    """Returns the report; `missing` are networks that the run did not come to."""
     good = [one for one in exhibits if not one.problem]
     bad = [one for one in exhibits if one.problem]
     tables = [_table(name, good) for name in ("torchvision", "timm")]
@@ -49,7 +45,7 @@ def write(exhibits: Sequence[Exhibit], missing: Sequence[Survey] = (), page: Pat
         tables.append(_left(bad))
     if missing:
         tables.append(_not_reached(missing))
-    text = TEXT.format(
+    return TEXT.format(
         summary=_summary(exhibits, len(missing)),
         batch=BATCH,
         first=BATCH - BATCH // 2,
@@ -60,7 +56,6 @@ def write(exhibits: Sequence[Exhibit], missing: Sequence[Survey] = (), page: Pat
         timm=library("timm").__version__,
         tables="\n\n".join(tables),
     )
-    page.write_text(text)
 
 
 def _summary(exhibits: Sequence[Exhibit], missing: int) -> str:

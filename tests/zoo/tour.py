@@ -56,7 +56,7 @@ def main() -> None:
         f"{time.monotonic() - began:.0f} s"
     )
     if not (options.only or options.all):
-        page.write(exhibits, missing)
+        _say(page.text(exhibits, missing))
     sys.exit(1 if wrong or missing or not exhibits else 0)
 
 
