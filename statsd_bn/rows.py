@@ -29,11 +29,6 @@ class Rows:
         if self.values.shape[0] != len(self.counts):
             raise ProtocolError(f"values: expected {len(self.counts)} rows, one per count, got {self.values.shape[0]}")
 
-    def part(self, first: int, number: int) -> "Rows":
-        """Returns some of the rows; a view."""
-        behind = first + number
-        return Rows(self.counts[first:behind], self.values[first:behind])
-
 
 def sound_rows(counts: tuple[int, ...], values: FloatArray) -> Rows:
     """Returns rows that need no check, because rows with these counts and of this shape have passed it."""

@@ -37,34 +37,24 @@ def main() -> None:
     parser.add_argument("--members", type=int, nargs="+", default=[2, 16, 128, 1024])
     parser.add_argument("--channels", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--per-host", type=int, default=1, help="members whose rows one of them carries")
-    parser.add_argument("--turns", type=int, default=1, help="how often each is measured, with and without carrying")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    per_host = options.per_host
-    rows = [
-        measure(members, options.channels, options.rounds, at_once)
-        for members in options.members
-        for at_once in ((1, per_host) * options.turns if per_host > 1 else (1,))
-    ]
+    rows = [measure(members, options.channels, options.rounds) for members in options.members]
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    heads = (("members", 8), ("a host", 6), ("opens, s", 9), ("round, ms", 10), ("p99, ms", 8), ("µs/member", 10))
+    heads = (("members", 8), ("opens, s", 9), ("round, ms", 10), ("p99, ms", 8), ("µs/member", 10))
     print(*(f"{head:>{width}}" for head, width in (*heads, ("server µs/member", 17), ("MiB", 7))))
     for row in rows:
         print(
-            f"{row['members']:>8} {row['per_host']:>6} {row['opening']:>9.2f} {row['round'] * 1e3:>10.2f} "
+            f"{row['members']:>8} {row['opening']:>9.2f} {row['round'] * 1e3:>10.2f} "
             f"{row['p99'] * 1e3:>8.2f} "
             f"{row['per_member'] * 1e6:>10.1f} {row['server_per_member'] * 1e6:>17.1f} {row['memory'] / 1024:>7.1f}"
         )
 
 
-def measure(members: int, channels: int, rounds: int, per_host: int = 1) -> dict[str, Any]:
-    """Returns the times of one number of members, in seconds, and the server's memory in KiB.
-
-    Of `per_host` members one carries the rows of all.
-    """
+def measure(members: int, channels: int, rounds: int) -> dict[str, Any]:
+    """Returns the times of one number of members, in seconds, and the server's memory in KiB."""
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{Path(folder) / 'server'}"
         command = [sys.executable, "-m", "server", "--bind", endpoint, "--log-level", "error"]
@@ -74,14 +64,13 @@ def measure(members: int, channels: int, rounds: int, per_host: int = 1) -> dict
                 return {
                     "members": members,
                     "channels": channels,
-                    "per_host": per_host,
-                    **_run(server.pid, endpoint, members, channels, rounds, per_host),
+                    **_run(server.pid, endpoint, members, channels, rounds),
                 }
             finally:
                 server.send_signal(signal.SIGTERM)
 
 
-def _run(pid: int, endpoint: str, members: int, channels: int, rounds: int, per_host: int) -> dict[str, float]:
+def _run(pid: int, endpoint: str, members: int, channels: int, rounds: int) -> dict[str, float]:
     with zmq.Context() as context:
         context.set(zmq.MAX_SOCKETS, 4 * members + 64)
         started = time.perf_counter()
@@ -89,17 +78,10 @@ def _run(pid: int, endpoint: str, members: int, channels: int, rounds: int, per_
         opening = time.perf_counter() - started
         rng = np.random.default_rng(0)
         brought = [Rows((32,), rng.standard_normal((1, 2, channels))) for _ in range(members)]
-        times = [_round(company, brought, per_host) for _ in range(3)]
+        for _ in range(3):
+            _round(company, brought)
         busy = _processor_seconds(pid)
-        times = []
-        beaten = time.perf_counter()
-        for _ in range(rounds):
-            times.append(_round(company, brought, per_host))
-            if per_host > 1 and time.perf_counter() - beaten > limits.HEARTBEAT_SECONDS:
-                # Whoever is carried says by itself that it is alive.
-                beaten = time.perf_counter()
-                for socket, session in company:
-                    socket.send(session.heartbeat())
+        times = [_round(company, brought) for _ in range(rounds)]
         busy = _processor_seconds(pid) - busy
         memory = _resident(pid)
         for socket, session in company:
@@ -132,34 +114,19 @@ def _connect(context: zmq.Context, endpoint: str, members: int) -> list[tuple[zm
     return company
 
 
-def _round(company: list[tuple[zmq.Socket, Session]], brought: list[Rows], per_host: int) -> float:
+def _round(company: list[tuple[zmq.Socket, Session]], brought: list[Rows]) -> float:
     """Returns the seconds from the first contribution's sending to the last answer's arrival."""
-    frames = _frames([session for _, session in company], brought, per_host)
-    speakers = [socket for socket, _ in company[::per_host]]
+    sessions = [session for _, session in company]
+    frames = [one.contribution(one.forward_key("bn"), rows) for one, rows in zip(sessions, brought, strict=True)]
     started = time.perf_counter()
-    for socket, frame in zip(speakers, frames, strict=True):
+    for (socket, _), frame in zip(company, frames, strict=True):
         socket.send(frame)
-    answers = {socket.recv() for socket in speakers}
+    answers = {socket.recv() for socket, _ in company}
     seconds = time.perf_counter() - started
     (answer,) = answers
     if not isinstance(decode(answer), Aggregate):
         raise SystemExit(f"expected an aggregate, got {decode(answer)}")
     return seconds
-
-
-def _frames(sessions: list[Session], brought: list[Rows], per_host: int) -> list[bytes]:
-    """Returns what the members send: each its rows, or one of each host those of all."""
-    keys = [session.forward_key("bn") for session in sessions]
-    if per_host == 1:
-        return [session.contribution(key, rows) for session, key, rows in zip(sessions, keys, brought, strict=True)]
-    frames = []
-    for first in range(0, len(sessions), per_host):
-        host = slice(first, first + per_host)
-        counts = tuple(count for rows in brought[host] for count in rows.counts)
-        values = np.concatenate([rows.values for rows in brought[host]])
-        tokens = b"".join(session.token for session in sessions[host])
-        frames.append(sessions[first].carried(keys[first], tokens, Rows(counts, values)))
-    return frames
 
 
 def _processor_seconds(pid: int) -> float:

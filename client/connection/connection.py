@@ -22,7 +22,7 @@ from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
 from client.connection.transport import Transport
 from client.conversation import all_gather
-from client.conversation.member import RELAY, SHARED_MEMORY, ZEROMQ, LaneInUse, Member
+from client.conversation.member import SHARED_MEMORY, ZEROMQ, LaneInUse, Member
 from client.conversation.registration import cause_of
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
@@ -131,18 +131,17 @@ class Connection:
     def lane(self) -> str:
         """How rows reach the other members of the job now.
 
-        "zeromq", over the server; "shared_memory", from the second round on where they share a host; "relay" where some
-        do, and one of each host carries their rows to the server; "in process" where there is no other.
+        "zeromq", over the server; "shared_memory", from the second round on where they share a host; "in process" where
+        there is no other.
         """
         if self.is_in_process:
             return IN_PROCESS
-        names = {lane.name for lane in self._lanes()}
-        return next((name for name in (SHARED_MEMORY, RELAY) if name in names), ZEROMQ)
+        return SHARED_MEMORY if any(lane.name == SHARED_MEMORY for lane in self._lanes()) else ZEROMQ
 
     @property
     def why_not_faster(self) -> str:
         """Why `lane` is not "shared_memory", for people; empty if it is, or before the first round has shown it."""
-        if self.lane not in {ZEROMQ, RELAY}:
+        if self.lane != ZEROMQ:
             return ""
         return next((why for lane in self._lanes() if (why := lane.why_not_faster)), "")
 

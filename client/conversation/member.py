@@ -19,10 +19,6 @@ ELASTIC = "elastic"
 ZEROMQ = "zeromq"
 SHARED_MEMORY = "shared_memory"
 
-# Where a group is spread over hosts: in the memory of each host, and from there over the server. Only by request: it
-# has not been tried on several machines yet.
-RELAY = "relay"
-
 LANES = (ZEROMQ, SHARED_MEMORY)
 
 # What to do about the first aggregate that is not finite.
@@ -30,7 +26,7 @@ WARN, RAISE, IGNORE = ON_NONFINITE = ("warn", "raise", "ignore")
 
 # What a process may ask for: one of them, or the fastest that all members of a group can use.
 AUTO = "auto"
-LANE_CHOICES = (AUTO, *LANES, RELAY)
+LANE_CHOICES = (AUTO, *LANES)
 
 # Why a group is not in memory, or no longer.
 BY_ELASTIC = "the job is elastic"
@@ -103,8 +99,7 @@ class LaneInUse:
         rounds_in_memory: how many rounds the group has had of which this member has told the server nothing.
         seconds_in_memory: how long this member has waited in rounds whose rows it got in memory.
         samples: of the rounds in memory; None for a member that tells the server of none, since another one does.
-        memory: in which the group's members meet, all of them or those of this host; None while they have not agreed on
-            any.
+        memory: in which the group's members meet; None while they have not agreed on any.
     """
 
     def __init__(self) -> None:
@@ -113,16 +108,6 @@ class LaneInUse:
         self.samples: Samples | None = None
         self.memory: Memory | None = None
         self._refusal = ""
-        self._why_relayed = ""
-
-    def use(self, memory: Memory, why_relayed: str = "") -> None:
-        """The group shares memory, unless something has been in the way meanwhile.
-
-        Args:
-            memory: in which its members meet, all of them or those of this host.
-            why_relayed: why not all of them do; empty if they do.
-        """
-        self.memory, self._why_relayed = memory, why_relayed
 
     def refuse(self, why: str) -> None:
         """The group stays at the server from now on."""
@@ -130,14 +115,14 @@ class LaneInUse:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the next round takes place in memory, of all members or of those of this host."""
+        """Whether the next round takes place in memory."""
         return self.memory is not None and not self._refusal and not self.memory.is_given_up
 
     @property
     def name(self) -> str:
-        """One of `LANES`, or `RELAY`; empty while the members have not agreed on one."""
+        """One of `LANES`; empty while the members have not agreed on one."""
         if self.is_in_memory:
-            return RELAY if self._why_relayed else SHARED_MEMORY
+            return SHARED_MEMORY
         return ZEROMQ if self.memory or self._refusal else ""
 
     @property
@@ -145,4 +130,4 @@ class LaneInUse:
         """Why it is not the fastest lane; empty if it is, or the members have not agreed."""
         if self._refusal or self.memory is None:
             return self._refusal
-        return BY_A_RANK if self.memory.is_given_up else self._why_relayed
+        return BY_A_RANK if self.memory.is_given_up else ""

@@ -22,7 +22,6 @@ from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     NO_SERVER,
     Aggregate,
-    Carried,
     Contribution,
     Digest,
     Failure,
@@ -164,10 +163,6 @@ class Session:
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
         """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
         return encode(Contribution(self.token, key, attempt, rows)) if attempt else self._frames.contribution(key, rows)
-
-    def carried(self, key: RoundKey, sessions: bytes, rows: Rows) -> bytes:
-        """Returns the frame that brings the rows of several members, this one among them, to the round `key`."""
-        return encode(Carried(self.token, sessions, key, rows))
 
     def settled(self, key: RoundKey) -> bytes:
         """Returns the frame that says that the round `key` is over for this member, which got its rows elsewhere."""

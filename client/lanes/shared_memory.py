@@ -19,11 +19,10 @@ from client.connection.groups import Group
 from client.connection.transport import SHORT_SECONDS
 from client.conversation.machine import Turn
 from client.conversation.session import Session
-from client.lanes import agreement, relay
+from client.lanes import agreement
 from client.lanes.round_in_memory import AtServer, RoundInMemory
 from client.lanes.zeromq import SlavePipe
 from client.shared_memory.group_memory import GroupMemory
-from client.shared_memory.host_memory import HostMemory
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
@@ -46,8 +45,6 @@ class SharedMemoryPipe(SlavePipe):
 
     def _take_part(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
         memory = session.lane.memory or self._agreed_memory(session)
-        if isinstance(memory, HostMemory):
-            return relay.take_part(self.connection, memory, session, key, rows)
         if isinstance(memory, GroupMemory):
             return _take_part(self.connection, memory, session, key, rows)
         aggregate = self.connection.over_server(session, key, rows)

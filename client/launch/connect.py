@@ -22,7 +22,6 @@ from client.conversation.member import (
     BY_ELASTIC,
     DEFAULT_ABORT_AFTER,
     DEFAULT_ROUND_TIMEOUT,
-    RELAY,
     SHARED_MEMORY,
     STRICT,
     Member,
@@ -99,8 +98,7 @@ def connect(
         lane: how rows reach the other processes. "auto": in memory if all processes of a strict job share a host and
             can, else over the server; a line at level INFO says why. "zeromq": over the server; one process that asks
             for it is enough. "shared_memory": as "auto", also where nobody has tried it yet, and what says why not is a
-            warning. "relay": likewise, and where all processes ask for it and are on several hosts, one process of each
-            host brings the rows of all that are there to the server. Else STATSD_BN_LANE, else "auto".
+            warning. Else STATSD_BN_LANE, else "auto".
         on_nonfinite: what to do when NaN or infinity comes into the statistics, the same for all processes. "warn": log
             once whose they were. "raise": raise NonFinite on all ranks, before a running statistic has moved.
             "ignore": nothing. Else STATSD_BN_ON_NONFINITE, else "warn".
@@ -150,7 +148,7 @@ def connect(
         FirstStep(connection)
     who = connection.member
     logger.info("connected: job %r, rank %d of %d, %s", who.job, who.rank, who.world_size, _lane(connection))
-    if who.is_elastic and who.lane in {SHARED_MEMORY, RELAY} and not connection.is_in_process:
+    if who.is_elastic and who.lane == SHARED_MEMORY and not connection.is_in_process:
         logger.warning("job %r exchanges rows over the server, and not in shared memory: %s", who.job, BY_ELASTIC)
     _explain_exceptions()
     if multiprocessing.parent_process():

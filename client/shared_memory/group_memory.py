@@ -13,7 +13,6 @@ be had here.
 import os
 import threading
 import time
-from collections.abc import Callable
 from mmap import mmap
 
 from client.shared_memory.futex import IS_WEAKLY_ORDERED, Futex, fence
@@ -59,7 +58,9 @@ class GroupMemory:
             now: the time, by the clock that the processes of a host have in common.
         """
         self._came_before, self._came = self._came, int(1e9 * now)
-        if not self._bring(digest, rows):
+        self._number += 1
+        self._region.bring(self._number, digest, rows, self._came)
+        if not self.have_all_come:
             return False
         self._futex.wake(self._number & _LOW_BITS)
         return True
@@ -69,22 +70,13 @@ class GroupMemory:
 
         It ends at once, with False, when a member comes no more.
         """
-        return self._wait(self._region.have_all_come, seconds)
-
-    def _bring(self, digest: int, rows: Rows) -> bool:
-        """Comes to the next turn; returns whether all have come."""
-        self._number += 1
-        self._region.bring(self._number, digest, rows, self._came)
-        return self._region.have_all_come(self._number)
-
-    def _wait(self, is_over: Callable[[int], bool], seconds: float) -> bool:
         region, number = self._region, self._number
         started = time.perf_counter()
         while True:
             value = self._futex.value
             if IS_WEAKLY_ORDERED:
                 fence()  # else it could be the value after the last wake-up, and the arrivals of before
-            if is_over(number):
+            if region.have_all_come(number):
                 return True
             waited = time.perf_counter() - started
             if waited >= seconds or region.is_closed:
@@ -149,8 +141,5 @@ class GroupMemory:
 
     def _close(self, reason: int) -> None:
         self._region.close(reason)
-        self._wake(2**31)
-
-    def _wake(self, more: int) -> None:
-        """Wakes all that sleep; the word must change, by as much as no turns do."""
-        self._futex.wake((self._number + more) & _LOW_BITS)
+        # The word must change, by as much as no turns do.
+        self._futex.wake((self._number + 2**31) & _LOW_BITS)

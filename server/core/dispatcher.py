@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Any
 
 from server.core import deadlock, report
-from server.core.carried import company
 from server.core.figures import FiguresAnswers
 from server.core.inquiry import Inquiry
 from server.core.mismatches import Mismatches
@@ -40,7 +39,6 @@ from statsd_bn.members import NOBODY
 from statsd_bn.messages import (
     NO_SERVER,
     WORLD,
-    Carried,
     Contribution,
     Digest,
     FiguresRequest,
@@ -229,7 +227,7 @@ class Dispatcher:
             **asdict(self.tally),
         }
 
-    def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> Received:  # noqa: PLR0911 - one for each kind of message
+    def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> Received:
         if isinstance(message, StatusRequest | FiguresRequest):
             return Received([(peer, self._tell(now, message, tenant))])
         record = self._registry.sessions.get(message.session)
@@ -238,8 +236,6 @@ class Dispatcher:
         match message:
             case Contribution():
                 return self._contribute(now, message, record, peer)
-            case Carried():
-                return self._carry(now, message, record, peer)
             case Heartbeat() | Whereabouts():
                 return self._beat(now, message, record, peer)
             case Register():
@@ -299,20 +295,6 @@ class Dispatcher:
             except LimitExceeded as error:
                 return Received([(peer, failure(error, contribution.key))], session)
         return Received(record.master.contribute(now, record.contributor, contribution, peer), session)
-
-    def _carry(self, now: float, carried: Carried, record: SessionRecord | None, peer: bytes) -> Received:
-        """Take the rows of several members; only the one that speaks has said that it is alive."""
-        session, key = carried.session, carried.key
-        if record is None:
-            return self._refuse_stranger([(peer, failure(self._why_not(session), key))])
-        self._registry.liveness.hear(now, session, peer)
-        members = company(carried, record, self._registry)
-        if self._budget.narrows_contributions:
-            try:
-                self._budget.check_contribution(key, (carried.replicas, *carried.rows.values.shape[1:]))
-            except LimitExceeded as error:
-                return Received([(peer, failure(error, key))], session)
-        return Received(record.master.carry(now, record.contributor, members, carried, peer), session)
 
     def _hear_of(
         self,

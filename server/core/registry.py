@@ -44,7 +44,6 @@ class Registry:
     Attributes:
         masters: of the groups, by job and group.
         sessions: those that are registered.
-        companies: members that share a host, by their sessions one behind the other, see `server.core.carried`.
         ended: the sessions and groups that have ended.
         ended_jobs: the latest jobs that have ended, for people.
         liveness: when each session was heard.
@@ -54,7 +53,6 @@ class Registry:
     def __init__(self, started: float, silence_seconds: float) -> None:
         self.masters: dict[Name, SyncMaster] = {}
         self.sessions: dict[bytes, SessionRecord] = {}
-        self.companies: dict[bytes, tuple[Contributor, ...]] = {}
         self.ended = Ended()
         self.ended_jobs = EndedJobs()
         self.liveness = Liveness(started, silence_seconds)
@@ -63,7 +61,6 @@ class Registry:
     def add(self, session: bytes, record: SessionRecord) -> None:
         """Register a session."""
         self.sessions[session] = record
-        self.companies.clear()
         self.has_had_members = True
         self.ended.begin_session(session)
 
@@ -155,7 +152,6 @@ class Registry:
 
     def _remove(self, session: bytes) -> SessionRecord | None:
         self.liveness.forget(session)
-        self.companies.clear()
         return self.sessions.pop(session, None)
 
     def _take_out(self, now: float, session: bytes, record: SessionRecord, cause: str) -> list[Reply]:

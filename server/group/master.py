@@ -6,7 +6,7 @@ clock, so a test can put it through years of faults in seconds.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from server.group.insight import Insight
 from server.limits.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
@@ -30,7 +30,6 @@ from statsd_bn.errors import (
 )
 from statsd_bn.messages import (
     Aggregate,
-    Carried,
     Contribution,
     Heartbeat,
     NonFiniteRound,
@@ -145,28 +144,6 @@ class SyncMaster:
             return self._defer(contributor, contribution, peer)
         replies = self.open_rounds.contribute(now, contributor, contribution, peer)
         return replies + self._tell_news() if self.membership.news else replies
-
-    def carry(
-        self, now: float, speaker: Contributor, members: Sequence[Contributor], carried: Carried, peer: bytes
-    ) -> list[Reply]:
-        """Take the rows of several members for one round from one of them.
-
-        The others hear of the aggregate from that one. Where there is more to tell, their rows do not count, and each
-        speaks for itself.
-
-        Args:
-            now: the time.
-            speaker: who has brought them.
-            members: whose rows they are, in the order of the rows; nobody where not all of them are known.
-            carried: the message.
-            peer: where it came from.
-        """
-        is_usual = self.membership.state is GroupState.OPEN and not self.membership.is_elastic
-        if members and is_usual and not self._archive.get(carried.key):
-            replies = self.open_rounds.carry(now, speaker, members, carried, peer)
-            if replies is not None:
-                return replies + self._tell_news() if self.membership.news else replies
-        return self.contribute(now, speaker, carried.of(speaker.session), peer)
 
     def hear(self, now: float, contributor: Contributor, said: Heartbeat) -> None:
         """Take what a member says of itself."""

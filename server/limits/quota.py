@@ -4,7 +4,6 @@ The protocol's own limits (docs/protocol.md) are the highest values: both sides 
 this server. What exceeds a limit is answered with a `limit` Failure, and counted.
 """
 
-from collections.abc import Sized
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -242,8 +241,3 @@ class Budget:
 def size_of(rows: Rows) -> int:
     """Bytes that a contribution takes while it is kept."""
     return rows.values.nbytes + CONTRIBUTION_BYTES
-
-
-def bytes_carried(rows: Rows, members: Sized) -> int:
-    """Bytes that the rows of several members take, which came together."""
-    return rows.values.nbytes + CONTRIBUTION_BYTES * len(members)

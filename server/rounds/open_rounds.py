@@ -1,14 +1,14 @@
 """The open rounds of one group: how they begin, what they take, and how they end."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 
 from server.insight import looks
 from server.insight.looks import Looks
 from server.limits.account import FUTURE_BYTES, ROUND_BYTES
-from server.limits.quota import Budget, bytes_carried, size_of
+from server.limits.quota import Budget, size_of
 from server.membership.contributor import Contributor
 from server.membership.life import GroupState
 from server.membership.membership import Membership
@@ -28,7 +28,7 @@ from statsd_bn.errors import (
     StatsdBNError,
 )
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Carried, Contribution, Pending
+from statsd_bn.messages import Aggregate, Contribution, Pending
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew_samples import KNOWN_BYTES
@@ -114,37 +114,6 @@ class OpenRounds:
             self._count_threads(contributor, contribution.attempt)
         return self._put(now, round_, contributor, contribution, peer)
 
-    def carry(
-        self, now: float, speaker: Contributor, members: Sequence[Contributor], carried: Carried, peer: bytes
-    ) -> list[Reply] | None:
-        """Take the rows of several members for one round; None, with nothing taken, if not all of them are to be had.
-
-        See `SyncMaster.carry`.
-        """
-        key, rows, size = carried.key, carried.rows, bytes_carried(carried.rows, members)
-        begun = self._open.get(key)
-        try:
-            round_ = begun or self._begin(now, speaker, key, size)
-            if not round_.takes_all(members, rows):
-                if not begun:
-                    self._drop(round_)
-                return None
-            if begun:
-                self._reserve(round_, size)
-        except StatsdBNError as error:
-            return [(peer, failure(error, key))]
-        if len(self._open) > 1:
-            for contributor in members:
-                self._count_threads(contributor, 0)
-        round_.put_all(now, members, rows, peer)
-        late = now - round_.opened
-        round_.behind, round_.latest = now - round_.latest, now
-        replicas = len(rows.counts) // len(members)
-        for contributor in members:
-            contributor.step, contributor.replicas = key.step, replicas
-            contributor.late += late
-        return self._complete(now, round_, speaker) if self._is_ready(round_) else []
-
     def withdraw(self, contributor: Contributor) -> list[Reply]:
         """Wait no longer for a member, and end the rounds that waited for it alone."""
         for round_ in self:
@@ -172,9 +141,9 @@ class OpenRounds:
         A contribution that is still under way must not begin it anew.
         """
         self._archive.remember(key)
-        if round_ := self._open.get(key):
+        if round_ := self._open.pop(key, None):
             self.answered = now
-            self._drop(round_)
+            self._archive.room.keep(-round_.held)
 
     def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
         """End a round with an error."""
@@ -222,11 +191,6 @@ class OpenRounds:
         self._next_deadline = min(self._next_deadline, now + contributor.deadline)
         self._open[key] = round_
         return round_
-
-    def _drop(self, round_: Round) -> None:
-        """Forget a round, as if it had not begun."""
-        del self._open[round_.key]
-        self._archive.room.keep(-round_.held)
 
     def _future(self, round_: Round, contributor: Contributor) -> FutureResult:
         if contributor.member not in round_.futures:

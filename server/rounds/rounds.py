@@ -12,7 +12,6 @@ Whatever the table below does not name cannot happen, and raises if it does.
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
-from server.membership.contributor import Contributor
 from statsd_bn import limits
 from statsd_bn.error_text import Place, error_text
 from statsd_bn.errors import (
@@ -73,23 +72,20 @@ class FutureResult:
     Attributes:
         peer: whom to answer.
         since: when the member first waited for the answer; a repetition does not change it.
-        brought: the rows that came, perhaps with those of other members; None before.
-        first: which of them are this member's, where others' are among them: the first one,
-        number: and how many; 0 where all are.
+        rows: the rows that came; None before.
     """
 
-    __slots__ = ("brought", "first", "number", "peer", "since")
+    __slots__ = ("peer", "rows", "since")
 
     def __init__(self) -> None:
-        self.brought: Rows | None = None
-        self.first = self.number = 0
+        self.rows: Rows | None = None
         self.peer = b""
         self.since = 0.0
 
     @property
     def done(self) -> bool:
         """Whether the contribution has come."""
-        return self.brought is not None
+        return self.rows is not None
 
     def put(self, rows: Rows, peer: bytes) -> bool:
         """Take a contribution; `peer` is whom to answer from now on.
@@ -97,9 +93,9 @@ class FutureResult:
         Returns:
             True if these are the rows kept: the first, or the same bytes again. False if they differ.
         """
-        if self.brought is None:
-            self.brought = rows
-        elif not same(self.get(), rows):
+        if self.rows is None:
+            self.rows = rows
+        elif not same(self.rows, rows):
             return False
         self.peer = peer
         return True
@@ -110,9 +106,9 @@ class FutureResult:
         Raises:
             LookupError: it has not come yet.
         """
-        if self.brought is None:
+        if self.rows is None:
             raise LookupError("this contributor has not contributed yet")
-        return self.brought.part(self.first, self.number) if self.number else self.brought
+        return self.rows
 
 
 def conflict(key: RoundKey, member: int) -> ContributionConflict:
@@ -199,29 +195,6 @@ class Round:
         self._pending -= 1
         self.advance(Event.CONTRIBUTED)
 
-    def takes_all(self, members: Sequence[Contributor], rows: Rows) -> bool:
-        """Whether rows of several members are the first of each, and fit; then there is nothing to tell about them."""
-        futures = self.futures
-        for contributor in members:
-            future = futures.get(contributor.member)
-            if future is None or future.brought is not None:
-                return False
-        shape = rows.values.shape[1:]
-        fits = shape == self.shape or not self.shape
-        return fits and self.key.phase != GATHER and self.count + sum(rows.counts) <= limits.MAX_COUNT
-
-    def put_all(self, now: float, members: Sequence[Contributor], rows: Rows, peer: bytes) -> None:
-        """Take the rows of several members, of whom `takes_all` is true."""
-        futures, number = self.futures, len(rows.counts) // len(members)
-        for place, contributor in enumerate(members):
-            future = futures[contributor.member]
-            future.brought, future.first, future.number = rows, place * number, number
-            future.peer, future.since = peer, now
-        self.shape = rows.values.shape[1:]
-        self.count += sum(rows.counts)
-        self._pending -= len(members)
-        self.advance(Event.CONTRIBUTED)
-
     def withdraw(self, member: int) -> None:
         """Wait no longer for a member. Its rows stay if they have come."""
         future = self.futures.get(member)
@@ -249,19 +222,7 @@ class Round:
         Raises:
             LookupError: a contribution is missing.
         """
-        found: list[FloatArray] = []
-        # Rows that came together are taken apart together.
-        apart: dict[int, list[FloatArray]] = {}
-        for future in self.futures.values():
-            brought = future.brought
-            if brought is None or not future.number:
-                found.extend(future.get().values)
-                continue
-            views = apart.get(id(brought))
-            if views is None:
-                views = apart[id(brought)] = list(brought.values)
-            found.extend(views[future.first : future.first + future.number])
-        return found
+        return [row for future in self.futures.values() for row in future.get().values]
 
     @property
     def is_complete(self) -> bool:

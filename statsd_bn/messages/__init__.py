@@ -38,7 +38,6 @@ from statsd_bn.messages.membership import (
 )
 from statsd_bn.messages.rounds import (
     Aggregate,
-    Carried,
     Contribution,
     Failure,
     Pending,
@@ -56,7 +55,6 @@ __all__ = [
     "NO_SERVER",
     "WORLD",
     "Aggregate",
-    "Carried",
     "Contribution",
     "Digest",
     "Failure",

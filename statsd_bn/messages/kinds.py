@@ -16,12 +16,11 @@ from statsd_bn.messages.insight import (
     StatusRequest,
 )
 from statsd_bn.messages.membership import Heartbeat, Leave, Question, Register, Registered, Whereabouts
-from statsd_bn.messages.rounds import Aggregate, Carried, Contribution, Failure, Pending, Result, Settled
+from statsd_bn.messages.rounds import Aggregate, Contribution, Failure, Pending, Result, Settled
 
 # The most frequent first: it is looked for in this order.
 Request = (
     Contribution
-    | Carried
     | Register
     | Leave
     | StatusRequest

@@ -1,7 +1,6 @@
 """What members bring to a round, and what becomes of it."""
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from statsd_bn import limits
@@ -34,66 +33,6 @@ class Contribution:
     def __post_init__(self) -> None:
         check_token("session", self.session)
         check_integer("attempt", self.attempt, 0, limits.MAX_COUNTER)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Carried:
-    """The rows of several members for one round, which one of them brings for all.
-
-    It says what a contribution of each of them would say. Only the one that speaks is answered.
-
-    Attributes:
-        session: who speaks.
-        sessions: those whose rows they are, one behind the other.
-        key: which round.
-        rows: of all of them, in the order of `sessions`, as many of each.
-    """
-
-    type: ClassVar[int] = 20
-
-    session: bytes
-    sessions: bytes
-    key: RoundKey
-    rows: Rows
-
-    @property
-    def tokens(self) -> tuple[bytes, ...]:
-        """The sessions, one by one."""
-        return _tokens(self.sessions)
-
-    def of(self, session: bytes) -> Contribution:
-        """Returns what one of the members would have sent itself; a copy, which does not keep the others' rows."""
-        place, replicas = self.tokens.index(session), self.replicas
-        part = self.rows.part(place * replicas, replicas)
-        return Contribution(session, self.key, 0, Rows(part.counts, part.values.copy()))
-
-    @property
-    def replicas(self) -> int:
-        """How many rows each of the members brings."""
-        return len(self.rows.counts) // len(self.tokens)
-
-    def __post_init__(self) -> None:
-        check_token("session", self.session)
-        if type(self.sessions) is not bytes:
-            raise ProtocolError(f"sessions: expected bytes, got {shown(self.sessions)}")
-        tokens = _tokens(self.sessions)
-        if len(self.rows.counts) % len(tokens):
-            raise ProtocolError(
-                f"rows: expected as many of each of {len(tokens)} members, got {len(self.rows.counts)} in all"
-            )
-
-
-# Those of one host are the same in every round. Strangers may name any: 4 kB each time, which no account counts.
-@lru_cache(maxsize=1024)
-def _tokens(sessions: bytes) -> tuple[bytes, ...]:
-    size, most = limits.TOKEN_BYTES, limits.TOKEN_BYTES * limits.MAX_REPLICAS
-    tokens = tuple(sessions[start : start + size] for start in range(0, len(sessions), size))
-    # No error shows them: they are secrets.
-    if not 0 < len(sessions) <= most or len(sessions) % size or len(set(tokens)) < len(tokens):
-        raise ProtocolError(
-            f"sessions: expected {size} to {most} bytes, {size} for each, all different, got {len(sessions)} bytes"
-        )
-    return tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,6 @@ from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import (
     BY_TYPE,
     Aggregate,
-    Carried,
     Contribution,
     Digest,
     Failure,
@@ -104,12 +103,6 @@ def _contribution(fields: list[Any], frame: bytes, end: int) -> Contribution:
     return Contribution(session, unpacked_key(key), attempt, Rows(tuple(counts), values))
 
 
-def _carried(fields: list[Any], frame: bytes, end: int) -> Carried:
-    session, sessions, key, counts, vectors, channels = fields
-    values = _values(frame, end, (len(array("counts", counts)), vectors, channels))
-    return Carried(session, sessions, unpacked_key(key), Rows(tuple(counts), values))
-
-
 def _aggregate(fields: list[Any], frame: bytes, end: int) -> Aggregate:
     key, replicas, count, members, non_finite, vectors, channels = fields
     values = _values(frame, end, (vectors, channels))
@@ -196,7 +189,6 @@ def _whereabouts(fields: list[Any]) -> Whereabouts:
 
 _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = {
     Contribution: _contribution,
-    Carried: _carried,
     Aggregate: _aggregate,
     Result: _result,
     Digest: _digest,

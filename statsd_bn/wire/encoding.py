@@ -9,7 +9,6 @@ from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import (
     Aggregate,
-    Carried,
     Contribution,
     Digest,
     Failure,
@@ -61,12 +60,6 @@ def _flat_contribution(message: Contribution) -> _Flat:
     rows = message.rows
     shape = rows.values.shape
     return rows.values, [message.session, packed_key(message.key), message.attempt, rows.counts, shape[1], shape[2]]
-
-
-def _flat_carried(message: Carried) -> _Flat:
-    rows = message.rows
-    shape = rows.values.shape[1:]
-    return rows.values, [message.session, message.sessions, packed_key(message.key), rows.counts, *shape]
 
 
 def _flat_aggregate(message: Aggregate) -> _Flat:
@@ -123,7 +116,6 @@ def _flat_fields(message: Message) -> _Flat:
 
 _FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
     Contribution: _flat_contribution,
-    Carried: _flat_carried,
     Aggregate: _flat_aggregate,
     Result: _flat_result,
     Pending: _flat_pending,

@@ -1,7 +1,5 @@
 """Rounds in shared memory by the million, while the server is killed again and again; `scripts/chaos soak` runs it.
 
-With several hosts the members pretend to be on those, and carry rows for one another in the lane `relay`.
-
 Each member checks each aggregate to the bit against the sum that it computes itself, and of some rounds also against
 the server's. At the end members that are in the middle of their rounds are killed, all at once, and nothing of the
 memory may be left anywhere.
@@ -47,13 +45,13 @@ MEMORY = "/memfd:statsd_bn"
 class Members:
     """Processes that have rounds together; a context manager that lets none of them survive."""
 
-    def __init__(self, endpoint: str, job: str, size: int, rounds: int, hosts: int = 1) -> None:
+    def __init__(self, endpoint: str, job: str, size: int, rounds: int) -> None:
         self.progress = [STARTER.RawValue("q", 0) for _ in range(size)]
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         for rank, done in enumerate(self.progress):
             ours, theirs = STARTER.Pipe()
-            arguments = (endpoint, job, rank, size, rounds, hosts, theirs, done)
+            arguments = (endpoint, job, rank, size, rounds, theirs, done)
             self._processes.append(STARTER.Process(target=soak_programs.soak, args=arguments, daemon=True))
             self._processes[-1].start()
             theirs.close()
@@ -105,7 +103,7 @@ class Members:
             time.sleep(0.02)
 
 
-def soak(size: int, rounds: int, kill_seconds: float, chance: random.Random, hosts: int = 1) -> tuple[list[Told], int]:
+def soak(size: int, rounds: int, kill_seconds: float, chance: random.Random) -> tuple[list[Told], int]:
     """Rounds of `size` members; returns what they say, and how often the server was killed."""
     kills = 0
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
@@ -118,7 +116,7 @@ def soak(size: int, rounds: int, kill_seconds: float, chance: random.Random, hos
                 kills += 1
                 due = time.monotonic() + chance.uniform(0, kill_seconds)
 
-        with Members(server.endpoint, "soak", size, rounds, hosts) as members:
+        with Members(server.endpoint, "soak", size, rounds) as members:
             members.wait_until(lambda: members.have_told, kill_server)
             told = members.told()
     wrong = [f"member {rank}: {one.why}" for rank, one in enumerate(told) if one.why or one.rounds != rounds]
@@ -126,7 +124,7 @@ def soak(size: int, rounds: int, kill_seconds: float, chance: random.Random, hos
     return told, kills
 
 
-def kill_all(size: int, hosts: int = 1) -> int:
+def kill_all(size: int) -> int:
     """Kills members in the middle of their rounds; returns how many had memory of which nothing may be left."""
     STARTER.RawValue("q", 0)  # the first one opens a file that stays
     in_files = set(SHARED.iterdir())
@@ -134,14 +132,14 @@ def kill_all(size: int, hosts: int = 1) -> int:
     with (
         tempfile.TemporaryDirectory() as folder,
         Server(Path(folder)) as server,
-        Members(server.endpoint, "killed", size, ENDLESS, hosts) as members,
+        Members(server.endpoint, "killed", size, ENDLESS) as members,
     ):
         members.wait_until(lambda: min(each.value for each in members.progress) >= FEW)
         memories = [memory for pid in members.pids for memory in memories_of(pid)]
         for pid in members.pids:
             os.kill(pid, signal.SIGKILL)
-    found = len(memories) == size and len(set(memories)) == hosts
-    require(found, f"expected a memory on each of {hosts} hosts, for {size} members, got {memories}")
+    found = len(memories) == size and len(set(memories)) == 1
+    require(found, f"expected one memory, the same for {size} members, got {memories}")
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     holders = [pid for pid in pids if memories_of(pid) & set(memories)]
     require(not holders, f"processes {holders} have the memory still")
@@ -170,26 +168,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=1_000_000, help="of each number of members")
     parser.add_argument("--kill-seconds", type=float, default=KILL_SECONDS, help="between kills of the server, at most")
-    parser.add_argument("--hosts", type=int, default=1, help="with two members on each at least: the lane relay")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     options = parser.parse_args(arguments)
-    if min(options.members) < 2 * options.hosts:
-        parser.error(f"--members: expected two on each of {options.hosts} hosts at least, got {min(options.members)}")
+    if min(options.members) < 2:
+        parser.error(f"--members: expected 2 at least, got {min(options.members)}")
     starter.warm_up()
     findings = 0
     for size in options.members:
         started = time.monotonic()
         try:
-            told, kills = soak(size, options.rounds, options.kill_seconds, random.Random(options.seed), options.hosts)
-            left = kill_all(size, options.hosts)
+            told, kills = soak(size, options.rounds, options.kill_seconds, random.Random(options.seed))
+            left = kill_all(size)
         except Finding as finding:
             findings += 1
             print(f"{size} members: {finding}", file=sys.stderr, flush=True)
             continue
         print(
-            f"{size} members on {options.hosts} hosts: {options.rounds} rounds each in "
+            f"{size} members: {options.rounds} rounds each in "
             f"{time.monotonic() - started:.0f} s, {min(one.in_memory for one in told)} of them without the server, "
-            f"rows carried {sum(one.carried for one in told)} times, "
             f"{told[0].over_server} also by each over it, "
             f"{kills} kills of the server; all bits right; nothing left of {left} killed",
             flush=True,

@@ -30,7 +30,6 @@ from statsd_bn.members import Members
 from statsd_bn.messages import (
     BY_TYPE,
     Aggregate,
-    Carried,
     Contribution,
     Digest,
     Failure,
@@ -89,7 +88,6 @@ SAMPLES: dict[type[Message], Message] = {
         NonFiniteRound(b"session0", key(), Members.of([0]), "1 of 3 channels (inf)"),
         FiguresRequest("job", "world"),
         Figures("job", "world", 0, 0, "", np.zeros((0, 2, 4))),
-        Carried(b"session0", b"session0", key(), Rows((1,), np.ones((1, 2, 3)))),
     )
 }
 
@@ -158,10 +156,10 @@ def frame_of(header: list[Any]) -> bytes:
         is_empty = header[0] == Figures.type and not layers
         number = layers.count("\n") + 1 if isinstance(layers, str) and not is_empty else int(not is_empty)
         return frame + bytes(-len(packed) % 8) + bytes(8 * 4 * max(0, number * members))
-    if header[0] not in {Contribution.type, Carried.type, Aggregate.type, Result.type}:
+    if header[0] not in {Contribution.type, Aggregate.type, Result.type}:
         return frame
     *_, counts, vectors, channels = header
-    has_rows = header[0] in {Contribution.type, Carried.type}
+    has_rows = header[0] == Contribution.type
     replicas = len(counts) if has_rows and isinstance(counts, list) else 1
     return frame + bytes(-len(packed) % 8) + bytes(8 * max(0, replicas * vectors * channels))
 
@@ -223,7 +221,6 @@ def test_every_message_has_its_fields_in_order(message):
         Result: ["session", "key", "replicas", "count", "members", "non_finite", "vectors", "channels"],
         Digest: ["session", "step", "layers", "members"],
         Figures: ["job", "group", "first", "total", "layers", "members"],
-        Carried: ["session", "sessions", "key", "counts", "vectors", "channels"],
     }.get(message, [field.name for field in dataclasses.fields(message)])
     assert [field.name for field in documented(title_of(message))] == expected
 
@@ -250,7 +247,6 @@ TYPES = {
     "text": str,
     "names": str,
     "token": bytes,
-    "tokens": bytes,
     "integer": int,
     "float": float,
     "integers": list,
@@ -263,7 +259,6 @@ FOREIGN = {
     "text": b"x",
     "names": b"x",
     "token": "session0",
-    "tokens": "session0",
     "integer": True,
     "float": 5,
     "integers": 5,
@@ -290,12 +285,6 @@ def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
     if field.type == "token":
         size = limits.TOKEN_BYTES
         yield from ((True, bytes(size)), (False, bytes(size - 1)), (False, bytes(size + 1)))
-    elif field.type == "tokens":
-        most, size = number(re.fullmatch(r"1 to (.+) of them", field.limits)[1]), limits.TOKEN_BYTES
-        different = b"".join(one.to_bytes(size, "big") for one in range(most + 1))
-        yield from ((True, bytes(size)), (False, b""), (False, bytes(size - 1)), (False, bytes(2 * size)))
-        # More than there may be, and more than there are rows.
-        yield from ((False, different), (False, different[: 2 * size]))
     elif field.type == "float":
         low, high = map(number, re.fullmatch(r"above (.+), at most (.+)", field.limits).groups())
         yield from ((True, math.nextafter(low, high)), (True, float(high)), (False, math.nan))

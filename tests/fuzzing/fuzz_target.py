@@ -25,7 +25,7 @@ from statsd_bn.messages import (
     RoundTrips,
     StatusRequest,
 )
-from statsd_bn.round_key import BACKWARD, FORWARD, GATHER, RoundKey
+from statsd_bn.round_key import BACKWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import Sample
 from statsd_bn.tokens import digest
@@ -170,7 +170,6 @@ def _sound_frames() -> Iterator[bytes]:
         yield encode(NonFiniteRound(session.token, key, Members.of([0]), "1 of 3 channels (inf)"))
         if session.member.rank == 0:  # all of them would leave few rounds to end otherwise
             yield session.settled(key)
-            yield from _carried(session)
         yield encode(Result(session.token, aggregate))
         session.overhear(_registered(session))
         yield from session.introduction()
@@ -183,16 +182,6 @@ def _gather(session: Session) -> Iterator[bytes]:
     yield session.contribution(key, Rows((0,), np.arange(float(channels)).reshape(1, 1, channels)))
     joined = Aggregate(key, WORLD, 0, Members.of(range(WORLD)), np.arange(5.0).reshape(1, 5))
     yield encode(Result(session.token, joined))
-
-
-def _carried(session: Session) -> Iterator[bytes]:
-    """What a member brings for its whole group: what they have said themselves, and what is new."""
-    who = session.member
-    tokens = [one.token for one in _sessions() if (one.member.job, one.member.epoch) == (who.job, who.epoch)]
-    rows = Rows((2,) * len(tokens), np.tile(np.arange(6.0).reshape(1, 2, 3), (len(tokens), 1, 1)))
-    first = RoundKey(who.job, who.group, who.epoch, 0, "bn", 0, FORWARD)
-    for key in (first, first.at(1, 0)):
-        yield session.carried(key, b"".join(tokens), rows)
 
 
 def _figures(session: Session, key: RoundKey) -> bytes:

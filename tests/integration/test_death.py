@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from client.conversation.member import LANES, RELAY, SHARED_MEMORY, ZEROMQ
+from client.conversation.member import LANES, SHARED_MEMORY, ZEROMQ
 from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from support.starter import STARTER
@@ -18,13 +18,11 @@ WAIT_SECONDS = 40.0
 class Company:
     """Three members, a process each, that do as they are told."""
 
-    def __init__(self, endpoint: str, job: str, lane: str, hosts: tuple[int | None, ...]) -> None:
+    def __init__(self, endpoint: str, job: str, lane: str) -> None:
         pairs = [STARTER.Pipe() for _ in range(3)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            STARTER.Process(
-                target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3, lane, hosts[member])
-            )
+            STARTER.Process(target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3, lane))
             for member, (_, theirs) in enumerate(pairs)
         ]
         for process, (_, theirs) in zip(self.processes, pairs, strict=True):
@@ -55,39 +53,21 @@ class Company:
             process.join(WAIT_SECONDS)
 
 
-# The lane, and on which host each member pretends to be. In a relay member 2 dies, in company on its host or alone.
-COMPANIES = {
-    **{lane: (lane, (None,) * 3) for lane in LANES},
-    "relay, in company": (RELAY, (0, 1, 1)),
-    "relay, alone": (RELAY, (0, 0, 1)),
-}
-
-
-@pytest.fixture(params=COMPANIES.values(), ids=COMPANIES)
+@pytest.fixture(params=LANES)
 def company(impatient_server, job, request) -> Iterator[Company]:
-    lane, hosts = request.param
-    found = Company(impatient_server.endpoint, job, lane, hosts)
+    found = Company(impatient_server.endpoint, job, request.param)
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
-        shared = {host for host in hosts if hosts.count(host) > 1}
-        expected = [RELAY if host in shared else ZEROMQ for host in hosts]
-        assert found.ask(death_programs.lane, 0, 1, 2) == ([lane] * 3 if lane in LANES else expected)
+        assert found.ask(death_programs.lane, 0, 1, 2) == [request.param] * 3
         yield found
     finally:
         found.end()
 
 
-def _in(*lanes: str) -> pytest.MarkDecorator:
-    """For what holds a processor for seconds: `scripts/test --long` tries it in all other companies."""
-    companies = [
-        pytest.param(company, id=name, marks=[] if name in lanes else pytest.mark.long)
-        for name, company in COMPANIES.items()
-    ]
-    return pytest.mark.parametrize("company", companies, indirect=True)
-
-
-IN_ONE_LANE = _in(ZEROMQ)
-IN_TWO_LANES = _in(ZEROMQ, SHARED_MEMORY)
+# For what holds a processor for seconds: `scripts/test --long` tries it in the other lane too.
+IN_ONE_LANE = pytest.mark.parametrize(
+    "company", [ZEROMQ, pytest.param(SHARED_MEMORY, marks=pytest.mark.long)], indirect=True
+)
 
 DEATHS = pytest.mark.parametrize(
     ("number", "cause"),
@@ -121,7 +101,6 @@ def test_those_who_are_between_rounds_are_told_of_a_death_with_their_next(compan
     assert_lost([first, *company.ask(death_programs.exchange, 1)], 2, cause)
 
 
-@IN_TWO_LANES
 def test_one_that_was_frozen_is_told_that_it_is_lost_when_it_goes_on(company):
     company.send_signal(2, signal.SIGSTOP)
     company.tell(death_programs.exchange, 0, 1)
@@ -131,7 +110,6 @@ def test_one_that_was_frozen_is_told_that_it_is_lost_when_it_goes_on(company):
     assert_lost(company.ask(death_programs.exchange, 2), 2, cause)
 
 
-@IN_TWO_LANES
 def test_one_that_was_frozen_in_a_round_is_told_too(company):
     company.tell(death_programs.exchange, 2)
     company.tell(death_programs.exchange, 0)

@@ -10,26 +10,24 @@ import torch
 
 import client
 from client.autograd import non_finite
-from client.conversation.member import RELAY, ZEROMQ
+from client.conversation.member import ZEROMQ
 from client.lanes.zeromq import SlavePipe
 from programs import non_finite_programs
-from programs.non_finite_programs import three_steps, three_steps_on_hosts
+from programs.non_finite_programs import three_steps
 from statsd_bn import Rows
 from statsd_bn.errors import NonFinite
-from support import lanes
+from support.lanes import LANES
 from support.memory_members import MemoryMaster
 
 RANKS = 3
 
-LANES = (*lanes.LANES, RELAY)
-
 
 @pytest.fixture
 def steps_over(over):
-    """Runs three steps in as many processes over a lane; over the relay those of two hosts."""
+    """Runs three steps in as many processes over a lane."""
 
     def run(lane, *arguments, **given):
-        return over(lane, RANKS, three_steps_on_hosts if lane == RELAY else three_steps, *arguments, **given)
+        return over(lane, RANKS, three_steps, *arguments, **given)
 
     return run
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client.conversation.member import RELAY, SHARED_MEMORY, ZEROMQ, Member
+from client.conversation.member import SHARED_MEMORY, ZEROMQ, Member
 from client.conversation.session import Session
 from programs import restart_programs
 from server.cli.status import ask
@@ -33,9 +33,8 @@ from support.sentences import says
 # A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.
 STEPS = 150
 PAUSE_SECONDS = 0.01
-# Members that share memory do not wait for the server to come back. In a relay, two are on one host and one on another.
-KILLS = {ZEROMQ: 8, SHARED_MEMORY: 2, RELAY: 6}
-HOSTS = {ZEROMQ: [None] * 3, SHARED_MEMORY: [None] * 3, RELAY: [0, 0, 1]}
+# Members that share memory do not wait for the server to come back.
+KILLS = {ZEROMQ: 8, SHARED_MEMORY: 2}
 
 
 @pytest.fixture
@@ -67,8 +66,7 @@ def servers(endpoint):
 
 def run_members(pool, endpoint, job, n, lane=ZEROMQ):
     return [
-        pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS, lane, HOSTS[lane][member])
-        for member in range(n)
+        pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS, lane) for member in range(n)
     ]
 
 
@@ -78,7 +76,6 @@ def run_members(pool, endpoint, job, n, lane=ZEROMQ):
         (0, ZEROMQ),
         pytest.param(1, ZEROMQ, marks=pytest.mark.long),
         pytest.param(2, SHARED_MEMORY, marks=pytest.mark.long),
-        pytest.param(3, RELAY, marks=pytest.mark.long),
     ],
 )
 def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, lane):

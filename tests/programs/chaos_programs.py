@@ -2,7 +2,6 @@
 
 import ctypes
 import hashlib
-import os
 import random
 import time
 from collections.abc import Callable
@@ -14,9 +13,7 @@ import torch
 from torch import nn
 
 import client
-from client.conversation.member import RELAY
 from support.memory_members import outcome
-from support.pretended_hosts import pretend_to_be_on
 
 # How long a member waits for a word of whoever started it.
 WORD_SECONDS = 120.0
@@ -28,9 +25,6 @@ STUCK_SECONDS = 60
 PAUSE_SECONDS = 0.004
 
 READY = "ready"
-
-# In the lane `relay` so many members pretend to be on each host, the last one perhaps alone.
-ON_A_HOST = 2
 
 
 @dataclass(frozen=True)
@@ -90,18 +84,12 @@ def take_part(part: Part, pipe: Pipe, progress: Any) -> None:
         progress: a shared number, the steps that are done.
     """
 
-    host, is_on_hosts = part.member // ON_A_HOST, os.environ.get("STATSD_BN_LANE") == RELAY
-    if is_on_hosts:
-        pretend_to_be_on(host)
-
     def run() -> Any:
         with client.connect(
             part.endpoint, job=part.job, rank=part.member, world_size=part.world_size, round_timeout=part.deadline
-        ) as connection:
+        ):
             pipe.send(READY)
             pipe.send(Told(outcome(lambda: train(part, pipe, progress)), time.monotonic()))
-            if is_on_hosts and connection.rounds and (host + 1) * ON_A_HOST <= part.world_size:
-                assert connection.lane == RELAY
             _word(pipe)
 
     error = outcome(run)

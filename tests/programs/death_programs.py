@@ -13,7 +13,6 @@ from client.connection.connection import Connection
 from client.lanes.choose import lane_over
 from statsd_bn import Rows
 from support.memory_members import outcome
-from support.pretended_hosts import pretend_to_be_on
 
 BUSY_SECONDS = 6.0
 HELD_SECONDS = 4.5
@@ -51,12 +50,8 @@ COMMANDS: dict[str, Callable[[Connection], Any]] = {
 }
 
 
-def take_commands(
-    pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, lane: str, host: int | None = None
-) -> None:
+def take_commands(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, lane: str) -> None:
     """Connects, says so, and carries out what comes until the pipe ends."""
-    if host is not None:
-        pretend_to_be_on(host)
     who: dict[str, Any] = {"job": job, "rank": member, "world_size": world_size, "lane": lane}
     with client.connect(endpoint, **who, round_timeout=100.0) as connection:
         pipe.send("ready")

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from client.autograd import non_finite
-from client.conversation.member import RELAY, ZEROMQ
-from client.shared_memory import passing
 from statsd_bn.errors import NonFinite
 
 CHANNELS = 4
@@ -52,15 +50,6 @@ def three_steps(process: Any, value: float, phase: str, bearers: list[int], poli
         logger.removeHandler(kept)
         del scaler
     return kept.told, raised, int(layer.num_batches_tracked), os.getpid()
-
-
-def three_steps_on_hosts(process: Any, *arguments: Any) -> Any:
-    """The same, where two ranks pretend to be on one host, and the third one on another, where it speaks for itself."""
-    host = process.rank // 2
-    with mock.patch.object(passing, "_address", lambda name: f"\0host {host} {name}"):
-        found = three_steps(process, *arguments)
-    assert process.lane == (ZEROMQ if host else RELAY), process.why_not_faster
-    return found
 
 
 def _step(layer: nn.Module, value: float, phase: str, how: str) -> None:

@@ -5,20 +5,18 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 import client
 from client.connection.connection import Connection
-from client.conversation.member import AUTO, RELAY, SHARED_MEMORY
+from client.conversation.member import SHARED_MEMORY
 from client.lanes.choose import lane_for
 from client.lanes.zeromq import SlavePipe
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray, sum_in_order
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
-from support.pretended_hosts import pretend_to_be_on
 
 # Of the rows: most are as small as those of a small layer, some are of a wide one, and a few do not fit into memory.
 SIZES = (1, 3, 16, 64, 256, 2048, 20_000)
@@ -41,39 +39,31 @@ class Told:
         rounds: how many it has had, each with the right bits.
         in_memory: of how many of them the server has heard nothing from it.
         over_server: how many of them went over the server as well, to the same bits.
-        carried: in how many of them it has carried the rows of others.
         why: what has gone wrong, or empty.
     """
 
     rounds: int
     in_memory: int
     over_server: int
-    carried: int = 0
     why: str = ""
 
 
-def soak(endpoint: str, job: str, rank: int, size: int, rounds: int, hosts: int, pipe: Pipe, progress: Any) -> None:
+def soak(endpoint: str, job: str, rank: int, size: int, rounds: int, pipe: Pipe, progress: Any) -> None:
     """Takes part in so many rounds; `progress` is the number of those that are done. It sends a `Told`, then waits."""
     over_server = 0
-    if hosts > 1:
-        pretend_to_be_on(rank % hosts)
-    given = {"job": job, "rank": rank, "world_size": size, "lane": RELAY if hosts > 1 else AUTO}
     try:
-        with client.connect(endpoint, round_timeout=120.0, **given) as connection:
-            session = connection.session(None)
-            session.carried = carried = mock.Mock(wraps=session.carried)
+        with client.connect(endpoint, job=job, rank=rank, world_size=size, round_timeout=120.0) as connection:
             over_server = _rounds(connection, rounds, progress)
-            in_memory, why = session.lane.rounds_in_memory, _wrong_lane(connection, hosts)
-            pipe.send(Told(progress.value, in_memory, over_server, carried.call_count, why))
+            in_memory = connection.session(None).lane.rounds_in_memory
+            pipe.send(Told(progress.value, in_memory, over_server, _wrong_lane(connection)))
             pipe.poll(120)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
-        pipe.send(Told(progress.value, 0, over_server, why=f"{type(error).__name__}: {error}"))
+        pipe.send(Told(progress.value, 0, over_server, f"{type(error).__name__}: {error}"))
 
 
-def _wrong_lane(connection: Connection, hosts: int) -> str:
-    expected = RELAY if hosts > 1 else SHARED_MEMORY
+def _wrong_lane(connection: Connection) -> str:
     found = connection.lane
-    return "" if found == expected else f"expected lane {expected}, got {found}: {connection.why_not_faster}"
+    return "" if found == SHARED_MEMORY else f"expected lane {SHARED_MEMORY}, got {found}: {connection.why_not_faster}"
 
 
 def _rounds(connection: Connection, rounds: int, progress: Any) -> int:

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from client.shared_memory import answers, group_memory, region
+from client.shared_memory import group_memory, region
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.region import Region
 from statsd_bn.rows import Rows
@@ -31,7 +31,7 @@ SECONDS = 30.0
 
 
 # Where the code has fences.
-FENCED = (region, group_memory, answers)
+FENCED = (region, group_memory)
 
 
 class MemoryFinding(AssertionError):
@@ -261,8 +261,14 @@ class MemoryWorld:
         return Rows(tuple(more + member + row for row in range(replicas)), values)
 
     def memory_of(self, view: View, me: int) -> Any:
-        """Returns the memory as a member has it."""
-        return with_simulated_parts(GroupMemory, self, view, me)
+        """Returns the memory as a member has it, whose region and futex are those of this world."""
+        made = GroupMemory.__new__(GroupMemory)
+        made.lock = threading.Lock()
+        made._region = SimulatedRegion(view, self.members, me)
+        made._futex = SimulatedFutex(self, view)  # type: ignore[assignment]
+        made._number = made._came = made._came_before = 0
+        made._spin_seconds = 0.0
+        return made
 
     def take_turn(self, memory: Any, me: int, number: int) -> Any:
         """Takes part in a round; returns what it has brought this member."""
@@ -285,12 +291,10 @@ class MemoryWorld:
         if (found := memory.seconds_behind) != expected:
             self.find(f"member {me} came {found} s behind all others to round {number}, not {expected}")
 
-    def expected(self, number: int) -> list[Any]:
-        """Returns what a round may bring a member."""
-        return [None if number in self._odd else self.brought_to(number)]
-
-    def brought_to(self, number: int) -> tuple[list[int], list[Any]]:
-        """Returns the counts and values that all members bring to a round."""
+    def expected(self, number: int) -> tuple[list[int], list[Any]] | None:
+        """Returns what a round brings a member: the counts and values that all bring, if they come for the same one."""
+        if number in self._odd:
+            return None
         rows = [self.rows_of(member, number) for member in range(self.members)]
         return [count for one in rows for count in one.counts], np.concatenate([one.values for one in rows]).tolist()
 
@@ -336,20 +340,9 @@ class MemoryWorld:
     def _check(self) -> None:
         for me, got in enumerate(self.got):
             for number, found in enumerate(got):
-                if found not in (expected := self.expected(number)):
+                if found != (expected := self.expected(number)):
                     raise MemoryFinding(f"seed {self.seed}: member {me} has {found} in round {number}, not {expected}")
 
 
 def _told(brought: region.Brought | None) -> tuple[list[int], list[Any]] | None:
     return brought and (brought.counts, brought.values.tolist())
-
-
-def with_simulated_parts(kind: type[GroupMemory], world: MemoryWorld, view: View, me: int) -> Any:
-    """Returns a memory of this kind whose region and futex are those of the world."""
-    made = kind.__new__(kind)
-    made.lock = threading.Lock()
-    made._region = SimulatedRegion(view, world.members, me)
-    made._futex = SimulatedFutex(world, view)  # type: ignore[assignment]
-    made._number = made._came = made._came_before = 0
-    made._spin_seconds = 0.0
-    return made

@@ -17,11 +17,9 @@ import client.conversation.session
 from client.conversation.registration import Registration
 from client.conversation.round_trip import GRACE_SECONDS, RoundTrip
 from client.conversation.session import Session
-from client.lanes import carried_round, round_in_memory
-from client.lanes.carried_round import CarriedRound
+from client.lanes import round_in_memory
 from client.lanes.round_in_memory import RoundInMemory
 from client.shared_memory.group_memory import GroupMemory
-from client.shared_memory.host_memory import HostMemory
 from client.shared_memory.region import Region
 from server.core import collectives, deadlock, inquiry, mismatches
 from server.core.dispatcher import Dispatcher
@@ -507,43 +505,3 @@ def memory_not_looked_at_again() -> Any:
         return None if self._trip else right(self, now)
 
     return instead(RoundInMemory, "_look", look)
-
-
-@bug
-def relay_keys_not_compared() -> Any:
-    """Whoever carries brings rows of others that have come for another round."""
-    return mock.patch.object(carried_round, "digest_of", return_value=1)
-
-
-@bug
-def relay_waits_for_its_carrier() -> Any:
-    """Who waits for an answer of one that carries waits for ever."""
-
-    def step(right: Any, self: CarriedRound, now: float, frame: Any) -> Any:
-        if not self._carries and not self._memory.answer and not self._memory.is_closed:
-            return (), now + 1.0, None
-        return right(self, now, frame)
-
-    return instead(CarriedRound, "step", step)
-
-
-@bug
-def relay_rows_mixed_up() -> Any:
-    """Whoever carries names its company in another order than their rows."""
-
-    def sessions(right: Any, self: HostMemory) -> bytes:
-        found = right.fget(self)
-        return found[limits.TOKEN_BYTES :] + found[: limits.TOKEN_BYTES]
-
-    right = HostMemory.sessions
-    return mock.patch.object(HostMemory, "sessions", property(functools.partial(sessions, right)))
-
-
-@bug
-def carried_over_earlier_rows() -> Any:
-    """The server takes what is carried of a member that has brought its rows itself."""
-
-    def takes_all(_right: Any, self: Round, members: Any, _rows: Rows) -> bool:
-        return all(contributor.member in self.futures for contributor in members)
-
-    return instead(Round, "takes_all", takes_all)

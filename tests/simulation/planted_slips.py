@@ -29,10 +29,10 @@ def no_fence_in(function: FunctionType, nth: int = 1) -> Plant:
     return lambda: mock.patch.object(MemoryWorld, "_fence", but_there)
 
 
-def is_found(plant: Plant, world: type[MemoryWorld], found_last: int = 0) -> bool:
+def is_found(plant: Plant, found_last: int = 0) -> bool:
     """Whether one of the worlds finds it; that of the seed which did so last is tried first."""
     with plant():
-        return any(_fails(world(seed)) for seed in (found_last, *range(WITHIN)))
+        return any(_fails(MemoryWorld(seed)) for seed in (found_last, *range(WITHIN)))
 
 
 def _fails(world: MemoryWorld) -> bool:

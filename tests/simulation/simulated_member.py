@@ -14,10 +14,8 @@ from client.conversation.member import Member
 from client.conversation.registration import Registration, cause_of
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
-from client.lanes.carried_round import CarriedRound
 from client.lanes.round_in_memory import RoundInMemory
 from client.shared_memory.group_memory import GroupMemory
-from client.shared_memory.host_memory import HostMemory
 from client.whereabouts.place import Place, TorchGroup
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
@@ -87,8 +85,8 @@ class Process(SimulatedProcess):
         self._longest_silence = 0.0
         self.ended = float("inf")
         self.result: BaseException | str | None = None
-        # By group; None where it shares none.
-        self._memories: dict[str, GroupMemory | None] = {}
+        # By group.
+        self._memories: dict[str, GroupMemory] = {}
         self._last_settled = LastSettled()
         self._world = groups.world(world.plan.size)
         # Only a first life has them.
@@ -96,11 +94,6 @@ class Process(SimulatedProcess):
 
     def __repr__(self) -> str:
         return f"member {self.number}.{self.life}"
-
-    def wake(self) -> None:
-        """Whoever carries sleeps in no memory: it waits for the server."""
-        if not (isinstance(self._machine, CarriedRound) and self._machine._carries):
-            super().wake()
 
     def hear(self) -> None:
         """The server has heard of it."""
@@ -136,7 +129,7 @@ class Process(SimulatedProcess):
             self.leave("")
             self.world.note(self, "left")
         self.ended = self.world.clock.now
-        for memory in filter(None, self._memories.values()):
+        for memory in self._memories.values():
             memory.close()
         # A process that ends closes its sockets.
         self.world.network.vanish(self, silently=False)
@@ -286,7 +279,7 @@ class Process(SimulatedProcess):
         if memory and not memory.is_closed:
             found = yield from self._round_in_memory(session, key, rows, memory)
             if isinstance(found, Aggregate):
-                self.world.network.count("carried" if isinstance(memory, HostMemory) else "in memory")
+                self.world.network.count("in memory")
                 return found
             return (yield found.trip)
         aggregate = yield self._trip(session, key, rows)
@@ -298,43 +291,31 @@ class Process(SimulatedProcess):
         return RoundTrip(session, ENDPOINT, key, rows, session.contribution(key, rows), self.world.rng.random)
 
     def _round_in_memory(self, session: Session, key: RoundKey, rows: Rows, memory: GroupMemory) -> Part:
-        """Does what `SharedMemoryPipe` does with a round in memory, or `relay` with one that is carried."""
+        """Does what `SharedMemoryPipe` does with a round in memory."""
 
         def begin_trip() -> RoundTrip:
             return self._trip(session, key, rows)
 
         try:
-            if isinstance(memory, HostMemory):
-                return (yield CarriedRound(session, key, rows, memory, begin_trip))
             return (yield RoundInMemory(session, key, rows, memory, begin_trip, LISTEN_SECONDS))
         except StatsdBNError:
             memory.close()
             raise
 
     def _agree(self, group: Group, session: Session, key: RoundKey) -> Part:
-        """Does what `agreement.agree` does, where those members of a group share memory that are on one host."""
+        """Does what `agreement.agree` does, where the members of a group share memory."""
         plan = self.world.plan
         if not plan.in_memory or plan.min_members or session.is_uneven or group.name in self._memories:
             return
         self.world.agreements.add(key)
         members = list(session.members)
-        company = plan.company(members, self.number)
-        me = company.index(self.number)
-        offered = self.world.offer_memory(len(company)) if me == 0 else 0
+        me = members.index(self.number)
+        offered = self.world.offer_memory(len(members)) if me == 0 else 0
         said = yield from self._gather(session, float(offered))
         yield from self._gather(session, 0.0)
-        memory = self.world.memories[int(said[members.index(company[0])])]
-        if len(company) == len(members):
-            self._use(group, session, memory.of_member(self, me))
-            session.lane.samples = Samples() if me == 0 else None
-        elif len(company) > 1:
-            self._use(group, session, memory.of_host(self, me, session.token))
-        else:
-            self._memories[group.name] = None
-
-    def _use(self, group: Group, session: Session, memory: GroupMemory) -> None:
-        self._memories[group.name] = memory
-        session.lane.use(memory)
+        memory = self.world.memories[int(said[0])].of_member(self, me)
+        self._memories[group.name] = session.lane.memory = memory
+        session.lane.samples = Samples() if me == 0 else None
 
     def _gather(self, session: Session, value: float) -> Part:
         key = session.forward_key(MEMORY, GATHER)

@@ -1,11 +1,11 @@
-"""Shared memory in a simulated world: the real `GroupMemory` and `HostMemory`, and wake-ups that may be lost."""
+"""Shared memory in a simulated world: the real `GroupMemory`, and wake-ups that may be lost."""
 
 from collections.abc import Callable
 from mmap import mmap
 from typing import TYPE_CHECKING
 
 from client.shared_memory.group_memory import GroupMemory
-from client.shared_memory.host_memory import HostMemory, size_of
+from client.shared_memory.region import size_of
 from statsd_bn.rows import Rows
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def check_waits(world: "World") -> None:
 
 
 class SimulatedMemory:
-    """What the members of one group have in common, all of them or those of one host; and who looks at it.
+    """What the members of one group have in common; and who looks at it.
 
     Args:
         world: its world.
@@ -56,11 +56,6 @@ class SimulatedMemory:
         """The memory, as one member sees it."""
         self._sleepers.append(process)
         return _SimulatedGroupMemory(self._bytes, self._members, me, self._wake)
-
-    def of_host(self, process: "Process", me: int, session: bytes) -> HostMemory:
-        """The same, where other members of the group are elsewhere."""
-        self._sleepers.append(process)
-        return _SimulatedHostMemory(self._bytes, self._members, me, session, self._wake)
 
     def _wake(self) -> None:
         rng = self._world.rng
@@ -79,20 +74,6 @@ class _SimulatedGroupMemory(GroupMemory):
         if is_last:
             self._wake_others()
         return is_last
-
-    def close(self) -> None:
-        super().close()
-        self._wake_others()
-
-
-class _SimulatedHostMemory(HostMemory):
-    def __init__(self, memory: mmap, members: int, me: int, session: bytes, wake: Callable[[], None]) -> None:
-        super().__init__(memory, members, me, session)
-        self._wake_others = wake
-
-    def leave(self, frame: bytes, seconds: float) -> None:
-        super().leave(frame, seconds)
-        self._wake_others()
 
     def close(self) -> None:
         super().close()

@@ -1,7 +1,6 @@
 """What happens in one world, drawn from its seed: who takes part, what they run, and what befalls them."""
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,8 +66,6 @@ class Plan:
     replaced_after: float = 0.0
     gathers: bool = False
     in_memory: bool = False
-    # On which host each member is, where they are on several; in such a world they carry rows for one another.
-    hosts: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -76,12 +73,6 @@ class Plan:
 
     def members_of(self, group: str) -> tuple[int, ...]:
         return self.groups[group] if group else tuple(range(self.size))
-
-    def company(self, members: Iterable[int], number: int) -> list[int]:
-        """Those of some members that share a host with one of them."""
-        if not self.hosts:
-            return list(members)
-        return [member for member in members if self.hosts[member] == self.hosts[number]]
 
     @property
     def has_newcomers(self) -> bool:
@@ -169,8 +160,7 @@ def draw(seed: int) -> Plan:
     rng = random.Random(seed + 2**43)
     plan = _with(plan, gathers=random.Random(seed + 2**44).random() < 0.2)
     plan = _draw_newcomers(rng, _draw_passes(rng, _with(plan, phases=_draw_phases(rng))))
-    plan = _with(plan, in_memory=_draw_memory(random.Random(seed + 2**46), plan))
-    return _draw_hosts(random.Random(seed + 2**47), plan)
+    return _with(plan, in_memory=_draw_memory(random.Random(seed + 2**46), plan))
 
 
 def _with(plan: Plan, **changes: Any) -> Plan:
@@ -184,14 +174,6 @@ def _draw_memory(rng: random.Random, plan: Plan) -> bool:
     """Rounds in memory and rounds at the server are mixed most where there are groups."""
     # Where frames come damaged, members do not agree on which memory is theirs.
     return not plan.weather.corrupted and rng.random() < (0.8 if plan.groups else 0.35)
-
-
-def _draw_hosts(rng: random.Random, plan: Plan) -> Plan:
-    """Puts the members of some worlds on several hosts, at least two of them on one."""
-    if plan.size < 3 or plan.min_members or plan.weather.corrupted or rng.random() < 0.6:
-        return plan
-    hosts = tuple(rng.randrange(2 if plan.size < 5 else 3) for _ in range(plan.size))
-    return _with(plan, in_memory=True, hosts=hosts) if 1 < len(set(hosts)) < plan.size else plan
 
 
 def _draw_phases(rng: random.Random) -> tuple[str, ...]:

@@ -144,7 +144,7 @@ def no_look_after_the_word() -> AbstractContextManager[object]:
         pytest.param(no_fence_in(Region.bring, 1), id=NO_FENCE_BEFORE_AN_ARRIVAL),
         pytest.param(no_fence_in(Region.bring, 2), id="no fence behind an arrival"),
         pytest.param(no_fence_in(Region.have_all_come), id="no fence in have_all_come"),
-        pytest.param(no_fence_in(GroupMemory._wait), id="no fence in wait"),
+        pytest.param(no_fence_in(GroupMemory.wait), id="no fence in wait"),
         one_slot,
         one_time,
         time_after_arrival,
@@ -158,7 +158,7 @@ def no_look_after_the_word() -> AbstractContextManager[object]:
     ],
 )
 def test_a_planted_slip_is_found(plant, request):
-    assert is_found(plant, MemoryWorld, FOUND_LAST.get(request.node.callspec.id, 0))
+    assert is_found(plant, FOUND_LAST.get(request.node.callspec.id, 0))
 
 
 def test_the_modules_that_are_patched_use_what_is_patched():

@@ -10,7 +10,6 @@ from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import (
     Aggregate,
-    Carried,
     Contribution,
     Digest,
     Failure,
@@ -151,15 +150,6 @@ def aggregates(draw: st.DrawFn) -> Aggregate:
 
 
 @st.composite
-def carried(draw: st.DrawFn) -> Carried:
-    """Any rows of few members, as many of each."""
-    sessions = draw(st.lists(tokens, min_size=1, max_size=4, unique=True))
-    replicas = draw(st.integers(1, 3))
-    filled = draw(values(st.just(len(sessions) * replicas), *vectors_and_channels))
-    return Carried(draw(tokens), b"".join(sessions), draw(keys), Rows(tuple(draw(counts) for _ in filled), filled))
-
-
-@st.composite
 def digests(draw: st.DrawFn) -> Digest:
     """Any digest of few layers and members."""
     layers = draw(st.lists(names, min_size=1, max_size=3))
@@ -210,7 +200,6 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     NonFiniteRound: st.builds(NonFiniteRound, tokens, keys, members.filter(bool), names),
     FiguresRequest: st.builds(FiguresRequest, names, names, counters),
     Figures: figures(),
-    Carried: carried(),
 }
 
 messages = st.one_of(*MESSAGES.values())

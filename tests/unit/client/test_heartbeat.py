@@ -415,7 +415,7 @@ def test_one_that_shares_memory_beats_though_it_speaks_as_where_others_come_late
 def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, times):
     pulse, session = Pulse(), a_session()
     if is_in_memory:
-        session.lane.use(SimpleNamespace(is_given_up=False))
+        session.lane.memory = SimpleNamespace(is_given_up=False)
     told = [pulse.away(float(now), [session], is_connected=False) for now in range(60)]
     assert (told[9], len([text for text in told if text])) == ("", times)
     assert not times or "the server has been away for 10 s. The ranks of this host go on in shared memory" in told[10]
@@ -423,7 +423,7 @@ def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, t
 
 def test_a_server_that_was_back_may_be_away_again():
     pulse, session = Pulse(), a_session()
-    session.lane.use(SimpleNamespace(is_given_up=False))
+    session.lane.memory = SimpleNamespace(is_given_up=False)
     for began in (0.0, 100.0):
         assert not pulse.away(began, [session], is_connected=False)
         assert pulse.away(began + 20, [session], is_connected=False)
@@ -436,7 +436,7 @@ def test_a_rank_that_speaks_to_a_server_in_vain_is_told_too(start, beacon, monke
     monkeypatch.setattr(pulse_module, "AWAY_SECONDS", 3 * INTERVAL)
     beacon.connected = False
     session = a_session()
-    session.lane.use(SimpleNamespace(is_given_up=False))
+    session.lane.memory = SimpleNamespace(is_given_up=False)
     start(lambda: [session])
 
     def is_told():

@@ -7,7 +7,6 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from server.core.dispatcher import Dispatcher
@@ -18,8 +17,7 @@ from server.rounds.results import Room
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Carried, Failure, Heartbeat, Lateness, Leave, Message, Result, RoundTrips
-from statsd_bn.rows import Rows
+from statsd_bn.messages import Failure, Heartbeat, Lateness, Leave, Message, Result, RoundTrips
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
 
@@ -74,15 +72,6 @@ def many_rows(play: Play) -> Callable[[], None]:
     return lambda: [play.dispatcher.receive(0.0, b"peer", bytes(bytearray(frame))).replies for frame in frames] and None
 
 
-def carried_for_strangers(play: Play) -> Callable[[], None]:
-    """The server takes only the speaker's part of what comes."""
-    play.open(2)
-    together = Rows((1,) * 8, np.ones((8, 2, 1000)))
-    strangers = os.urandom(7 * limits.TOKEN_BYTES)
-    messages = [Carried(session_of(0), session_of(0) + strangers, key(step=step), together) for step in range(20)]
-    return lambda: [play.say(message) for message in messages] and None
-
-
 def many_members(_: Play) -> list[Message]:
     return [register(member, 1000, session=os.urandom(8), place="h" * 250) for member in range(900)]
 
@@ -134,7 +123,6 @@ def dataclass_of(step: int, members: Members, bearers: Members = NOBODY) -> Any:
     [
         many_futures,
         many_rows,
-        carried_for_strangers,
         many_members,
         many_who_tell,
         many_groups,
@@ -156,19 +144,6 @@ def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
     taken = grown(act)
     counted = play.account.held - counted
     assert taken <= counted <= 8 * taken
-
-
-def test_sessions_that_strangers_name_take_little():
-    """No account counts them: to tell them apart, they are read before anybody knows who speaks."""
-    dispatcher, together = Dispatcher(b"server-0", 0.0), Rows((1,) * limits.MAX_REPLICAS, np.ones((64, 1, 1)))
-
-    def speak() -> None:
-        for _ in range(2500):
-            sessions = os.urandom(limits.MAX_REPLICAS * limits.TOKEN_BYTES)
-            message = Carried(sessions[: limits.TOKEN_BYTES], sessions, key(), together)
-            assert dispatcher.receive(0.0, b"", encode(message)).is_refused
-
-    assert grown(speak) < 5e6
 
 
 def test_a_group_counts_with_what_it_takes_beside_its_member():

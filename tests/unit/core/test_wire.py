@@ -15,7 +15,6 @@ from statsd_bn.errors import ProtocolError, VersionMismatch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     Aggregate,
-    Carried,
     Contribution,
     Digest,
     Failure,
@@ -180,45 +179,6 @@ def test_the_golden_frame_of_a_result_is_that_of_its_aggregate_with_the_session(
     frame = encode(Result(b"session0", AGGREGATE))
     assert frame == hand_built(header, struct.pack("<2d", 1.5, 1e300))
     assert encode(decode(frame).aggregate) == encode(AGGREGATE)
-
-
-def test_the_golden_frame_of_what_one_member_carries_for_two():
-    header = [20, b"session0", b"session1session0", PACKED_KEY, [3, 4], 1, 2]
-    values = struct.pack("<4d", 1.5, -2.0, 0.25, 1e300)
-    carried = Carried(b"session0", b"session1session0", KEY, Rows((3, 4), np.array([[[1.5, -2.0]], [[0.25, 1e300]]])))
-    assert encode(carried) == hand_built(header, values)
-    own = decode_request(hand_built(header, values)).of(b"session0")
-    assert encode(own) == encode(Contribution(b"session0", KEY, 0, Rows((4,), np.array([[[0.25, 1e300]]]))))
-
-
-def test_the_longest_header_of_what_is_carried_is_one_that_a_server_takes():
-    most, long = limits.MAX_REPLICAS, "é" * (limits.MAX_NAME_BYTES // 2)
-    key = RoundKey(
-        long, long, limits.MAX_COUNTER, limits.MAX_COUNTER, long, limits.MAX_COUNTER, "p" * limits.MAX_PHASE_BYTES
-    )
-    sessions = b"".join(number.to_bytes(limits.TOKEN_BYTES, "big") for number in range(most))
-    rows = Rows((limits.MAX_COUNT,) * most, np.ones((most, 1, 1)))
-    message = decode_request(encode(Carried(sessions[: limits.TOKEN_BYTES], sessions, key, rows)))
-    assert (message.sessions, message.rows.counts) == (sessions, rows.counts)
-
-
-@pytest.mark.parametrize(
-    ("sessions", "counts"),
-    [
-        (b"", [1]),
-        (b"session0s", [1]),
-        (b"session0" * 2, [1, 1]),
-        (b"session0session1", [1]),
-        (b"session0session1", [1] * 3),
-    ],
-)
-def test_what_is_carried_names_each_member_once_and_brings_as_many_rows_of_each(sessions, counts):
-    def frame(sessions, counts):
-        return hand_built([20, b"session0", sessions, PACKED_KEY, counts, 1, 1], bytes(8 * len(counts)))
-
-    assert decode(frame(b"session0session1", [1, 1])).replicas == 1
-    with pytest.raises(ProtocolError, match=r"sessions: expected|rows: expected"):
-        decode(frame(sessions, counts))
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,34 @@ def test_one_member_that_wants_the_server_is_enough(caplog):
     assert told(caplog) == [(logging.INFO, text)] * 2 + [(logging.WARNING, text)]
 
 
+@pytest.mark.parametrize("lane", [AUTO, SHARED_MEMORY])
+def test_members_on_several_hosts_stay_at_the_server(monkeypatch, lane):
+    here = threading.local()
+    monkeypatch.setattr(passing, "_address", lambda name: f"\0host {here.number} {name}")
+
+    def program(connection):
+        here.number = (0, 0, 1)[connection.rank]
+        return two_rounds(connection)
+
+    why = "rank 2: it cannot reach the memory of the others; it is on another host, or in a container"
+    assert with_lanes(lane, lane, lane, program=program) == [(ZEROMQ, why)] * 3
+
+
+def test_members_to_whom_the_system_gives_no_memory_stay_at_the_server(monkeypatch):
+    def refuse(_size):
+        raise OSError("out of descriptors")
+
+    monkeypatch.setattr(agreement, "Offer", refuse)
+    why = "rank 0: the system gives no memory to share: out of descriptors"
+    assert with_lanes(AUTO, AUTO, AUTO) == [(ZEROMQ, why)] * 3
+
+
+def test_members_that_are_too_many_for_one_memory_stay_at_the_server(monkeypatch):
+    monkeypatch.setattr(agreement, "MOST_MEMBERS", 2)
+    assert with_lanes(AUTO, AUTO) == [(SHARED_MEMORY, "")] * 2
+    assert with_lanes(AUTO, AUTO, AUTO) == [(ZEROMQ, "3 ranks are in the group, more than 2")] * 3
+
+
 def test_a_machine_that_nobody_has_tried_has_to_be_asked_for_memory(monkeypatch):
     monkeypatch.setattr(agreement.platform, "machine", lambda: "aarch64")
     why = "rank 0: nobody has tried it on aarch64; ask for it by the lane 'shared_memory' (and 1 more)"

@@ -224,7 +224,7 @@ def test_where_one_member_has_no_memory_all_use_the_server_and_say_why(monkeypat
 
 
 def test_a_name_of_memory_that_is_no_text_is_not_taken(monkeypatch, caplog):
-    monkeypatch.setattr(agreement, "_ready", lambda *_: b"ready \xff\xfe")
+    monkeypatch.setattr(agreement, "_ready", lambda _: b"ready \xff\xfe")
     caplog.set_level("INFO", logger="statsd_bn.client")
 
     def program(connection):
