@@ -3,22 +3,18 @@
 import logging
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
-from server.arguments import Parser, meant
-from server.cli.asking import asking
+from server.arguments import Parser, host_and_port, meant
 from server.cli.plain_logs import PlainFormatter
 from server.cli.sparing_logs import Sparing
-from server.cli.status import CHECK_SECONDS, ask, describe, own_endpoint, report_of
+from server.cli.status import CHECK_SECONDS, ask, describe, own_endpoint
 from server.cli.watch import as_json, watch
 from server.config import from_arguments
 from server.network.service import run_master
 from server.secrets.keygen import generate, write_secret
-from server.view.soundness import UNSOUND, unsound
 from statsd_bn.error_text import broken, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
@@ -26,8 +22,12 @@ from statsd_bn.errors import (
     ConfigurationError,
     ServerUnreachable,
 )
-from statsd_bn.keys import ClientKeys, load_client
-from statsd_bn.messages import StatusRequest
+from statsd_bn.keys import load_client
+
+# Where the page of `view` listens by default.
+PAGE = "127.0.0.1:8321"
+
+EXTRA = "view needs the extra `view`: pip install 'statsd-bn[view]' (there is no {})"
 
 # Letters of the first line of an error that a command prints.
 LINE = 120
@@ -84,7 +84,7 @@ def _status(arguments: list[str]) -> int:
     found = parser.parse_args(arguments)
     endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
     keys = load_client(found.curve) if found.curve else None
-    written = as_json if found.json else _described
+    written = as_json if found.json else describe
     if found.watch:
         watch(lambda: written(ask(endpoint, keys=keys)))
     else:
@@ -92,62 +92,33 @@ def _status(arguments: list[str]) -> int:
     return 0
 
 
-def _refuse_beside_a_recording(found: Namespace) -> None:
-    # A key that the environment names is for the servers that are asked.
-    for flag in ("http", "record", "name", "curve"):
-        if getattr(found, flag) and not (flag == "curve" and found.curve == os.environ.get("STATSD_BN_CURVE")):
-            raise ConfigurationError(
-                f"--{flag}: expected an endpoint to watch, got the recording {found.endpoint!r}, which is shown in the "
-                "terminal or by --json"
-            )
-
-
 def _view(arguments: list[str]) -> int:
-    from server.view import show  # noqa: PLC0415 - what the server itself does not need
-
-    parser = Parser("view", description="Shows what a running server sees, each second, until Ctrl-C. It only reads.")
-    parser.add_argument(
-        "endpoint",
-        metavar="ENDPOINT|FILE",
-        nargs="?",
-        help="where the server listens (default: as for status), or a recording of --record",
+    parser = Parser(
+        "view",
+        description="Serves a page of what a running server sees, with /metrics for Prometheus, until Ctrl-C. It only "
+        "reads. The page asks for a token; the link that is printed has it.",
     )
-    parser.add_argument("--once", action="store_true", help="show it once, and end")
-    parser.add_argument("--json", action="store_true", help="write each snapshot as JSON, on one line")
-    parser.add_argument("--record", metavar="FILE", help="keep what is seen in FILE, of SQLite, to view it later")
+    _add_endpoint(parser, "as for status")
     parser.add_argument(
         "--http",
+        type=host_and_port,
         metavar="HOST:PORT",
-        help="show it as a page, with /metrics for Prometheus; not on loopback it asks for a token "
-        "(STATSD_BN_VIEW_TOKEN; default: a new one)",
-    )
-    parser.add_argument(
-        "--name", action="append", metavar="NAME", help="a name that the page may be asked for by; repeatable"
+        default=PAGE,
+        help=f"where the page listens, port 0 picks a free one (default {PAGE}); it asks for the token in "
+        "STATSD_BN_VIEW_TOKEN (default: a new one)",
     )
     _add_curve(parser)
     found = parser.parse_args(arguments)
-    if show.is_file(found.endpoint):
-        _refuse_beside_a_recording(found)
-        show.replay(found.endpoint, once=found.once, as_json=found.json)
-        return 0
-    if found.once and found.http:
-        raise ConfigurationError("--once: expected no --http beside it, since a page is there until Ctrl-C")
-    if found.name and not found.http:
-        raise ConfigurationError("--name: expected --http HOST:PORT with it, since it is a name of the page")
-    if found.endpoint and "://" not in found.endpoint:
-        raise ConfigurationError(f"expected an endpoint, or the file of a recording, got {found.endpoint!r}")
+    try:
+        from server.view.figures import whole_report  # noqa: PLC0415 - of the extra `view`
+        from server.view.web import serve, token_for  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(EXTRA.format(error.name)) from error
+    token = token_for(os.environ.get("STATSD_BN_VIEW_TOKEN", "").strip())
     endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
     keys = load_client(found.curve) if found.curve else None
-    show.show(
-        endpoint,
-        partial(_sound_report, endpoint, keys),
-        once=found.once,
-        as_json=found.json,
-        record=found.record,
-        http=found.http,
-        names=found.name or (),
-        token=os.environ.get("STATSD_BN_VIEW_TOKEN", "").strip(),
-    )
+    host, port = found.http
+    serve(endpoint, partial(whole_report, endpoint, keys), host, port, token)
     return 0
 
 
@@ -158,23 +129,6 @@ def _add_curve(parser: Parser) -> None:
         default=os.environ.get("STATSD_BN_CURVE") or None,
         help="a client's secret key, for a server with --curve (STATSD_BN_CURVE)",
     )
-
-
-def _sound_report(endpoint: str, keys: ClientKeys | None) -> dict[str, Any]:
-    from server.view.figures import add_figures  # noqa: PLC0415 - what the server itself does not need
-
-    with asking(endpoint, keys=keys) as question:
-        report = report_of(endpoint, question(StatusRequest()))
-        _described(report)
-        add_figures(question, report["groups"])
-    return report
-
-
-def _described(report: dict[str, Any]) -> str:
-    try:
-        return describe(report)
-    except UNSOUND as error:
-        raise unsound(error) from error
 
 
 def _keygen(arguments: list[str]) -> int:

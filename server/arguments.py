@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from statsd_bn.reach import MAX_DIGITS, MAX_PORT
 from statsd_bn.text import plain
 
 CONSOLE_SCRIPT = "statsd-bn"
@@ -44,6 +45,15 @@ class Parser(argparse.ArgumentParser):
         if flag.startswith("-"):
             return f"unknown option {flag}{meant(flag, self._option_string_actions)}"
         return f"unexpected argument {argument!r}"
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """The value of an option HOST:PORT, in which an address of IPv6 stands in brackets."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and port.isascii() and port.isdecimal() and len(port) <= MAX_DIGITS and int(port) <= MAX_PORT):
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT with a port of 0 to {MAX_PORT}, got {text!r:.80}")
+    return host, int(port)
 
 
 def meant(given: str, known: Iterable[str]) -> str:

@@ -74,7 +74,7 @@ def parser(environ: Mapping[str, str]) -> Parser:
     result = Parser(
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
         usage="%(prog)s [COMMAND] [OPTIONS]",
-        epilog="Commands: `status` says what a running server is doing, `view` shows it each second, also as a page, "
+        epilog="Commands: `status` says what a running server is doing, `view` serves a page of it, "
         "`check` says whether it answers, `keygen DIR` makes keys for --curve, `secret FILE` the secret of a job on "
         "several nodes; `serve` or none runs the server. Each has a --help of its own. `statsd-bn COMMAND` and "
         "`python -m server COMMAND` are the same.",

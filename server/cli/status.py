@@ -28,6 +28,9 @@ COUNTS = {
     "dropped_messages": "messages dropped",
 }
 
+# What a report raises that is not as this version expects it.
+UNSOUND = (KeyError, TypeError, ValueError, AttributeError, ProtocolError)
+
 # A server is asked from its own host, where it answers in milliseconds; a loaded one may take longer. A prober must
 # wait longer than this, or it does not learn the reason.
 CHECK_SECONDS = 3.0
@@ -126,8 +129,26 @@ def _find_server(environ: Mapping[str, str]) -> str:
         time.sleep(FIND_PAUSE_SECONDS)
 
 
+def unsound(error: BaseException) -> ServerUnreachable:
+    """Error that tells that a report makes no sense."""
+    return ServerUnreachable(
+        f"expected a status report of this version, got one that makes no sense: {type(error).__name__}"
+    )
+
+
 def describe(report: dict[str, Any]) -> str:
-    """A report as text for people."""
+    """A report as text for people.
+
+    Raises:
+        ServerUnreachable: it makes no sense.
+    """
+    try:
+        return _describe(report)
+    except UNSOUND as error:
+        raise unsound(error) from error
+
+
+def _describe(report: dict[str, Any]) -> str:
     head = (
         f"server {report['server']}, up {report['seconds']:.0f} s, "
         f"{report['received']} messages, {report['bad_frames']} bad frames"

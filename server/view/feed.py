@@ -1,19 +1,14 @@
 """Feed: asks the server once a second, in a thread of its own, and hands each snapshot to whoever shows it."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from server.view.history import History
-from server.view.recording import Recorder
+from server.cli.status import UNSOUND, unsound
 from server.view.snapshot import Snapshot, Watcher
-from server.view.soundness import UNSOUND, unsound
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import StatsdBNError
-
-logger = logging.getLogger("statsd_bn.server")
 
 PERIOD_SECONDS = 1.0
 
@@ -24,24 +19,14 @@ class Feed:
     Args:
         endpoint: of the server, for people.
         report: asks the server.
-        recorder: keeps each snapshot in a file.
-        history: keeps what layers were like.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        report: Callable[[], dict[str, Any]],
-        recorder: Recorder | None = None,
-        history: History | None = None,
-    ) -> None:
+    def __init__(self, endpoint: str, report: Callable[[], dict[str, Any]]) -> None:
         self._watcher = Watcher(endpoint)
         self._report = report
-        self._keepers = [keeper for keeper in (recorder, history) if keeper]
         self._stopped = threading.Event()
         self._changed = threading.Condition()
         self._number = 0
-        self._failing: set[Recorder | History] = set()
         self.snapshot: Snapshot = {}
 
     def ask(self) -> Snapshot:
@@ -58,17 +43,7 @@ class Feed:
                 raise
             snapshot = self._watcher.fail(time.time(), _in_words(error))
         self._show(snapshot)
-        for keeper in self._keepers:
-            self._keep(keeper, snapshot)
         return snapshot
-
-    def _keep(self, keeper: Recorder | History, snapshot: Snapshot) -> None:
-        try:
-            keeper.add(snapshot)
-        except Exception as error:  # noqa: BLE001 - as of a full disk; what is shown is right all the same
-            if keeper not in self._failing:
-                logger.warning("statsd_bn view: a snapshot was not kept, nor may later ones be: %s", _in_words(error))
-            self._failing.add(keeper)
 
     def _take(self) -> Snapshot:
         report = self._report()

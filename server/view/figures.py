@@ -1,36 +1,47 @@
-"""Figures: asks the server what the members' data were like in each group, for the snapshot."""
+"""Figures: asks the server what it is doing, and what the members' data were like in each group, for the snapshot."""
 
 import time
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from server.cli.asking import Ask
+from server.cli.asking import Ask, asking
+from server.cli.status import describe, report_of
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, ServerUnreachable
-from statsd_bn.messages import Figures, FiguresRequest
-from statsd_bn.reduction import FloatArray
-from statsd_bn.skew import MEAN, PART, VARIANCE
+from statsd_bn.keys import ClientKeys
+from statsd_bn.messages import Figures, FiguresRequest, StatusRequest
+from statsd_bn.skew import PART
 from statsd_bn.wire import decode
 
 # No group is asked for after this long, so that a server with many groups is still asked for its status in time.
 SECONDS = 1.0
 
-# Digits of a number: a page and a recording need no more.
-DIGITS = 6
 
-# Powers of ten that a float64 can be multiplied by; 0 has no first digit.
-_MOST_PLACES = 300
+def whole_report(endpoint: str, keys: ClientKeys | None) -> dict[str, Any]:
+    """Report of a server, with the figures of its groups.
+
+    Args:
+        endpoint: where it listens.
+        keys: this client's, and the server's public one; None for a server that asks for none.
+
+    Raises:
+        AuthenticationRefused: server and client do not accept each other's keys.
+        ServerUnreachable: the server does not answer, or what it says makes no sense.
+    """
+    with asking(endpoint, keys=keys) as question:
+        report = report_of(endpoint, question(StatusRequest()))
+        describe(report)  # raises where it makes no sense
+        add_figures(question, report["groups"])
+    return report
 
 
 def add_figures(ask: Ask, groups: list[dict[str, Any]]) -> None:
     """Add the figures of each group that has any to its entry, as `figures`.
 
     That is a map with `layers`, a list in the order of a step. A layer has its `name`; `eta2`, the share of its
-    variance that lies between the members; and arrays of each member's `parts` of it, `means` and `variances`, which
-    take a quarter of the room of lists.
+    variance that lies between the members; and `parts`, a float32 array of each member's part of that.
 
     Args:
         ask: the connection to the server.
@@ -62,23 +73,10 @@ def _layers(ask: Ask, job: str, group: str) -> list[dict[str, Any]]:
         found += _told(answer)
         if not answer.names or len(found) >= answer.total:
             break
-    return found
+    # A group that begins anew between two answers may have other members.
+    return found if len({len(layer["parts"]) for layer in found}) == 1 else []
 
 
 def _told(answer: Figures) -> Iterator[dict[str, Any]]:
-    eta2 = _rounded(answer.values[..., PART].sum(axis=1)).tolist()
-    columns = _rounded(answer.values[..., [PART, MEAN, VARIANCE]]).swapaxes(1, 2)
-    for name, share, layer in zip(answer.names, eta2, columns, strict=True):
-        parts, means, variances = (array("d", column.tobytes()) for column in layer)
-        yield {"name": name, "eta2": share, "parts": parts, "means": means, "variances": variances}
-
-
-def _rounded(values: FloatArray) -> FloatArray:
-    """The values with so many digits; all at once, since a large group has 200,000 of them each second."""
-    with np.errstate(divide="ignore"):
-        places = DIGITS - 1 - np.floor(np.log10(abs(values)))
-    places = places.clip(-_MOST_PLACES, _MOST_PLACES)
-    # By whole powers of ten, so that what is printed is short.
-    up, down = 10.0 ** places.clip(min=0), 10.0 ** -places.clip(max=0)
-    found: FloatArray = np.round(values * up / down) / up * down
-    return found
+    for name, parts in zip(answer.names, answer.values[..., PART], strict=True):
+        yield {"name": name, "eta2": float(parts.sum()), "parts": parts.astype(np.float32)}

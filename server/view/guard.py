@@ -1,10 +1,12 @@
-"""Guard: what reaches the page at all. It answers GET, to a name of this host, and to whoever has the token."""
+"""Guard: what reaches the page at all. It answers GET to requests with the token, and drops unfinished requests."""
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -25,60 +27,87 @@ HEADERS = (
     (b"cache-control", b"no-store"),
 )
 
+# Time for a request to arrive. A browser sends one at once, after it has connected.
+REQUEST_SECONDS = 5.0
+
+# Connections whose request has not arrived; beyond, the oldest is closed. A browser opens six.
+MAX_WAITING = 64
+
 
 class Guard:
     """Lets a request through to the page, or answers it.
 
-    A page of another host cannot read this one by a name that it lets point here (DNS rebinding): the `Host` has to be
-    an address, `localhost`, or a name that was told.
+    The token also protects from a page of another host whose name leads here (DNS rebinding): the browser sends the
+    cookie to the name that set it only.
 
     Args:
         app: what is guarded.
         token: what a request has to bring: as `Authorization: Bearer`, as the cookie, or once as `/?token=`, which
-            sets the cookie and leads to `/`, so that the token does not stay in the address; "" asks for none.
-        names: further names of this host.
+            sets the cookie and leads to `/`, so that the token does not stay in the address.
     """
 
-    def __init__(self, app: App, token: str = "", names: Iterable[str] = ()) -> None:
+    def __init__(self, app: App, token: str) -> None:
         self._app = app
         self._token = token
-        self._names = {"localhost", *(name.lower() for name in names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI has it."""
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
-            return
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        cookie = _cookie(headers.get(b"host", ""))
         if scope["method"] not in {"GET", "HEAD"}:
             await _answer(send, 405, "this page only reads", ((b"allow", b"GET, HEAD"),))
-        elif not self._is_ours(headers.get(b"host", "")):
-            await _answer(send, 421, "not a name of this host; view --name NAME allows it")
-        elif self._token and self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
-            cookie = f"{COOKIE}={quote(self._token, safe='')}; Path=/; HttpOnly; SameSite=Lax"
-            await _answer(send, 303, "", ((b"location", b"/"), (b"set-cookie", cookie.encode())))
-        elif self._token and not self._brings_token(headers):
+        elif self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
+            sets = f"{cookie}={quote(self._token, safe='')}; Path=/; HttpOnly; SameSite=Lax"
+            await _answer(send, 303, "", ((b"location", b"/"), (b"set-cookie", sets.encode())))
+        elif not self._brings_token(headers, cookie):
             await _answer(send, 401, "open the link that view has printed", ((b"www-authenticate", b"Bearer"),))
         else:
             await self._app(scope, receive, _with_headers(send))
 
-    def _is_ours(self, host: str) -> bool:
-        name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-        try:
-            ip_address(name)
-        except ValueError:
-            return name.lower() in self._names
-        return True
-
-    def _brings_token(self, headers: dict[bytes, str]) -> bool:
+    def _brings_token(self, headers: dict[bytes, str], cookie: str) -> bool:
         kind, _, bearer = headers.get(b"authorization", "").partition(" ")
         pairs = (part.strip().partition("=") for part in headers.get(b"cookie", "").split(";"))
-        cookies = [unquote(value) for name, _, value in pairs if name == COOKIE]
+        cookies = [unquote(value) for name, _, value in pairs if name == cookie]
         return any(self._is_token(given) for given in (*cookies, bearer if kind.lower() == "bearer" else ""))
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+class BoundedProtocol(H11Protocol):
+    """Uvicorn's protocol, with bounds for connections whose request has not arrived: in number and in time.
+
+    Each connection serves one request (`connection: close`), so that only its first one has to be timed.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """Start the time of the request, and make room for it."""
+        super().connection_made(transport)
+        self.expiry = self.loop.call_later(REQUEST_SECONDS, self.expire)
+        waiting = [one for one in self.connections if isinstance(one, BoundedProtocol) and one.is_waiting]
+        if len(waiting) > MAX_WAITING:
+            min(waiting, key=lambda one: one.expiry.when()).expire()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Release what the connection held."""
+        self.expiry.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the request has not arrived."""
+        return self.cycle is None and not self.transport.is_closing()
+
+    def expire(self) -> None:
+        """Close the connection if its request has not arrived."""
+        if self.is_waiting:
+            self.transport.abort()
+
+
+def _cookie(host: str) -> str:
+    """Name of the cookie. It has the port, since a browser sends the cookies of one host to all of its ports."""
+    port = host.rpartition(":")[2]
+    return f"{COOKIE}_{port}" if port.isdecimal() and port.isascii() else COOKIE
 
 
 def _with_headers(send: Send) -> Send:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from server.view.skewed import ranks_of
 from server.view.snapshot import Snapshot
+from statsd_bn.messages import WORLD
 
 
 def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
@@ -35,6 +35,21 @@ def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
                 "parts": base64.b64encode(parts.tobytes()).decode(),
             }
     return None
+
+
+def ranks_of(group: dict[str, Any], members: int) -> list[int | None]:
+    """Rank of each of a group's members, in their order; None for those that are not known.
+
+    Args:
+        group: of the snapshot.
+        members: how many the figures are of.
+    """
+    if group["group"] == WORLD:
+        return list(range(members))
+    known = sorted(member["member"] for member in group["members"])
+    left_out = group.get("members_left_out", 0)
+    # Where some have left, nobody knows whose place is whose.
+    return [*known, *[None] * left_out] if len(known) + left_out == members else [None] * members
 
 
 def without_figures(snapshot: Snapshot) -> Snapshot:

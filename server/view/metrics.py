@@ -1,13 +1,13 @@
 """Metrics: a snapshot as Prometheus reads it. Labels are bounded: a group's first ranks and most skewed layers."""
 
 from collections.abc import Callable, Iterator
+from heapq import nlargest
 from itertools import accumulate, chain, repeat
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from server.view.skewed import most_skewed
 from server.view.snapshot import Snapshot
 from statsd_bn.messages import WORLD
 from statsd_bn.timing.histogram import BOUNDS
@@ -147,8 +147,9 @@ def _skew(groups: list[dict[str, Any]]) -> Metric:
     text = "The share of a layer's variance that lies between the ranks, 0 to 1."
     gauge = GaugeMetricFamily("statsd_bn_skew_eta2", text, labels=(*GROUP, "layer"))
     for group in groups:
-        for layer in most_skewed(group, MAX_LAYERS):
-            gauge.add_metric((*_labels(group), layer.name), layer.eta2)
+        layers = group.get("figures", {}).get("layers", ())
+        for layer in nlargest(MAX_LAYERS, layers, key=lambda layer: layer["eta2"]):
+            gauge.add_metric((*_labels(group), layer["name"]), layer["eta2"])
     return gauge
 
 

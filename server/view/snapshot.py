@@ -1,4 +1,4 @@
-"""Snapshot: what is known now, as one dictionary that every skin shows and a recording keeps. Pure."""
+"""Snapshot: what is known now, as one dictionary for the page and `/metrics`. Pure."""
 
 from collections import Counter, deque
 from collections.abc import Mapping

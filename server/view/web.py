@@ -1,4 +1,4 @@
-"""Web: the page, its stream of snapshots, what it asks for beside them, and `/metrics`, on one port."""
+"""Web: the page, its stream of snapshots, the heat map, and `/metrics`, on one port."""
 
 import json
 import logging
@@ -7,8 +7,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from ipaddress import ip_address
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,9 +20,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from server.view.feed import Feed
-from server.view.guard import App, Guard
+from server.view.guard import App, BoundedProtocol, Guard
 from server.view.heat import heat, without_figures
-from server.view.history import History
 from server.view.metrics import Metrics
 from statsd_bn.errors import BindError, ConfigurationError
 
@@ -33,7 +31,6 @@ FILES = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
     "/heat.js": ("heat.js", "text/javascript"),
-    "/layer.js": ("layer.js", "text/javascript"),
 }
 
 # Streams that are open at once. Each holds one thread while it waits, of anyio's 40.
@@ -45,15 +42,20 @@ SILENCE_SECONDS = 5.0
 # Seconds that streams have to end after Ctrl-C.
 END_SECONDS = 1
 
+# Connections that the kernel queues, and that are accepted at once: a queue longer than the number of files that the
+# process may open makes asyncio log a traceback for each.
+BACKLOG = 32
 
-def app(feed: Feed, history: History, token: str = "", names: Iterable[str] = ()) -> App:
+# Letters of a token: 64 bits where each letter is one of 16.
+MIN_TOKEN = 16
+
+
+def app(feed: Feed, token: str) -> App:
     """The page of a feed, as an ASGI application.
 
     Args:
         feed: where snapshots come from.
-        history: what has come from it.
-        token: what readers have to bring; "" asks for none.
-        names: of this host, beside its addresses and `localhost`.
+        token: what readers have to bring.
     """
     metrics = Metrics(lambda: feed.snapshot)
     streams = threading.BoundedSemaphore(MAX_STREAMS)
@@ -66,15 +68,22 @@ def app(feed: Feed, history: History, token: str = "", names: Iterable[str] = ()
     async def scrape(_: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def now(request: Request) -> Response:
-        return await _found(lambda job, group: heat(feed.snapshot, job, group), request, "job", "group")
-
-    async def past(request: Request) -> Response:
-        return await _found(history.layer, request, "job", "group", "layer")
+    async def cells(request: Request) -> Response:
+        asked = [request.query_params.get(name) for name in ("job", "group")]
+        if None in asked:
+            return Response("expected job and group in the query", 400, media_type="text/plain")
+        # In a thread: of many ranks it takes a while.
+        return await run_in_threadpool(lambda: _heat(feed, *map(str, asked)))
 
     routes = [Route(path, _file(*named)) for path, named in FILES.items()]
-    routes += [Route("/events", events), Route("/metrics", scrape), Route("/heat", now), Route("/history", past)]
-    return Guard(Starlette(routes=routes), token, names)
+    routes += [Route("/events", events), Route("/metrics", scrape), Route("/heat", cells)]
+    return Guard(Starlette(routes=routes), token)
+
+
+def _heat(feed: Feed, job: str, group: str) -> Response:
+    """The heat map as JSON; nothing (204) where it is not known."""
+    found = heat(feed.snapshot, job, group)
+    return JSONResponse(found) if found else Response(status_code=204)
 
 
 def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
@@ -84,22 +93,6 @@ def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]
         return Response(body, media_type=media_type)
 
     return answer
-
-
-async def _found(look: Callable[..., dict[str, Any] | None], request: Request, *names: str) -> Response:
-    """What a look-up by the address's arguments finds, as JSON; nothing (204) where it finds nothing.
-
-    It runs in a thread: of many ranks it takes a while.
-    """
-    missing = [name for name in names if name not in request.query_params]
-    if missing:
-        return Response(f"expected {', '.join(names)}; there is no {missing[0]}", 400, media_type="text/plain")
-
-    def answer() -> Response:
-        found = look(*(request.query_params[name] for name in names))
-        return JSONResponse(found) if found else Response(status_code=204)
-
-    return await run_in_threadpool(answer)
 
 
 async def _stream(feed: Feed, streams: threading.BoundedSemaphore) -> AsyncIterator[str]:
@@ -114,32 +107,48 @@ async def _stream(feed: Feed, streams: threading.BoundedSemaphore) -> AsyncItera
         streams.release()
 
 
-def serve(feed: Feed, history: History, address: str, *, names: Iterable[str] = (), token: str = "") -> None:
-    """Serve a feed until Ctrl-C; the feed runs in a thread.
+def token_for(given: str) -> str:
+    """The token that was given, or a new one.
+
+    Raises:
+        ConfigurationError: it can be guessed, or no header can bring it.
+    """
+    expected = f"STATSD_BN_VIEW_TOKEN: expected at least {MIN_TOKEN} printable letters of ASCII without blanks"
+    if not (given.isascii() and given.isprintable() and " " not in given):
+        raise ConfigurationError(f"{expected}, got others")
+    if given and len(given) < MIN_TOKEN:
+        raise ConfigurationError(f"{expected}, such as `openssl rand -hex 16` makes, got {len(given)}")
+    return given or secrets.token_urlsafe(32)
+
+
+def serve(endpoint: str, report: Callable[[], dict[str, Any]], host: str, port: int, token: str) -> None:
+    """Serve a page of what a server reports, until Ctrl-C.
 
     Args:
-        feed: it has a snapshot already.
-        history: what the feed fills.
-        address: `HOST:PORT`; an address that is not loopback asks readers for a token.
-        names: of this host, beside its addresses and `localhost`.
-        token: what readers have to bring; "" makes one where one is needed.
+        endpoint: of the server, for people.
+        report: asks the server; called once a second, in a thread.
+        host: of the page.
+        port: of the page; 0 picks a free one.
+        token: what readers have to bring.
 
     Raises:
         BindError: nobody can listen there.
-        ConfigurationError: this is not an address, or the token has other letters than a header can bring.
+        ServerUnreachable: there was no server from the beginning.
     """
-    host, port = _parsed(address)
-    if not (token.isascii() and token.isprintable() and " " not in token):
-        raise ConfigurationError("STATSD_BN_VIEW_TOKEN: expected printable letters of ASCII without blanks, got others")
-    listener = _listening(host, port, address)
-    if not _is_loopback(host):
-        token = token or secrets.token_urlsafe(32)
-    link = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
-    sys.stderr.write(f"statsd_bn view: {link}{f'?token={quote(token)}' if token else ''}\n")
-    # Requests are not logged: the first one's address has the token.
+    feed = Feed(endpoint, report)
+    feed.ask()
+    listener = _listening(host, port)
+    link = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/?token={quote(token, safe='')}"
+    sys.stderr.write(f"statsd_bn view: {link}\n")
+    # Neither requests nor what is wrong with them are logged: the first one's address has the token, and anybody who
+    # reaches the port can send garbage.
     config = uvicorn.Config(
-        app(feed, history, token, names),
-        log_level=logging.WARNING,
+        app(feed, token),
+        http=BoundedProtocol,
+        ws="none",
+        headers=[("connection", "close")],
+        backlog=BACKLOG,
+        log_level=logging.ERROR,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=END_SECONDS,
@@ -157,26 +166,11 @@ def serve(feed: Feed, history: History, address: str, *, names: Iterable[str] = 
         listener.close()
 
 
-def _listening(host: str, port: int, address: str) -> socket.socket:
-    """A socket that listens there; port 0 picks a free one."""
+def _listening(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(found[:2], family=family)
     except OSError as error:
         why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        address = f"{host}:{port}"
         raise BindError(f"--http: cannot listen at {address!r}: {why}", endpoint=address) from error
-
-
-def _parsed(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) >= 2**16:
-        raise ConfigurationError(f"--http: expected HOST:PORT such as 127.0.0.1:8321, got {address!r}")
-    return host, int(port)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

@@ -163,7 +163,7 @@ def test_prometheus_has_the_token_where_it_looks_for_it(compose):
     assert f'printf %s "$$VIEW_TOKEN" >{scrape["authorization"]["credentials_file"]} &&' in line
     (target,) = scrape["static_configs"]
     assert target["targets"] == ["view:8321"]
-    assert "--http 0.0.0.0:8321 --name view" in compose("docker-compose.view.yml")["services"]["view"]["command"]
+    assert "--http 0.0.0.0:8321" in compose("docker-compose.view.yml")["services"]["view"]["command"]
 
 
 @pytest.mark.parametrize("script", ["bootstrap-engine", "fetch-wheels", "harness", "install"])

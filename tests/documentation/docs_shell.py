@@ -136,7 +136,7 @@ class Shell:
 
     def _assigned(self, words: Words) -> dict[str, str]:
         pairs = (word.split("=", 1) for word in words)
-        return {name: self._reachable(value) for name, value in pairs}
+        return {name: self._reachable(_expanded(value)) for name, value in pairs}
 
     def _run_command(self, words: list[str], environ: Mapping[str, str]) -> None:
         command = " ".join(words)
@@ -266,3 +266,11 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.kill()
         raise
     assert code == 0, f"the server ended with {code}"
+
+
+def _expanded(value: str) -> str:
+    """A value that may be what another command prints."""
+    if not value.startswith("$("):
+        return value
+    command = ["bash", "-c", f'printf %s "{value}"']
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

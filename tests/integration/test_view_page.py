@@ -20,9 +20,7 @@ if not shutil.which("chromedriver"):
     pytest.skip("needs chromium and chromedriver; scripts/test browser installs them", allow_module_level=True)
 
 from selenium import webdriver
-from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from server.cli.status import ask
@@ -42,6 +40,8 @@ START_SECONDS = 40.0
 # A picture is taken behind the drawing anew that a change of size brings.
 DRAWN_SECONDS = 0.5
 
+TOKEN = "of-the-test-0123"  # noqa: S105 - it opens nothing
+
 SIZES = {"light": ("light", 800), "dark": ("dark", 800), "phone": ("light", 390)}
 
 pytestmark = [pytest.mark.alone, pytest.mark.processes]
@@ -49,7 +49,11 @@ pytestmark = [pytest.mark.alone, pytest.mark.processes]
 
 @contextmanager
 def process(*arguments):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "STATSD_BN_VIEW_TOKEN": TOKEN,
+    }
     started = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
     try:
         yield started
@@ -118,16 +122,10 @@ def picture(driver, folder, name, of="view", height=540):
     )
 
 
-def assert_canvases_fit(driver):
-    """They are drawn again for the new width, and in the new colours."""
-    script = "return [...document.querySelectorAll('figure')].map((one) => one.scrollWidth - one.clientWidth)"
-    WebDriverWait(driver, SHOWN_SECONDS).until(lambda _: driver.execute_script(script) == [0, 0])
-
-
 def open_page(driver, port):
     for attempt in count():
         try:
-            driver.get(f"http://127.0.0.1:{port}/")
+            driver.get(f"http://127.0.0.1:{port}/?token={TOKEN}")
         except Exception:
             if attempt > START_SECONDS:
                 raise
@@ -188,11 +186,7 @@ def errors(driver):
     return [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 
-def chosen(driver):
-    return driver.switch_to.active_element
-
-
-def test_a_skewed_rank_is_seen_and_a_layer_opened_by_keyboard():
+def test_a_skewed_rank_is_seen():
     port, job = free_port(), "<script>alert(1)</script>"
     with ExitStack() as stack:
         program = str(ROOT / "tests/programs/heat_program.py")
@@ -204,21 +198,6 @@ def test_a_skewed_rank_is_seen_and_a_layer_opened_by_keyboard():
         rows = driver.find_elements(By.CSS_SELECTOR, ".cells tbody tr")
         assert len(rows) == 20
         assert [row.get_attribute("data-high") for row in rows] == ["5"] * 13 + [""] * 7  # most skewed layers first
-        while chosen(driver).get_attribute("title") != "layer4.1.bn1":  # the second row
-            ActionChains(driver).send_keys(Keys.TAB).perform()
-        ActionChains(driver).send_keys(Keys.ENTER).perform()
-        wait_for(driver, "Now, those who differ most first", SHOWN_SECONDS)
-        assert chosen(driver).text == "Layer layer4.1.bn1"
-        told = [chart.get_attribute("aria-label") for chart in driver.find_elements(By.CSS_SELECTOR, ".layer canvas")]
-        assert [label.split(";")[1][:11] for label in told] == [" now rank 5"] * 2
-        assert told[0].startswith("mean over 6")  # the ten minutes that the history has
-        ActionChains(driver).send_keys(Keys.ESCAPE).perform()
-        assert chosen(driver).get_attribute("title") == "layer4.1.bn1"
-        assert not driver.find_element(By.CSS_SELECTOR, ".layer").is_displayed()
-        driver.find_element(By.CSS_SELECTOR, ".cells tbody tr canvas").click()  # the first row, by the mouse
-        wait_for(driver, "Layer layer4.1.bn2", SHOWN_SECONDS)
-        driver.find_element(By.CSS_SELECTOR, ".layer button").click()
-        assert not driver.find_element(By.CSS_SELECTOR, ".layer").is_displayed()
         assert errors(driver) == []
 
 
@@ -265,11 +244,8 @@ def test_pictures_of_the_layers_fit_each_screen(tmp_path):
         for name in SIZES:
             open_page(driver, port)
             wait_for(driver, "rank 5 with", SHOWN_SECONDS)
-            driver.find_element(By.CSS_SELECTOR, ".cells button").send_keys(Keys.ENTER)
-            wait_for(driver, "Now, those who differ most first", SHOWN_SECONDS)
             driver.execute_script("document.querySelector('.heat').scrollIntoView()")
             picture(driver, folder, name, "layers", 700)
-            assert_canvases_fit(driver)
 
 
 def test_with_too_many_readers_the_page_says_so_and_comes_again():
@@ -282,8 +258,8 @@ def test_with_too_many_readers_the_page_says_so_and_comes_again():
         with ExitStack() as readers:
             for _ in range(MAX_STREAMS):
                 reader = readers.enter_context(closing(HTTPConnection("127.0.0.1", port)))
-                reader.request("GET", "/events")
-                assert reader.getresponse().status == 200
+                reader.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})
+                assert readers.enter_context(reader.getresponse()).status == 200
             driver.refresh()
             wait_for(driver, f"the view says: too many readers, {MAX_STREAMS} follow already", SHOWN_SECONDS)
         wait_for(driver, "Job digits", START_SECONDS)

@@ -1,5 +1,6 @@
-"""Programs of others show what the view shows: a terminal in tmux, and Prometheus."""
+"""The command `view` in whole: what its page tells of a running server, and what Prometheus scrapes."""
 
+import base64
 import contextlib
 import json
 import os
@@ -26,10 +27,12 @@ from support.paths import ROOT
 from support.ports import free_port
 from support.strategies import contribution, key, register, session_of
 
-pytest.importorskip("rich", reason="needs the extra view")
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
 WAIT_SECONDS = 30.0
+
+# Until four processes have imported torch, maybe on a busy machine.
+START_SECONDS = 80.0
 
 
 @contextlib.contextmanager
@@ -49,9 +52,9 @@ def planted_job(endpoint, job):
         yield
 
 
-def wait_for(look, *facts):
+def wait_for(look, *facts, seconds=WAIT_SECONDS):
     """Looks again and again until all facts are in what it returns."""
-    expiry = time.monotonic() + WAIT_SECONDS
+    expiry = time.monotonic() + seconds
     while True:
         found = look()
         missing = [fact for fact in facts if fact not in found]
@@ -62,38 +65,35 @@ def wait_for(look, *facts):
 
 
 @contextlib.contextmanager
-def terminal(folder, endpoint, lines=24):
-    """Opens the view in 80 columns; returns what looks at them, as one line without spaces."""
-    tmux = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]
-    view = f"{sys.executable} -m server view {endpoint}"
-    subprocess.run([*tmux, "new-session", "-d", "-x", "80", "-y", str(lines), view], check=True, cwd=ROOT)
+def viewing(*arguments):
+    """Serves the page; returns what fetches an address of it, as text."""
+    command = [sys.executable, "-m", "server", "view", *arguments, "--http", "127.0.0.1:0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            link, _, token = process.stderr.readline().removeprefix("statsd_bn view: ").strip().partition("?token=")
 
-    def look():
-        shown = subprocess.run([*tmux, "capture-pane", "-p"], capture_output=True, text=True, check=True).stdout
-        return "".join(shown.split())
+            def fetch(path, **query):
+                address = f"{link}{path}?{urllib.parse.urlencode(query)}"
+                asked = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})  # noqa: S310 - ours
+                with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:  # noqa: S310
+                    # The stream goes on; its first line is the newest snapshot.
+                    told = answer.readline() if path == "events" else answer.read()
+                return told.decode()
 
-    try:
-        yield look
-    finally:
-        subprocess.run([*tmux, "kill-server"], check=True)
-
-
-NEEDS_TMUX = pytest.mark.skipif(not shutil.which("tmux"), reason="needs tmux")
-
-
-@NEEDS_TMUX
-def test_a_terminal_of_80_columns_and_24_lines_shows_all_facts(server, job, tmp_path):
-    with planted_job(server.endpoint, job), terminal(tmp_path, server.endpoint) as look:
-        first = "first non-finite: layer stem.bn, forward, step 0, rank 1"
-        wait_for(look, *("".join(fact.split()) for fact in (f"'{job}'", "2 of 2 ranks", "awaited", first)))
+            yield fetch
+        finally:
+            process.kill()
 
 
-@NEEDS_TMUX
+def snapshot(fetch):
+    return json.loads(fetch("events").removeprefix("data: "))
+
+
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_terminal_shows_a_training_as_it_goes(tmp_path):
-    """As the browser does in `test_view_page.py`, which needs one."""
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+def test_the_page_tells_of_a_training_as_it_goes(tmp_path):
+    """As a browser shows it in `test_view_page.py`, which needs one."""
+    endpoint = f"ipc://{tmp_path}/server"
     program = str(ROOT / "tests/programs/view_program.py")
     with contextlib.ExitStack() as stack:
 
@@ -104,54 +104,30 @@ def test_a_terminal_shows_a_training_as_it_goes(tmp_path):
 
         server = start("-m", "server", "--bind", endpoint, "--log-level", "error")
         ranks = [start(program, str(rank), endpoint) for rank in range(4)]
-        # With room for all events: several may come at once, and the latest leave none for those before.
-        look = stack.enter_context(terminal(tmp_path, endpoint, lines=60))
-        wait_for(look, "4of4ranks", *(f"pid{rank.pid}" for rank in ranks))
-        wait_for(
-            look,
-            f"firstnon-finite:layer2,forward,step20,rank2({socket.gethostname()},pid{ranks[2].pid}),1of8channels(inf)",
-        )
-        wait_for(look, f"rank1({socket.gethostname()},pid{ranks[1].pid}):inputmean")
+        fetch = stack.enter_context(viewing(endpoint))
+        places = [f"{socket.gethostname()}, pid {rank.pid}" for rank in ranks]
+
+        def look():
+            return fetch("events")
+
+        wait_for(look, *places, seconds=START_SECONDS)
+        wait_for(look, f"first non-finite: layer 2, forward, step 20, rank 2 ({places[2]}), 1 of 8 channels (inf)")
+        wait_for(look, f"rank 1 ({places[1]}): input mean")
         server.kill()
         server.wait()
         start("-m", "server", "--bind", endpoint, "--log-level", "error")
-        wait_for(look, "theserverstartedagain")
-        wait_for(look, "4of4ranks")
+        wait_for(look, "the server started again")
+        wait_for(lambda: [len(group["members"]) for group in snapshot(fetch)["groups"]], 4)
         ranks[3].kill()
-        wait_for(look, f"rank3({socket.gethostname()},pid{ranks[3].pid})waslost")
+        wait_for(look, f"rank 3 ({places[3]}) was lost")
 
 
-FACTS = ("2 of 2 ranks", "first non-finite: layer stem.bn, forward, step 0, rank 1 (")
-
-
-def test_once_shows_a_running_job_and_ends(server, job, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    with planted_job(server.endpoint, job):
-
-        def look():
-            assert main(["view", server.endpoint, "--once"]) == 0
-            return capsys.readouterr().out
-
-        shown = wait_for(look, f"'{job}'", *FACTS)
-    assert "\x1b" not in shown  # no terminal is there that could be told of colours
-
-
-def test_what_is_recorded_of_a_running_server_is_shown_without_it(job, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    file = str(tmp_path / "run.db")
-    with running_server() as server, planted_job(server.endpoint, job):
-
-        def look():
-            assert main(["view", server.endpoint, "--once", "--record", file]) == 0
-            return capsys.readouterr().out
-
-        wait_for(look, job, *FACTS)
-    assert main(["view", file]) == 0
-    assert f"'{job}'" in capsys.readouterr().out
-    assert main(["view", file, "--json"]) == 0
-    (group,) = json.loads(capsys.readouterr().out.splitlines()[-1])["groups"]
-    assert group["job"] == job
-    assert group["non_finite"][0].startswith(FACTS[1])
+def test_the_page_of_a_running_job_has_its_ranks_and_its_first_non_finite_row(server, job):
+    with planted_job(server.endpoint, job), viewing(server.endpoint) as fetch:
+        wait_for(lambda: fetch("events"), f'"{job}"', "first non-finite: layer stem.bn, forward, step 0, rank 1 (")
+        (group,) = [group for group in snapshot(fetch)["groups"] if group["job"] == job]
+        assert [member["member"] for member in group["members"]] == [0, 1]
+        assert "statsd_bn_members" in fetch("metrics")
 
 
 def test_a_server_with_keys_shows_its_jobs_to_who_has_one(tmp_path):
@@ -159,16 +135,15 @@ def test_a_server_with_keys_shows_its_jobs_to_who_has_one(tmp_path):
     command = [sys.executable, "-m", "server"]
     subprocess.run([*command, "keygen", keys, "--client", "alice"], cwd=ROOT, check=True, capture_output=True)
     with running_server("--curve", str(keys)) as secured:
-        view = [*command, "view", secured.endpoint, "--once", "--json"]
-        alice = ("--curve", keys / "secrets" / "alice.key_secret")
-        told = subprocess.run([*view, *alice], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-        assert json.loads(told)["groups"] == []
+        with viewing(secured.endpoint, "--curve", str(keys / "secrets" / "alice.key_secret")) as fetch:
+            assert snapshot(fetch)["groups"] == []
+        view = [*command, "view", secured.endpoint, "--http", "127.0.0.1:0"]
         refused = subprocess.run(view, cwd=ROOT, check=False, capture_output=True, text=True)
-        assert refused.returncode
+        assert refused.returncode == 5
         assert "expects a key, and this client has none" in refused.stderr
 
 
-def test_what_ranks_have_told_the_server_is_in_a_snapshot(server, job):
+def test_what_ranks_have_told_the_server_is_in_the_heat_map(server, job):
     """Of more layers than one answer has room for."""
     members, layers = 128, [f"layer{number}" for number in range(limits.MAX_DIGEST_LAYERS)]
     named = ["\n".join(f"{part}.{layer}" for layer in layers) for part in "abcdefgh"]
@@ -182,13 +157,13 @@ def test_what_ranks_have_told_the_server_is_in_a_snapshot(server, job):
             dealer.send(encode(Digest(session_of(0, job), 0, part, values)))
             # What comes sooner is dropped, by the clock of a server that may be slow to look at the one before.
             time.sleep(LEAST_SECONDS + 0.7)
-        command = [sys.executable, "-m", "server", "view", server.endpoint, "--once", "--json"]
-        snapshot = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    (told,) = [group["figures"]["layers"] for group in snapshot["groups"] if group["job"] == job]
-    assert sorted(layer["name"] for layer in told) == sorted("\n".join(named).split("\n"))
-    assert len(told) * members * 32 > limits.MAX_FIGURES_BYTES
-    assert told[0]["eta2"] == pytest.approx(0.227)
-    assert (told[0]["parts"][7], told[0]["means"][7], told[0]["variances"][7]) == (0.1, 0.5, 1.0)
+        with viewing(server.endpoint) as fetch:
+            told = json.loads(fetch("heat", job=job, group="world"))
+    assert sorted(told["layers"]) == sorted("\n".join(named).split("\n"))
+    assert len(told["layers"]) * members * 32 > limits.MAX_FIGURES_BYTES
+    assert told["eta2"][0] == pytest.approx(0.227)
+    parts = np.frombuffer(base64.b64decode(told["parts"]), "<f4").reshape(-1, members)
+    assert parts[0, 7] == np.float32(0.1)
 
 
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="needs Debian's prometheus")
@@ -198,7 +173,7 @@ def test_prometheus_scrapes_it_and_loads_the_rules(server, job, tmp_path):
     (tmp_path / "alerts.yml").write_text((folder / "alerts.yml").read_text())
     config = (folder / "prometheus.yml").read_text().replace("view:8321", f"127.0.0.1:{port}").replace("5s", "1s")
     (tmp_path / "prometheus.yml").write_text(config.replace("/prometheus/token", str(tmp_path / "token")))
-    (tmp_path / "token").write_text("of-the-test")
+    (tmp_path / "token").write_text("of-the-test-0123")
     storage = ["--storage.tsdb.path", str(tmp_path / "data"), "--web.listen-address", f"127.0.0.1:{own}"]
 
     def ask(path, **query):
@@ -215,7 +190,7 @@ def test_prometheus_scrapes_it_and_loads_the_rules(server, job, tmp_path):
             for found in ask("query", query=expression).get("result", ())
         }
 
-    environment = {**os.environ, "STATSD_BN_VIEW_TOKEN": "of-the-test"}
+    environment = {**os.environ, "STATSD_BN_VIEW_TOKEN": "of-the-test-0123"}
     with contextlib.ExitStack() as stack:
         stack.enter_context(planted_job(server.endpoint, job))
         for command in (
@@ -233,18 +208,6 @@ def test_prometheus_scrapes_it_and_loads_the_rules(server, job, tmp_path):
         assert "StatsdBnNonFinite" in {rule["name"] for rule in group["rules"]}
 
 
-def test_a_page_picks_a_free_port_and_says_which(server):
-    command = [sys.executable, "-m", "server", "view", server.endpoint, "--http", "127.0.0.1:0"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            address = process.stderr.readline().removeprefix("statsd_bn view: ").strip()
-            port = address.rstrip("/").rpartition(":")[2]
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
-                assert b"statsd_bn_" in answer.read()
-        finally:
-            process.kill()
-
-
 def test_a_page_where_another_one_listens_exits_with_3(server, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
@@ -255,13 +218,19 @@ def test_a_page_where_another_one_listens_exits_with_3(server, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--once", "--http", "127.0.0.1:0"], "--once: expected no --http beside it"),
-        (["--name", "host-a", "--once"], "--name: expected --http HOST:PORT with it"),
-        (["nowhere.db"], "expected an endpoint, or the file of a recording, got 'nowhere.db'"),
-    ],
+    "address", ["8321", "127.0.0.1", ":8321", "127.0.0.1:65536", "127.0.0.1:-1", "h:" + "9" * 5000]
 )
-def test_arguments_of_the_view_that_do_not_go_together_are_refused(arguments, words, capsys):
-    assert main(["view", *arguments]) == 2
-    assert words in unfolded(capsys.readouterr().err)
+def test_what_is_no_address_of_a_page_is_refused(address, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["view", "--http", address])
+    error = capsys.readouterr().err
+    assert error.startswith("statsd_bn: argument --http: expected HOST:PORT with a port of 0 to 65535, got ")
+    assert len(error) < 200
+
+
+def test_by_default_the_page_is_at_a_port_of_loopback(server, monkeypatch):
+    told = []
+    monkeypatch.setattr("server.view.web.serve", lambda *arguments: told.append(arguments))
+    assert main(["view", server.endpoint]) == 0
+    ((endpoint, _, *address, _),) = told
+    assert (endpoint, address) == (server.endpoint, ["127.0.0.1", 8321])

@@ -3,7 +3,6 @@
 It is another rank where a file has its number.
 """
 
-import math
 import random
 import sys
 import time
@@ -12,45 +11,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from server.view.feed import Feed
-from server.view.history import History
+from server.arguments import host_and_port
 from server.view.web import serve
 from support.view_reports import group, member, report
 
 ODD_RANK = 5
-LAYERS, RANKS, PAST_SECONDS = 20, 8, 600
+LAYERS, RANKS = 20, 8
+
+TOKEN = "of-the-test-0123"  # noqa: S105 - it opens nothing
 
 
 def main(address: str, job: str, layers: int, ranks: int, odd: Callable[[], int]) -> None:
-    """Serve until Ctrl-C, with some minutes of history already there."""
-    history = History()
-    feed = Feed("tcp://127.0.0.1:4555", lambda: told(job, time.time(), layers, ranks, odd()), history=history)
-    now = time.time()
-    for age in range(PAST_SECONDS, 0, -1 if ranks < 100 else -30):
-        history.add({**told(job, now - age, layers, ranks), "time": now - age, "error": ""})
-    feed.ask()
-    serve(feed, history, address)
+    """Serve until Ctrl-C."""
+    host, port = host_and_port(address)
+    serve("tcp://127.0.0.1:4555", lambda: told(job, time.time(), layers, ranks, odd()), host, port, TOKEN)
 
 
 def told(job: str, now: float, layers: int, ranks: int, odd: int = ODD_RANK) -> dict[str, Any]:
     """What the server would say at a time."""
     chance = random.Random(now)
     members = [member(rank, int(now) % 1000) for rank in range(ranks)]
-    figures = {"layers": [layer(chance, now, at, layers, ranks, odd) for at in range(layers)]}
+    figures = {"layers": [layer(chance, at, layers, ranks, odd) for at in range(layers)]}
     return report(group(*members, job=job, figures=figures))
 
 
-def layer(chance: random.Random, now: float, at: int, layers: int, ranks: int, odd: int) -> dict[str, Any]:
+def layer(chance: random.Random, at: int, layers: int, ranks: int, odd: int) -> dict[str, Any]:
     """One layer's figures; the skew begins behind the first third, and grows."""
     skew = max(0.0, at / layers - 0.3)
     parts = [0.004 * chance.uniform(0.5, 1.5) / ranks * 8 for _ in range(ranks)]
     parts[odd] += 0.5 * skew
-    means = [0.1 * math.sin(now / 40 + rank) for rank in range(ranks)]
-    means[odd] += 4 * skew
-    variances = [1 + 0.1 * chance.random() for _ in range(ranks)]
-    variances[odd] *= 1 + 8 * skew
     name = f"layer{at // 4}.{at % 4 // 2}.bn{at % 2 + 1}"
-    return {"name": name, "eta2": sum(parts), "parts": parts, "means": means, "variances": variances}
+    return {"name": name, "eta2": sum(parts), "parts": parts}
 
 
 def written(file: Path) -> int:

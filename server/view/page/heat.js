@@ -118,12 +118,11 @@ class Heat {
     head.append(corner, ranks);
     this.body = table.createTBody();
     this.scroll.append(table);
-    this.layer = new Layer(this.names);
     const legend =
       "Most skewed layers first. The stronger the colour, the more of the variance between ranks comes from this rank; " +
-      "a number or a diamond marks a part that is far greater than the others'. η² is what lies between ranks altogether. Enter on a layer, or a click, shows its history.";
+      "a number or a diamond marks a part that is far greater than the others'. η² is what lies between ranks altogether.";
     const title = make("h2", `Layers of job ${job}, group ${group}`);
-    this.section.append(title, this.summary, make("p", legend, "faint"), this.scroll, this.layer.section);
+    this.section.append(title, this.summary, make("p", legend, "faint"), this.scroll);
   }
 
   // Called with each snapshot, since that is when there are new figures.
@@ -141,7 +140,6 @@ class Heat {
   }
 
   end() {
-    this.layer.close();
     this.section.remove();
   }
 
@@ -153,13 +151,13 @@ class Heat {
       return { name, eta2: eta2[at], parts: own, high: judged(own).high };
     });
     told.sort((a, b) => b.eta2 - a.eta2);
-    [this.told, this.named, this.layer.named] = [told, ranks, ranks];
+    [this.told, this.named] = [told, ranks];
     this.tell(told, members);
     this.draw();
     for (const name of this.rows.keys()) {
       if (!layers.includes(name)) this.forget(name);
     }
-    // Rows do not move away under whoever is about to open one.
+    // Rows do not move while the reader points at one, or scrolls by keyboard.
     if (!this.scroll.matches(":focus-within, :hover")) {
       this.body.append(...told.map((layer) => this.rows.get(layer.name).row));
     }
@@ -172,7 +170,6 @@ class Heat {
     const width = Math.max(CELL.least, Math.min(CELL.most, Math.floor(room / members)));
     drawRanks(this.ranks, this.named, width);
     for (const layer of this.told) this.row(layer, width);
-    this.layer.draw();
   }
 
   tell(told, members) {
@@ -202,19 +199,16 @@ class Heat {
     const row = this.body.insertRow();
     const head = make("th");
     head.scope = "row";
-    const button = make("button", name);
-    button.type = "button";
-    button.title = name;
-    button.onclick = () => this.layer.open(name, button);
+    const label = make("span", name);
+    label.title = name;
     const told = make("small");
-    head.append(button, told);
+    head.append(label, told);
     const canvas = make("canvas");
     canvas.setAttribute("aria-hidden", "true"); // the row's head says the same
     const cell = row.insertCell();
     row.prepend(head);
     cell.append(canvas);
     const made = { row, told, canvas };
-    canvas.onclick = () => this.layer.open(name, button);
     canvas.onmousemove = (at) => {
       const member = Math.min(made.parts.length - 1, Math.floor(at.offsetX / made.width));
       canvas.title = `${called(this.named, member)}: ${made.parts[member].toFixed(3)} of the variance`;

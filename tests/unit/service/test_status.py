@@ -6,7 +6,6 @@ import pytest
 import zmq
 
 import server.__main__ as command
-from server.__main__ import _described
 from server.cli import status as status_module
 from server.cli.status import COUNTS, ask, describe, own_endpoint
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
@@ -294,7 +293,7 @@ def test_an_answer_that_is_no_status_exits_with_4_and_one_line(somebody, capsys,
 
 
 def test_the_view_takes_no_report_that_makes_no_sense(somebody, capsys):
-    assert command.main(["view", somebody(encode(Status({"groups": [{}]}))), "--once"]) == 4
+    assert command.main(["view", somebody(encode(Status({"groups": [{}]}))), "--http", "127.0.0.1:0"]) == 4
     said = capsys.readouterr()
     assert said.out == ""
     assert "one that makes no sense" in unfolded(said.err)
@@ -312,7 +311,7 @@ NONSENSE = [{}, {**REPORT, "seconds": "long"}, {**REPORT, "groups": [{}]}, {**RE
 @pytest.mark.parametrize("report", NONSENSE)
 def test_a_report_that_makes_no_sense_is_an_error_in_one_line(report):
     with pytest.raises(ServerUnreachable, match="makes no sense"):
-        _described(report)
+        describe(report)
 
 
 def test_a_check_at_an_interface_without_an_address_is_a_wrong_use(monkeypatch):

@@ -73,16 +73,3 @@ def test_what_nobody_expects_is_shown_and_the_asking_goes_on():
     feed.ask()
     assert feed.ask()["error"] == "OSError: no descriptor left"
     assert feed.ask()["error"] == ""
-
-
-def test_a_keeper_that_fails_is_told_of_once_and_what_is_shown_is_new(caplog):
-    class Full:
-        def add(self, _):
-            raise OSError("no space left")
-
-    answers = iter([report(group(member(0, step=step))) for step in (1, 2, 3)])
-    feed = Feed("tcp://x:1", lambda: next(answers), Full())
-    assert [feed.ask()["groups"][0]["members"][0]["step"] for _ in range(3)] == [1, 2, 3]
-    assert [record.getMessage() for record in caplog.records] == [
-        "statsd_bn view: a snapshot was not kept, nor may later ones be: OSError: no space left"
-    ]

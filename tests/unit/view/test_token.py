@@ -1,4 +1,4 @@
-"""Who may read the page of `view --http`: anybody on loopback, elsewhere whoever has the token that it prints."""
+"""The page of `view` asks for a token, on every address: the one that it prints, or that it was given."""
 
 import os
 import re
@@ -11,15 +11,16 @@ from http.client import HTTPConnection
 import pytest
 
 from server.__main__ import main
+from statsd_bn.text import unfolded
 from support.paths import ROOT
 from support.ports import free_port
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
-ADDRESSES = ["/", "/page.js", "/events", "/metrics", "/heat", "/history"]
+ADDRESSES = ["/", "/page.js", "/events", "/metrics", "/heat", "/nothing"]
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - that is what is tried
-GIVEN = "of-the-test"
+GIVEN = "of-the-test-0123"
 
 # Of 32 bytes in base64.
 LETTERS = 43
@@ -34,7 +35,7 @@ def page(endpoint, host, token=""):
     started = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         link = started.stderr.readline()
-        found = re.fullmatch(rf"statsd_bn view: http://{re.escape(host)}:{port}/(?:\?token=(\S+))?\n", link)
+        found = re.fullmatch(rf"statsd_bn view: http://{re.escape(host)}:{port}/\?token=(\S+)\n", link)
         assert found, link
         yield port, found[1]
     finally:
@@ -60,21 +61,18 @@ def status(port, address, at="127.0.0.1", **headers):
     return answer(port, address, at, **headers)[0]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
-def test_on_loopback_anybody_reads(server, host):
+@pytest.mark.parametrize(("host", "at"), [("127.0.0.1",) * 2, ("localhost", "127.0.0.1"), (EVERYWHERE, "127.0.0.1")])
+def test_each_address_asks_for_the_token_on_loopback_too(server, host, at):
     with page(server.endpoint, host) as (port, token):
-        assert token is None
-        at = host if host[-1] == "2" else "127.0.0.1"
-        assert [status(port, address, at) for address in ("/", "/metrics")] == [200, 200]
+        assert {status(port, address, at) for address in ADDRESSES} == {401}
+        assert status(port, "/metrics", at, Authorization="Bearer x") == 401
+        assert status(port, "/metrics", at, Authorization=f"Bearer {token}") == 200
 
 
-def test_elsewhere_each_run_makes_a_token_and_asks_for_it(server):
+def test_each_run_makes_a_token(server):
     tokens = set()
     for _ in range(2):
-        with page(server.endpoint, EVERYWHERE) as (port, token):
-            assert {status(port, address) for address in ADDRESSES} == {401}
-            assert status(port, "/metrics", Authorization="Bearer x") == 401
-            assert status(port, "/metrics", Authorization=f"Bearer {token}") == 200
+        with page(server.endpoint, "127.0.0.1") as (_, token):
             assert len(token) >= LETTERS
             tokens.add(token)
     assert len(tokens) == 2
@@ -105,8 +103,22 @@ def test_a_token_of_letters_that_mean_something_in_a_link_or_a_cookie_opens_the_
         assert status(port, "/", Authorization=f"Bearer {odd}") == 200
 
 
-@pytest.mark.parametrize("token", ["two words", "f\u00fcnf", "a\tb"])
-def test_a_token_that_no_header_can_bring_is_refused(server, token, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("token", "got"),
+    [
+        ("two words with blanks", "others"),
+        ("f\u00fcnf" * 5, "others"),
+        ("a\tb" * 9, "others"),
+        ("x", 1),
+        ("x" * 15, 15),
+    ],
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", EVERYWHERE])
+def test_a_token_that_can_be_guessed_or_that_no_header_can_bring_is_refused(
+    server, host, token, got, monkeypatch, capsys
+):
     monkeypatch.setenv("STATSD_BN_VIEW_TOKEN", token)
-    assert main(["view", server.endpoint, "--http", f"127.0.0.1:{free_port()}"]) == 2
-    assert "STATSD_BN_VIEW_TOKEN: expected printable letters of ASCII" in capsys.readouterr().err
+    assert main(["view", server.endpoint, "--http", f"{host}:{free_port()}"]) == 2
+    error = unfolded(capsys.readouterr().err)
+    assert "STATSD_BN_VIEW_TOKEN: expected at least 16 printable letters of ASCII without blanks" in error
+    assert error.endswith(f", got {got}\n")

@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
 from server.view.feed import Feed
-from server.view.heat import heat
-from server.view.history import History
+from server.view.heat import heat, ranks_of
 from server.view.web import FILES, MAX_STREAMS, app
-from support.view_reports import figures_of, group, member, report
+from support.view_reports import figures, group, layer, member, report
 
 TOKEN = "s3cret"  # noqa: S105 - it opens nothing
+BEARER = [(b"authorization", f"Bearer {TOKEN}".encode())]
 JOB = "<script>alert(1)</script>"
 LAYER = 'bn"<b>&1'
 
@@ -24,18 +24,17 @@ LAYER = 'bn"<b>&1'
 class Page:
     """The application over a pretended server's one answer, without sockets."""
 
-    def __init__(self, token=""):
-        told = figures_of(["bn0", LAYER], 3, odd=2)
+    def __init__(self):
+        told = figures(*(layer(name, 0.01, 0.01, 0.2) for name in ("bn0", LAYER)))
         answer = report(group(*(member(rank) for rank in range(3)), job=JOB, figures=told), group(member(0)))
-        self.history = History()
-        self.feed = Feed("tcp://127.0.0.1:4555", lambda: answer, history=self.history)
+        self.feed = Feed("tcp://127.0.0.1:4555", lambda: answer)
         self.feed.ask()
-        self.app = app(self.feed, self.history, token)
+        self.app = app(self.feed, TOKEN)
 
-    def get(self, path, method="GET", headers=(), **query):
+    def get(self, path, method="GET", headers=BEARER, **query):
         return asyncio.run(self.answer(path, method, headers, **query))
 
-    async def answer(self, path, method="GET", headers=(), until=None, **query):
+    async def answer(self, path, method="GET", headers=BEARER, until=None, **query):
         told = []
 
         async def send(message):
@@ -59,22 +58,20 @@ class Page:
         return told[0]["status"], dict(told[0]["headers"]), body
 
 
-ASKS = {"/history": {"job": JOB, "group": "world", "layer": LAYER}, "/heat": {"job": JOB, "group": "world"}}
+ASKS = {"/heat": {"job": JOB, "group": "world"}}
 
 
 @pytest.mark.parametrize("path", [*FILES, "/metrics", *ASKS])
 def test_each_address_asks_for_the_token(path):
-    page = Page(TOKEN)
-    status, _, body = page.get(path, **ASKS.get(path, {}))
+    status, _, body = Page().get(path, headers=(), **ASKS.get(path, {}))
     assert (status, JOB.encode() in body) == (401, False)
-    bearer = [(b"authorization", f"Bearer {TOKEN}".encode())]
-    status, headers, _ = page.get(path, headers=bearer, **ASKS.get(path, {}))
+    status, headers, _ = Page().get(path, **ASKS.get(path, {}))
     assert status == 200
     assert b"default-src 'none'" in headers[b"content-security-policy"]
 
 
 def test_the_stream_asks_for_the_token_too():
-    assert Page(TOKEN).get("/events")[0] == 401
+    assert Page().get("/events", headers=())[0] == 401
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
@@ -106,7 +103,7 @@ def test_the_stream_tells_each_snapshot_without_its_figures():
     told = json.loads(first.removeprefix("data: "))
     assert told["groups"][0]["job"] == JOB
     assert [told_group["has_figures"] for told_group in told["groups"]] == [True, False]
-    assert "variances" not in first
+    assert "parts" not in first
 
 
 def test_streams_are_bounded():
@@ -122,41 +119,40 @@ def test_streams_are_bounded():
     assert asyncio.run(open_too_many()) == (503, 200)
 
 
-def test_the_history_of_a_layer_is_json():
-    status, headers, body = Page().get("/history", **ASKS["/history"])
-    assert (status, headers[b"content-type"]) == (200, b"application/json")
-    told = json.loads(body)
-    assert (told["job"], told["layer"]) == (JOB, LAYER)
-    assert told["means"] == [[10.0, 11.0, 12.0]]
-    assert told["variances"] == [[1.0, 1.0, 25.0]]
-
-
 def test_the_heat_has_all_layers_and_ranks():
     told = json.loads(Page().get("/heat", **ASKS["/heat"])[2])
-    assert (told["layers"], told["members"], told["eta2"]) == (["bn0", LAYER], 3, [0.25, 0.25])
+    assert (told["layers"], told["members"], told["eta2"]) == (["bn0", LAYER], 3, [0.22, 0.22])
     assert told["ranks"] == [0, 1, 2]
     parts = struct.unpack("<6f", base64.b64decode(told["parts"]))
     assert parts == pytest.approx([0.01, 0.01, 0.2] * 2)
 
 
 def test_the_heat_of_a_smaller_group_names_its_ranks_as_in_the_job():
-    of = group(member(5), member(3), group="odd", figures=figures_of(["bn"], 2))
+    of = group(member(5), member(3), group="odd", figures=figures(layer("bn", 0.01, 0.01)))
     assert heat(report(of), "digits", "odd")["ranks"] == [3, 5]
 
 
-@pytest.mark.parametrize("path", ASKS)
+def test_ranks_that_a_report_has_no_room_for_are_not_known():
+    of = group(member(5), member(3), group="odd", members_left_out=2)
+    assert ranks_of(of, 4) == [3, 5, None, None]
+    assert ranks_of(of, 5) == [None] * 5, "one has left"
+
+
+def test_a_rank_of_the_world_is_known_even_if_others_have_left():
+    assert ranks_of(group(member(1)), 3) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("wrong", [{"job": "other"}, {"group": "other"}])
-def test_of_what_is_not_known_there_is_nothing(path, wrong):
-    status, _, body = Page().get(path, **ASKS[path] | wrong)
+def test_of_what_is_not_known_there_is_nothing(wrong):
+    status, _, body = Page().get("/heat", **ASKS["/heat"] | wrong)
     assert (status, body) == (204, b"")
 
 
-def test_a_group_without_figures_has_neither():
-    for path in ASKS:
-        assert Page().get(path, **ASKS[path] | {"job": "digits"})[0] == 204
+def test_a_group_without_figures_has_no_heat():
+    assert Page().get("/heat", job="digits", group="world")[0] == 204
 
 
 def test_a_question_without_its_arguments_is_told_which():
-    status, headers, body = Page().get("/history", job=JOB, group="world")
-    assert (status, body) == (400, b"expected job, group, layer; there is no layer")
+    status, headers, body = Page().get("/heat", job=JOB)
+    assert (status, body) == (400, b"expected job and group in the query")
     assert headers[b"x-content-type-options"] == b"nosniff"

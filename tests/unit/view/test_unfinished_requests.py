@@ -1,0 +1,109 @@
+"""Requests that never become whole keep nobody from the page, and are dropped soon. Anybody may connect."""
+
+import contextlib
+import resource
+import socket
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection
+
+import pytest
+
+from server.view.guard import MAX_WAITING, REQUEST_SECONDS
+from support.paths import ROOT
+
+pytest.importorskip("uvicorn", reason="needs the extra view")
+
+# More connections than the page may have files.
+FILES, CONNECTIONS = 256, 300
+
+# A page of a machine that is busy.
+ANSWER_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def page(endpoint):
+    """Serves the page with few files; returns its port, and the file of what it logs."""
+    command = [sys.executable, "-m", "server", "view", endpoint, "--http", "127.0.0.1:0"]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))  # noqa: E731 - it is said once
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=limit) as process:  # noqa: PLW1509 - no threads yet
+        try:
+            link = process.stderr.readline()
+            yield int(link.partition("127.0.0.1:")[2].partition("/")[0]), process
+        finally:
+            process.kill()
+
+
+def half_sent(port):
+    opened = socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS)
+    opened.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Rest:")
+    return opened
+
+
+def status(port):
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)) as to:
+        to.request("GET", "/")
+        return to.getresponse().status
+
+
+def whole(connection):
+    """All that comes until the other side closes."""
+    came = b""
+    with contextlib.suppress(ConnectionResetError):
+        while some := connection.recv(4096):
+            came += some
+    return came
+
+
+def is_dropped(connection, seconds):
+    connection.settimeout(seconds)
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+def test_hundreds_of_them_leave_room_for_others_and_are_dropped_without_many_words(server):
+    with page(server.endpoint) as (port, process), contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(half_sent(port)) for _ in range(CONNECTIONS)]
+        began = time.monotonic()
+        assert [status(port) for _ in range(20)] == [401] * 20
+        assert time.monotonic() - began < ANSWER_SECONDS
+        assert all(is_dropped(connection, REQUEST_SECONDS + ANSWER_SECONDS) for connection in opened)
+        assert status(port) == 401
+        process.kill()
+        assert process.stderr.read() == ""
+
+
+def test_a_request_that_comes_letter_by_letter_is_dropped(server):
+    with page(server.endpoint) as (port, _), half_sent(port) as opened:
+        began = time.monotonic()
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):  # noqa: PT012 - some letters go through
+            while time.monotonic() < began + REQUEST_SECONDS + ANSWER_SECONDS:
+                opened.sendall(b"x")
+                time.sleep(0.1)
+        assert time.monotonic() - began > REQUEST_SECONDS / 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET / HTTP/1.1\r\nX-Rest:", b"401"),
+        (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\nx", b"405"),
+    ],
+    ids=["second request", "body"],
+)
+def test_nothing_is_waited_for_behind_the_first_request(server, sent, status):
+    with page(server.endpoint) as (port, _), socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS) as opened:
+        opened.sendall(sent)
+        assert whole(opened).startswith(b"HTTP/1.1 " + status)
+
+
+def test_garbage_is_not_logged(server):
+    with page(server.endpoint) as (port, process):
+        for _ in range(2 * MAX_WAITING):
+            with socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS) as opened:
+                opened.sendall(b"\x00garbage\r\n\r\n")
+                opened.recv(4096)
+        process.kill()
+        assert process.stderr.read() == ""
