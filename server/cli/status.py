@@ -9,6 +9,8 @@ import zmq
 
 from server.cli.asking import ANSWER_SECONDS, asking
 from server.config import bound_to
+from statsd_bn import limits
+from statsd_bn.checks import check_integer
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
@@ -27,6 +29,9 @@ COUNTS = {
     "dropped_answers": "answers dropped",
     "dropped_messages": "messages dropped",
 }
+
+# How many members a group of a report has, or had, lacks, and has besides those that the report names.
+SIZES = ("world_size", "missing", "members_left_out")
 
 # What a report raises that is not as this version expects it.
 UNSOUND = (KeyError, TypeError, ValueError, AttributeError, ProtocolError)
@@ -80,7 +85,18 @@ def report_of(endpoint: str, frame: bytes) -> dict[str, Any]:
         text = answer.message if isinstance(answer, Failure) else type(answer).__name__
         raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
     report: dict[str, Any] = readable_within(answer.report)
+    try:
+        _check_sizes(report)
+    except UNSOUND as error:
+        raise unsound(error) from error
     return report
+
+
+def _check_sizes(report: dict[str, Any]) -> None:
+    """Refuse numbers of members that no group can have: who reads the report lists the members that are missing."""
+    for told in (*report["groups"], *report.get("ended", ())):
+        for name in (name for name in SIZES if name in told):
+            check_integer(name, told[name], 0, limits.MAX_MEMBERS)
 
 
 def own_endpoint(environ: Mapping[str, str]) -> str:
@@ -131,9 +147,8 @@ def _find_server(environ: Mapping[str, str]) -> str:
 
 def unsound(error: BaseException) -> ServerUnreachable:
     """Error that tells that a report makes no sense."""
-    return ServerUnreachable(
-        f"expected a status report of this version, got one that makes no sense: {type(error).__name__}"
-    )
+    what = error.message if isinstance(error, ProtocolError) else type(error).__name__
+    return ServerUnreachable(f"expected a status report of this version, got one that makes no sense: {what}")
 
 
 def describe(report: dict[str, Any]) -> str:

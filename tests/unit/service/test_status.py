@@ -8,6 +8,7 @@ import zmq
 import server.__main__ as command
 from server.cli import status as status_module
 from server.cli.status import COUNTS, ask, describe, own_endpoint
+from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Failure, Leave, Registered, Status
@@ -297,6 +298,33 @@ def test_the_view_takes_no_report_that_makes_no_sense(somebody, capsys):
     said = capsys.readouterr()
     assert said.out == ""
     assert "one that makes no sense" in unfolded(said.err)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"world_size": limits.MAX_MEMBERS + 1},
+        {"world_size": 2**62, "missing": 2**62},
+        {"world_size": 1e9, "missing": 1e9},
+        {"missing": -1},
+        {"members_left_out": 2**62},
+    ],
+)
+@pytest.mark.parametrize("options", [["status"], ["status", "--json"], ["view", "--http", "127.0.0.1:0"]], ids=str)
+def test_a_number_of_members_that_no_group_can_have_is_refused(somebody, capsys, changed, options):
+    report = REPORT | {"groups": [GROUP | {"members": [], "waiting": []} | changed]}
+    assert command.main([*options, somebody(encode(Status(report)))]) == 4
+    said = capsys.readouterr()
+    assert said.out == ""
+    (name, size), *_ = changed.items()
+    assert f"{name}: expected an integer in [0, {limits.MAX_MEMBERS}], got {size!r}" in unfolded(said.err)
+    assert unfolded(said.err).count("\n") == 1
+
+
+def test_the_size_of_a_job_that_has_ended_is_checked_too(somebody, capsys):
+    ended = [{"job": "digits", "epoch": 0, "world_size": 2**62, "rounds_done": 0, "lost": "", "seconds": 1.0}]
+    assert command.main(["status", somebody(encode(Status(REPORT | {"groups": [], "ended": ended})))]) == 4
+    assert f"world_size: expected an integer in [0, {limits.MAX_MEMBERS}]" in unfolded(capsys.readouterr().err)
 
 
 def test_whoever_is_named_cannot_speak_to_the_terminal_or_forge_a_line():
