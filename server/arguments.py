@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +45,23 @@ class Parser(argparse.ArgumentParser):
         if flag.startswith("-"):
             return f"unknown option {flag}{meant(flag, self._option_string_actions)}"
         return f"unexpected argument {argument!r}"
+
+
+def number(kind: type[int] | type[float], expected: str) -> Callable[[str], float]:
+    """Returns what reads an option's number: `type` of `add_argument`.
+
+    Args:
+        kind: int or float.
+        expected: what the option may be, in words.
+    """
+
+    def read(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r:.80}") from None
+
+    return read
 
 
 def host_and_port(text: str) -> tuple[str, int]:

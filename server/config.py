@@ -2,17 +2,22 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from server.arguments import Parser
-from server.limits.quota import Quota
+from server.arguments import Parser, number
+from server.limits.quota import Quota, span
 from statsd_bn import PROTOCOL_VERSION, __version__
+from statsd_bn.checks import shown
 from statsd_bn.environment import LOG_LEVELS, boolean, log_level
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.private_folder import default_endpoint
 from statsd_bn.reach import Reach, check_endpoint, reach
+
+# The largest that a system gives to a process.
+MAX_PARENT = 2**31 - 1
 
 VERSION = f"statsd-bn {__version__} (protocol {PROTOCOL_VERSION})"
 
@@ -50,8 +55,10 @@ class Config:
             raise ConfigurationError(f"log level: expected one of {LOG_LEVELS}, got {self.log_level!r}")
         if not self.bind:
             raise ConfigurationError("bind: expected at least one endpoint, got none")
-        if self.parent is not None and self.parent < 1:
-            raise ConfigurationError(f"parent: expected the id of a process, got {self.parent}")
+        if self.parent is not None and not 1 <= self.parent <= MAX_PARENT:
+            raise ConfigurationError(
+                f"parent: expected the id of a process, 1 to {MAX_PARENT}, got {shown(self.parent)}"
+            )
         if self.again and self.parent is None:
             raise ConfigurationError("again: expected a parent with it, got none")
         for endpoint in self.bind:
@@ -110,7 +117,7 @@ def parser(environ: Mapping[str, str]) -> Parser:
     )
     result.add_argument(
         "--parent",
-        type=int,
+        type=number(int, f"the id of a process, 1 to {MAX_PARENT}"),
         metavar="PID",
         help="end with this process, which has to be the one that starts the server, and once all members have left",
     )
@@ -124,22 +131,27 @@ def parser(environ: Mapping[str, str]) -> Parser:
         twin = f"STATSD_BN_{option.name.upper()}"
         limits.add_argument(
             f"--{option.name.replace('_', '-')}",
-            type=type(option.default),
+            type=_reader(option),
             metavar="N",
             help=f"{option.metadata['reason']} ({twin}; default {option.default})",
         )
     return result
 
 
-def _number(environ: Mapping[str, str], limit: str) -> Any:
+def _reader(option: "Field[Any]") -> Callable[[str], float]:
+    """Returns what reads a limit of the quota."""
+    kind: Any = type(option.default)
+    return number(kind, span(option))
+
+
+def _from_variable(environ: Mapping[str, str], option: "Field[Any]") -> Any:
     """A limit that an environment says, or its default."""
-    default = getattr(Quota(), limit)
-    name = f"STATSD_BN_{limit.upper()}"
+    name = f"STATSD_BN_{option.name.upper()}"
     given = environ.get(name)
     try:
-        return type(default)(given) if given else default
-    except ValueError:
-        raise ConfigurationError(f"{name}: expected a number such as {default}, got {given!r}") from None
+        return _reader(option)(given) if given else option.default
+    except ArgumentTypeError as error:
+        raise ConfigurationError(f"{name}: {error}") from None
 
 
 def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -149,8 +161,10 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
         ConfigurationError: a value is unusable.
     """
     found = parser(environ).parse_args(arguments)
-    limits = {option.name: getattr(found, option.name) for option in fields(Quota)}
-    quota = Quota(**{name: _number(environ, name) if given is None else given for name, given in limits.items()})
+    given = {option: getattr(found, option.name) for option in fields(Quota)}
+    quota = Quota(
+        **{one.name: _from_variable(environ, one) if value is None else value for one, value in given.items()}
+    )
     bind = tuple(found.bind or bound_to(environ))
     level = found.log_level or log_level(environ, "STATSD_BN_LOG_LEVEL", "info")
     insecure = found.insecure or boolean(environ, "STATSD_BN_INSECURE")

@@ -19,7 +19,11 @@ _short.maxstring = _short.maxother = 80
 
 def shown(value: object) -> str:
     """Returns what came, short enough for an error, however long or deeply nested it is, and printable."""
-    return plain(_short.repr(value))
+    try:
+        return plain(_short.repr(value))
+    except ValueError:
+        # Python makes no text of an integer of more than 4,300 digits.
+        return f"{type(value).__name__} with too many digits"
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:

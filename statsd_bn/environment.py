@@ -7,6 +7,9 @@ from statsd_bn.errors import ConfigurationError
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 
+# Of an integer; beyond, Python converts it to no float.
+MAX_BITS = 63
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -48,10 +51,13 @@ def optional_integer(environ: Mapping[str, str], name: str) -> int | None:
     """Returns a variable's value, or None where it is not set or empty.
 
     Raises:
-        ConfigurationError: it is no integer.
+        ConfigurationError: it is no integer, or one of more than 64 bits.
     """
     text = environ.get(name, "")
     try:
-        return int(text) if text else None
+        value = int(text) if text else None
     except ValueError as error:
-        raise ConfigurationError(f"{name}: expected an integer, got {text!r}") from error
+        raise ConfigurationError(f"{name}: expected an integer, got {text!r:.80}") from error
+    if value is not None and value.bit_length() > MAX_BITS:
+        raise ConfigurationError(f"{name}: expected an integer of at most {MAX_BITS} bits, got {text!r:.80}")
+    return value

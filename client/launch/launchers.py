@@ -122,7 +122,7 @@ def _counts_nodes(environ: Mapping[str, str], given: int) -> str:
 def _kubeflow_counts_nodes(environ: Mapping[str, str], given: int) -> str:
     """A PyTorchJob with several processes per pod expects torchrun to start them, and torchrun sets LOCAL_RANK."""
     nodes, per_node = environ.get("PET_NNODES", ""), environ.get("PET_NPROC_PER_NODE", "")
-    if environ.get("LOCAL_RANK") or nodes != str(given) or not per_node.isdecimal() or int(per_node) == 1:
+    if environ.get("LOCAL_RANK") or nodes != str(given) or not per_node.isdecimal() or per_node == "1":
         return ""
     return f"PET_NNODES={nodes}, PET_NPROC_PER_NODE={per_node}"
 

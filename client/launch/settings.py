@@ -28,7 +28,7 @@ from client.launch.launchers import StoreAddress
 from client.launch.process_group import ProcessGroup
 from client.launch.sources import ARGUMENT, DEFAULT, Setting, found
 from statsd_bn import limits
-from statsd_bn.checks import check_name
+from statsd_bn.checks import check_name, shown
 from statsd_bn.environment import boolean
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.keys import ClientKeys, load_client
@@ -203,7 +203,7 @@ def resolve(
         join_timeout=to_join,
         policy=Setting("policy", policy, DEFAULT if policy == STRICT else ARGUMENT),
         min_members=least,
-        epoch=launchers.epoch(environ) or Setting("epoch", 0, DEFAULT),
+        epoch=_epoch(environ),
         curve=(
             found("curve", curve or None, ARGUMENT)
             or found("curve", environ.get("STATSD_BN_CURVE") or None, "STATSD_BN_CURVE")
@@ -231,7 +231,7 @@ def _check_types(arguments: Mapping[str, Any]) -> None:
         if value is None and name in _MAY_BE_NONE:
             continue
         if isinstance(value, bool) or not isinstance(value, types):
-            raise ConfigurationError(f"{name}: expected {expected}, got {value!r:.80}")
+            raise ConfigurationError(f"{name}: expected {expected}, got {shown(value)}")
 
 
 def _job(environ: Mapping[str, str], given: str | None) -> Setting[str]:
@@ -248,6 +248,13 @@ def _job(environ: Mapping[str, str], given: str | None) -> Setting[str]:
     return job
 
 
+def _epoch(environ: Mapping[str, str]) -> Setting[int]:
+    epoch = launchers.epoch(environ) or Setting("epoch", 0, DEFAULT)
+    if not 0 <= epoch.value <= limits.MAX_COUNTER:
+        raise ConfigurationError(f"{epoch.source}: expected 0 to {limits.MAX_COUNTER}, got {epoch.value}")
+    return epoch
+
+
 def _check_is_alone(size: Setting[int]) -> None:
     """Of several processes without ranks each would take itself for rank 0."""
     if size.source != ARGUMENT and size.value > 1:
@@ -259,7 +266,9 @@ def _check_is_alone(size: Setting[int]) -> None:
 
 def _check_world_size(size: Setting[int]) -> None:
     if not 1 <= size.value <= limits.MAX_MEMBERS:
-        raise ConfigurationError(f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {size.value} ({size.source})")
+        raise ConfigurationError(
+            f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {shown(size.value)} ({size.source})"
+        )
 
 
 def _check_rank(rank: Setting[int], size: Setting[int], *, is_elastic: bool) -> None:
@@ -267,7 +276,8 @@ def _check_rank(rank: Setting[int], size: Setting[int], *, is_elastic: bool) -> 
     least_above, of = (limits.MAX_MEMBERS, "MAX_MEMBERS") if is_elastic else (size.value, "world_size")
     if not 0 <= rank.value < least_above:
         raise ConfigurationError(
-            f"rank: expected a number in [0, {of}), here [0, {least_above}), got {rank.value} ({rank.source}); {size}"
+            f"rank: expected a number in [0, {of}), here [0, {least_above}), "
+            f"got {shown(rank.value)} ({rank.source}); {size}"
         )
 
 
@@ -277,13 +287,13 @@ def _min_members(policy: str, given: int | None, size: Setting[int]) -> Setting[
     if policy == STRICT:
         if given is not None:
             raise ConfigurationError(
-                f"min_members: expected no value under the policy {STRICT!r}, got {given!r:.80} ({ARGUMENT})"
+                f"min_members: expected no value under the policy {STRICT!r}, got {shown(given)} ({ARGUMENT})"
             )
         return Setting("min_members", 0, DEFAULT)
     if given is None:
         return Setting("min_members", 1, DEFAULT)
     if not 1 <= given <= size.value:
-        raise ConfigurationError(f"min_members: expected 1 to {size}, got {given} ({ARGUMENT})")
+        raise ConfigurationError(f"min_members: expected 1 to {size}, got {shown(given)} ({ARGUMENT})")
     return Setting("min_members", given, ARGUMENT)
 
 
@@ -291,7 +301,7 @@ def _timeouts(in_round: float, to_join: float | None) -> tuple[Setting[float], S
     for name, seconds in (("round_timeout", in_round), ("join_timeout", to_join)):
         if seconds is not None and not 0 < seconds <= limits.MAX_DEADLINE:
             raise ConfigurationError(
-                f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {seconds} ({ARGUMENT})"
+                f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {shown(seconds)} ({ARGUMENT})"
             )
     source = DEFAULT if in_round == DEFAULT_ROUND_TIMEOUT else ARGUMENT
     round_timeout = Setting("round_timeout", float(in_round), source)
@@ -303,7 +313,7 @@ def _timeouts(in_round: float, to_join: float | None) -> tuple[Setting[float], S
 def _abort_after(given: float | None) -> Setting[float | None]:
     if given is not None and not 0 < given <= limits.MAX_DEADLINE:
         raise ConfigurationError(
-            f"abort_after: expected seconds in (0, {limits.MAX_DEADLINE:g}] or None, got {given} ({ARGUMENT})"
+            f"abort_after: expected seconds in (0, {limits.MAX_DEADLINE:g}] or None, got {shown(given)} ({ARGUMENT})"
         )
     return Setting("abort_after", given, DEFAULT if given == DEFAULT_ABORT_AFTER else ARGUMENT)
 

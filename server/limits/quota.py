@@ -4,11 +4,12 @@ The protocol's own limits (docs/protocol.md) are the highest values: both sides 
 this server. What exceeds a limit is answered with a `limit` Failure, and counted.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from server.limits.account import CONTRIBUTION_BYTES, Account
 from statsd_bn import limits
+from statsd_bn.checks import shown
 from statsd_bn.errors import ConfigurationError, LimitExceeded
 from statsd_bn.messages import Register
 from statsd_bn.round_key import RoundKey
@@ -113,10 +114,10 @@ class Quota:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            value, least, most = getattr(self, option.name), option.metadata["least"], option.metadata["most"]
-            if not least <= value <= most:
+            value = getattr(self, option.name)
+            if not option.metadata["least"] <= value <= option.metadata["most"]:
                 name = option.name.replace("_", "-")
-                raise ConfigurationError(f"{name}: expected {least:g} to {most:.15g}, got {value:.15g}")
+                raise ConfigurationError(f"{name}: expected {span(option)}, got {shown(value)}")
 
     @property
     def narrows_contributions(self) -> bool:
@@ -126,6 +127,11 @@ class Quota:
             or self.max_channels < limits.MAX_CHANNELS
             or self.max_replicas < limits.MAX_REPLICAS
         )
+
+
+def span(option: "Field[Any]") -> str:
+    """The values of an option of `Quota` that the protocol allows, in words."""
+    return f"{option.metadata['least']:g} to {option.metadata['most']:.15g}"
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import pytest
 
 import client
 from client.launch.settings import resolve
+from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from support.sentences import says
 
@@ -45,6 +46,46 @@ def test_a_long_value_is_cut():
     with pytest.raises(ConfigurationError) as caught:
         resolve({}, rank="x" * 10_000)
     assert len(str(caught.value)) < 120
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=["401 digits", "-401 digits", "5001 digits"])
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("rank", {"world_size": 2}),
+        ("world_size", {"rank": 0}),
+        ("round_timeout", {}),
+        ("join_timeout", {}),
+        ("min_members", {"rank": 0, "world_size": 2, "policy": "elastic"}),
+        ("min_members", {}),
+        ("abort_after", {}),
+        ("job", {}),
+    ],
+)
+def test_a_huge_integer_is_refused_in_few_words(name, others, value):
+    with pytest.raises(ConfigurationError, match=f"^{name}: expected ") as caught:
+        resolve({}, **others, **{name: value})
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 400, f"-{'9' * 400}", "9" * 5000, str(2**63)], ids=["400", "-400", "5000", "64 bits"]
+)
+@pytest.mark.parametrize(
+    "name",
+    ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"],
+)
+def test_a_huge_integer_in_a_variable_is_refused_in_few_words(name, text):
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", name: text}
+    with pytest.raises(ConfigurationError, match=f"^{name}: expected ") as caught:
+        resolve(environ)
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("restarts", ["-1", str(limits.MAX_COUNTER + 1)])
+def test_a_number_of_restarts_that_no_message_can_carry_is_refused(restarts):
+    with pytest.raises(ConfigurationError, match=r"^TORCHELASTIC_RESTART_COUNT: expected 0 to 281474976710655, got"):
+        resolve({"TORCHELASTIC_RESTART_COUNT": restarts})
 
 
 @pytest.mark.parametrize("seconds", [1, 1.5])

@@ -1,6 +1,7 @@
 """Limits: each refuses what is beyond it, counts it, and leaves everybody else alone."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from server.config import from_arguments, parser
 from server.core.dispatcher import Dispatcher
 from server.limits.access import ANYBODY
 from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, ROUND_BYTES
-from server.limits.quota import Quota
+from server.limits.quota import Quota, span
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Heartbeat, Leave, Message, Result, StatusRequest
+from statsd_bn.text import unfolded
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
 
@@ -100,11 +102,44 @@ def test_a_limit_that_is_no_number_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as caught:
         from_arguments(["--max-members", "many"], {})
     assert caught.value.code == 2
-    assert "invalid int value: 'many'" in capsys.readouterr().err
+    assert "argument --max-members: expected 1 to 16384, got 'many'" in capsys.readouterr().err
+
+
+# Python converts none of these to a float, and the last one to no integer.
+HUGE = {"400 digits": "9" * 400, "-400 digits": f"-{'9' * 400}", "5000 digits": "9" * 5000}
+
+
+def error_of(call, capsys):
+    """The line of the error of a call, by an exception or of a parser."""
+    with pytest.raises((ConfigurationError, SystemExit)) as caught:
+        call()
+    return capsys.readouterr().err if caught.type is SystemExit else caught.value.message
+
+
+@pytest.mark.parametrize("text", HUGE.values(), ids=HUGE)
+@every_option
+def test_a_huge_number_is_refused_in_one_line(option, text, capsys):
+    name = option.name.replace("_", "-")
+    for call in (
+        lambda: from_arguments([f"--{name}={text}"], {}),
+        lambda: from_arguments([], {f"STATSD_BN_{option.name.upper()}": text}),
+        lambda: Quota(**{option.name: type(option.default)(text) if len(text) < 1000 else 10**5000}),
+    ):
+        error = unfolded(error_of(call, capsys))
+        assert name in error.replace("_", "-").lower()
+        assert f"expected {span(option)}, got" in error
+        assert len(error) < 250
+
+
+@pytest.mark.parametrize("text", [*HUGE.values(), "0", str(2**31)], ids=[*HUGE, "0", "2**31"])
+def test_the_id_of_a_parent_is_that_of_a_process(text, capsys):
+    error = unfolded(error_of(lambda: from_arguments([f"--parent={text}"], {}), capsys))
+    assert re.search(r"parent: expected the id of a process, 1 to 2147483647, got '?-?\d", error)
+    assert len(error) < 250
 
 
 def test_a_variable_that_is_no_number_is_named():
-    with pytest.raises(ConfigurationError, match="STATSD_BN_MAX_MEMBERS: expected a number such as 16384, got 'many'"):
+    with pytest.raises(ConfigurationError, match="STATSD_BN_MAX_MEMBERS: expected 1 to 16384, got 'many'"):
         from_arguments([], {"STATSD_BN_MAX_MEMBERS": "many"})
 
 
