@@ -86,25 +86,6 @@ class Quota:
         "of the largest size takes a hundredth of a second",
         least=0.001,
     )
-    handshake_seconds: float = _option(
-        10.0, 30.0, "time for a connection's handshake; it takes milliseconds, over a bad network a second", least=0.1
-    )
-    idle_seconds: float = _option(60.0, 86_400.0, "time that a connection may be silent that is no member's", least=0.1)
-    silent_seconds: float = _option(
-        10.0, 86_400.0, "time that a connection may take until it says something; clients speak at once", least=0.1
-    )
-    max_silent: int = _option(
-        256,
-        2**20,
-        "connections that have said nothing for a second; the oldest beyond are closed, and clients connect again",
-    )
-    max_key_connections: int = _option(
-        3 * limits.MAX_MEMBERS,
-        2**20,
-        "connections that one key may have, and never more than half of the files that the server may open; a member "
-        "needs 3",
-    )
-
     silence_seconds: float = _option(
         limits.SILENCE_SECONDS,
         limits.MAX_DEADLINE,

@@ -12,12 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from server.limits.access import Tenant
-from server.limits.quota import Quota
 from server.network.reset_filter import hang_up
 
 # A connection counts as silent after this long: an honest client speaks at once, but the server may have other work
 # first.
 SETTLING_SECONDS = 1.0
+
+# How long a connection may be silent that is no member's.
+IDLE_SECONDS = 60.0
+
+# Connections that have said nothing yet; the oldest beyond are ended, and clients connect again.
+MOST_SILENT = 256
 
 
 @dataclass(slots=True)
@@ -45,16 +50,14 @@ class Connections:
     """The connections by file descriptor.
 
     Args:
-        quota: how long they may be silent, and how many may be.
         most_of_key: how many one key may have.
 
     Attributes:
         members: the owners of the keys of members, by the routing ids that the members speak from.
     """
 
-    def __init__(self, quota: Quota, most_of_key: int) -> None:
+    def __init__(self, most_of_key: int) -> None:
         self.members: dict[bytes, Tenant] = {}
-        self._quota = quota
         self._most_of_key = most_of_key
         self._of_key: Counter[str] = Counter()
         self._connections: dict[int, Connection] = {}
@@ -104,14 +107,11 @@ class Connections:
 
     def overdue(self, now: float) -> list[int]:
         """Connections without a member that have been silent for too long, or are too many."""
-        spoke_before, silent_before = now - self._quota.idle_seconds, now - self._quota.silent_seconds
-        others = [(number, one) for number, one in self._connections.items() if not one.peer]
-        idle = [number for number, one in others if one.has_spoken and one.heard < spoke_before]
         # In the order in which they came.
+        others = [(number, one) for number, one in self._connections.items() if not one.peer]
         silent = [number for number, one in others if not one.has_spoken and one.heard < now - SETTLING_SECONDS]
-        late = [number for number in silent if self._connections[number].heard < silent_before]
-        too_many = silent[: max(0, len(silent) - self._quota.max_silent)]
-        return idle + max(late, too_many, key=len)
+        too_many = set(silent[: max(0, len(silent) - MOST_SILENT)])
+        return [number for number, one in others if one.heard < now - IDLE_SECONDS or number in too_many]
 
     def of_members(self) -> dict[int, bytes]:
         """Connections over which members speak, each with its routing id."""

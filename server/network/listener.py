@@ -24,6 +24,12 @@ LINGER_MILLISECONDS = 1000
 # round.
 RECEIVE_HIGH_WATER_MARK = 16
 
+# How long a handshake may take: on a good network milliseconds, on a bad one a second.
+HANDSHAKE_MILLISECONDS = 10_000
+
+# Connections that one key may have: a member needs three.
+KEY_CONNECTIONS = 3 * limits.MAX_MEMBERS
+
 # How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
 
@@ -59,7 +65,7 @@ class Listener:
         self._context = zmq.Context()
         self._files: list[ipc_path.SocketFile] = []
         self.socket = self._context.socket(zmq.ROUTER)
-        self.most_of_key = _most_of_key(quota)
+        self.most_of_key = _most_of_key()
         # Before anything is bound, so that nobody comes in unasked.
         self._gatekeeper = Gatekeeper(self._context, is_let_in)
         self.monitor = self.socket.get_monitor_socket(EVENTS)
@@ -119,7 +125,7 @@ class Listener:
         self.socket.setsockopt(zmq.SNDHWM, quota.max_unread)
         self.socket.setsockopt(zmq.RCVHWM, min(quota.max_unread, RECEIVE_HIGH_WATER_MARK))
         self.socket.setsockopt(zmq.BACKLOG, ipc_path.BACKLOG)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(quota.handshake_seconds * 1000))
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
         for option, value in KEEPALIVE.items():
             self.socket.setsockopt(option, value)
 
@@ -129,7 +135,7 @@ class Listener:
         self.socket.curve_secretkey = pair.secret.encode()
 
 
-def _most_of_key(quota: Quota) -> int:
+def _most_of_key() -> int:
     """How many connections a key may have: at most half of the files that this process may open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return quota.max_key_connections if most < 0 else min(quota.max_key_connections, max(1, most // 2))
+    return KEY_CONNECTIONS if most < 0 else min(KEY_CONNECTIONS, max(1, most // 2))

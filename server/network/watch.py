@@ -51,7 +51,7 @@ class Watch:
         self._dispatcher = dispatcher
         self._sender = sender
         self._unread = sender.unread
-        self._connections = Connections(quota, listener.most_of_key)
+        self._connections = Connections(listener.most_of_key)
         self._refusals = Refusals(quota)
         self._resets = Resets()
         self._probing = Probing()

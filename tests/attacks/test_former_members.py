@@ -6,11 +6,8 @@ limit for idle connections does not count.
 
 import time
 
-import pytest
-
 from attacks.honest import SLOWDOWN_OF_A_FULL_CORE
 from attacks.peers import Peer, Peers, job_of
-from attacks.variants import first_is_quick
 from statsd_bn.messages import Leave, Register, Registered
 
 TOKEN = b"formerly"
@@ -35,18 +32,3 @@ def test_a_former_member_that_floods_is_cut(server, honest_job_beside):
                 while peer.hear_frame(0):
                     pass
         assert server.report()["flooding_connections"]
-
-
-@pytest.mark.parametrize("sends", first_is_quick({"refused": True, "silent": False}))
-def test_a_former_member_that_is_idle_is_cut(start, honest_job_beside, sends):
-    """At 6b62bd3: it may stay for ever."""
-    server = start("--idle-seconds", "1")
-    with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
-        peer = peers.open(RECONNECT_IVL=-1)
-        become_a_former_member(peer)
-        expiry = time.monotonic() + SECONDS
-        while not server.report()["idle_connections"] and time.monotonic() < expiry:
-            if sends:
-                peer.say(b"no frame")
-            time.sleep(0.2)
-        assert server.report()["idle_connections"]

@@ -8,7 +8,8 @@ import pytest
 
 from server.limits.access import Tenant
 from server.limits.quota import Quota
-from server.network.connections import SETTLING_SECONDS, Connections
+from server.network import connections as server_connections
+from server.network.connections import IDLE_SECONDS, SETTLING_SECONDS, Connections
 from server.network.refusals import MEMORY_SECONDS, Refusals
 from statsd_bn.errors import LimitExceeded
 
@@ -22,8 +23,8 @@ def connected() -> Iterator[Callable[..., tuple[Connections, list[int]]]]:
     """Connections, one accepted each second from 0 on."""
     with ExitStack() as stack:
 
-        def make(n: int, most_of_key: int = 100, **quota: float) -> tuple[Connections, list[int]]:
-            connections = Connections(Quota(**quota), most_of_key)
+        def make(n: int, most_of_key: int = 100) -> tuple[Connections, list[int]]:
+            connections = Connections(most_of_key)
             numbers = [stack.enter_context(socket.socket()).fileno() for _ in range(n)]
             for second, number in enumerate(numbers):
                 connections.accepted(float(second), number)
@@ -33,7 +34,7 @@ def connected() -> Iterator[Callable[..., tuple[Connections, list[int]]]]:
 
 
 def test_a_frame_that_is_read_after_the_end_of_its_connection_leaves_nothing_behind():
-    connections = Connections(Quota(), most_of_key=1)
+    connections = Connections(most_of_key=1)
     with socket.socket() as open_one:
         number = open_one.fileno()
         connections.accepted(0.0, number)
@@ -82,32 +83,33 @@ def test_a_connection_that_is_being_ended_is_ignored_until_all_has_been_read_tha
     assert b"one" not in refusals.ignored
 
 
-def test_a_connection_that_says_nothing_is_overdue_sooner_than_one_that_has_spoken(connected):
-    connections, (silent, speaker, member) = connected(3, idle_seconds=60.0, silent_seconds=10.0)
+def test_a_connection_is_overdue_that_has_been_silent_for_long_unless_it_is_a_members(connected):
+    connections, (silent, speaker, member) = connected(3)
     connections.heard(2.0, speaker, with_key(""))
     connections.heard(2.0, member, with_key(""), b"peer", b"session")
-    assert connections.overdue(10.0) == []
-    assert connections.overdue(10.5) == [silent]
-    assert connections.overdue(63.0) == [speaker, silent]
+    assert connections.overdue(IDLE_SECONDS) == []
+    assert connections.overdue(IDLE_SECONDS + 0.5) == [silent]
+    assert connections.overdue(IDLE_SECONDS + 3.0) == [silent, speaker]
 
 
-def test_of_too_many_silent_connections_the_oldest_are_overdue_and_none_that_has_just_come(connected):
-    connections, numbers = connected(5, max_silent=1)
+def test_of_too_many_silent_connections_the_oldest_are_overdue_and_none_that_has_just_come(connected, monkeypatch):
+    monkeypatch.setattr(server_connections, "MOST_SILENT", 1)
+    connections, numbers = connected(5)
     connections.heard(5.0, numbers[0], with_key(""))
     assert connections.overdue(2.5 + SETTLING_SECONDS) == [numbers[1]]
     assert connections.overdue(4.5 + SETTLING_SECONDS) == numbers[1:4]
 
 
 def test_a_connection_is_a_members_while_its_session_is_registered(connected):
-    connections, (number,) = connected(1, idle_seconds=60.0)
+    connections, (number,) = connected(1)
     connections.heard(1.0, number, with_key(""), b"peer", b"session")
     connections.leave(100.0, lambda session: session == b"session")
     assert connections.members.keys() == {b"peer"}
     assert connections.overdue(100.0) == []
     connections.leave(100.0, lambda _: False)
     assert not connections.members
-    assert connections.overdue(160.0) == []
-    assert connections.overdue(160.5) == [number]
+    assert connections.overdue(100.0 + IDLE_SECONDS) == []
+    assert connections.overdue(100.5 + IDLE_SECONDS) == [number]
 
 
 def test_a_key_has_only_so_many_connections_and_another_key_as_many(connected):

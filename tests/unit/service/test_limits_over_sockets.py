@@ -18,6 +18,7 @@ from client.conversation.member import Member
 from server import Service
 from server.cli.status import ask
 from server.limits.quota import Quota
+from server.network import connections, listener
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
 from statsd_bn.messages import Heartbeat, Leave, Status, StatusRequest
@@ -55,16 +56,18 @@ def hangs_up(connection: socket.socket) -> float:
     return time.monotonic() - started
 
 
-def test_a_handshake_that_does_not_end_is_ended(serve):
-    service = serve(handshake_seconds=0.5)
+def test_a_handshake_that_does_not_end_is_ended(serve, monkeypatch):
+    monkeypatch.setattr(listener, "HANDSHAKE_MILLISECONDS", 500)
+    service = serve()
     address = ("127.0.0.1", int(service.endpoints[0].rpartition(":")[2]))
     with socket.create_connection(address) as stranger:
         assert hangs_up(stranger) < 10.0
     wait_until(lambda: told(service, "refused_connections") == 1)
 
 
-def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(serve, dial):
-    service = serve(idle_seconds=0.5, silent_seconds=0.5, max_refusals=2**20, max_bad_frames=2**20)
+def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(serve, dial, monkeypatch):
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
+    service = serve(max_refusals=2**20, max_bad_frames=2**20)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqTransport(service.endpoints[0]), who) as member:
         # The member may have its answer before the server has noted whose connection it is.
@@ -89,8 +92,9 @@ def test_a_member_that_has_gone_leaves_nothing_behind(serve):
     wait_until(lambda: not service._watch.members)
 
 
-def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dial):
-    service = serve(idle_seconds=0.3)
+def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dial, monkeypatch):
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.3)
+    service = serve()
     dealer = dial(service)
     for _ in range(3):
         dealer.send(encode(StatusRequest()))
@@ -104,13 +108,12 @@ NEVER_CLOSED = {
     "max_refusals": 2**20,
     "max_bad_frames": 2**20,
     "max_refused_seconds": 86_400.0,
-    "idle_seconds": 86_400.0,
-    "silent_seconds": 86_400.0,
 }
 
 
-def test_who_does_not_read_loses_answers_and_the_server_keeps_few(serve, dial):
+def test_who_does_not_read_loses_answers_and_the_server_keeps_few(serve, dial, monkeypatch):
     """The answers are errors; the network holds some, the queues `max_unread` each, and the rest is dropped."""
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 86_400.0)
     service = serve(max_unread=2, **NEVER_CLOSED)
     stranger = dial(service)
     stranger.rcvhwm = 1
@@ -124,9 +127,10 @@ def test_who_does_not_read_loses_answers_and_the_server_keeps_few(serve, dial):
         assert member.exchange("bn", rows(2.0)).values.item() == 2.0
 
 
-def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog):
+def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog, monkeypatch):
     """Without a bound what waits would take 30 MB."""
     caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest keeps what is logged
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 86_400.0)
     service = serve(max_unread=2, **NEVER_CLOSED)
     stranger = dial(service)
     stranger.sndtimeo = int(WAIT_SECONDS * 1000)
@@ -215,8 +219,9 @@ def test_a_member_may_be_refused_once_for_each_group_after_a_restart(serve, dial
     assert answers[-1].report["flooding_connections"] == 0
 
 
-def test_a_connection_whose_member_has_left_is_ended_like_any_other(serve, dial):
-    service = serve(idle_seconds=0.5)
+def test_a_connection_whose_member_has_left_is_ended_like_any_other(serve, dial, monkeypatch):
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
+    service = serve()
     former = dial(service)
     with former.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
         former.send(encode(register(0, 1)))
