@@ -99,12 +99,15 @@ class Child:
 
 @contextmanager
 def running_server() -> Iterator[tuple[Child, str]]:
-    """Runs `python -m server` on a free port; gives it and its endpoint.
+    """Runs `python -m server` in a folder of its own; gives it and its endpoint.
 
     Raises:
         ChildFailed: it did not start, or did not stop with exit code 0.
     """
-    with Child("the server", ["-m", "server", "--bind", "tcp://127.0.0.1:*", "--log-level", "warning"]) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Child("the server", ["-m", "server", "--bind", f"ipc://{folder}/server", "--log-level", "warning"]) as server,
+    ):
         line = server.line(START_SECONDS) or ""
         check([server])
         if not line.startswith("listening on "):

@@ -15,6 +15,8 @@ from server.cli.watch import as_json, watch
 from server.config import from_arguments
 from server.network.service import run_master
 from server.secrets.keygen import generate, write_secret
+from statsd_bn.endpoints import check_key, check_server
+from statsd_bn.environment import boolean
 from statsd_bn.error_text import broken, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
@@ -22,7 +24,7 @@ from statsd_bn.errors import (
     ConfigurationError,
     ServerUnreachable,
 )
-from statsd_bn.keys import load_client
+from statsd_bn.keys import ClientKeys, load_client
 
 # Where the page of `view` listens by default.
 PAGE = "127.0.0.1:8321"
@@ -83,7 +85,7 @@ def _status(arguments: list[str]) -> int:
     _add_curve(parser)
     found = parser.parse_args(arguments)
     endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
-    keys = load_client(found.curve) if found.curve else None
+    keys = _keys(endpoint, found.curve)
     written = as_json if found.json else describe
     if found.watch:
         watch(lambda: written(ask(endpoint, keys=keys)))
@@ -116,7 +118,7 @@ def _view(arguments: list[str]) -> int:
         raise ConfigurationError(EXTRA.format(error.name)) from error
     token = token_for(os.environ.get("STATSD_BN_VIEW_TOKEN", "").strip())
     endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
-    keys = load_client(found.curve) if found.curve else None
+    keys = _keys(endpoint, found.curve)
     host, port = found.http
     serve(endpoint, partial(whole_report, endpoint, keys), host, port, token)
     return 0
@@ -129,6 +131,13 @@ def _add_curve(parser: Parser) -> None:
         default=os.environ.get("STATSD_BN_CURVE") or None,
         help="a client's secret key, for a server with --curve (STATSD_BN_CURVE)",
     )
+
+
+def _keys(endpoint: str, curve: str | None) -> ClientKeys | None:
+    check_server(endpoint)
+    keys = load_client(curve) if curve else None
+    check_key(endpoint, has_key=keys is not None, insecure=boolean(os.environ, "STATSD_BN_INSECURE"))
+    return keys
 
 
 def _keygen(arguments: list[str]) -> int:
@@ -175,7 +184,7 @@ def _check(arguments: list[str]) -> int:
     # On the server's own host the first one is right, where both are set.
     elsewhere = "" if os.environ.get("STATSD_BN_BIND") else os.environ.get("STATSD_BN_ENDPOINT")
     endpoint = parser.parse_args(arguments).endpoint or elsewhere or own_endpoint(os.environ)
-    # One that wants a key of whoever asks is there.
+    # It needs no key: it learns only whether a server answers, as one does that asks for a key.
     with suppress(AuthenticationRefused):
         ask(endpoint, CHECK_SECONDS)
     return 0

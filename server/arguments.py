@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from statsd_bn.reach import MAX_DIGITS, MAX_PORT
+from statsd_bn.endpoints import MAX_DIGITS, MAX_PORT
 from statsd_bn.text import plain
 
 CONSOLE_SCRIPT = "statsd-bn"

@@ -11,10 +11,9 @@ from server.arguments import Parser, number
 from server.limits.quota import Quota, span
 from statsd_bn import PROTOCOL_VERSION, __version__
 from statsd_bn.checks import shown
+from statsd_bn.endpoints import check_endpoint, default_endpoint, needs_keys
 from statsd_bn.environment import LOG_LEVELS, boolean, log_level
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.private_folder import default_endpoint
-from statsd_bn.reach import Reach, check_endpoint, reach
 
 # The largest that a system gives to a process.
 MAX_PARENT = 2**31 - 1
@@ -29,10 +28,9 @@ class Config:
     Attributes:
         bind: ZeroMQ endpoints to listen on; by default one that only this user can reach.
         log_level: one of `LOG_LEVELS`.
-        insecure: allow endpoints that other machines can reach, without authentication.
+        insecure: allow TCP without keys, for a network that is closed to strangers.
         curve: folder with the server's keys and the public keys of its clients, as `python -m server keygen` makes it;
-            "-": they come by standard input, see `statsd_bn.keys.ServerKeys`; None: whoever reaches an endpoint is let
-            in.
+            "-": they come by standard input, see `statsd_bn.keys.ServerKeys`; None: without keys.
         quota: how much it accepts and keeps, and how long it waits.
         parent: id of the process that this server belongs to: the server ends with it, and as soon as all members have
             left; None: it serves until it is told to stop.
@@ -63,11 +61,11 @@ class Config:
             raise ConfigurationError("again: expected a parent with it, got none")
         for endpoint in self.bind:
             check_endpoint(endpoint, "bind")
-            if reach(endpoint) is Reach.NETWORK and not (self.insecure or self.curve):
+            if needs_keys(endpoint) and not (self.curve or self.insecure):
                 raise ConfigurationError(
-                    f"bind: {endpoint} can be reached from other machines, and whoever reaches it can join any job. "
-                    "Give --curve DIR with keys, as `python -m server keygen` makes them, leave out --bind for a "
-                    "server of this user alone, or say --insecure if the network is closed to strangers"
+                    f"bind: {endpoint} has no keys: TCP needs --curve DIR, as `python -m server keygen DIR` makes it. "
+                    "Leave out --bind for a Unix socket of this user, or say --insecure if strangers cannot reach the "
+                    "network"
                 )
 
     @property
@@ -105,8 +103,8 @@ def parser(environ: Mapping[str, str]) -> Parser:
     result.add_argument(
         "--insecure",
         action="store_true",
-        help="listen without authentication where other machines can reach it, and join, end and read any job "
-        "(STATSD_BN_INSECURE=1)",
+        help="listen on TCP without keys: all who can connect may join, end, read and falsify any job "
+        "(STATSD_BN_INSECURE=1, which clients need too)",
     )
     result.add_argument(
         "--curve",

@@ -210,8 +210,6 @@ def _public_files(folder: str | Path) -> list[Path]:
     clients = Path(folder) / PUBLIC_FOLDER
     try:
         paths = sorted(clients.iterdir())  # a glob would take a folder that cannot be read for an empty one
-    except FileNotFoundError:
-        return []
     except OSError as error:
         raise ConfigurationError(f"curve: cannot list {clients}: {error.strerror}") from error
     return [path for path in paths if path.name.endswith(public_name(""))]

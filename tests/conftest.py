@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -146,8 +147,14 @@ def impatient_server() -> Iterator[Server]:
 @contextmanager
 def running_server(*options: str) -> Iterator[Server]:
     """A server process, which has to end well."""
-    command = [sys.executable, "-m", "server", "--bind", "tcp://127.0.0.1:*", "--log-level", "error", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with (
+        tempfile.TemporaryDirectory(prefix="bn-") as folder,
+        subprocess.Popen(
+            [sys.executable, "-m", "server", "--bind", f"ipc://{folder}/s", "--log-level", "error", *options],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
         try:
             line = process.stdout.readline()
             assert line.startswith("listening on "), line
@@ -164,11 +171,11 @@ def running_server(*options: str) -> Iterator[Server]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Service]]:
-    """Starts services in threads, with a quota; all end with the test."""
+    """Starts services in threads, with a quota, where it is not said on TCP without keys; all end with the test."""
     with ExitStack() as stack:
 
         def run(bind: str = "tcp://127.0.0.1:*", curve: Path | None = None, **quota: float) -> Service:
-            config = Config((bind,), curve=str(curve) if curve else None, quota=Quota(**quota))
+            config = Config((bind,), insecure=True, curve=str(curve) if curve else None, quota=Quota(**quota))
             service = stack.enter_context(Service(config))
             thread = threading.Thread(target=service.run, daemon=True)
             thread.start()

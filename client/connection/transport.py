@@ -22,11 +22,10 @@ from zmq.utils.monitor import recv_monitor_message
 from client.connection.curve import secure
 from client.connection.heartbeat_socket import CONNECT_MILLISECONDS, Beacon
 from statsd_bn import limits
+from statsd_bn.endpoints import JOB_PREFIX, check_endpoint, ipc_path, silent, why_silent
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
-from statsd_bn.private_folder import JOB_PREFIX
-from statsd_bn.reach import check_endpoint, ipc_path, silent, why_silent
 
 # A wait that is over so soon does without what a longer one needs; most are.
 SHORT_SECONDS = 0.002

@@ -5,10 +5,10 @@ import logging
 from client.conversation.machine import Turn
 from client.conversation.member import Member
 from client.conversation.session import Session
+from statsd_bn.endpoints import silent
 from statsd_bn.error_text import error_text, in_brief
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
 from statsd_bn.messages import WORLD, Registered, Stand, missing_members
-from statsd_bn.reach import silent
 
 logger = logging.getLogger("statsd_bn.client")
 

@@ -31,11 +31,10 @@ from client.launch import alone, log_level, own_server, process_group, same_run,
 from client.launch.first_step import FirstStep
 from client.launch.settings import Settings, resolve
 from client.launch.sources import ARGUMENT, DEFAULT
+from statsd_bn.endpoints import check_key, check_server, find_server
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ConfigurationError, DuplicateMember, ServerUnreachable, WorldSizeMismatch
 from statsd_bn.keys import ClientKeys
-from statsd_bn.private_folder import find_server
-from statsd_bn.reach import check_is_open_to_us
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -91,7 +90,8 @@ def connect(
             `round_timeout`; default 1.
         curve: the file with this client's secret key, as `python -m server keygen` makes it, for a server with --curve;
             else STATSD_BN_CURVE. A server that rank 0 starts for a job on several nodes makes its keys from
-            STATSD_BN_SECRET_FILE or STATSD_BN_SECRET.
+            STATSD_BN_SECRET_FILE or STATSD_BN_SECRET. TCP needs it; for a server with --insecure, on a network that is
+            closed to strangers, set STATSD_BN_INSECURE=1 instead.
         abort_after: what a strict job does with a process that a collective of torch holds after the job has broken,
             because a rank was lost, raised or is elsewhere: end it with exit code 1 after so many seconds in that
             collective; None: never.
@@ -109,10 +109,11 @@ def connect(
 
     Raises:
         ConfigurationError: an argument or variable is missing or wrong, or this process is already connected; or the
-            launcher's rank is not that of the process group.
+            launcher's rank is not that of the process group; or the endpoint is a socket that may be another
+            user's.
         ServerUnreachable: no server answers at the endpoint within seconds, or it is closed to this user; or rank 0
             could not start a server, or announced none in time.
-        AuthenticationRefused: server and client do not accept each other's keys.
+        AuthenticationRefused: server and client do not accept each other's keys, or TCP and no key were given.
         DuplicateMember: another process has this rank.
         WorldSizeMismatch: the processes disagree on `world_size`.
         GroupIncomplete: not all processes connected in time.
@@ -172,7 +173,8 @@ def _connection(settings: Settings) -> Connection:
     if settings.store or settings.is_process_group:
         store = settings.store.value if settings.store else None
         return own_server.join(settings, store, os.environ, _join)
-    connection = _join(settings.endpoint.value or _own_server(), settings.keys(), settings.member())
+    endpoint = settings.endpoint.value or _own_server()
+    connection = _join(endpoint, settings.keys(), settings.member(), insecure=settings.insecure.value)
     try:
         same_run.check(connection, settings.job)
     except BaseException as error:
@@ -223,8 +225,9 @@ def _lane(connection: Connection) -> str:
     return "in process" if connection.is_in_process else f"over ZeroMQ, server at {connection.endpoint}"
 
 
-def _join(endpoint: str, keys: ClientKeys | None, who: Member) -> Connection:
-    check_is_open_to_us(endpoint)
+def _join(endpoint: str, keys: ClientKeys | None, who: Member, *, insecure: bool = False) -> Connection:
+    check_server(endpoint)
+    check_key(endpoint, has_key=keys is not None, insecure=insecure)
     return Connection(ZmqTransport(endpoint, keys), who)
 
 

@@ -10,14 +10,13 @@ Everything here is a function of a mapping, so that a test needs no environment 
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, ip_address
 from typing import NamedTuple
 
 from client.launch import slurm
 from client.launch.sources import Setting, found
 from statsd_bn.environment import integer, optional_integer
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.reach import is_loopback
 
 LAST_PORT = 65_535
 
@@ -96,13 +95,20 @@ def store_address(environ: Mapping[str, str]) -> Setting[StoreAddress] | None:
 
 def is_one_node(environ: Mapping[str, str], store: StoreAddress, processes: int) -> bool:
     """Returns whether all processes are on this host, as far as their launcher says."""
-    if is_loopback(store.host):
+    if _is_loopback(store.host):
         # A process on another host could not reach it.
         return True
     local = optional_integer(environ, "LOCAL_WORLD_SIZE")
     if local is None:
         return processes == 1 or slurm.nodes(environ) == 1
     return local == processes
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a host is this one by its name or its literal address; any other name may mean anything."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _is_ipv6(address: str) -> bool:

@@ -19,10 +19,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from client.launch.restarts import Restarts
+from statsd_bn.endpoints import SOCKET, make_job_folder, make_private, remove_job_folder
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.keys import ServerKeys
-from statsd_bn.private_folder import SOCKET, make_job_folder, make_private, remove_job_folder
 
 logger = logging.getLogger("statsd_bn.client")
 

@@ -69,6 +69,7 @@ class Settings:
         min_members: how few members an elastic job may go on with; 0 in a strict job.
         epoch: how often the launcher has restarted the processes.
         curve: the file with this client's keys; None without.
+        insecure: whether it may connect to a server by TCP without keys.
         store: where torch's store is, in which rank 0 says where its server is; None where there is an endpoint, or
             no launcher.
         is_one_node: whether all processes are on this host, as far as the launcher says.
@@ -90,6 +91,7 @@ class Settings:
     min_members: Setting[int]
     epoch: Setting[int]
     curve: Setting[str | os.PathLike[str] | None]
+    insecure: Setting[bool]
     store: Setting[StoreAddress] | None
     is_one_node: bool
     abort_after: Setting[float | None]
@@ -209,11 +211,12 @@ def resolve(
             or found("curve", environ.get("STATSD_BN_CURVE") or None, "STATSD_BN_CURVE")
             or Setting("curve", None, DEFAULT)
         ),
+        insecure=_flag(environ, "STATSD_BN_INSECURE", "insecure", default=False),
         store=store,
         is_one_node=store is not None and launchers.is_one_node(environ, store.value, size.value),
         is_process_group=meets_in_group,
         abort_after=_abort_after(abort_after),
-        stacks=_stacks(environ),
+        stacks=_flag(environ, "STATSD_BN_STACKS", "stacks", default=True),
         lane=_one_of(LANE_CHOICES, "lane", lane, "STATSD_BN_LANE", environ.get("STATSD_BN_LANE")),
         on_nonfinite=_one_of(
             ON_NONFINITE,
@@ -318,10 +321,9 @@ def _abort_after(given: float | None) -> Setting[float | None]:
     return Setting("abort_after", given, DEFAULT if given == DEFAULT_ABORT_AFTER else ARGUMENT)
 
 
-def _stacks(environ: Mapping[str, str]) -> Setting[bool]:
-    is_set = bool(environ.get("STATSD_BN_STACKS", "").strip())
-    tells = not is_set or boolean(environ, "STATSD_BN_STACKS")
-    return Setting("stacks", tells, "STATSD_BN_STACKS" if is_set else DEFAULT)
+def _flag(environ: Mapping[str, str], variable: str, name: str, *, default: bool) -> Setting[bool]:
+    is_set = bool(environ.get(variable, "").strip())
+    return Setting(name, boolean(environ, variable), variable) if is_set else Setting(name, default, DEFAULT)
 
 
 def _one_of(choices: Sequence[str], name: str, given: str | None, variable: str, said: str | None) -> Setting[str]:

@@ -4,6 +4,7 @@ It starts a server, and the other member, in its own container. Where each level
 by SIGSEGV: in the former framing with 200 levels, 1 KB. In today's each is a list that says that it has one item.
 """
 
+import os
 import struct
 import subprocess
 import sys
@@ -43,6 +44,7 @@ with client.connect(sys.argv[1], job=sys.argv[2], rank=0, world_size=2, round_ti
 
 def main() -> None:
     """Attacks, and prints what became of the other member."""
+    os.environ["STATSD_BN_INSECURE"] = "1"  # for the server and the victim
     with subprocess.Popen([sys.executable, "-m", "server", "--bind", ENDPOINT]) as server:
         endings = {give("former", framed(former_structure()) + NO_ARRAYS), give("digits", framed(structure()))}
         server.terminate()

@@ -12,11 +12,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from server.secrets.keygen import check_curve
+from statsd_bn.endpoints import check_server, why_silent
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.handshake import EVENTS, Handshakes, SocketHandshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import Message
-from statsd_bn.reach import check_endpoint, check_is_open_to_us, why_silent
 from statsd_bn.wire import encode
 
 ANSWER_SECONDS = 5.0
@@ -39,11 +39,10 @@ def asking(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | No
 
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
-        ConfigurationError: this is not an endpoint.
+        ConfigurationError: this is not an endpoint, or a socket that may be another user's.
         ServerUnreachable: no answer within `seconds`, or it is closed to this user.
     """
-    check_endpoint(endpoint)
-    check_is_open_to_us(endpoint)
+    check_server(endpoint)
     handshakes = Handshakes(endpoint, has_key=keys is not None)
     with zmq.Context() as context, ExitStack() as opened:
 

@@ -11,11 +11,11 @@ from server.cli.asking import ANSWER_SECONDS, asking
 from server.config import bound_to
 from statsd_bn import limits
 from statsd_bn.checks import check_integer
+from statsd_bn.endpoints import find_server
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
 from statsd_bn.messages import WORLD, Failure, Status, StatusRequest, missing_members
-from statsd_bn.private_folder import find_server
 from statsd_bn.text import plain, readable_within
 from statsd_bn.wire import decode
 
@@ -61,7 +61,7 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None 
 
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
-        ConfigurationError: this is not an endpoint.
+        ConfigurationError: this is not an endpoint, or a socket that may be another user's.
         ServerUnreachable: no answer within `seconds`, or it is closed to this user.
     """
     with asking(endpoint, seconds, keys) as question:

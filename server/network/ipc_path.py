@@ -6,6 +6,7 @@ refuses a path that is taken. Only a socket that nobody listens on any more is r
 
 import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -15,9 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from statsd_bn.endpoints import check_folder, ipc_path, make_private, private_folder, remove_job_folder
 from statsd_bn.errors import BindError, ConfigurationError
-from statsd_bn.private_folder import make_private, private_folder, remove_job_folder
-from statsd_bn.reach import ipc_path
+
+logger = logging.getLogger("statsd_bn.server")
 
 # No execution, and nothing for others.
 PRIVATE_UMASK = 0o177
@@ -75,7 +77,7 @@ def listening(endpoint: str) -> Iterator[int]:
 
     Raises:
         BindError: the path is taken, or cannot be bound.
-        ConfigurationError: it is in this user's private folder, which is not private.
+        ConfigurationError: another user can write to its folder.
     """
     path = ipc_path(endpoint)
     if path is None:
@@ -85,6 +87,7 @@ def listening(endpoint: str) -> Iterator[int]:
         make_private(path.parent)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
         try:
+            _check(path.parent)
             with _locked(path.parent, endpoint):
                 _make_room(path, endpoint)
                 _bind(bound, path)
@@ -97,6 +100,16 @@ def listening(endpoint: str) -> Iterator[int]:
             path.unlink(missing_ok=True)
             raise
         bound.detach()
+
+
+def _check(folder: Path) -> None:
+    check_folder(folder)
+    if folder.stat().st_mode & stat.S_IWGRP:
+        logger.warning(
+            "the group of %s can write to it, and remove the server's socket or put another in its place; chmod g-w %s",
+            folder,
+            folder,
+        )
 
 
 def _is_own(folder: Path) -> bool:

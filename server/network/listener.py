@@ -10,8 +10,8 @@ from server.network import ipc_path, routing_ids
 from server.network.zap import DOMAIN, Gatekeeper
 from server.secrets.keygen import check_curve
 from statsd_bn import keys, limits
+from statsd_bn.endpoints import check_endpoint
 from statsd_bn.errors import BindError
-from statsd_bn.reach import check_endpoint
 
 # How long the server sleeps at most: a request to stop, or the end of a connection, is noticed this late.
 LOOK_SECONDS = 0.05
@@ -78,7 +78,7 @@ class Listener:
 
         Raises:
             BindError: the endpoint is taken or does not exist.
-            ConfigurationError: there is no such port, or the private folder that it is in is not private.
+            ConfigurationError: there is no such port, or another user can write to the socket's folder.
         """
         check_endpoint(endpoint)
         self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))

@@ -23,13 +23,13 @@ from server.core.dispatcher import Dispatcher
 from server.limits import access
 from server.limits.access import ANYBODY, Access, Tenant
 from server.limits.fair_share import FairShare
-from server.network import exposure
 from server.network.listener import LOOK_SECONDS, Listener
 from server.network.parent_watch import RETURN_SECONDS, Parent
 from server.network.sender import Sender
 from server.network.watch import Watch
 from server.secrets import key_source
 from statsd_bn import limits
+from statsd_bn.endpoints import needs_keys
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import BindError, ConfigurationError
 from statsd_bn.keys import PublicKey
@@ -305,7 +305,11 @@ def run_master(config: Config | None = None) -> None:
     with Service(config or Config()) as service, _signals(service):
         for endpoint in service.endpoints:
             print(f"listening on {endpoint}", flush=True)  # noqa: T201 - a script reads the port from here
-            if not service.has_keys and (warning := exposure.warning(endpoint)):
-                logger.warning("%s", warning)
+        if not service.has_keys and (plain := " and ".join(filter(needs_keys, service.endpoints))):
+            logger.warning(
+                "--insecure: %s has no keys, so anybody who can connect may join, end, read and falsify every job; "
+                "give --curve DIR, unless strangers cannot reach the network",
+                plain,
+            )
         service.run()
         logger.info("stopped%s", service.left_behind)

@@ -105,7 +105,7 @@ def attacked(
         account: how many bytes these options let it keep.
     """
     keys = keys_for_tenants(folder / "keys") if with_keys else None
-    curve = ["--curve", str(keys)] if keys else []
+    curve = ["--curve", str(keys)] if keys else ["--insecure"]
     log = folder / "server.log"
     command = [sys.executable, "-P", "-m", "server", "--bind", bind, "--log-level", "warning", *curve, *options]
     with log.open("w") as output:

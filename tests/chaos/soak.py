@@ -106,7 +106,7 @@ class Members:
 def soak(size: int, rounds: int, kill_seconds: float, chance: random.Random) -> tuple[list[Told], int]:
     """Rounds of `size` members; returns what they say, and how often the server was killed."""
     kills = 0
-    with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
+    with tempfile.TemporaryDirectory() as folder, Server(Path(folder), f"ipc://{folder}/server") as server:
         due = time.monotonic() + chance.uniform(0, kill_seconds)
 
         def kill_server() -> None:
@@ -131,7 +131,7 @@ def kill_all(size: int) -> int:
     descriptors = len(list(DESCRIPTORS.iterdir()))
     with (
         tempfile.TemporaryDirectory() as folder,
-        Server(Path(folder)) as server,
+        Server(Path(folder), f"ipc://{folder}/server") as server,
         Members(server.endpoint, "killed", size, ENDLESS) as members,
     ):
         members.wait_until(lambda: min(each.value for each in members.progress) >= FEW)

@@ -43,6 +43,8 @@ CLIENT_VARIABLES = {
     "forward pass, though all are those of synchronised layers",
     "STATSD_BN_CURVE": "`curve`",
     "STATSD_BN_ENDPOINT": "`endpoint`",
+    "STATSD_BN_INSECURE": "1: TCP without a key, for a server with `--insecure` in a network that is closed to "
+    "strangers; `status` and `view` read it too",
     "STATSD_BN_JOB": "`job`",
     "STATSD_BN_LOG_LEVEL": "debug, info, warning or error, in any case: what the client logs, and the server "
     "that rank 0 starts; by default the client leaves this to `logging`, and the server logs warnings",

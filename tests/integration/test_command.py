@@ -54,7 +54,7 @@ def folder(tmp_path_factory) -> Path:
 def endpoint(folder) -> Iterator[str]:
     """A server that was started there by `statsd-bn serve`, with that folder on PYTHONPATH too."""
     started = subprocess.Popen(
-        command("serve", "--bind", "tcp://127.0.0.1:*"),
+        command("serve", "--bind", f"ipc://{folder}/s"),
         cwd=folder,
         env=environment(PYTHONPATH=f"{folder}{os.pathsep}{ROOT}"),
         stdout=subprocess.PIPE,
@@ -67,7 +67,7 @@ def endpoint(folder) -> Iterator[str]:
 
 
 def test_it_serves_where_a_server_py_lies(endpoint, folder):
-    assert endpoint.startswith("tcp://127.0.0.1:")
+    assert endpoint.startswith("ipc://")
     assert run("check", endpoint, cwd=folder).returncode == 0
 
 

@@ -19,7 +19,7 @@ from client.launch import connect as launch
 from client.launch.settings import resolve
 from programs import member_programs
 from server.core.received import Received
-from statsd_bn import PROTOCOL_VERSION, Rows, limits, private_folder
+from statsd_bn import PROTOCOL_VERSION, Rows, endpoints, limits
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
@@ -100,7 +100,7 @@ def test_without_an_endpoint_and_a_server_of_this_user_it_says_so(monkeypatch, t
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "FIND_SECONDS", 0.0)
-    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", tmp_path)
+    monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(
         ServerUnreachable,

@@ -131,6 +131,15 @@ def test_connect_takes_the_key_from_its_argument_or_the_environment(service, key
         pass
 
 
+def test_a_client_connects_by_tcp_without_a_key_only_if_it_is_told_to(serve, monkeypatch):
+    endpoint = serve().endpoints[0]
+    with pytest.raises(AuthenticationRefused, match="TCP needs a key"):
+        client.connect(endpoint, rank=0, world_size=1)
+    monkeypatch.setenv("STATSD_BN_INSECURE", "1")
+    with client.connect(endpoint, rank=0, world_size=1):
+        pass
+
+
 def test_an_idle_members_heartbeats_go_over_a_socket_with_keys(service, keys):
     alice = load_client(secret(keys, "alice"))
     with join(service.endpoints[0], alice):
@@ -363,10 +372,23 @@ def test_other_machines_may_reach_a_server_with_keys_without_a_warning(keys, tmp
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
-def test_an_open_server_warns_at_every_start(tmp_path, attempt):
+def test_an_insecure_server_warns_at_every_start(tmp_path, attempt):
     with Command(tmp_path, "--insecure", "--bind", "tcp://0.0.0.0:*") as command:
         assert attempt
-    assert "whoever reaches it over the network can join any job" in command.log.read_text()
+    assert "has no keys, so anybody who can connect may join" in command.log.read_text()
+
+
+def test_a_hangup_while_the_folder_of_public_keys_is_away_revokes_none(keys, tmp_path):
+    """As while it is replaced by another one."""
+    alice = load_client(secret(keys, "alice"))
+    with Command(tmp_path, "--curve", str(keys)) as command, join(command.endpoint, alice) as connection:
+        (keys / "clients").rename(keys / "away")
+        command.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "ERROR" in command.log.read_text())
+        (line,) = (line for line in command.log.read_text().splitlines() if "ERROR" in line)
+        assert f"the keys stay as they were: curve: cannot list {keys}/clients: No such file or directory" in line
+        assert connection.exchange("bn", rows(1.0)).values.item() == 1.0
+        assert ask(command.endpoint, keys=load_client(secret(keys, "bob")))["groups"]
 
 
 def test_a_folder_without_keys_is_a_usage_error(tmp_path):
@@ -380,7 +402,8 @@ def test_a_folder_without_keys_is_a_usage_error(tmp_path):
 def test_the_status_command_takes_a_key_and_says_when_it_is_refused(service, keys):
     def status(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "server", "status", service.endpoints[0], *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+        environ = {**os.environ, "STATSD_BN_INSECURE": "1"}  # the server is to refuse it
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
 
     told = status("--curve", str(secret(keys, "alice")))
     assert (told.returncode, told.stdout.splitlines()[1:]) == (0, ["no jobs"])

@@ -30,7 +30,7 @@ class Server:
     """A server process; it waits for members that are silent, since those of a `Pair` send no heartbeats."""
 
     def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "server", "--bind", "tcp://127.0.0.1:*", "--log-level", "error"]
+        command = [sys.executable, "-m", "server", "--insecure", "--bind", "tcp://127.0.0.1:*", "--log-level", "error"]
         command += ["--silence-seconds", "3600", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stdout

@@ -37,7 +37,7 @@ def start() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
     servers: list[subprocess.Popen[str]] = []
 
     def run(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-        command = [sys.executable, "-m", "server", "--bind", ANY_PORT, "--log-level", "error", *arguments]
+        command = [sys.executable, "-m", "server", "--insecure", "--bind", ANY_PORT, "--log-level", "error", *arguments]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         servers.append(server)
         return server, server.stdout.readline().split()[-1]
@@ -177,7 +177,7 @@ def test_peers_of_old_zmtp_are_refused_since_nobody_can_be_asked_about_them(serv
 def test_libcs_random_numbers_begin_anew_with_each_server():
     program = (
         "import ctypes; from server import Config, Service; "
-        "Service(Config(('tcp://127.0.0.1:*',))).close(); print(ctypes.CDLL(None).rand())"
+        "Service(Config(('tcp://127.0.0.1:*',), insecure=True)).close(); print(ctypes.CDLL(None).rand())"
     )
     numbers = {subprocess.check_output([sys.executable, "-c", program]) for _ in range(2)}
     assert len(numbers) == 2

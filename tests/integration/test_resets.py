@@ -175,7 +175,7 @@ def test_nothing_is_told_of_what_is_no_connection(tmp_path):
 @pytest.fixture
 def patient() -> Iterator[str]:
     """Where a server listens that waits long for a member that is silent."""
-    command = [sys.executable, "-m", "server", "--bind", "tcp://127.0.0.1:*", "--log-level", "error"]
+    command = [sys.executable, "-m", "server", "--insecure", "--bind", "tcp://127.0.0.1:*", "--log-level", "error"]
     command += ["--silence-seconds", str(SILENCE_SECONDS), *MANY]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -219,7 +219,7 @@ def test_one_that_is_killed_with_an_answer_unread_is_known_by_its_connection(com
 def service() -> Iterator[Service]:
     quota = Quota(silence_seconds=SILENCE_SECONDS)
     with ExitStack() as stack:
-        found = stack.enter_context(Service(Config(("tcp://127.0.0.1:*",), quota=quota)))
+        found = stack.enter_context(Service(Config(("tcp://127.0.0.1:*",), insecure=True, quota=quota)))
         thread = threading.Thread(target=found.run, daemon=True)
         thread.start()
         stack.callback(thread.join, WAIT_SECONDS)

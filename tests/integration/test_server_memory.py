@@ -37,7 +37,17 @@ class Server:
             "--silence-seconds",
             "600",
         ]
-        command = [sys.executable, "-m", "server", "--bind", "tcp://127.0.0.1:*", "--log-level", "error", *limits]
+        command = [
+            sys.executable,
+            "-m",
+            "server",
+            "--insecure",
+            "--bind",
+            "tcp://127.0.0.1:*",
+            "--log-level",
+            "error",
+            *limits,
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stdout
         stack.callback(self.process.stdout.close)

@@ -160,7 +160,7 @@ def join_all(dealers: list[Dealer], **given: Any) -> None:
 
 
 def test_it_says_where_it_listens_on_a_port_that_it_picked(start, dial):
-    command = start("--bind", ANY_PORT)
+    command = start("--insecure", "--bind", ANY_PORT)
     endpoint = command.endpoint()
     assert endpoint.startswith("tcp://127.0.0.1:")
     assert int(endpoint.rpartition(":")[2]) > 0
@@ -169,7 +169,7 @@ def test_it_says_where_it_listens_on_a_port_that_it_picked(start, dial):
 
 def test_several_endpoints_lead_to_one_server(start, dial, tmp_path):
     path = f"ipc://{tmp_path}/s"
-    command = start("--bind", ANY_PORT, "--bind", path, "--bind", ANY_PORT)
+    command = start("--insecure", "--bind", ANY_PORT, "--bind", path, "--bind", ANY_PORT)
     lines = command.lines(3)
     assert [line.removeprefix("listening on ").split(":")[0] for line in lines] == ["tcp", "ipc", "tcp"]
     endpoints = [line.removeprefix("listening on ") for line in lines]
@@ -185,7 +185,7 @@ def test_several_endpoints_lead_to_one_server(start, dial, tmp_path):
 
 
 def test_the_environment_configures_it(start):
-    command = start(STATSD_BN_BIND=ANY_PORT, STATSD_BN_LOG_LEVEL="error")
+    command = start(STATSD_BN_BIND=ANY_PORT, STATSD_BN_INSECURE="1", STATSD_BN_LOG_LEVEL="error")
     assert command.endpoint().startswith("tcp://127.0.0.1:")
     command.process.terminate()
     assert command.end() == 0
@@ -205,7 +205,7 @@ def test_help_names_every_flag_and_its_twin(start):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_ends_an_idle_server_with_0(start, number):
-    command = start("--bind", ANY_PORT)
+    command = start("--insecure", "--bind", ANY_PORT)
     command.endpoint()
     command.process.send_signal(number)
     assert command.end() == 0
@@ -215,7 +215,7 @@ def test_a_signal_ends_an_idle_server_with_0(start, number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_after_a_signal_members_wait_for_the_next_server(start, dial, number):
-    command = start("--bind", ANY_PORT)
+    command = start("--insecure", "--bind", ANY_PORT)
     endpoint = command.endpoint()
     dealers = [dial(endpoint) for _ in range(2)]
     join_all(dealers)
@@ -224,13 +224,13 @@ def test_after_a_signal_members_wait_for_the_next_server(start, dial, number):
     command.process.send_signal(number)
     assert command.end() == 0
     assert "stopped; 2 ranks had not left" in command.errors
-    start("--bind", endpoint).endpoint()
+    start("--insecure", "--bind", endpoint).endpoint()
     # It knows nobody; what the first one had said to them would have come before this answer.
     assert dealers[1].ask(contribution(1)).code == "unknown_session"
 
 
 def test_a_server_of_one_run_tells_who_waits_since_nobody_starts_it_again(start, dial):
-    command = start("--bind", ANY_PORT, "--parent", str(os.getpid()))
+    command = start("--insecure", "--bind", ANY_PORT, "--parent", str(os.getpid()))
     endpoint = command.endpoint()
     dealers = [dial(endpoint) for _ in range(2)]
     join_all(dealers)
@@ -242,7 +242,7 @@ def test_a_server_of_one_run_tells_who_waits_since_nobody_starts_it_again(start,
 
 
 def test_sighup_without_keys_changes_nothing(start, dial):
-    command = start("--bind", ANY_PORT)
+    command = start("--insecure", "--bind", ANY_PORT)
     endpoint = command.endpoint()
     command.process.send_signal(signal.SIGHUP)
     wait_until(lambda: "SIGHUP: no keys to read again" in command.errors)
@@ -250,7 +250,7 @@ def test_sighup_without_keys_changes_nothing(start, dial):
 
 
 def test_a_signal_ends_a_server_whose_members_have_gone(start, dial):
-    command = start("--bind", ANY_PORT)
+    command = start("--insecure", "--bind", ANY_PORT)
     endpoint = command.endpoint()
     dealers = [dial(endpoint) for _ in range(3)]
     join_all(dealers[:2])
@@ -266,7 +266,7 @@ def test_a_signal_ends_a_server_whose_members_have_gone(start, dial):
 RESTORED = """
 import signal, server
 before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-server.run_master(server.Config(("tcp://127.0.0.1:*",)))
+server.run_master(server.Config(("tcp://127.0.0.1:*",), insecure=True))
 after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 print("restored" if before == after else f"{before} became {after}")
 """
@@ -287,8 +287,8 @@ def test_run_master_gives_the_former_signal_handlers_back():
 
 
 def test_a_port_in_use_is_exit_code_3_and_one_line(start):
-    endpoint = start("--bind", ANY_PORT).endpoint()
-    second = start("--bind", endpoint)
+    endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
+    second = start("--insecure", "--bind", endpoint)
     assert second.end() == 3
     assert second.errors == f"statsd_bn: cannot listen on {endpoint}: Address already in use\n"
     assert second.rest == ""
@@ -310,24 +310,19 @@ def test_a_wrong_flag_is_exit_code_2(start, arguments):
     assert command.rest == ""
 
 
-def test_an_endpoint_open_to_the_network_is_warned_of(start):
-    command = start("--bind", "tcp://*:*", "--insecure")
-    assert command.endpoint().startswith("tcp://0.0.0.0:")
+@pytest.mark.parametrize("address", ["*", "127.0.0.1"])
+def test_tcp_without_keys_is_warned_of_once(start, tmp_path, address):
+    binds = (f"tcp://{address}:*", f"ipc://{tmp_path}/s", ANY_PORT)
+    command = start("--insecure", *(word for bind in binds for word in ("--bind", bind)))
+    first, _, last = (line.removeprefix("listening on ") for line in command.lines(3))
     command.process.terminate()
     assert command.end() == 0
-    assert "whoever reaches it over the network can join any job" in command.errors
+    (warning,) = (line for line in command.errors.splitlines() if "WARNING" in line)
+    assert f"--insecure: {first} and {last} has no keys, so anybody who can connect may join, end, read" in warning
 
 
-def test_an_endpoint_on_loopback_is_warned_of(start):
-    command = start("--bind", ANY_PORT)
-    endpoint = command.endpoint()
-    command.process.terminate()
-    assert command.end() == 0
-    assert f"WARNING {endpoint} is open, without authentication: every user of this host can join" in command.errors
-
-
-def test_an_endpoint_of_this_user_alone_is_not_warned_of(start, tmp_path):
-    command = start("--bind", f"ipc://{tmp_path}/s")
+def test_a_socket_of_this_user_alone_is_not_warned_of(start, tmp_path):
+    command = start("--insecure", "--bind", f"ipc://{tmp_path}/s")
     command.endpoint()
     command.process.terminate()
     assert command.end() == 0
@@ -335,10 +330,10 @@ def test_an_endpoint_of_this_user_alone_is_not_warned_of(start, tmp_path):
 
 
 def test_the_status_command_says_what_the_server_is_doing(start, dial):
-    endpoint = start("--bind", ANY_PORT).endpoint()
+    endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
     dealer = dial(endpoint)
     assert isinstance(dealer.ask(register(0, 2, place="host 7")), Registered)
-    command = start("status", endpoint)
+    command = start("status", endpoint, STATSD_BN_INSECURE="1")
     assert command.end() == 0
     head, *groups = command.rest.splitlines()
     assert head.startswith("server ")
@@ -359,7 +354,7 @@ def test_the_status_command_exits_with_2_where_no_server_can_be(start):
 
 
 def test_garbage_is_counted_and_the_server_goes_on_serving(start, dial):
-    endpoint = start("--bind", ANY_PORT).endpoint()
+    endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
     dealers = [dial(endpoint) for _ in range(2)]
     join_all(dealers)
     dealers[0].send(contribution(0, 1.0))
@@ -381,7 +376,7 @@ def test_garbage_is_counted_and_the_server_goes_on_serving(start, dial):
 
 
 def test_a_frame_that_python_cannot_print_does_not_end_the_server(start, dial):
-    endpoint = start("--bind", ANY_PORT).endpoint()
+    endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
     header = b"\x91" * 1000 + b"\xc0"
     stranger = dial(endpoint)
     stranger.send(MAGIC + bytes([PROTOCOL_VERSION]) + len(header).to_bytes(4, "little") + header)
@@ -407,7 +402,7 @@ def test_of_sums_beyond_float64_the_server_writes_one_line(start, dial, tmp_path
 
 
 def test_what_is_not_zeromq_at_all_does_no_harm(start, dial):
-    endpoint = start("--bind", ANY_PORT).endpoint()
+    endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
     address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
     dealer = dial(endpoint)
     for greeting in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", os.urandom(1000), b"\xff" + bytes(8) + b"\x7f\x03"):
@@ -425,7 +420,7 @@ def test_another_protocol_version_is_answered_with_the_code_version(server, dial
 
 
 def test_a_frame_beyond_the_limit_costs_its_sender_the_connection_and_nobody_else_anything(start, dial):
-    endpoint = start("--bind", ANY_PORT).endpoint()
+    endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
     stranger, member = dial(endpoint), dial(endpoint)
     assert isinstance(stranger.ask(StatusRequest()), Status)
     with stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
@@ -457,7 +452,7 @@ def test_a_round_past_its_deadline_is_ended_while_nothing_else_happens(server, d
 
 
 def test_answers_to_a_peer_that_has_gone_are_dropped_and_nobody_waits(start, dial):
-    endpoint = start("--bind", ANY_PORT).endpoint()
+    endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
     dealers = [dial(endpoint) for _ in range(3)]
     join_all(dealers)
     dealers[0].send(contribution(0, 1.0))
@@ -474,7 +469,7 @@ def test_answers_to_a_peer_that_has_gone_are_dropped_and_nobody_waits(start, dia
 @pytest.fixture
 def service() -> Iterator[Service]:
     """A server in a thread."""
-    with Service(Config((ANY_PORT,))) as service:
+    with Service(Config((ANY_PORT,), insecure=True)) as service:
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
         yield service
@@ -484,7 +479,7 @@ def service() -> Iterator[Service]:
 
 
 def test_a_service_that_is_stopped_answers_what_is_complete(dial):
-    with Service(Config((ANY_PORT,))) as service:
+    with Service(Config((ANY_PORT,), insecure=True)) as service:
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
         dealers = [dial(service.endpoints[0]) for _ in range(2)]
@@ -503,7 +498,7 @@ def test_a_service_that_is_stopped_answers_what_is_complete(dial):
 
 def test_stopping_wakes_a_server_that_sleeps(monkeypatch):
     monkeypatch.setattr("server.network.service.TICK_SECONDS", 3600.0)
-    with Service(Config((ANY_PORT,))) as service:
+    with Service(Config((ANY_PORT,), insecure=True)) as service:
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
         # It has answered, so it is in its loop and has nothing to do for an hour.
@@ -520,13 +515,13 @@ def test_stopping_twice_is_fine(service):
 
 def test_stopping_what_is_closed_already_is_fine():
     """Whoever stops a service from another thread cannot know that it ended a moment ago."""
-    with Service(Config((ANY_PORT,))) as ended:
+    with Service(Config((ANY_PORT,), insecure=True)) as ended:
         pass
     ended.stop()
 
 
 def test_a_service_takes_what_has_come_before_it_was_stopped(dial):
-    with Service(Config((ANY_PORT,))) as service:
+    with Service(Config((ANY_PORT,), insecure=True)) as service:
         dealer = dial(service.endpoints[0])
         dealer.send(register(0, 1))
         # It has come when the server's own socket says so; nobody runs the service yet.
@@ -539,9 +534,9 @@ def test_a_service_takes_what_has_come_before_it_was_stopped(dial):
 def test_a_service_that_cannot_listen_leaves_no_socket_behind(service):
     free = (f"tcp://127.0.0.1:{free_port()}",)
     with pytest.raises(BindError) as caught:
-        Service(Config((*free, *service.endpoints)))
+        Service(Config((*free, *service.endpoints), insecure=True))
     assert caught.value.fields == {"endpoint": service.endpoints[0]}
-    with Service(Config(free)) as again:
+    with Service(Config(free, insecure=True)) as again:
         assert again.endpoints == free
 
 
@@ -553,13 +548,13 @@ def test_a_service_that_cannot_listen_everywhere_says_so_though_somebody_knocks_
         early.connect(f"tcp://127.0.0.1:{port}")
         for _ in range(20):
             with pytest.raises(BindError):
-                Service(Config((f"tcp://127.0.0.1:{port}", service.endpoints[0])))
+                Service(Config((f"tcp://127.0.0.1:{port}", service.endpoints[0]), insecure=True))
 
 
 def test_ipv6_loopback_works():
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    with Service(Config(("tcp://[::1]:*",))) as service:
+    with Service(Config(("tcp://[::1]:*",), insecure=True)) as service:
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
         assert ask(service.endpoints[0])["groups"] == []
@@ -679,7 +674,7 @@ class Unreachable:
 
 def test_a_chain_of_addresses_that_is_as_long_as_there_are_sessions_is_followed_to_its_end(monkeypatch):
     sessions = sys.getrecursionlimit() + 100
-    with Service(Config(bind=(ANY_PORT,))) as service:
+    with Service(Config(bind=(ANY_PORT,), insecure=True)) as service:
         dispatcher = service._dispatcher
         for number in range(sessions):
             introduction = register(number, limits.MAX_MEMBERS, session=number.to_bytes(limits.TOKEN_BYTES))
@@ -694,7 +689,7 @@ def test_a_chain_of_addresses_that_is_as_long_as_there_are_sessions_is_followed_
 
 
 def test_whoever_is_named_in_the_log_cannot_forge_a_line_of_it(start, dial):
-    command = start("--bind", ANY_PORT)
+    command = start("--insecure", "--bind", ANY_PORT)
     member = dial(command.endpoint())
     member.ask(register(0, 1))
     member.send(Leave(session_of(0), "x\n2026-11-22 04:00:00,000 INFO lets in 1 keys from now on: mallory"))

@@ -144,7 +144,7 @@ def is_over(report):
 
 def test_a_browser_shows_a_training_as_it_goes(tmp_path):
     folder = Path(os.environ.get("STATSD_BN_SCREENSHOTS") or tmp_path)
-    endpoint, port = f"tcp://127.0.0.1:{free_port()}", free_port()
+    endpoint, port = f"ipc://{tmp_path}/s", free_port()
     serve = ("-m", "server", "--bind", endpoint)
     with ExitStack() as stack:
         server = stack.enter_context(process(*serve))

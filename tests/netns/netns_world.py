@@ -78,6 +78,7 @@ class Host:
         """Starts a Python process on this host."""
         command = ["ip", "netns", "exec", self.name, sys.executable, *arguments]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+        environ["STATSD_BN_INSECURE"] = "1"
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
 
 

@@ -128,6 +128,7 @@ def test_all_frames_are_shown_on_demand(monkeypatch, value):
 @pytest.mark.parametrize("value", ["", "full"])
 def test_the_cause_of_an_error_is_not_shown_where_it_says_nothing_more(monkeypatch, value):
     monkeypatch.setenv("STATSD_BN_TRACEBACK", value)
+    monkeypatch.setenv("STATSD_BN_INSECURE", "1")
     with pytest.raises(ConfigurationError, match="Invalid argument") as caught:
         client.connect("tcp://127.0.0.1:*", rank=0, world_size=2)
     assert ("ZMQError" in "".join(traceback.format_exception(caught.value))) is (value == "full")

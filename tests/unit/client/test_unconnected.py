@@ -11,7 +11,7 @@ import client
 from client.connection import current
 from client.lanes.named_process_group import NamedProcessGroup
 from client.layers.unconnected import Unconnected
-from statsd_bn import private_folder
+from statsd_bn import endpoints
 from support.memory_members import run_members
 
 X = torch.arange(12.0).reshape(4, 3)
@@ -144,7 +144,7 @@ def test_the_only_process_of_a_process_group_is_told_nothing(process_group, told
 
 def test_whoever_connected_before_there_was_a_process_group_is_told(process_group, told, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", tmp_path)
+    monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     bn = layer(group="local")

@@ -1,17 +1,14 @@
 import dataclasses
 import logging
-import tempfile
-from pathlib import Path
+import re
 
 import pytest
 
 import statsd_bn
 from server.__main__ import main
 from server.config import Config, from_arguments
-from server.network import exposure
 from statsd_bn.environment import LOG_LEVELS
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.reach import Reach, reach
 from statsd_bn.text import unfolded
 from support.sentences import says
 
@@ -48,13 +45,13 @@ def test_an_empty_variable_is_not_set():
 
 
 def test_a_flag_wins_over_its_twin():
-    twins = {"STATSD_BN_BIND": "tcp://127.0.0.1:1,tcp://127.0.0.1:2", "STATSD_BN_LOG_LEVEL": "error"}
-    found = from_arguments(["--bind", "tcp://127.0.0.1:3", "--log-level", "warning"], twins)
-    assert found == Config(("tcp://127.0.0.1:3",), "warning")
+    twins = {"STATSD_BN_BIND": "ipc:///run/1,ipc:///run/2", "STATSD_BN_LOG_LEVEL": "error"}
+    found = from_arguments(["--bind", "ipc:///run/3", "--log-level", "warning"], twins)
+    assert found == Config(("ipc:///run/3",), "warning")
 
 
 def test_several_endpoints():
-    both = ("tcp://127.0.0.1:*", "ipc:///run/statsd-bn")
+    both = ("ipc:///run/1", "ipc:///run/2")
     assert from_arguments(["--bind", both[0], "--bind", both[1]], {}).bind == both
     assert from_arguments([], {"STATSD_BN_BIND": ",".join(both)}).bind == both
     assert from_arguments([], {"STATSD_BN_BIND": ", ".join(both)}).bind == both
@@ -65,65 +62,13 @@ def test_insecure_in_the_environment_is_1_and_nothing_else(value):
     assert not from_arguments([], {"STATSD_BN_INSECURE": value}).insecure
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "tcp://127.0.0.1:5555",
-        "tcp://127.8.9.10:*",
-        "tcp://localhost:5555",
-        "tcp://[::1]:5555",
-        "ipc://@abstract",
-        "ipc:///nowhere/statsd-bn",
-    ],
-)
-def test_an_endpoint_that_this_host_reaches_needs_no_word_and_is_warned_of(endpoint):
-    assert reach(endpoint) is Reach.HOST
-    assert Config((endpoint,)).bind == (endpoint,)
-    warning = exposure.warning(endpoint)
-    assert warning.startswith(f"{endpoint} is open, without authentication: every user of this host can join any job")
-    assert "Leave out --bind" in warning
-
-
-def test_an_endpoint_that_only_this_user_reaches_needs_no_warning():
-    assert reach("ipc://*") is Reach.USER
-    assert exposure.warning("ipc://*") == ""
-
-
-def test_an_ipc_path_is_the_users_where_nobody_else_can_replace_the_file(tmp_path):
-    endpoint = f"ipc://{tmp_path}/server"
-    assert reach(endpoint) is Reach.USER
-    for mode, expected in ((0o755, Reach.USER), (0o777, Reach.HOST), (0o1777, Reach.USER), (0o775, Reach.HOST)):
-        folder = Path(tempfile.mkdtemp(dir="/tmp"))
-        try:
-            folder.chmod(mode)
-            assert reach(f"ipc://{folder}/server") is expected, oct(mode)
-        finally:
-            folder.rmdir()
-
-
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "tcp://*:5555",
-        "tcp://0.0.0.0:5555",
-        "tcp://[::]:5555",
-        "tcp://192.168.1.5:5555",
-        "tcp://eth0:5555",
-        "tcp://128.0.0.1:5555",
-        "tcp://example.127.org:5555",
-        "tcp://127.evil.example:5555",
-        "tcp://127.0.0.1;evil.example:5555",
-        "tcp://localhost.evil.example:5555",
-    ],
-)
-def test_an_endpoint_that_others_reach_is_refused_unless_insecure(endpoint):
-    assert reach(endpoint) is Reach.NETWORK
-    with pytest.raises(ConfigurationError, match="can be reached from other machines") as caught:
-        Config(("tcp://127.0.0.1:1", endpoint))
-    assert endpoint in str(caught.value)
-    assert "--insecure" in str(caught.value)
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "localhost", "[::1]", "*", "[::]", "192.168.1.5", "eth0"])
+def test_tcp_without_keys_is_refused_unless_insecure(host):
+    endpoint = f"tcp://{host}:5555"
+    with pytest.raises(ConfigurationError, check=says(re.escape(f"bind: {endpoint} has no keys: TCP needs --curve"))):
+        Config(("ipc:///run/statsd-bn", endpoint))
     assert Config((endpoint,), insecure=True).bind == (endpoint,)
-    assert "whoever reaches it over the network can join any job" in exposure.warning(endpoint)
+    assert Config((endpoint,), curve="keys").bind == (endpoint,)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +104,7 @@ def test_a_bad_log_level_in_the_environment_is_a_usage_error(monkeypatch, capsys
     assert "loud" in said.err
 
 
-def test_an_endpoint_that_others_reach_is_a_usage_error(capsys):
+def test_tcp_without_keys_is_a_usage_error(capsys):
     assert main(["--bind", OPEN]) == 2
     said = capsys.readouterr()
     assert said.out == ""

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from statsd_bn.endpoints import why_silent
 from statsd_bn.error_text import FIRST_LINE
-from statsd_bn.reach import why_silent
 
 
 def network(error: OSError | None) -> SimpleNamespace:
@@ -66,8 +66,3 @@ def test_a_file_that_a_server_left_behind_is_told_from_none(tmp_path):
     with socket.socket(socket.AF_UNIX) as former:
         former.bind(str(path))
     assert "(connection refused)" in why_silent(f"ipc://{path}", 5.0, socket)
-
-
-@pytest.mark.parametrize("endpoint", ["memory://", "ipc://@name", "inproc://x"])
-def test_other_endpoints_are_not_tried(endpoint):
-    assert why_silent(endpoint, 5.0, network(RuntimeError("tried"))).startswith(f"no answer from {endpoint} within 5 s")

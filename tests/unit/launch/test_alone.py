@@ -16,7 +16,7 @@ import client
 from client.connection import current
 from client.lanes.choose import company_in
 from client.launch import connect
-from statsd_bn import private_folder
+from statsd_bn import endpoints
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 
 
@@ -25,7 +25,7 @@ def _nothing_configured(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "STATSD_BN_ENDPOINT", "STATSD_BN_JOB"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", tmp_path)
+    monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -82,7 +82,7 @@ def test_it_says_so_once_and_who_it_is(caplog):
 
 
 def test_a_server_of_this_user_that_is_running_is_used(serve, tmp_path):
-    endpoint = private_folder.default_endpoint({"XDG_RUNTIME_DIR": str(tmp_path)})
+    endpoint = endpoints.default_endpoint({"XDG_RUNTIME_DIR": str(tmp_path)})
     (tmp_path / "statsd_bn").mkdir(mode=0o700)
     serve(endpoint)
     with client.connect() as connection:

@@ -37,6 +37,12 @@ GROUP = {
 REPORT = {"server": "abcd", "seconds": 61.7, "received": 40, "bad_frames": 2, "groups": [GROUP]}
 
 
+@pytest.fixture(autouse=True)
+def insecure(monkeypatch):
+    """Those who listen here and are no servers have no keys."""
+    monkeypatch.setenv("STATSD_BN_INSECURE", "1")
+
+
 def test_a_report_reads_as_text():
     assert describe(REPORT) == (
         "server abcd, up 62 s, 40 messages, 2 bad frames\n"

@@ -1,7 +1,8 @@
-"""The server of a user who configures nothing: two terminals find each other, and nobody else gets in."""
+"""Endpoints: this user's own server is found and nobody else gets in; TCP needs keys; no shared folder is used."""
 
 import errno
 import os
+import re
 import shutil
 import socket
 import stat
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 import client
 from client.launch import connect
@@ -21,8 +23,8 @@ from server.cli import status
 from server.cli.status import ask
 from server.config import from_arguments
 from server.network.service import Service
-from statsd_bn import private_folder
-from statsd_bn.errors import ConfigurationError, ServerUnreachable
+from statsd_bn import endpoints
+from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ServerUnreachable
 from statsd_bn.text import unfolded
 from support.launched import PROC, Launched
 from support.paths import ROOT
@@ -39,7 +41,7 @@ def environ(monkeypatch, tmp_path_factory):
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
     tmp_path_factory.getbasetemp()  # it is made among the temporary files
     # A server of whoever runs the tests is not to be found.
-    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", Path("/nowhere"))
+    monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", Path("/nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield {"XDG_RUNTIME_DIR": str(folder)}
     shutil.rmtree(folder)
@@ -59,8 +61,8 @@ def test_it_is_in_the_runtime_folder_where_that_is_the_users_else_among_the_temp
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path)
     for named in ("", "relative", "/nowhere", str(tmp_path / "file"), str(tmp_path / "link")):
-        assert private_folder.private_folder({"XDG_RUNTIME_DIR": named}) == own
-    assert private_folder.private_folder({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "statsd_bn"
+        assert endpoints.private_folder({"XDG_RUNTIME_DIR": named}) == own
+    assert endpoints.private_folder({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "statsd_bn"
 
 
 @pytest.fixture
@@ -70,15 +72,15 @@ def nowhere(monkeypatch):
     def nothing():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
-    monkeypatch.setattr(private_folder, "tempfile", SimpleNamespace(gettempdir=nothing))
-    monkeypatch.setattr(private_folder, "RUNTIME_FOLDERS", Path("/nowhere"))
+    monkeypatch.setattr(endpoints, "tempfile", SimpleNamespace(gettempdir=nothing))
+    monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", Path("/nowhere"))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
 
 
 @pytest.mark.usefixtures("nowhere")
 def test_where_nothing_can_be_written_that_is_told_with_what_to_do():
-    for use in (private_folder.private_folder, private_folder.default_endpoint, private_folder.find_server):
-        with pytest.raises(ConfigurationError, match=r"none that can be written; set XDG_RUNTIME_DIR or .*name"):
+    for use in (endpoints.private_folder, endpoints.default_endpoint, endpoints.find_server):
+        with pytest.raises(ConfigurationError, check=says(r"none that can be written; set XDG_RUNTIME_DIR or .*name")):
             use({})
 
 
@@ -86,58 +88,164 @@ def test_where_nothing_can_be_written_that_is_told_with_what_to_do():
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 def test_a_server_that_is_told_where_to_listen_starts_where_nothing_can_be_written(tmp_path, scheme):
     endpoint = {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{tmp_path}/s"}[scheme]
-    with Service(from_arguments(["--bind", endpoint], {})) as service:
+    with Service(from_arguments(["--insecure", "--bind", endpoint], {})) as service:
         assert service.endpoints
 
 
 def test_a_server_that_was_started_where_there_was_no_runtime_folder_is_found(environ, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    endpoint = private_folder.default_endpoint({})
+    endpoint = endpoints.default_endpoint({})
     folder = Path(endpoint.removeprefix("ipc://")).parent
-    private_folder.make_private(folder)
+    endpoints.make_private(folder)
     with Service(from_arguments(["--bind", endpoint], {})):
         assert endpoint.startswith(f"ipc://{tmp_path}/statsd_bn-")
-        assert private_folder.find_server(environ) == endpoint
-        folder.chmod(0o755)
+        assert endpoints.find_server(environ) == endpoint
+        folder.chmod(0o777)
         with pytest.raises(
             ServerUnreachable, check=says(rf"at ipc://{environ['XDG_RUNTIME_DIR']}\S* or {endpoint}; start")
         ):
-            private_folder.find_server(environ)
+            endpoints.find_server(environ)
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_told_with_what_to_do(tmp_path):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     with pytest.raises(ConfigurationError, check=says(r"at most 10[37] bytes for the path of a socket, got .*TMPDIR")):
-        private_folder.default_endpoint({"XDG_RUNTIME_DIR": str(deep)})
+        endpoints.default_endpoint({"XDG_RUNTIME_DIR": str(deep)})
 
 
 def test_a_folder_is_made_private_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
-        private_folder.make_private(tmp_path / "own")
+        endpoints.make_private(tmp_path / "own")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "own").stat().st_mode) == 0o700
-    private_folder.make_private(tmp_path / "own")
+    endpoints.make_private(tmp_path / "own")
+
+
+def shared(path, mode):
+    path.mkdir()
+    path.chmod(mode)
+    return path
 
 
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda path: path.mkdir(mode=0o755), "closed to other users, got mode 0755; chmod 700"),
-        (lambda path: path.symlink_to(path.parent), "to be a folder, got a symbolic link"),
-        (lambda path: path.write_text(""), "to be a folder, got something else"),
+        (lambda path: shared(path, 0o777), "has mode 0777; give a folder of your own"),
+        (lambda path: shared(path, 0o1777), "has mode 1777; give a folder of your own"),
+        (lambda path: path.write_text(""), "to be a folder; remove it"),
     ],
 )
-def test_a_folder_that_is_not_private_is_refused_by_server_and_client(environ, make, told, capsys):
+def test_a_folder_that_others_can_write_to_is_refused_by_server_and_client(environ, make, told, capsys):
     make(Path(environ["XDG_RUNTIME_DIR"]) / "statsd_bn")
     with pytest.raises(ConfigurationError, check=says(told)):
         Service(from_arguments([], environ))
     with pytest.raises(ConfigurationError, check=says(told)):
-        private_folder.find_server(environ)
+        endpoints.find_server(environ)
     assert command.main([]) == 2
     assert told in unfolded(capsys.readouterr().err)
+
+
+CLIENTS = {
+    "connect": lambda endpoint: client.connect(endpoint, rank=0, world_size=2),
+    "ask": ask,
+    **{name: lambda endpoint, name=name: command.main([name, endpoint]) for name in ("status", "check", "view")},
+}
+
+
+def refusal(use, capsys):
+    """The first error of a client or a server, whether it raises it or prints it."""
+    try:
+        code = use()
+    except ConfigurationError as error:
+        return error.message
+    assert code == 2
+    return unfolded(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize(("above", "mode"), [(0o755, 0o777), (0o755, 0o1777), (0o777, 0o755)])
+def test_a_named_socket_in_a_folder_that_others_can_write_to_is_refused_by_both_sides(
+    environ, name, above, mode, capsys
+):
+    """Another user could put a socket there, and its server would be taken for this user's."""
+    top = Path(environ["XDG_RUNTIME_DIR"])
+    top.chmod(above)
+    endpoint = f"ipc://{shared(top / 'shared', mode)}/s"
+    told = (
+        rf"expected a socket in a folder that other users cannot write to, got {top}/shared, and \S+ has mode [01]777"
+    )
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(endpoint.removeprefix("ipc://"))
+        other.listen()
+        for use in (lambda: CLIENTS[name](endpoint), lambda: command.main(["--bind", endpoint])):
+            assert re.search(told, refusal(use, capsys))
+
+
+def test_a_folder_in_one_that_all_share_is_this_users_own(environ):
+    """As /tmp is: its sticky bit keeps others from replacing the folder."""
+    top = Path(environ["XDG_RUNTIME_DIR"])
+    top.chmod(0o1777)
+    endpoints.check_folder(shared(top / "own", 0o755))
+
+
+def test_what_lies_above_a_folder_that_nobody_else_can_enter_does_not_count(environ):
+    top = Path(environ["XDG_RUNTIME_DIR"])
+    top.chmod(0o777)
+    endpoints.check_folder(shared(shared(top / "own", 0o700) / "below", 0o755))
+
+
+@needs_another_user
+@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize("theirs", ["folder", "socket", "link"])
+def test_a_socket_or_folder_of_another_user_is_refused_by_clients(environ, name, theirs, capsys):
+    folder = shared(Path(environ["XDG_RUNTIME_DIR"]) / "theirs", 0o755)
+    path = folder / "s"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(folder / "bound"))
+        other.listen()
+        path.symlink_to(folder / "bound")
+        changed = {"folder": folder, "socket": folder / "bound", "link": path}[theirs]
+        os.chown(changed, NOBODY, NOBODY, follow_symlinks=False)
+        told = refusal(lambda: CLIENTS[name](f"ipc://{path}"), capsys)
+    assert f"to belong to this user (uid 0) or to root, got uid {NOBODY}" in told
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize("endpoint", ["ipc://@abstract", "ipc://@", "ipc://*"])
+def test_a_socket_in_no_folder_is_refused_by_both_sides(name, endpoint, capsys):
+    """Every user of the host could connect, and end the server by floods of ZMTP's PING that break off."""
+    for use in (lambda: CLIENTS[name](endpoint), lambda: command.main(["--insecure", "--bind", endpoint])):
+        told = f"expected ipc://PATH in a folder that other users cannot write to, got '{endpoint}', which is in no"
+        assert told in refusal(use, capsys)
+
+
+def test_a_folder_that_its_group_can_write_to_is_warned_of(environ, caplog):
+    folder = shared(Path(environ["XDG_RUNTIME_DIR"]) / "group", 0o775)
+    with Service(from_arguments(["--bind", f"ipc://{folder}/s"], {})):
+        assert f"the group of {folder} can write to it" in caplog.text
+    caplog.clear()
+    folder.chmod(0o755)
+    with Service(from_arguments(["--bind", f"ipc://{folder}/s"], {})):
+        assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["connect", "status", "view"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "server.example"])
+def test_a_client_without_a_key_does_not_connect_by_tcp_unless_it_is_told_to(name, host, capsys, monkeypatch):
+    endpoint = f"tcp://{host}:5555"
+    told = f"authentication refused at {endpoint}: TCP needs a key, and this client has none; pass connect(curve="
+    monkeypatch.delenv("STATSD_BN_CURVE", raising=False)
+    monkeypatch.setattr(zmq.Socket, "connect", lambda *_: pytest.fail("it connects"))
+    if name == "connect":
+        with pytest.raises(AuthenticationRefused, check=says(re.escape(told))) as caught:
+            CLIENTS[name](endpoint)
+        assert caught.value.fields == {"reason": "no key"}
+    else:
+        assert CLIENTS[name](endpoint) == 5
+        assert told in unfolded(capsys.readouterr().err)
 
 
 @needs_another_user
@@ -145,7 +253,7 @@ def test_a_folder_of_another_user_is_refused_by_server_and_client(environ):
     folder = Path(environ["XDG_RUNTIME_DIR"]) / "statsd_bn"
     folder.mkdir(mode=0o700)
     os.chown(folder, NOBODY, NOBODY)
-    for use in (lambda: Service(from_arguments([], environ)), lambda: private_folder.find_server(environ)):
+    for use in (lambda: Service(from_arguments([], environ)), lambda: endpoints.find_server(environ)):
         with pytest.raises(ConfigurationError, check=says(f"to belong to this user .*got uid {NOBODY}")):
             use()
 
@@ -201,7 +309,7 @@ CONNECT = """
 import client, time
 from statsd_bn.errors import StatsdBNError
 from server.cli.status import ask
-from statsd_bn.private_folder import find_server
+from statsd_bn.endpoints import find_server
 be_another_user()
 started = time.monotonic()
 endpoint = {endpoint!r}
@@ -231,12 +339,11 @@ def test_another_user_who_configures_nothing_finds_no_server_and_is_told_so():
 @needs_another_user
 @pytest.mark.usefixtures("server")
 def test_another_user_who_names_the_path_is_told_that_the_folder_is_closed(environ):
-    endpoint = private_folder.default_endpoint(environ)
+    endpoint = endpoints.default_endpoint(environ)
     told = as_another_user(CONNECT.format(endpoint=endpoint), {})
     assert len(told) == 2
     for line in told:
-        assert f"{endpoint} is closed to this user (uid {NOBODY}): the folder" in line
-        assert "belongs to uid 0 and lets in nobody else" in line
+        assert f"{endpoint} is closed to this user (uid {NOBODY}): Permission denied" in line
 
 
 @pytest.mark.processes
@@ -248,7 +355,7 @@ def test_another_user_cannot_reach_a_private_socket_in_a_folder_for_all(environ)
         thread.start()
         try:
             told = as_another_user(CONNECT.format(endpoint=endpoint), {})
-            assert all("/s belongs to uid 0 and lets in nobody else" in line for line in told)
+            assert all(f"{endpoint} is closed to this user (uid {NOBODY}): Permission" in line for line in told)
             assert ask(endpoint)["groups"] == []
         finally:
             service.stop()
@@ -256,10 +363,10 @@ def test_another_user_cannot_reach_a_private_socket_in_a_folder_for_all(environ)
 
 
 def test_a_socket_that_a_killed_server_left_behind_is_not_taken_for_a_server(environ):
-    endpoint = private_folder.default_endpoint(environ)
+    endpoint = endpoints.default_endpoint(environ)
     path = Path(endpoint.removeprefix("ipc://"))
-    private_folder.make_private(path.parent)
+    endpoints.make_private(path.parent)
     with socket.socket(socket.AF_UNIX) as former:
         former.bind(str(path))
     with pytest.raises(ServerUnreachable, match=r"nobody listens at .* \(connection refused\)"):
-        ask(private_folder.find_server(environ), 0.2)
+        ask(endpoints.find_server(environ), 0.2)
