@@ -17,6 +17,9 @@ GATHER = "gather"
 MEMORY = "statsd_bn memory"
 
 
+_NAME, _PHASE, _COUNTER = limits.MAX_NAME_BYTES, limits.MAX_PHASE_BYTES, limits.MAX_COUNTER
+
+
 class _KeyFields(NamedTuple):
     job: str
     group: str
@@ -52,6 +55,32 @@ class RoundKey(_KeyFields):
         check_integer("call", call, 0, limits.MAX_COUNTER)
         check_name("phase", phase, limits.MAX_PHASE_BYTES)
         return tuple.__new__(cls, (job, group, epoch, step, layer, call, phase))
+
+    @classmethod
+    def of_frame(cls, texts: str, epoch: int, step: int, call: int) -> Self:
+        """Returns the key that a frame has: job, group, layer and phase with a zero character between two, and numbers.
+
+        Raises:
+            ProtocolError: one of them is out of its limits.
+        """
+        job, group, layer, phase = texts.split("\0")
+        # What nearly all keys are is seen at once, since each frame of a round has one.
+        if (
+            texts.isascii()
+            and job.isprintable()
+            and group.isprintable()
+            and layer.isprintable()
+            and phase.isprintable()
+            and 0 < len(job) <= _NAME
+            and 0 < len(group) <= _NAME
+            and 0 < len(layer) <= _NAME
+            and 0 < len(phase) <= _PHASE
+            and 0 <= epoch <= _COUNTER
+            and 0 <= step <= _COUNTER
+            and 0 <= call <= _COUNTER
+        ):
+            return tuple.__new__(cls, (job, group, epoch, step, layer, call, phase))
+        return cls(job, group, epoch, step, layer, call, phase)
 
     def __str__(self) -> str:
         return (

@@ -46,7 +46,6 @@ from statsd_bn.text import told
 from statsd_bn.timing.told_times import ToldTimes
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
-from statsd_bn.wire.layer_frames import LayerFrames
 
 # What is about a round.
 _ANSWERS = (Aggregate, Pending)
@@ -88,7 +87,6 @@ class Session:
         self.lateness = ToldTimes(member.world_size)
         # What they are made of is checked once for each layer.
         self._keys: dict[tuple[str, str], RoundKey] = {}
-        self._frames = LayerFrames(token)
         if member.is_elastic:
             self.lane.refuse(BY_ELASTIC)
         self.spoke = 0.0
@@ -162,7 +160,7 @@ class Session:
 
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
         """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
-        return encode(Contribution(self.token, key, attempt, rows)) if attempt else self._frames.contribution(key, rows)
+        return encode(Contribution(self.token, key, attempt, rows))
 
     def settled(self, key: RoundKey) -> bytes:
         """Returns the frame that says that the round `key` is over for this member, which got its rows elsewhere."""
@@ -211,9 +209,6 @@ class Session:
         if self._refusal:
             raise self._refusal.with_traceback(None)
         self._check_takes_part(key)
-        if (again := self._frames.aggregate(key, frame)) is not None:
-            self._take(again)
-            return again
         try:
             message = self._read(frame, key)
         except DuplicateMember as error:
@@ -227,7 +222,6 @@ class Session:
             return None
         if isinstance(message, Aggregate):
             self._take(message)
-            self._frames.keep(frame, message)
         return message
 
     def overhear(self, frame: bytes) -> list[bytes]:

@@ -44,6 +44,7 @@ from statsd_bn.messages.rounds import (
     Result,
     Settled,
     sound_aggregate,
+    sound_contribution,
 )
 
 __all__ = [
@@ -79,5 +80,6 @@ __all__ = [
     "Whereabouts",
     "missing_members",
     "sound_aggregate",
+    "sound_contribution",
     "values_of",
 ]

@@ -4,7 +4,7 @@
     0       3      magic, b"SBN"
     3       1      protocol version
     4       4      H, the header's length, unsigned little-endian
-    8       H      header: a msgpack array [type, field, field, ...]
+    8       H      header: a msgpack array [type, field, field, ...]; of Contribution and Aggregate fixed fields
     8+H     0-7    zero bytes up to a multiple of 8
     ...     8·n    values: little-endian float64, in C order
 
@@ -14,8 +14,8 @@ msgpack floats, because they become an array without a loop or a copy.
     frame = encode(Heartbeat(session))
     message = decode(frame)
 
-`frame` has the layout, `headers` unpacks msgpack within bounds, `kept` keeps what recurs, `repeated` and `layer_frames`
-whole headers, as servers and members meet them again.
+`frame` has the layout, `headers` packs msgpack and unpacks it within bounds, `round_frames` has the two messages that
+each round sends.
 """
 
 from statsd_bn.wire.decoding import decode, decode_request

@@ -29,15 +29,24 @@ from statsd_bn.messages import (
     Status,
     Whereabouts,
 )
-from statsd_bn.reduction import FloatArray
-from statsd_bn.rows import Rows
 from statsd_bn.skew import FIGURES
-from statsd_bn.wire.frame import FLOAT, header_of, padded
-from statsd_bn.wire.headers import MOST_NAMES, SHORT_BYTES, array, unpack, unpack_without_arrays
-from statsd_bn.wire.kept import unpacked_key, unpacked_members
-from statsd_bn.wire.repeated import keep_header, repeated_contribution
+from statsd_bn.wire.frame import header_of, padded, values_of
+from statsd_bn.wire.headers import (
+    MOST_NAMES,
+    SHORT_BYTES,
+    array,
+    unpack,
+    unpack_without_arrays,
+    unpacked_key,
+    unpacked_members,
+)
+from statsd_bn.wire.round_frames import decode_aggregate, decode_contribution
 
 _REQUESTS = frozenset(get_args(Request))
+
+# How a header of fixed fields begins, and no msgpack array does.
+_CONTRIBUTION, _AGGREGATE = bytes([Contribution.type]), bytes([Aggregate.type])
+_SHOWN_BYTES = 32
 
 
 def decode(frame: bytes) -> Message:
@@ -48,6 +57,10 @@ def decode(frame: bytes) -> Message:
         ProtocolError: it is not a sound frame.
     """
     packed, end = header_of(frame, limits.MAX_HEADER_BYTES)
+    if packed.startswith(_AGGREGATE):
+        return decode_aggregate(frame, end)
+    if packed.startswith(_CONTRIBUTION):
+        return decode_contribution(frame, end)
     message: Message = _message(unpack("header", packed, limits.MAX_MEMBERS, MOST_NAMES), frame, end)
     return message
 
@@ -59,16 +72,16 @@ def decode_request(frame: bytes) -> Request:
         VersionMismatch: the frame is of another protocol version.
         ProtocolError: it is not a sound frame of a request.
     """
-    if (again := repeated_contribution(frame)) is not None:
-        return again
     packed, end = header_of(frame, limits.MAX_REQUEST_HEADER_BYTES)
+    if packed.startswith(_CONTRIBUTION):
+        return decode_contribution(frame, end)
+    if packed.startswith(_AGGREGATE):
+        raise ProtocolError("expected a request, got Aggregate")
     is_short = len(packed) <= SHORT_BYTES
     header = unpack("header", packed, limits.MAX_REPLICAS) if is_short else unpack_without_arrays(packed)
     request: Request = _message(header, frame, end)
     if type(request) not in _REQUESTS:
         raise ProtocolError(f"expected a request, got {type(request).__name__}")
-    if type(request) is Contribution:
-        keep_header(frame, end, request)
     return request
 
 
@@ -77,7 +90,7 @@ def _message(header: Any, frame: bytes, end: int) -> Any:
         raise ProtocolError(f"header: expected [type, ...], got {shown(header)}")
     number = header[0]
     kind = BY_TYPE.get(number) if type(number) is int else None
-    if kind is None:
+    if kind is None or kind in (Contribution, Aggregate):
         raise ProtocolError(f"type: expected one of {sorted(BY_TYPE)}, got {shown(number)}")
     try:
         return _build(kind, header[1:], frame, end)
@@ -97,28 +110,22 @@ def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Me
     return kind(*fields)
 
 
-def _contribution(fields: list[Any], frame: bytes, end: int) -> Contribution:
-    session, key, attempt, counts, vectors, channels = fields
-    values = _values(frame, end, (len(array("counts", counts)), vectors, channels))
-    return Contribution(session, unpacked_key(key), attempt, Rows(tuple(counts), values))
-
-
-def _aggregate(fields: list[Any], frame: bytes, end: int) -> Aggregate:
-    key, replicas, count, members, non_finite, vectors, channels = fields
-    values = _values(frame, end, (vectors, channels))
-    among, bearers = unpacked_members(members), unpacked_members(non_finite)
-    return Aggregate(unpacked_key(key), replicas, count, among, values, bearers)
-
-
 def _result(fields: list[Any], frame: bytes, end: int) -> Result:
-    session, *aggregate = fields
-    return Result(session, _aggregate(aggregate, frame, end))
+    (session,) = fields
+    start = padded(end)
+    if any(frame[end:start]):
+        raise ProtocolError("result: expected zero bytes up to the aggregate's frame")
+    aggregate = frame[start:]
+    packed, its_end = header_of(aggregate, limits.MAX_HEADER_BYTES)
+    if not packed.startswith(_AGGREGATE):
+        raise ProtocolError(f"result: expected the frame of an aggregate, got {shown(aggregate[:_SHOWN_BYTES])}")
+    return Result(session, decode_aggregate(aggregate, its_end))
 
 
 def _digest(fields: list[Any], frame: bytes, end: int) -> Digest:
     session, step, layers, members = fields
     check_text("layers", layers, limits.MAX_DIGEST_BYTES)
-    values = _values(frame, end, (layers.count("\n") + 1, members, FIGURES))
+    values = values_of(frame, end, (layers.count("\n") + 1, members, FIGURES))
     return Digest(session, step, layers, values)
 
 
@@ -127,7 +134,7 @@ def _figures(fields: list[Any], frame: bytes, end: int) -> Figures:
     check_text("layers", layers, limits.MAX_FIGURES_BYTES, shortest=0)
     check_integer("members", members, 0, limits.MAX_MEMBERS)
     if layers:
-        values = _values(frame, end, (layers.count("\n") + 1, members, FIGURES))
+        values = values_of(frame, end, (layers.count("\n") + 1, members, FIGURES))
     elif len(frame) == padded(end) and not any(frame[end:]):
         values = np.zeros((0, members, FIGURES))
     else:
@@ -188,8 +195,6 @@ def _whereabouts(fields: list[Any]) -> Whereabouts:
 
 
 _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = {
-    Contribution: _contribution,
-    Aggregate: _aggregate,
     Result: _result,
     Digest: _digest,
     Figures: _figures,
@@ -206,16 +211,3 @@ _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
     Registered: _registered,
     Whereabouts: _whereabouts,
 }
-
-
-def _values(frame: bytes, end: int, shape: tuple[Any, ...]) -> FloatArray:
-    size = 1
-    for extent in shape:
-        if type(extent) is not int or extent < 1:
-            raise ProtocolError(f"shape of values: expected positive integers, got {shown(shape)}")
-        size *= extent
-    start = padded(end)
-    if len(frame) != start + 8 * size or any(frame[end:start]):
-        got = len(frame) - start
-        raise ProtocolError(f"values: expected {size} float64 for shape {shape} after zero padding, got {got} bytes")
-    return np.ndarray(shape, FLOAT, frame, start)

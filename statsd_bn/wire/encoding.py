@@ -3,10 +3,7 @@
 from collections.abc import Callable
 from typing import Any, get_args
 
-import numpy as np
-
 from statsd_bn import limits
-from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
@@ -25,53 +22,28 @@ from statsd_bn.messages import (
     values_of,
 )
 from statsd_bn.reduction import FloatArray
-from statsd_bn.wire.frame import FLOAT, MAGIC, PRELUDE, PROTOCOL_VERSION
-from statsd_bn.wire.headers import pack
-from statsd_bn.wire.kept import packed_key, packed_members
+from statsd_bn.wire.frame import frame_of
+from statsd_bn.wire.headers import pack, packed_key, packed_runs
+from statsd_bn.wire.round_frames import encode_aggregate, encode_contribution
 
 _REQUESTS = frozenset(get_args(Request))
 
-# What a message is on the wire: its values, if it has any, and the fields of its header.
-_Flat = tuple[FloatArray | None, list[Any]]
+# What a message is on the wire: what follows its header, if anything does, and the fields of the header.
+_Flat = tuple[FloatArray | bytes | None, list[Any]]
 
 
 def encode(message: Message) -> bytes:
     """Frame that carries `message`."""
     kind = type(message)
+    if encode_fixed := _FIXED.get(kind):
+        return encode_fixed(message)
     most = limits.MAX_REQUEST_HEADER_BYTES if kind in _REQUESTS else limits.MAX_HEADER_BYTES
     values, header = _FLATTEN.get(kind, _flat_fields)(message)
-    packed = pack([message.type, *header])
-    length = len(packed)
-    if length > most:
-        raise ProtocolError(f"header: expected at most {most} bytes, got {length}")
-    prelude = PRELUDE.pack(MAGIC, PROTOCOL_VERSION, length)
-    if values is None:
-        return prelude + packed
-    body = np.ascontiguousarray(values, FLOAT)
-    frame = b"".join((prelude, packed, bytes(-length % 8), body.data))
-    if len(frame) > limits.MAX_FRAME_BYTES:
-        raise ProtocolError(
-            f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {len(frame)} for values of {values.shape}"
-        )
-    return frame
-
-
-def _flat_contribution(message: Contribution) -> _Flat:
-    rows = message.rows
-    shape = rows.values.shape
-    return rows.values, [message.session, packed_key(message.key), message.attempt, rows.counts, shape[1], shape[2]]
-
-
-def _flat_aggregate(message: Aggregate) -> _Flat:
-    total = message.values
-    key, members = packed_key(message.key), packed_members(message.members)
-    non_finite = packed_members(message.non_finite)
-    return total, [key, message.replicas, message.count, members, non_finite, *total.shape]
+    return frame_of(pack([message.type, *header]), values, most)
 
 
 def _flat_result(message: Result) -> _Flat:
-    total, header = _flat_aggregate(message.aggregate)
-    return total, [message.session, *header]
+    return encode(message.aggregate), [message.session]
 
 
 def _flat_pending(message: Pending) -> _Flat:
@@ -83,7 +55,7 @@ def _flat_settled(message: Settled) -> _Flat:
 
 
 def _flat_non_finite_round(message: NonFiniteRound) -> _Flat:
-    return None, [message.session, packed_key(message.key), packed_members(message.members), message.what]
+    return None, [message.session, packed_key(message.key), packed_runs(message.members.runs), message.what]
 
 
 def _flat_digest(message: Digest) -> _Flat:
@@ -102,21 +74,23 @@ def _flat_failure(message: Failure) -> _Flat:
 
 def _flat_registration(message: Register | Registered) -> _Flat:
     *plain, members = values_of(message)
-    return None, [*plain, packed_members(members)]
+    return None, [*plain, packed_runs(members.runs)]
 
 
 def _flat_whereabouts(message: Whereabouts) -> _Flat:
     *plain, members, launched, collective = values_of(message)
-    return None, [*plain, packed_members(members), launched, collective]
+    return None, [*plain, packed_runs(members.runs), launched, collective]
 
 
 def _flat_fields(message: Message) -> _Flat:
     return None, values_of(message)
 
 
+_FIXED: dict[type[Message], Callable[[Any], bytes]] = {
+    Contribution: encode_contribution,
+    Aggregate: encode_aggregate,
+}
 _FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
-    Contribution: _flat_contribution,
-    Aggregate: _flat_aggregate,
     Result: _flat_result,
     Pending: _flat_pending,
     Settled: _flat_settled,

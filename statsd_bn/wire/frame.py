@@ -1,13 +1,17 @@
 """Frames: where their parts stand, see `statsd_bn.wire`."""
 
 import struct
+from math import prod
+from typing import Any
 
 import numpy as np
 
 from statsd_bn import limits
+from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, VersionMismatch
+from statsd_bn.reduction import FloatArray
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAGIC = b"SBN"
 
 PRELUDE = struct.Struct("<3sBI")
@@ -18,8 +22,9 @@ FLOAT = np.dtype("<f8")
 _LONG_ARRAY = b"\xdc"
 _FIRST_BYTE = slice(PRELUDE.size, PRELUDE.size + 1)
 
-# Where a session stands: behind the array's beginning, the type, and two bytes for its own length.
-SHORT_ARRAY_SESSION = slice(PRELUDE.size + 4, PRELUDE.size + 4 + limits.TOKEN_BYTES)
+# Where a session stands: behind the array's beginning, the type, and two bytes for its own length. A Contribution's
+# fixed header has it at the same place.
+_SHORT_ARRAY_SESSION = slice(PRELUDE.size + 4, PRELUDE.size + 4 + limits.TOKEN_BYTES)
 _LONG_ARRAY_SESSION = slice(PRELUDE.size + 6, PRELUDE.size + 6 + limits.TOKEN_BYTES)
 
 
@@ -49,9 +54,49 @@ def header_of(frame: bytes, most: int) -> tuple[bytes, int]:
     return frame[PRELUDE.size : end], end
 
 
+def frame_of(header: bytes, values: FloatArray | bytes | None, most: int) -> bytes:
+    """Frame of a header, which may have `most` bytes, and of what follows it.
+
+    Raises:
+        ProtocolError: the frame would be too large.
+    """
+    length = len(header)
+    if length > most:
+        raise ProtocolError(f"header: expected at most {most} bytes, got {length}")
+    prelude = PRELUDE.pack(MAGIC, PROTOCOL_VERSION, length)
+    if values is None:
+        return prelude + header
+    body = values if isinstance(values, bytes) else np.ascontiguousarray(values, FLOAT).data
+    frame = b"".join((prelude, header, bytes(-length % 8), body))
+    if len(frame) > limits.MAX_FRAME_BYTES:
+        shape = values.shape if isinstance(values, np.ndarray) else (len(values),)
+        raise ProtocolError(
+            f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {len(frame)} for values of {shape}"
+        )
+    return frame
+
+
+def values_of(frame: bytes, end: int, shape: tuple[Any, ...]) -> FloatArray:
+    """Values of this shape that follow the header, which ends at `end`; a view into the frame.
+
+    Raises:
+        ProtocolError: something else follows it.
+    """
+    for extent in shape:
+        if type(extent) is not int or extent < 1:
+            raise ProtocolError(f"shape of values: expected positive integers, got {shown(shape)}")
+    start = end + -end % 8
+    if len(frame) != start + 8 * prod(shape) or any(frame[end:start]):
+        got = len(frame) - start
+        raise ProtocolError(
+            f"values: expected {prod(shape)} float64 for shape {shape} after zero padding, got {got} bytes"
+        )
+    return np.ndarray(shape, FLOAT, frame, start)
+
+
 def named_session(frame: bytes) -> bytes:
     """Session that a frame names, found without decoding it; nonsense if it names none, or is unsound.
 
     The session is the first field of every message that has one.
     """
-    return frame[_LONG_ARRAY_SESSION] if frame[_FIRST_BYTE] == _LONG_ARRAY else frame[SHORT_ARRAY_SESSION]
+    return frame[_LONG_ARRAY_SESSION] if frame[_FIRST_BYTE] == _LONG_ARRAY else frame[_SHORT_ARRAY_SESSION]

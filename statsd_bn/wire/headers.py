@@ -4,7 +4,9 @@ msgpack makes all objects before anybody can check them, and makes room for as m
 is told beforehand how many items there can be; and for a long header, that it holds no array.
 """
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -12,11 +14,19 @@ import msgpack
 from statsd_bn import limits
 from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError
+from statsd_bn.members import Members
+from statsd_bn.round_key import RoundKey
 
-KEY_FIELDS = 7
+_KEY_FIELDS = 7
 
 # The longest key that there is: four names, three integers of 9 bytes, and what says how long each is.
-MOST_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 * 3 + 1
+_MOST_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 * 3 + 1
+
+# A run of members: its first number, and how many follow one another.
+RUN = struct.Struct("<HH")
+
+# Every other member, each a run.
+_MOST_MEMBERS_BYTES = RUN.size * limits.MAX_MEMBERS // 2
 
 # A request with an array in its header, which only counts are, has fewer bytes than this.
 SHORT_BYTES = 2048
@@ -80,12 +90,42 @@ def array(name: str, value: Any) -> list[Any]:
     return value
 
 
-def binary(name: str, value: Any, longest: int) -> bytes:
-    """The value, which must be binary and not longer than so many bytes.
+def packed_key(key: RoundKey) -> bytes:
+    """A round key as msgpack."""
+    return pack(key)
+
+
+def unpacked_key(value: Any) -> RoundKey:
+    """Round key that a field of a header holds, as msgpack.
 
     Raises:
         ProtocolError: it is something else.
     """
+    fields = unpack("round key", _binary("round key", value, _MOST_KEY_BYTES), _KEY_FIELDS)
+    if len(array("round key", fields)) != _KEY_FIELDS:
+        raise ProtocolError(f"round key: expected {_KEY_FIELDS} fields, got {len(fields)}")
+    return RoundKey(*fields)
+
+
+def packed_runs(runs: Iterable[tuple[int, int]]) -> bytes:
+    """Runs of members, two numbers each."""
+    numbers = tuple(chain.from_iterable(runs))
+    return struct.pack(f"<{len(numbers)}H", *numbers)
+
+
+def unpacked_members(value: Any) -> Members:
+    """Members that a field of a header holds, as runs.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    packed = _binary("members", value, _MOST_MEMBERS_BYTES)
+    if len(packed) % RUN.size:
+        raise ProtocolError(f"members: expected {RUN.size} bytes for each run, got {len(packed)}")
+    return Members(tuple(RUN.iter_unpack(packed)))
+
+
+def _binary(name: str, value: Any, longest: int) -> bytes:
     if type(value) is not bytes or len(value) > longest:
         raise ProtocolError(f"{name}: expected binary of at most {longest} bytes, got {shown(value)}")
     return value

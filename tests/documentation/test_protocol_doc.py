@@ -144,30 +144,81 @@ def number(text: str) -> int:
 # Making frames, sound and unsound ones, without the code under test.
 
 
+# How `struct` names the types of a header of fixed fields.
+FIXED = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "token": "8s"}
+LARGEST = {"u8": 2**8 - 1, "u16": 2**16 - 1, "u32": 2**32 - 1, "u64": 2**64 - 1}
+RUN_BYTES = 4
+
+
 def header_of(frame: bytes) -> list[Any]:
-    return msgpack.unpackb(frame[8 : 8 + int.from_bytes(frame[4:8], "little")])
+    header = frame[8 : 8 + int.from_bytes(frame[4:8], "little")]
+    return fixed_header_of(header) if header[0] in {Contribution.type, Aggregate.type} else msgpack.unpackb(header)
+
+
+def fixed_header_of(header: bytes) -> list[Any]:
+    found: dict[str, Any] = {}
+    at, fields = 1, documented(title_of(BY_TYPE[header[0]]))
+    for field in fields:
+        if field.type == "name":
+            continue
+        if field.type in FIXED:
+            size = struct.calcsize("<" + FIXED[field.type])
+            (found[field.name],) = struct.unpack_from("<" + FIXED[field.type], header, at)
+        elif field.type == "u64s":
+            size = 8 * found["replicas"]
+            found[field.name] = list(struct.unpack_from(f"<{found['replicas']}Q", header, at))
+        else:
+            size = RUN_BYTES * found["member_runs" if field.name == "members" else "non_finite_runs"]
+            found[field.name] = header[at : at + size]
+        at += size
+    return [header[0], *found.values(), *header[at:].decode().split("\0")]
+
+
+def packed_header(header: list[Any]) -> bytes:
+    if header[0] not in {Contribution.type, Aggregate.type}:
+        return msgpack.packb(header)
+    packed, names = bytes([header[0]]), []
+    for field in documented(title_of(BY_TYPE[header[0]])):
+        value = header[field.number]
+        if field.type == "name":
+            names.append(value.encode())
+        elif field.type in LARGEST:
+            packed += struct.pack("<" + FIXED[field.type], value)
+        else:
+            packed += struct.pack(f"<{len(value)}Q", *value) if field.type == "u64s" else value
+    return packed + b"\0".join(names)
 
 
 def frame_of(header: list[Any]) -> bytes:
-    packed = msgpack.packb(header)
+    packed = packed_header(header)
     frame = b"SBN" + bytes([PROTOCOL_VERSION]) + len(packed).to_bytes(4, "little") + packed
+    padding = bytes(-len(packed) % 8)
     if header[0] in {Digest.type, Figures.type}:
         *_, layers, members = header
         is_empty = header[0] == Figures.type and not layers
         number = layers.count("\n") + 1 if isinstance(layers, str) and not is_empty else int(not is_empty)
-        return frame + bytes(-len(packed) % 8) + bytes(8 * 4 * max(0, number * members))
-    if header[0] not in {Contribution.type, Aggregate.type, Result.type}:
-        return frame
-    *_, counts, vectors, channels = header
-    has_rows = header[0] == Contribution.type
-    replicas = len(counts) if has_rows and isinstance(counts, list) else 1
-    return frame + bytes(-len(packed) % 8) + bytes(8 * max(0, replicas * vectors * channels))
+        return frame + padding + bytes(8 * 4 * max(0, number * members))
+    if header[0] == Result.type:
+        return frame + padding + encode(AGGREGATE)
+    if header[0] in {Contribution.type, Aggregate.type}:
+        of = {field.name: header[field.number] for field in documented(title_of(BY_TYPE[header[0]]))}
+        rows = of["replicas"] if header[0] == Contribution.type else 1
+        return frame + padding + bytes(8 * rows * of["vectors"] * of["channels"])
+    return frame
 
 
 def changed(message: type[Message], field: Field, value: Any) -> bytes:
-    """A sound frame but for one field."""
+    """A sound frame but for one field, and for what counts it or is counted by it."""
     header = header_of(encode(SAMPLES[message]))
+    numbers = {one.name: one.number for one in documented(title_of(message))}
     header[field.number] = value
+    if message is Contribution and field.name == "counts":
+        header[numbers["replicas"]] = len(value)
+    elif message is Contribution and field.name == "replicas":
+        header[numbers["counts"]] = [0] * value
+    elif message is Aggregate and field.type == "members":
+        runs = {"members": "member_runs", "non_finite": "non_finite_runs"}[field.name]
+        header[numbers[runs]] = len(value) // RUN_BYTES
     return frame_of(header)
 
 
@@ -213,12 +264,18 @@ def test_the_round_key_has_its_fields_in_order():
     assert [field.name for field in documented("Round key")] == list(RoundKey._fields)
 
 
+COUNTERS, NAMES = ["epoch", "step", "call"], ["job", "group", "layer", "phase"]
+
+
 @EVERY_MESSAGE
 def test_every_message_has_its_fields_in_order(message):
     expected = {
-        Contribution: ["session", "key", "attempt", "counts", "vectors", "channels"],
-        Aggregate: ["key", "replicas", "count", "members", "non_finite", "vectors", "channels"],
-        Result: ["session", "key", "replicas", "count", "members", "non_finite", "vectors", "channels"],
+        Contribution: ["vectors", "replicas", "session", "channels", *COUNTERS, "attempt", "counts", *NAMES],
+        Aggregate: [
+            *("vectors", "member_runs", "non_finite_runs", "channels", "replicas", "count"),
+            *(*COUNTERS, "members", "non_finite", *NAMES),
+        ],
+        Result: ["session"],
         Digest: ["session", "step", "layers", "members"],
         Figures: ["job", "group", "first", "total", "layers", "members"],
     }.get(message, [field.name for field in dataclasses.fields(message)])
@@ -243,6 +300,11 @@ def test_the_server_takes_what_is_directed_to_it_and_nothing_else(message):
 # What a field may hold.
 
 TYPES = {
+    "u8": int,
+    "u16": int,
+    "u32": int,
+    "u64": int,
+    "u64s": list,
     "name": str,
     "text": str,
     "names": str,
@@ -277,12 +339,32 @@ def test_every_field_is_of_its_type_and_no_other_is_taken(message):
     header = header_of(encode(SAMPLES[message]))
     for field in documented(title_of(message)):
         assert type(header[field.number]) is TYPES[field.type], field
-        assert is_refused(changed(message, field, FOREIGN[field.type])), field
+        # Bytes at a fixed place are of no other type.
+        if message not in {Contribution, Aggregate}:
+            assert is_refused(changed(message, field, FOREIGN[field.type])), field
+
+
+def legal_and_illegal_of_fixed(field: Field) -> Iterator[tuple[bool, Any]]:
+    """As `legal_and_illegal`, of the types that only a header of fixed fields has."""
+    if field.type == "u64s":
+        low, high = map(number, re.fullmatch(r"each (.+) to (.+)", field.limits).groups())
+        yield from ((True, [low]), (True, [high]), (False, [high + 1]), (False, [2**64 - 1]), (False, []))
+    elif field.limits:
+        low, high = map(number, re.fullmatch(r"(.+) to (.+)", field.limits).groups())
+        yield from ((True, low), (True, high), (False, high + 1))
+        if field.type == "u64":
+            yield False, LARGEST[field.type]
+        if low:
+            yield False, low - 1
+    else:
+        yield False, LARGEST[field.type]
 
 
 def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
     """What lies just inside and just outside of the documented limits."""
-    if field.type == "token":
+    if field.type in LARGEST or field.type == "u64s":
+        yield from legal_and_illegal_of_fixed(field)
+    elif field.type == "token":
         size = limits.TOKEN_BYTES
         yield from ((True, bytes(size)), (False, bytes(size - 1)), (False, bytes(size + 1)))
     elif field.type == "float":
