@@ -121,8 +121,8 @@ def _member(
             **{way: _in_lane(lane, client.convert_model(_network(width))) for way, lane in OURS.items()},
             BROADCAST: _in_lane(SlavePipe, client.convert_model(_network(width)), broadcasts=True),
             GROUP: _trainer(client.convert_model(_network(width), process_group=dist.group.WORLD)),
-            "unsynchronised": _trainer(_network(width)),
-            "gloo": _trainer(_network(width, GlooBatchNorm)),
+            "unsynchronised": _trainer(_network(width), broadcasts=True),
+            "gloo": _trainer(_network(width, GlooBatchNorm), broadcasts=True),
         }
         torch.manual_seed(rank)
         images, labels = torch.randn(shape), torch.randint(CLASSES, shape[:1])
@@ -182,13 +182,13 @@ def _in_lane(
 
 
 def _trainer(network: nn.Module, *, broadcasts: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns what trains a network; `broadcasts`: DDP goes on to send rank 0's buffers, which ours turn off."""
+    """Returns what trains a network; `broadcasts`: DDP sends rank 0's buffers before each forward pass."""
     model = DistributedDataParallel(network)
+    model.broadcast_buffers = broadcasts
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step(images: Tensor, labels: Tensor) -> Tensor:
         optimizer.zero_grad()
-        model.broadcast_buffers = model.broadcast_buffers or broadcasts
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()

@@ -21,9 +21,10 @@ from client.kernels import on_device, on_host, streams
 from client.kernels.device_statistics import DeviceMoments
 from client.lanes import device_rows
 from client.lanes.lane import Lane
-from client.layers import ddp_buffers, running_stats
+from client.layers import running_stats
 from client.layers.micro_batches import Deferred
 from client.layers.recalibration_moments import Tally
+from client.whereabouts import collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Call:
         exchange.streams = of_replicas
         outputs = batch_norm(slices, exchange)
         if self.tally is None:
-            ddp_buffers.settle(exchange)
+            collectives.remember()
             exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
         due = self._due(exchange.moments)
         if isinstance(due, DeviceMoments):

@@ -26,8 +26,9 @@ from client.lanes.in_process import LocalPipe
 from client.lanes.lane import Lane
 from client.lanes.named_process_group import NamedProcessGroup
 from client.lanes.process_group import ProcessGroupPipe
-from client.layers import ddp_buffers, running_stats
+from client.layers import running_stats
 from client.layers.micro_batches import Deferred, numbered
+from client.whereabouts import collectives
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.moments import Moments
 from statsd_bn.round_key import BACKWARD, RoundKey
@@ -167,7 +168,7 @@ def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
     if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.lane, 0, local)):
         return earlier
     fresh.forward([local])
-    ddp_buffers.settle(fresh)
+    collectives.remember()
     exchanges.remember(fresh, has_graph=False)  # the graph has the ticket instead
     return fresh
 

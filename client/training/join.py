@@ -16,7 +16,6 @@ from client.connection.current import current_connection
 from client.connection.groups import Group
 from client.lanes.choose import company_in
 from client.lanes.named_process_group import NamedProcessGroup
-from client.layers import ddp_buffers
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.training.running_statistics import commit_running_statistics
 from statsd_bn.error_text import error_text
@@ -97,8 +96,6 @@ def _begin(model: nn.Module, connection: Connection) -> list[Group]:
     for group in groups:
         _meet_others(connection, group)
         connection.come_back(group)
-    # A rank whose data ends early gets the last one's buffers from torch's Join, if the broadcast is on.
-    ddp_buffers.turn_on_again(model)
     return groups
 
 

@@ -9,8 +9,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from client.border import at_border
-from client.layers import ddp_buffers
 from client.layers.conversion.convert import convert as synchronised
+from client.layers.synchronized import Synchronized
 from statsd_bn.environment import integer
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
@@ -18,18 +18,20 @@ from statsd_bn.errors import ConfigurationError
 # DistributedDataParallel is broken there (ultralytics/yolov5#8395).
 REFUSED_VERSION = "1.12.0"
 
+# Buffers that a synchronised layer moves alike on all its ranks; a subclass may have others.
+EQUAL_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 @at_border
-def smart_ddp(model: nn.Module, *, static_graph: bool = True, convert: bool = True) -> DistributedDataParallel:
+def smart_ddp(
+    model: nn.Module, *, static_graph: bool = True, convert: bool = True, broadcast_buffers: bool | None = None
+) -> DistributedDataParallel:
     """Wraps a model in DistributedDataParallel, its batch norms synchronised.
 
     All processes call it, with the model on its device and the process group initialised. The synchronised layers find
     their connection in each forward pass, so `client.connect` may come before or after.
 
-    The wrapper sends rank 0's buffers to the others when it is made. Before each forward pass it sends them again only
-    if the model has others than those of layers that synchronise over the whole job, which are the same on all ranks
-    anyway; a batch norm that `convert_model` leaves as it is would drift apart. STATSD_BN_BROADCAST_BUFFERS=1, on all
-    ranks, keeps torch's default.
+    The wrapper sends rank 0's buffers to the others when it is made.
 
     Args:
         model: with all parameters on one device.
@@ -37,6 +39,10 @@ def smart_ddp(model: nn.Module, *, static_graph: bool = True, convert: bool = Tr
             reentrant and costs less; under `no_sync` the first step must synchronise each of its backward passes. False
             for a graph that changes: then each step looks for the parameters that it does not use.
         convert: `client.convert_model` the model first, with its defaults; False for a model that is to stay as it is.
+        broadcast_buffers: send rank 0's buffers again before each forward pass, which is DistributedDataParallel's own
+            default. None: only if the model has buffers other than those of layers that synchronise over all ranks,
+            which are equal on all ranks anyway; a batch norm that is not converted would drift apart. True under
+            torch's `Join`: a rank whose data ends early takes over the others' buffers at the end.
 
     Raises:
         RuntimeError: torch is 1.12.0, or there is no process group.
@@ -59,7 +65,8 @@ def smart_ddp(model: nn.Module, *, static_graph: bool = True, convert: bool = Tr
     if convert:
         model = synchronised(model, stacklevel=4)  # the border's frame is between
     wrapper = DistributedDataParallel(model, **arguments)
-    ddp_buffers.turn_off(wrapper)
+    # Not as an argument: in older versions of torch that leaves out the broadcast at the beginning too.
+    wrapper.broadcast_buffers = _may_differ(model) if broadcast_buffers is None else broadcast_buffers
     return wrapper
 
 
@@ -102,6 +109,17 @@ def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_gr
             )
         )
     return arguments | {"device_ids": [local_rank], "output_device": local_rank}
+
+
+def _may_differ(model: nn.Module) -> bool:
+    """Whether the model has buffers that may come to differ between the ranks."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Synchronized) and _is_over_all_ranks(layer)]
+    equal = {id(getattr(layer, name)) for layer in layers for name in EQUAL_BUFFERS}
+    return any(id(buffer) not in equal for buffer in model.buffers())
+
+
+def _is_over_all_ranks(layer: Synchronized) -> bool:
+    return layer.group is None or getattr(layer.group, "size", 0) == distributed.get_world_size()
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -92,7 +92,7 @@ _DEEPEST = 12
 # Ranks that can be told; a group with others is told as none.
 _MOST_RANKS = 16_384
 
-# Wrappers whose backward pass reduces gradients over their process group, as far as layers have told of them.
+# Wrappers whose backward pass reduces gradients over their process group, as far as layers of ours are in them.
 _wrappers: WeakSet[Any] = WeakSet()
 
 # Where Linux says how long a thread has run: the first number, in nanoseconds.
@@ -114,9 +114,12 @@ class Collective:
     call: tuple[object, ...]
 
 
-def remember(wrapper: Any) -> None:
-    """Takes notice of a DistributedDataParallel, over whose group this process reduces gradients."""
-    _wrappers.add(wrapper)
+def remember() -> None:
+    """Notes the DistributedDataParallel whose forward pass is under way: its backward pass reduces over its group."""
+    kind = getattr(sys.modules.get(_DDP), "DistributedDataParallel", None)
+    wrapper = getattr(kind, "_active_ddp_module", None)
+    if wrapper is not None:
+        _wrappers.add(wrapper)
 
 
 def current(innermost: FrameType | None) -> Collective | None:

@@ -44,7 +44,7 @@ def explain(error: BaseException, job: BrokenJob) -> None:
 
 
 def _add(error: Exception, news: StatsdBNError) -> None:
-    note = f"statsd_bn: {readable(str(news))}"
+    note = f"statsd_bn: {type(news).__name__}: {readable(str(news))}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 

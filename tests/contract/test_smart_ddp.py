@@ -50,6 +50,14 @@ def test_buffers_are_broadcast_before_each_forward_pass_only_where_the_model_is_
     assert found == [[10.0, 10.0], [10.0, 10.0] if is_broadcast else [11.0, 11.0]]
 
 
+@pytest.mark.parametrize("is_broadcast", [True, False])
+@pytest.mark.parametrize("way", ["converted by smart_ddp", "left by smart_ddp"])
+def test_the_caller_may_say_whether_buffers_are_broadcast(ranks, way, is_broadcast, connected):
+    options = {"broadcast_buffers": is_broadcast}
+    found = ranks(2, programs.means_after_an_evaluation, way, options, connected)
+    assert found == [[10.0, 10.0], [10.0, 10.0] if is_broadcast else [11.0, 11.0]]
+
+
 def test_without_a_process_group_it_says_what_to_call_and_changes_nothing():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(RuntimeError, match=r"torch\.distributed\.init_process_group\(\)"):

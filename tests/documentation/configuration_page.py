@@ -39,8 +39,6 @@ CLIENT_VARIABLES = {
     "SLURM_STEP_NODELIST": "the hosts of a step; the first takes the place of MASTER_ADDR",
     "SLURM_STEP_NUM_NODES": "how many hosts a step has",
     "SLURM_STEP_NUM_TASKS": "`world_size`, for a task of srun, if WORLD_SIZE is not set",
-    "STATSD_BN_BROADCAST_BUFFERS": "1, on all ranks: DistributedDataParallel goes on to broadcast buffers before each "
-    "forward pass, though all are those of synchronised layers",
     "STATSD_BN_CURVE": "`curve`",
     "STATSD_BN_ENDPOINT": "`endpoint`",
     "STATSD_BN_INSECURE": "1: TCP without a key, for a server with `--insecure` in a network that is closed to "

@@ -46,61 +46,36 @@ def warnings_in(lines):
     return [line for line in lines if line.startswith("WARNING") and ": has waited " not in line]
 
 
-TURNED_OFF = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view", "ignored_buffers", "compiled")
+OPTIONS = ("ddp", "static_graph", "find_unused_parameters", "gradient_as_bucket_view")
 
 
 @pytest.mark.long
-def test_under_torchrun_the_broadcast_is_turned_off_and_the_training_is_the_same_to_the_bit(start):
-    programs = "ddp,no_sync,nested"
-    kept = start(*TORCHRUN, programs, STATSD_BN_BROADCAST_BUFFERS="1")
-    lines = start(*TORCHRUN, f"{programs},smart")
-    for program, before, after in (("ddp", STEPS, "1"), ("no_sync", STEPS, "1"), ("nested", f"{STEPS} {STEPS}", "1 1")):
-        for (was,), (said,) in zip(found_by(kept, program), found_by(lines, program), strict=True):
-            assert was.startswith(f"broadcasts {before} digest "), program
-            assert said == was.replace(f"broadcasts {before} ", f"broadcasts {after} "), program
-    (first,), (second,) = found_by(lines, "smart")
-    assert first == second == found_by(kept, "ddp")[0][0].replace(f"broadcasts {STEPS}", "broadcasts 0")
-    told = [line for line in lines if "no longer broadcasts buffers" in line]
-    assert len(told) == len(("ddp", "no_sync", "inner", "outer", "smart")), "rank 0 says it once for each wrapper"
-    assert not warnings_in(lines + kept)
-
-
-@pytest.mark.long
-def test_under_torchrun_the_broadcast_is_turned_off_whatever_ddp_is_told(start):
-    lines = start(*TORCHRUN, ",".join((*TURNED_OFF, "rank_0_evaluates")), **PATIENT)
-    for program in TURNED_OFF:
-        for (said,) in found_by(lines, program):
-            assert said.startswith("broadcasts 1"), program
-    first, second = found_by(lines, "rank_0_evaluates")
+def test_under_torchrun_ddps_broadcast_of_buffers_changes_no_bit(start):
+    """It is left as the wrapper is told, and buffers are the same on all ranks anyway."""
+    others = "no_broadcast,smart,no_sync,nested,rank_0_evaluates"
+    lines = start(*TORCHRUN, f"{','.join(OPTIONS)},{others}", **PATIENT)
+    (first,), (second,) = found_by(lines, "no_broadcast")
     assert first == second
+    assert first.startswith("broadcasts 0 digest ")
+    assert found_by(lines, "smart") == [[first]] * 2
+    with_broadcasts = first.replace("broadcasts 0 ", f"broadcasts {STEPS} ")
+    assert {name: found_by(lines, name) for name in OPTIONS} == dict.fromkeys(OPTIONS, [[with_broadcasts]] * 2)
+    for name, beginning in (
+        ("no_sync", f"broadcasts {STEPS} "),
+        ("nested", f"broadcasts {STEPS} {STEPS} "),
+        ("rank_0_evaluates", "digest "),
+    ):
+        (first,), (second,) = found_by(lines, name)
+        assert first == second, name
+        assert first.startswith(beginning), name
     assert not warnings_in(lines)
 
 
 @pytest.mark.long
-def test_under_torchrun_a_broadcast_that_is_needed_stays(start):
-    """For other buffers, for layers of a part of the ranks, and in torch's Join, which sends the last one's buffers."""
-    lines = start(*TORCHRUN, "other_buffers,groups_of_one,uneven,afterwards")
-    for program in ("other_buffers", "groups_of_one"):
-        assert found_by(lines, program) == [[f"broadcasts {STEPS}"]] * 2
-    told, *others = sorted(warnings_in(lines))
-    # Both ranks train on after their connection.
-    assert [line.partition(": ")[0] for line in others] == ["WARNING the connection is closed"] * 2
-    assert (
-        "the model has other buffers, anchors. If those are the same on all ranks, pass broadcast_buffers=False" in told
-    )
-    first, second = found_by(lines, "uneven")
-    assert first == second
-    assert first[0] == "is on False"
-    assert len(first) == 3
-    off, on = "on in training False", "on when disconnected True"
-    assert found_by(lines, "afterwards") == [[off, on, off, "on when reverted True", "on when reverted True"]] * 2
-
-
-@pytest.mark.long
 @needs("fully_shard")
-def test_under_torchrun_sharded_training_is_the_same_to_the_bit_whatever_is_asked_or_turned_off(start):
+def test_under_torchrun_sharded_training_is_the_same_to_the_bit_whether_ranks_are_asked_or_not(start):
     lines = start(*TORCHRUN, "sharded,flat")
-    kept = start(*TORCHRUN, "sharded,flat", STATSD_BN_BROADCAST_BUFFERS="1", STATSD_BN_STACKS="0")
+    kept = start(*TORCHRUN, "sharded,flat", STATSD_BN_STACKS="0")
     for program in ("sharded", "flat"):
         first, second = found_by(lines, program)
         assert first == second == found_by(kept, program)[0]
@@ -122,7 +97,7 @@ def test_under_spawn_connect_needs_no_argument(start, tmp_path):
     lines = start(sys.executable, PROGRAMS, "ddp", "2", str(tmp_path / "store"))
     (first,), (second,) = found_by(lines, "ddp")
     assert first == second
-    assert first.startswith("broadcasts 1 ")
+    assert first.startswith(f"broadcasts {STEPS} ")
     assert not warnings_in(lines)
 
 

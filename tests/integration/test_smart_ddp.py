@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import client
-from client.layers import ddp_buffers
+from client.training import smart_ddp
 from client.training.smart_ddp import arguments_for, check_version
 from integration.test_ddp import TOLERANCE
 from programs import ddp_programs, smart_ddp_programs
@@ -118,36 +118,29 @@ def test_on_cuda_a_local_rank_is_asked_for(environ):
         arguments_for(torch.device("cuda", 0), environ, static_graph=True)
 
 
-# What is said, and what is left to do, does not grow with the passes.
-
-
-class Wrapper(nn.Module):
-    """As much of a DistributedDataParallel as is looked at."""
-
-    parameters_to_ignore: frozenset[str] = frozenset()
+class Counting(nn.BatchNorm1d):
+    """A subclass with a buffer of its own."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Sequential(client.SynchronizedBatchNorm1d(3), nn.BatchNorm1d(3))
+        super().__init__(3)
+        self.register_buffer("seen", torch.zeros(()))
 
 
-class Connection:
-    def __init__(self) -> None:
-        self.at_end = []
+SIZE = 2
 
 
-def test_rank_0_is_warned_of_other_buffers_once(monkeypatch, caplog):
-    monkeypatch.setattr(ddp_buffers.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(ddp_buffers, "_is_over_all", lambda *_: True)
-    first, second = Wrapper(), Wrapper()
-    for wrapper in (first, first, second):
-        assert not ddp_buffers._may_turn_off(wrapper)
-    assert len([line for line in caplog.messages if "goes on to broadcast" in line]) == 2
-
-
-def test_the_end_of_a_connection_has_one_call_for_each_wrapper():
-    connections, wrappers = [Connection(), Connection()], [Wrapper(), Wrapper()]
-    for connection in connections:
-        for wrapper in wrappers * 5:
-            ddp_buffers._turn_on_at_end(connection, wrapper)
-    assert [len(connection.at_end) for connection in connections] == [2, 2]
+@pytest.mark.parametrize(
+    ("layers", "may_differ"),
+    [
+        ([client.SynchronizedBatchNorm1d(3)], False),
+        ([client.SynchronizedBatchNorm1d(3, track_running_stats=False)], False),
+        ([client.SynchronizedBatchNorm1d(3, group=client.Group("all", SIZE))], False),
+        ([client.SynchronizedBatchNorm1d(3, group=client.Group("one", 1))], True),
+        ([client.SynchronizedBatchNorm1d(3, group="local")], True),
+        ([client.SynchronizedBatchNorm1d(3), nn.BatchNorm1d(3)], True),
+        ([client.convert_model(Counting())], True),
+    ],
+)
+def test_buffers_are_broadcast_where_they_may_come_to_differ(monkeypatch, layers, may_differ):
+    monkeypatch.setattr(smart_ddp.distributed, "get_world_size", lambda: SIZE)
+    assert smart_ddp._may_differ(nn.Sequential(nn.Linear(3, 3), *layers)) == may_differ

@@ -1,6 +1,6 @@
 """torchrun, DistributedDataParallel with its defaults, gloo: when one rank fails, the others end and say why.
 
-Each model is tried with a buffer that is none of ours, so that each forward begins with a broadcast, and without one.
+Each model is tried with DistributedDataParallel's broadcast of buffers, with which each forward begins, and without.
 """
 
 import re
@@ -24,9 +24,9 @@ pytestmark = [
     pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc"),
 ]
 
-# What else a model has beside our layers; the forward passes of shards gather parameters.
-FOREIGN, OURS, SHARDS = 1, 0, 3
-MODELS = {FOREIGN: "with a foreign buffer", OURS: "with our buffers only", SHARDS: "fully_shard"}
+# What the forward pass of a wrapper begins with: a broadcast, nothing, or gathering the parameters of shards.
+BROADCAST, NOTHING, SHARDS = 1, 0, 3
+MODELS = {BROADCAST: "broadcast", NOTHING: "no broadcast", SHARDS: "fully_shard"}
 
 
 def cases(names: str, now: list[tuple[int, ...]], later: list[tuple[int, ...]]) -> pytest.MarkDecorator:
@@ -35,22 +35,22 @@ def cases(names: str, now: list[tuple[int, ...]], later: list[tuple[int, ...]]) 
 
 
 def _case(values: tuple[int, ...], *marks: pytest.MarkDecorator) -> Any:
-    foreign, *others = values
-    needs = [newer_torch.needs("fully_shard")] if foreign == SHARDS else []
-    return pytest.param(*values, id="-".join([MODELS[foreign], *map(str, others)]), marks=[*marks, *needs])
+    wrapper, *others = values
+    needs = [newer_torch.needs("fully_shard")] if wrapper == SHARDS else []
+    return pytest.param(*values, id="-".join([MODELS[wrapper], *map(str, others)]), marks=[*marks, *needs])
 
 
 class Faulty(Launched):
     """Ranks under torchrun; something happens to one of them. What each writes is kept apart."""
 
     def __init__(
-        self, folder: Path, what: str, victim: int, foreign: int, *options: str, size: int = 2, **environ: str
+        self, folder: Path, what: str, victim: int, wrapper: int, *options: str, size: int = 2, **environ: str
     ) -> None:
         logs = ("--log-dir", folder / "logs", "--redirects", "2", "--tee", "1")
         command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *options, *logs)
         # torchrun flushes the lines of its ranks at its end only.
         environ = {"PYTHONUNBUFFERED": "1", **environ}
-        super().__init__((*command, PROGRAM, what, str(victim), str(foreign)), environ, folder / "errors")
+        super().__init__((*command, PROGRAM, what, str(victim), str(wrapper)), environ, folder / "errors")
         self._folder, self._size = folder / "logs", size
 
     def stderr(self, rank: int) -> str:
@@ -107,15 +107,16 @@ def _runs(number: int) -> bool:
         return False
 
 
-@cases("foreign", now=[(FOREIGN,)], later=[(OURS,)])
-def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tmp_path, foreign):
-    with Faulty(tmp_path, "extra", 1, foreign) as run:
+@cases("wrapper", now=[(BROADCAST,)], later=[(NOTHING,)])
+def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tmp_path, wrapper):
+    with Faulty(tmp_path, "extra", 1, wrapper) as run:
         said = run.survivor_ends(0)
         assert "layer '1'" in said
         assert "rank 1 (" in said
         assert "the ranks wait for one another in different places" in said
+        assert "RoundMismatch" in said
         assert "RoundMismatch" in run.stderr(1)
-        if foreign:
+        if wrapper == BROADCAST:
             assert "_sync_buffers, called from fault_programs.py" in run.stderr(1)
 
 
@@ -126,7 +127,7 @@ def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tm
 )
 def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_of_the_other(tmp_path, victim, groups):
     """One waits in a round, the other in DistributedDataParallel's backward pass, whatever groups there are besides."""
-    with Faulty(tmp_path, "reduces nothing", victim, 0, FAULT_GROUPS=str(groups)) as run:
+    with Faulty(tmp_path, "reduces nothing", victim, NOTHING, FAULT_GROUPS=str(groups)) as run:
         for rank in (victim, 1 - victim):
             said = run.survivor_ends(rank) if rank == victim else run.stderr(rank)
             assert "the ranks wait for one another in different places" in said
@@ -135,9 +136,9 @@ def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_o
             assert "in forward of layer '1', step 7" in said
 
 
-@cases("foreign, victim", now=[], later=[(FOREIGN, 1), (FOREIGN, 0), (OURS, 0), (OURS, 1)])
-def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, foreign, victim):
-    with Faulty(tmp_path, "fewer", victim, foreign) as run:
+@cases("wrapper, victim", now=[], later=[(BROADCAST, 1), (BROADCAST, 0), (NOTHING, 0), (NOTHING, 1)])
+def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, victim):
+    with Faulty(tmp_path, "fewer", victim, wrapper) as run:
         said = run.survivor_ends(1 - victim)
         assert f"rank {victim} (" in said
         assert "left while others went on" in said
@@ -147,7 +148,7 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, foreign, vic
 @pytest.mark.parametrize("victim", [1, 0])
 def test_one_batch_fewer_is_said_where_the_others_are_in_a_broadcast_and_the_rank_waits_in_a_barrier(tmp_path, victim):
     """The barrier stands behind the connection, as in the documentation: a rank that waits there has left."""
-    with Faulty(tmp_path, "fewer, then a barrier", victim, 1) as run:
+    with Faulty(tmp_path, "fewer, then a barrier", victim, BROADCAST) as run:
         said = run.survivor_ends(1 - victim)
         assert f"rank {victim} (" in said
         assert "left while others went on" in said
@@ -160,7 +161,7 @@ def test_one_batch_fewer_is_said_where_the_others_are_in_a_broadcast_and_the_ran
 )
 def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
     """The rank waits in the connection, in a collective of the script, and the other one in the forward's broadcast."""
-    with Faulty(tmp_path, f"fewer, then a {at_the_end} inside", victim, 1) as run:
+    with Faulty(tmp_path, f"fewer, then a {at_the_end} inside", victim, BROADCAST) as run:
         # After 18 s on a quiet machine: 8 s until it is known, and 10 s until a rank that torch holds ends itself.
         said = run.survivor_ends(1 - victim)
         assert "the ranks wait for one another in different places" in said
@@ -173,62 +174,64 @@ def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp
 
 @pytest.mark.long
 def test_one_batch_fewer_is_said_where_one_rank_waits_in_a_round_and_the_others_in_different_collectives(tmp_path):
-    with Faulty(tmp_path, "fewer, then a barrier inside", 1, 1, size=3) as run:
+    with Faulty(tmp_path, "fewer, then a barrier inside", 1, BROADCAST, size=3) as run:
         said = run.survivor_ends(2)
         assert "RoundMismatch" in said
         assert re.search(r"rank 0 \(.*\) is in torch/\S* _sync_buffers", said), said
         assert re.search(r"rank 1 \(.*\) is in torch/\S* barrier", said), said
 
 
-@cases("foreign", now=[], later=[(FOREIGN,), (OURS,), (SHARDS,)])
-def test_the_exception_of_one_rank_is_said_by_the_other(tmp_path, foreign):
-    with Faulty(tmp_path, "raises", 1, foreign) as run:
+@cases("wrapper", now=[], later=[(BROADCAST,), (NOTHING,), (SHARDS,)])
+def test_the_exception_of_one_rank_is_said_by_the_other(tmp_path, wrapper):
+    with Faulty(tmp_path, "raises", 1, wrapper) as run:
         said = run.survivor_ends(0)
         assert "rank 1 (" in said
         assert "RuntimeError: augmentation ran out of memory" in said
 
 
-@cases("foreign", now=[], later=[(OURS,), (FOREIGN,), (SHARDS,)])
-def test_a_frozen_rank_is_named_and_the_other_ends(tmp_path, foreign):
-    with Faulty(tmp_path, "frozen", 1, foreign) as run:
+@cases("wrapper", now=[], later=[(NOTHING,), (BROADCAST,), (SHARDS,)])
+def test_a_frozen_rank_is_named_and_the_other_ends(tmp_path, wrapper):
+    with Faulty(tmp_path, "frozen", 1, wrapper) as run:
         said = run.survivor_ends(0)
         assert "rank 1 (" in said
         assert "was lost: no sign of life" in said
 
 
 @cases(
-    "foreign, victim",
-    now=[(FOREIGN, 0)],
-    later=[(FOREIGN, 1), (OURS, 0), (OURS, 1), (SHARDS, 0), (SHARDS, 1)],
+    "wrapper, victim",
+    now=[(BROADCAST, 0)],
+    later=[(BROADCAST, 1), (NOTHING, 0), (NOTHING, 1), (SHARDS, 0), (SHARDS, 1)],
 )
-def test_a_killed_rank_is_named_by_the_other(tmp_path, foreign, victim):
-    """In a round of ours the survivor says so although a launcher ends it about 0.1 s later.
+def test_a_killed_rank_is_named_by_the_other(tmp_path, wrapper, victim):
+    """In a round the survivor is ended by the launcher, about 0.1 s later, and rank 0's server outlives it to say so.
 
-    On the way out of a collective of gloo it cannot hold the launcher's SIGTERM up, which may come first. So there the
-    launcher does not look in time, and the survivor ends by itself.
+    On the way out of a collective of gloo it says so itself, if the launcher's SIGTERM does not come first. So there
+    the launcher does not look in time, and the survivor ends by itself.
     """
-    is_in_a_round = foreign == OURS
+    is_in_a_round = wrapper == NOTHING
     options = () if is_in_a_round else ("--monitor-interval", "1000")
-    with Faulty(tmp_path, "killed", victim, foreign, *options) as run:
+    with Faulty(tmp_path, "killed", victim, wrapper, *options) as run:
         said = run.survivor_ends(1 - victim)
-        # The server writes where rank 0 does; these are the survivor's own words, on the way out of a round or of gloo.
-        own = "told to end by SIGTERM: " if is_in_a_round else "statsd_bn: "
-        assert re.search(rf"{own}.*rank {victim} \(.*\) was lost: the connection was lost", said), said
-        if is_in_a_round:
-            run.process.wait(WAIT_SECONDS)
-            assert run.leaves_nothing()
+        if not is_in_a_round:
+            own = rf"statsd_bn: ReplicaLost: rank {victim} \(.*\) was lost: the connection was lost"
+            assert re.search(own, said), said
+            return
+        run.process.wait(WAIT_SECONDS)
+        assert run.leaves_nothing()
+        # The server writes where rank 0 does.
+        assert re.search(rf"rank {victim} \(.*\) is lost: the connection was lost", run.stderr(0)), run.stderr(0)
 
 
 @pytest.mark.long
 def test_a_late_rank_is_said_to_be_where_it_is_and_the_training_goes_on(tmp_path):
-    with Faulty(tmp_path, "late", 0, 2) as run:
+    with Faulty(tmp_path, "late", 0, NOTHING) as run:
         assert run.end() == 0, run.stderr(1)
         assert re.search(r"rank 0 \(.*\) is in fault_programs.py:\d+ load_a_batch, for \d+ s", run.stderr(1))
 
 
 @pytest.mark.long
 def test_a_rank_that_tells_no_stack_is_not_said_to_be_anywhere(tmp_path):
-    with Faulty(tmp_path, "late", 0, 2, STATSD_BN_STACKS="0") as run:
+    with Faulty(tmp_path, "late", 0, NOTHING, STATSD_BN_STACKS="0") as run:
         assert run.end() == 0, run.stderr(1)
         assert "load_a_batch" not in run.stderr(1)
 
@@ -236,14 +239,14 @@ def test_a_rank_that_tells_no_stack_is_not_said_to_be_anywhere(tmp_path):
 @pytest.mark.long
 def test_a_rank_whose_interpreter_is_held_is_said_not_to_answer(tmp_path, server_that_waits):
     """Its heartbeats stop too: a server with its default of 3.5 s would take it for lost."""
-    with Faulty(tmp_path, "holds the lock", 0, 2, FAULT_ENDPOINT=server_that_waits) as run:
+    with Faulty(tmp_path, "holds the lock", 0, NOTHING, FAULT_ENDPOINT=server_that_waits) as run:
         assert run.end() == 0, run.stderr(1)
         assert re.search(r"rank 0 \(.*\) does not answer when asked where it is, for \d+ s", run.stderr(1))
 
 
 @pytest.mark.long
 def test_a_rank_whose_interpreter_is_held_is_lost_where_the_server_waits_no_longer_than_usual(tmp_path):
-    with Faulty(tmp_path, "holds the lock", 1, 2) as run:
+    with Faulty(tmp_path, "holds the lock", 1, NOTHING) as run:
         assert "rank 1 (" in (said := run.survivor_ends(0))
         assert "was lost: no sign of life" in said
 

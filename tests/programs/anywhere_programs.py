@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import distributed, multiprocessing, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -94,13 +93,18 @@ def broadcasts(wrapper: Any) -> list[int]:
     return counted
 
 
-def ddp(**options: Any) -> None:
+def ddp(*, broadcast_buffers: bool = True, **options: Any) -> None:
     model = DistributedDataParallel(client.convert_model(Network()), **options)
+    model.broadcast_buffers = broadcast_buffers  # newer versions of torch warn of the argument
     counted = broadcasts(model)
     with client.connect():
         train(model, batches())
         say("broadcasts", *counted, "digest", digest(model.module))
         distributed.barrier()
+
+
+def no_broadcast() -> None:
+    ddp(broadcast_buffers=False)
 
 
 def static_graph() -> None:
@@ -115,57 +119,8 @@ def gradient_as_bucket_view() -> None:
     ddp(gradient_as_bucket_view=True)
 
 
-def other_buffers() -> None:
-    network = client.convert_model(Network())
-    network.register_buffer("anchors", torch.ones(3))
-    model = DistributedDataParallel(network)
-    counted = broadcasts(model)
-    with client.connect():
-        train(model, batches())
-        say("broadcasts", *counted)
-        distributed.barrier()
-
-
-def ignored_buffers() -> None:
-    network = client.convert_model(Network())
-    network.register_buffer("anchors", torch.ones(3))
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, ["anchors"])
-    model = DistributedDataParallel(network)
-    counted = broadcasts(model)
-    with client.connect():
-        train(model, batches())
-        say("broadcasts", *counted)
-        distributed.barrier()
-
-
-def compiled() -> None:
-    model = DistributedDataParallel(client.convert_model(Network()))
-    counted = broadcasts(model)
-    model.module = torch.compile(model.module, backend="aot_eager", fullgraph=True)
-    with client.connect():
-        train(model, batches())
-        say("broadcasts", *counted)
-        distributed.barrier()
-
-
-def afterwards() -> None:
-    """After the connection, and after `revert_model`, torch's broadcast is as it was."""
-    model = DistributedDataParallel(client.convert_model(Network()))
-    for end in ("disconnected", "reverted"):
-        connection = client.connect()
-        train(model, batches(1))
-        say("on in training", model.broadcast_buffers)
-        if end == "reverted":
-            client.revert_model(model)
-            say("on when", end, model.broadcast_buffers)
-        distributed.barrier()
-        connection.close()
-        say("on when", end, model.broadcast_buffers)
-        train(model, batches(1))
-
-
 def no_sync() -> None:
-    """The first pass is one without a reduction, after which torch broadcasts nothing for a pass."""
+    """After a pass without a reduction torch broadcasts nothing for a pass."""
     model = DistributedDataParallel(client.convert_model(Network()))
     counted = broadcasts(model)
     with client.connect():
@@ -184,32 +139,6 @@ def nested() -> None:
     with client.connect():
         train(model, batches())
         say("broadcasts", *inner, *outer, "digest", digest(model.module.inner.module))
-        distributed.barrier()
-
-
-def groups_of_one() -> None:
-    """The ranks' buffers differ, and torch evens them out: one layer has the whole job, the other each rank alone."""
-    network = client.convert_model(Network())
-    network[4].group = client.Group(f"rank {distributed.get_rank()}", 1)
-    model = DistributedDataParallel(network)
-    counted = broadcasts(model)
-    with client.connect():
-        train(model, batches())
-        say("broadcasts", *counted)
-        distributed.barrier()
-
-
-def uneven() -> None:
-    """Epochs of even and of uneven lengths; in the third rank 1 has no batch at all."""
-    rank = distributed.get_rank()
-    model = DistributedDataParallel(client.convert_model(Network()))
-    with client.connect():
-        train(model, batches())
-        say("is on", model.broadcast_buffers)
-        for epoch, lengths in enumerate([(5, 2), (3, 0)]):
-            with Join([model]), client.join(model):
-                train(model, batches(lengths[rank], epoch))
-            say("epoch", epoch, "digest", digest(model.module))
         distributed.barrier()
 
 
@@ -248,7 +177,7 @@ def _train_sharded(model: nn.Module) -> None:
 
 def rank_0_evaluates() -> None:
     """A pass in eval on one rank alone, which torch's broadcast would break."""
-    model = DistributedDataParallel(client.convert_model(Network()))
+    model = client.smart_ddp(Network(), static_graph=False)
     with client.connect():
         for _ in range(3):
             train(model, batches())
@@ -263,15 +192,6 @@ def unconnected() -> None:
     network = client.convert_model(Network())
     train(DistributedDataParallel(network), batches())
     say_mean(network)
-
-
-def unconverted() -> None:
-    model = DistributedDataParallel(Network())
-    with client.connect(join_timeout=60):
-        train(model, batches(2))
-        say("stepped")
-        distributed.barrier()
-        say("goes on")
 
 
 def alone() -> None:

@@ -4,12 +4,10 @@ Every number is compared in float64: outputs, the gradients of inputs and of wei
 end.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from programs.contract_training_programs import Job, Values, perhaps
+from programs.contract_training_programs import Job, perhaps
 from programs.ddp_programs import keep
 
 STEPS = 3
@@ -209,21 +207,21 @@ def made_by_smart_ddp(_rank: Any) -> dict[str, Any]:
     return {"made": made, "refused": refused}
 
 
-def means_after_an_evaluation(rank: Any, way: str, environ: Values, job: Job) -> list[float]:
+def means_after_an_evaluation(rank: Any, way: str, options: dict[str, Any], job: Job) -> list[float]:
     """The running mean, which each rank has set to a number of its own, after an evaluation through a wrapper.
 
     Args:
         rank: of this process.
         way: "converted by smart_ddp" and "left by smart_ddp": before any training; "trained under DDP": after a step.
-        environ: variables for the job.
+        options: of `smart_ddp`.
         job: of both ranks.
     """
-    with mock.patch.dict(os.environ, environ), job.connect():
+    with job.connect():
         if way == "trained under DDP":
             parallel = keep(DistributedDataParallel(client.convert_model(_small())))
             parallel(torch.randn(3, 2)).sum().backward()
         else:
-            parallel = keep(client.smart_ddp(_small(), convert=way == "converted by smart_ddp"))
+            parallel = keep(client.smart_ddp(_small(), convert=way == "converted by smart_ddp", **options))
         parallel.eval()
         parallel.module[1].running_mean.fill_(10.0 + rank.rank)
         parallel(torch.randn(3, 2))

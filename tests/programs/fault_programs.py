@@ -1,9 +1,9 @@
-"""A script under torchrun, with DistributedDataParallel's defaults, in which something happens to one rank.
+"""A script under torchrun in which something happens to one rank.
 
-    torchrun fault_programs.py WHAT VICTIM FOREIGN
+    torchrun fault_programs.py WHAT VICTIM WRAPPER
 
-FOREIGN is 1 for a model with a buffer that is none of ours, which DistributedDataParallel broadcasts in each forward; 0
-for one without; 2 for one whose forward broadcasts nothing, whatever it holds; 3 for one that fully_shard wraps.
+WRAPPER is 1 for DistributedDataParallel with its defaults, which broadcasts buffers in each forward pass; 0 for one
+that does not; 3 for fully_shard.
 """
 
 import ctypes
@@ -28,17 +28,10 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
-def network(*, foreign: bool) -> nn.Module:
+def wrapped(wrapper: str) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    if foreign:
-        model.register_buffer("foreign", torch.zeros(3))
-    return client.convert_model(model)
-
-
-def wrapped(foreign: str) -> nn.Module:
-    model = network(foreign=foreign == "1")
-    if foreign == "3":
+    model = client.convert_model(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    if wrapper == "3":
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - torch 2.6 and later
 
         mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
@@ -46,7 +39,7 @@ def wrapped(foreign: str) -> nn.Module:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     model = nn.parallel.DistributedDataParallel(model)
-    if foreign == "2":
+    if wrapper == "0":
         model.broadcast_buffers = False
     return model
 
@@ -77,7 +70,7 @@ AT_THE_END = {
 }
 
 
-def befall(what: str, foreign: str, model: nn.Module, x: torch.Tensor) -> bool:
+def befall(what: str, wrapper: str, model: nn.Module, x: torch.Tensor) -> bool:
     """Does what is wrong; returns whether training goes on."""
     say("fault", what)
     if what == "extra":
@@ -87,7 +80,7 @@ def befall(what: str, foreign: str, model: nn.Module, x: torch.Tensor) -> bool:
     elif what == "frozen":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "killed":
-        if foreign == "0":
+        if wrapper == "0":
             wait_for_the_other_to_wait()
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "holds the lock":
@@ -97,19 +90,19 @@ def befall(what: str, foreign: str, model: nn.Module, x: torch.Tensor) -> bool:
     return not what.startswith("fewer")
 
 
-def main(what: str, victim: str, foreign: str) -> None:
+def main(what: str, victim: str, wrapper: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     with client.connect(os.environ.get("FAULT_ENDPOINT")) as connection:
         say("rank", connection.rank, os.getpid())
         for _ in range(int(os.environ.get("FAULT_GROUPS", "0"))):
             distributed.barrier(distributed.new_group())
-        model = wrapped(foreign)
+        model = wrapped(wrapper)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(STEPS):
             x = torch.randn(4, 8)
             is_fault = step == FAULT and connection.rank == int(victim)
-            if is_fault and not befall(what, foreign, model, x):
+            if is_fault and not befall(what, wrapper, model, x):
                 break
             with model.no_sync() if is_fault and what == "reduces nothing" else nullcontext():
                 loss = model(x).square().sum()

@@ -20,7 +20,7 @@ from client.connection.groups import Group
 from client.data_parallel.replicate import DataParallelWithCallback
 from client.lanes.choose import With, meant
 from client.lanes.named_process_group import NamedProcessGroup, named
-from client.layers import ddp_buffers, sharding
+from client.layers import sharding
 from client.layers.conversion.reasons import BOUND, why_left
 from client.layers.conversion.report import check_is_module, conversion_report, in_brief, is_unsynchronised, places
 from client.layers.micro_batches import check_chunks
@@ -138,7 +138,6 @@ def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int
     """`revert_model`, but for the layers in `kept`; `stacklevel` is as `convert` takes it."""
     check_is_module(module)
     ours = set(kept)
-    ddp_buffers.turn_on_again(module)
     reverted = _replace(module, _plain(), _released, {part: part for part in (*ours, *sharding.parts_of(module))})
     left = {
         place: _described(layer)

@@ -216,12 +216,14 @@ def notes_of(error: BaseException, play) -> list[str]:
 def test_an_exception_after_a_failure_gets_a_note_once(play):
     play.job.take(LOST)
     error = raised(RuntimeError("Connection closed by peer"))
-    assert notes_of(error, play) == notes_of(error, play) == [f"statsd_bn: {LOST}"]
+    assert notes_of(error, play) == notes_of(error, play) == [f"statsd_bn: ReplicaLost: {LOST}"]
 
 
 def test_an_exception_of_a_collective_waits_for_the_news(play):
     threading.Timer(0.1, play.job.take, [LOST]).start()
-    assert notes_of(raised_in_torch(RuntimeError("Connection closed by peer")), play) == [f"statsd_bn: {LOST}"]
+    assert notes_of(raised_in_torch(RuntimeError("Connection closed by peer")), play) == [
+        f"statsd_bn: ReplicaLost: {LOST}"
+    ]
 
 
 def test_an_exception_of_the_script_waits_for_nothing(play, monkeypatch):
@@ -232,7 +234,7 @@ def test_an_exception_of_the_script_waits_for_nothing(play, monkeypatch):
 def test_an_exception_of_the_script_has_nothing_to_do_with_ranks_that_left_in_order(play):
     play.job.take(LEFT)
     assert notes_of(raised(ValueError("mine")), play) == []
-    assert notes_of(raised_in_torch(RuntimeError("closed")), play) == [f"statsd_bn: {LEFT}"]
+    assert notes_of(raised_in_torch(RuntimeError("closed")), play) == [f"statsd_bn: ReplicaLost: {LEFT}"]
 
 
 @pytest.mark.parametrize("error", [LOST, KeyboardInterrupt(), SystemExit(3)])
@@ -263,5 +265,5 @@ print("lives")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == -signal.SIGTERM
-    assert "RuntimeError: closed\nstatsd_bn: rank 1 failed" in done.stderr
+    assert "RuntimeError: closed\nstatsd_bn: ReplicaLost: rank 1 failed" in done.stderr
     assert "lives" not in done.stdout
