@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 
@@ -39,8 +39,6 @@ from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
 
 logger = logging.getLogger("statsd_bn.client")
-
-Result = TypeVar("Result")
 
 Way = Callable[[Session, RoundKey, Rows], Aggregate]
 """How a member takes part in a round."""
@@ -314,21 +312,7 @@ class Connection:
     def run(self, trip: RoundTrip) -> Aggregate:
         """Runs what takes part in a round over the server to its end."""
         with self.transport.channel() as channel:
-            return driver.run(trip, channel, self.wait_for_others)
-
-    def wait_for_others(self, wait: Callable[[], Result]) -> Result:
-        """Calls what waits for long, and holds up the signal to end this process meanwhile.
-
-        `client.whereabouts.termination` says why.
-        """
-        termination = self._sessions.termination
-        if not termination:
-            return wait()
-        try:
-            termination.begin(wait)
-            return wait()
-        finally:
-            termination.end(wait)
+            return driver.run(trip, channel)
 
     def round_trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
         """Returns what takes part in a round over the server, not yet begun."""

@@ -21,7 +21,6 @@ from client.conversation.registration import Registration, cause_of
 from client.conversation.session import Session
 from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
-from client.whereabouts.termination import Termination
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, ServerUnreachable, StatsdBNError
 from statsd_bn.messages import Stand
@@ -45,7 +44,6 @@ class Sessions:
 
     Attributes:
         job: what is known of the job's end.
-        termination: holds up the signal to end this process; None where there is no news to wait for.
     """
 
     def __init__(self, transport: Transport, member: Member) -> None:
@@ -61,8 +59,6 @@ class Sessions:
         looks = Looks(tells_stacks=member.tells_stacks, rank=member.rank)
         self.job = BrokenJob(looks, f"rank {member.rank} ({member.host_and_pid})", member.abort_after)
         self._heartbeat = Heartbeat(beacon, self.all, transport.close_idle, self.job) if beacon else None
-        is_told = beacon and member.world_size > 1 and not member.is_elastic
-        self.termination = Termination(self.job) if is_told else None
 
     def of(self, group: Group) -> Session:
         """Returns the session of a group; the first use of the group registers, and waits until it is open.

@@ -66,7 +66,7 @@ def places(connection: Connection) -> dict[int, str]:
         return {}
     try:
         with connection.transport.channel() as channel:
-            return driver.run(Asking(connection.member), channel, connection.wait_for_others)
+            return driver.run(Asking(connection.member), channel)
     except StatsdBNError as error:
         logger.debug("where the other ranks run is not known: %s", error)
         return {}

@@ -16,8 +16,6 @@ from weakref import WeakKeyDictionary
 
 from client.connection.connection import Connection
 from client.connection.groups import Group
-from client.connection.transport import SHORT_SECONDS
-from client.conversation.machine import Turn
 from client.conversation.session import Session
 from client.lanes import agreement
 from client.lanes.round_in_memory import AtServer, RoundInMemory
@@ -102,20 +100,8 @@ def _run(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -> 
 
 
 def _waited(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -> Aggregate | AtServer:
-    turn = round_.begin(time.monotonic())
-    if turn[2] is None and memory.wait(SHORT_SECONDS):
-        turn = round_.step(time.monotonic(), None)
-    frames, _, found = turn
-    if found is not None and not frames:
-        return found
-    return connection.wait_for_others(partial(_waited_long, round_, memory, connection, turn))
-
-
-def _waited_long(
-    round_: RoundInMemory, memory: GroupMemory, connection: Connection, turn: Turn[Aggregate | AtServer]
-) -> Aggregate | AtServer:
     now = time.monotonic
-    frames, due, found = turn
+    frames, due, found = round_.begin(now())
     if found is None:
         memory.wait(due - now())
         frames, due, found = round_.step(now(), None)

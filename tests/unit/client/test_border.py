@@ -209,7 +209,6 @@ NO_BORDER = {
     "patch_sync_batchnorm": "a context manager around the user's own code",
     # The lanes call them, inside of what has a border.
     "Connection.gather_in": "a lane's own round",
-    "Connection.wait_for_others": "around a part of Connection.exchange",
     "Connection.over_server": "a part of Connection.exchange",
     "Connection.run": "likewise",
     "Connection.round_trip": "it makes a machine",
