@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +24,7 @@ from client.connection.switch_interval import switching
 from client.connection.transport import Transport
 from client.conversation import all_gather
 from client.conversation.member import SHARED_MEMORY, ZEROMQ, LaneInUse, Member
+from client.conversation.pulse import UNUSED_SECONDS
 from client.conversation.registration import cause_of
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
@@ -68,7 +70,6 @@ class Connection:
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
         is_told_alone: whether it needs no server because `connect(world_size=1)` said that its job has one member.
-        watch: told of each exchange, by the layer's name and the round's key; or None.
         at_end: called when it closes.
         told_non_finite: what was said of aggregates that are not finite, see `client.autograd.non_finite`.
 
@@ -81,14 +82,14 @@ class Connection:
         self.member = member
         self.rounds = 0
         self.transport = transport
-        self._sessions = Sessions(transport, member)
+        unused = partial(self._warn_of_no_layer, f"it has been open for {UNUSED_SECONDS:.0f} s")
+        self._has_warned = False
+        self._sessions = Sessions(transport, member, unused)
         self._world = groups.world(member.world_size)
         self._of_this_host = groups.GroupOfThisHost(member, self._gather_machines)
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
-        self._has_asked = False
-        self.watch: Callable[[str, RoundKey], None] | None = None
         self.at_end: list[Callable[[], None]] = []
         self.is_told_alone = False
         self.told_non_finite: set[str] = set()
@@ -301,8 +302,6 @@ class Connection:
             raise ProtocolError(
                 f"{aggregate.key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"
             )
-        if watch := self.watch:  # another thread may end it meanwhile
-            watch(layer, aggregate.key)
         return aggregate
 
     def over_server(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
@@ -414,18 +413,14 @@ class Connection:
             rest.callback(self.transport.close)
             rest.callback(self._sessions.leave, cause)
             if not (self.rounds or cause):
-                rest.callback(self.ask_for_layers, "it ends")
+                rest.callback(self._warn_of_no_layer, "it ends")
             for call in reversed(self.at_end):
                 rest.callback(call)
 
-    def ask_for_layers(self, when: str) -> None:
-        """Warns, the first time, that no layer has been synchronised, if there are other members.
-
-        Args:
-            when: what has come before any layer.
-        """
-        if self.member.world_size > 1 and not self._has_asked:
-            self._has_asked = True
+    def _warn_of_no_layer(self, when: str) -> None:
+        """Warn, the first time, that no layer has been synchronised, if there are other members."""
+        if self.member.world_size > 1 and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%r has synchronised no layer, and %s: was the model given to client.convert_model(), and are its "
                 "batch norms in training mode?",

@@ -26,6 +26,7 @@ class Heartbeat:
         beacon: the way to the server.
         sessions: returns this process's sessions.
         reconnected: called when the connection has come up again after it was lost.
+        unused: called once if no layer has begun a round for long.
         job: takes the news that the job is broken, and tells where this process is; default: nobody does.
     """
 
@@ -34,12 +35,14 @@ class Heartbeat:
         beacon: Beacon,
         sessions: Callable[[], Iterable[Session]],
         reconnected: Callable[[], None],
+        unused: Callable[[], None],
         job: BrokenJob | None = None,
     ) -> None:
         self._job = job
         self._beacon = beacon
         self._sessions = sessions
         self._reconnected = reconnected
+        self._unused = unused
         self._has_connected = False
         self._pulse = Pulse()
         self._stopping = False
@@ -66,6 +69,7 @@ class Heartbeat:
                 self._listen()
                 self._beat()
                 self._guarded(self._tell_if_away)
+                self._guarded(self._tell_if_unused)
                 self._guarded(self._tell_figures)
                 self._guarded(self._tell_times)
                 if is_anew:
@@ -112,6 +116,10 @@ class Heartbeat:
         is_connected = self._beacon.is_connected
         if told := self._pulse.away(time.monotonic(), self._sessions(), is_connected=is_connected):
             logger.warning("%s", told)
+
+    def _tell_if_unused(self) -> None:
+        if self._pulse.is_unused(time.monotonic(), self._sessions()):
+            self._unused()
 
     def _beat(self) -> None:
         for session in self._pulse.due(time.monotonic(), self._sessions()):

@@ -6,6 +6,7 @@ nothing, and one that does not fill disturbs no other.
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,12 +42,13 @@ class Sessions:
     Args:
         transport: how to reach the server.
         member: who this process is.
+        unused: called, from another thread, if no layer has begun a round for long after the job has opened.
 
     Attributes:
         job: what is known of the job's end.
     """
 
-    def __init__(self, transport: Transport, member: Member) -> None:
+    def __init__(self, transport: Transport, member: Member, unused: Callable[[], None]) -> None:
         self._transport = transport
         self._member = member
         self._lock = threading.Lock()
@@ -58,7 +60,7 @@ class Sessions:
         beacon = transport.beacon()
         looks = Looks(tells_stacks=member.tells_stacks, rank=member.rank)
         self.job = BrokenJob(looks, f"rank {member.rank} ({member.host_and_pid})", member.abort_after)
-        self._heartbeat = Heartbeat(beacon, self.all, transport.close_idle, self.job) if beacon else None
+        self._heartbeat = Heartbeat(beacon, self.all, transport.close_idle, unused, self.job) if beacon else None
 
     def of(self, group: Group) -> Session:
         """Returns the session of a group; the first use of the group registers, and waits until it is open.

@@ -5,6 +5,7 @@ the same, because that says how many rounds they have had there, and how long th
 """
 
 from collections.abc import Iterable
+from math import inf
 
 from client.conversation.member import SHARED_MEMORY
 from client.conversation.session import Session
@@ -14,6 +15,9 @@ from statsd_bn.messages import Question
 
 # How long the server may be away before ranks that do not need it for their rounds are told.
 AWAY_SECONDS = 10.0
+
+# How long after a job has opened a layer should have begun a round. Loading data and compiling come before it.
+UNUSED_SECONDS = 60.0
 
 
 class Pulse:
@@ -28,6 +32,8 @@ class Pulse:
         # Since when no heartbeat could leave, and whether that was told.
         self._away_since: float | None = None
         self._is_away_told = False
+        # Since when the job has been open; infinity once its layers were looked for.
+        self._open_since: float | None = None
 
     def connected_anew(self) -> None:
         """The connection is another one, over which nobody has spoken."""
@@ -80,6 +86,16 @@ class Pulse:
             f"job {in_memory[0].member.job!r}: the server has been away for {seconds:.0f} s. The ranks of this host go "
             "on in shared memory, but until it is back nobody says which rank is late or lost"
         )
+
+    def is_unused(self, now: float, sessions: Iterable[Session]) -> bool:
+        """Returns, once, whether the job has been open for `UNUSED_SECONDS` and no layer has begun a round."""
+        opened = [session for session in sessions if session.members]
+        if self._open_since is None:
+            self._open_since = now if opened else None
+        if self._open_since is None or now - self._open_since < UNUSED_SECONDS:
+            return False
+        self._open_since = inf
+        return not any(session.has_layers for session in opened)
 
     def figures(self, now: float, sessions: Iterable[Session]) -> list[bytes]:
         """Returns the frames that tell of rounds in memory, once a second at most.

@@ -102,6 +102,11 @@ class Session:
         """Whether a server has taken it in."""
         return self._server != NO_SERVER
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether a layer has begun a forward round."""
+        return any(phase == FORWARD for _, phase in tuple(self._keys))
+
     def register(self) -> bytes:
         """Returns the frame that asks to belong to the group, and how the group stands."""
         who = self.member

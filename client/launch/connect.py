@@ -28,7 +28,6 @@ from client.conversation.member import (
 )
 from client.conversation.registration import cause_of
 from client.launch import alone, log_level, own_server, process_group, same_run, server_process
-from client.launch.first_step import FirstStep
 from client.launch.settings import Settings, resolve
 from client.launch.sources import ARGUMENT, DEFAULT
 from statsd_bn.endpoints import check_key, check_server, find_server
@@ -145,8 +144,6 @@ def connect(
         _load_compiler()
     connection = _connection(settings)
     hold(connection)
-    if connection.member.world_size > 1:
-        FirstStep(connection)
     who = connection.member
     logger.info("connected: job %r, rank %d of %d, %s", who.job, who.rank, who.world_size, _lane(connection))
     if who.is_elastic and who.lane == SHARED_MEMORY and not connection.is_in_process:

@@ -187,7 +187,6 @@ NO_BORDER = {
     # They raise nothing of ours.
     "Connection.close": "it says goodbye, and raises nothing",
     "Connection.explain": "it adds a note to an error",
-    "Connection.ask_for_layers": "it warns",
     "Connection.metrics": "it looks",
     "DDPHandler.set_epoch": "it sets a number",
     "SlavePipe.key": "it makes a value",

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +16,10 @@ import pytest
 import zmq
 
 import client
+from client.connection.connection import Connection
 from client.connection.heartbeat import Heartbeat
 from client.connection.heartbeat_socket import Beacon
+from client.connection.transport import ZmqTransport
 from client.conversation import pulse as pulse_module
 from client.conversation.member import Member
 from client.conversation.pulse import Pulse
@@ -25,14 +28,14 @@ from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
 from statsd_bn import limits
 from statsd_bn import skew_samples as samples
-from statsd_bn.members import NOBODY
+from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Digest, Failure, Message, Question, Register, Registered, Whereabouts
 from statsd_bn.messages import Heartbeat as HeartbeatMessage
-from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.skew_samples import Samples
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
-from support.memory_members import MemoryMaster, wait_until
+from support.memory_members import MemoryMaster, in_threads, wait_until
 
 INTERVAL = 0.2
 
@@ -112,8 +115,8 @@ def start(beacon):
     """Starts heartbeats; none outlives the test."""
     started: list[Heartbeat] = []
 
-    def run(sessions, reconnected=lambda: None):
-        started.append(Heartbeat(beacon, sessions, reconnected))
+    def run(sessions, reconnected=lambda: None, unused=lambda: None):
+        started.append(Heartbeat(beacon, sessions, reconnected, unused))
         return started[-1]
 
     yield run
@@ -221,7 +224,7 @@ def broken_job():
 
 def test_a_question_where_the_process_is_gets_an_answer(beacon, broken_job):
     session, other = a_session(), a_session(b"session1")
-    heartbeat = Heartbeat(beacon, lambda: [other, session], lambda: None, broken_job)
+    heartbeat = Heartbeat(beacon, lambda: [other, session], lambda: None, lambda: None, broken_job)
     beacon.incoming = [encode(Question(digest(session.token), 7)), encode(Question(b"no such ", 8))]
     heartbeat.look()
     wait_until(lambda: Whereabouts in beacon.kinds)
@@ -233,7 +236,7 @@ def test_a_question_where_the_process_is_gets_an_answer(beacon, broken_job):
 
 
 def test_the_news_that_the_job_is_broken_are_heard(beacon, broken_job):
-    heartbeat = Heartbeat(beacon, lambda: [a_session()], lambda: None, broken_job)
+    heartbeat = Heartbeat(beacon, lambda: [a_session()], lambda: None, lambda: None, broken_job)
     fields = {"job": "job", "group": "world", "member": 1, "step": 3, "cause": "boom"}
     others = {**fields, "job": "another"}
     news = [Failure("replica_lost", "not ours", others), Failure("replica_lost", "ours", fields)]
@@ -278,7 +281,8 @@ def test_a_look_that_fails_does_not_end_the_heartbeats(context, tmp_path):
         steps.append(now)
         raise ValueError("a torch that nobody knows")
 
-    heartbeat = Heartbeat(Beacon(context, f"ipc://{tmp_path}/nobody"), list, lambda: None, SimpleNamespace(step=step))
+    beacon = Beacon(context, f"ipc://{tmp_path}/nobody")
+    heartbeat = Heartbeat(beacon, list, lambda: None, lambda: None, SimpleNamespace(step=step))
     for number in range(3):
         heartbeat.look()
         wait_until(lambda number=number: len(steps) > number)
@@ -444,6 +448,44 @@ def test_a_rank_that_speaks_to_a_server_in_vain_is_told_too(start, beacon, monke
         return "the server has been away" in caplog.text
 
     wait_until(is_told)
+
+
+def opened(session):
+    session.registered(encode(Registered(digest(session.token), b"server-0", 0, 0, 0, Members.of([0, 1]))))
+    return session
+
+
+def test_a_job_that_has_been_open_for_a_minute_without_a_layer_is_unused_once():
+    """The time until all members have come does not count, nor do rounds that are no layer's."""
+    pulse, session = Pulse(), a_session()
+    session.forward_key("hello", GATHER)
+    assert not any(pulse.is_unused(float(now), [session]) for now in range(300))
+    opened(session)
+    assert [now for now in range(300, 600) if pulse.is_unused(float(now), [session])] == [360]
+
+
+def test_a_job_in_which_a_layer_has_begun_a_round_is_not_unused_though_it_waits():
+    pulse, first, second = Pulse(), opened(a_session()), opened(a_session(b"session1"))
+    assert not pulse.is_unused(0.0, [first])
+    second.forward_key("bn", FORWARD)
+    assert not any(pulse.is_unused(float(now), [first, second]) for now in range(300))
+
+
+def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkeypatch, caplog):
+    monkeypatch.setattr(pulse_module, "UNUSED_SECONDS", 0.1)
+
+    def warned():
+        return [text for text in caplog.messages if "has synchronised no layer" in text]
+
+    def train(rank):
+        who = Member(job, "world", 0, rank, 2, 30.0, "here")
+        with Connection(ZmqTransport(server.endpoint), who):
+            wait_until(lambda: len(warned()) == 2)
+
+    in_threads([partial(train, rank) for rank in range(2)])
+    assert [f"rank {rank} of 2, " in text for rank, text in enumerate(sorted(warned()))] == [True, True]
+    expected = "no layer, and it has been open for 60 s: was the model given to client.convert_model(), and"
+    assert all(expected in text for text in warned())
 
 
 def test_a_session_that_a_new_master_did_not_know_beats_again_at_once():
