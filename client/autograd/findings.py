@@ -72,7 +72,7 @@ class Findings:
         if non_finite.is_awaited(self.lane):
             flags.append((self.aggregate.rows * 0).sum(1) != 0)  # NaN where anything is not finite, in few operators
         if flags:
-            at_once = non_finite.raises(self.lane)
+            at_once = non_finite.raises(self.lane, self.aggregate.key)
             verdicts.hand_in(torch.cat(flags) if len(flags) > 1 else flags[0], self._tell, at_once=at_once)
 
     def _tell(self, flags: Flags) -> None:

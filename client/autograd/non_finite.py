@@ -1,10 +1,13 @@
-"""NaN and infinity in an aggregate: said once, or refused.
+"""NaN and infinity in an aggregate: logged once, or refused.
 
 They go from rank to rank through the statistics, so after one round all ranks have them. Each lane says whose rows had
 them first.
+
+Gradients may be infinite on purpose: a GradScaler scales them until they overflow, and skips such a step. So a backward
+round is never refused, and no finding by itself. A forward round with values that are not finite is one, and what came
+in the gradients before it is then logged as well.
 """
 
-import gc
 import logging
 import os
 from collections.abc import Mapping
@@ -21,16 +24,16 @@ from statsd_bn.errors import ConfigurationError, NonFinite
 from statsd_bn.messages import Aggregate
 from statsd_bn.ranks_in_words import rank_in_words, ranks_in_words
 from statsd_bn.reduction import is_finite, not_finite
-from statsd_bn.round_key import FORWARD, first_non_finite
+from statsd_bn.round_key import FORWARD, RoundKey, first_non_finite
 from statsd_bn.rows import Rows
 
 logger = logging.getLogger("statsd_bn.client")
 
-# What has been told, beside `NON_FINITE`.
-_OVERFLOW = "overflow"
+# What `Connection.told_non_finite` has for gradients, beside `NON_FINITE`.
+_GRADIENTS = "gradients"
 
 # Of rounds without a connection; a connection has its own.
-_told_here: set[str] = set()
+_told_here: dict[str, tuple[int, str]] = {}
 
 ADVICE = "Look at what the named ranks compute before this layer; the other ranks have it from their statistics."
 
@@ -44,7 +47,7 @@ def check(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
         aggregate: any.
 
     Raises:
-        NonFinite: it is not finite, and the connection was told to raise then.
+        NonFinite: it is one of a forward round and not finite, and the policy is to raise then.
     """
     if aggregate.non_finite.runs:
         _meet(lane, brought, aggregate)
@@ -57,16 +60,16 @@ def is_awaited(lane: Lane) -> bool:
     return policy == RAISE or (policy == WARN and NON_FINITE not in _told_over(connection))
 
 
-def raises(lane: Lane) -> bool:
-    """Whether an aggregate of this lane that is not finite is refused, before anything is made of it."""
-    return _policy(_connection_of(lane)) == RAISE
+def raises(lane: Lane, key: RoundKey) -> bool:
+    """Whether an aggregate of a round of this lane is refused if it is not finite, before anything is made of it."""
+    return key.phase == FORWARD and _policy(_connection_of(lane)) == RAISE
 
 
 def _connection_of(lane: Lane) -> Connection | None:
     return lane.connection if isinstance(lane, SlavePipe) else current_connection()
 
 
-def _told_over(connection: Connection | None) -> set[str]:
+def _told_over(connection: Connection | None) -> dict[str, tuple[int, str]]:
     return _told_here if connection is None else connection.told_non_finite
 
 
@@ -76,13 +79,18 @@ def _meet(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
     told = _told_over(connection)
     if policy == IGNORE or (policy == WARN and NON_FINITE in told):
         return
-    if aggregate.key.phase != FORWARD and _is_overflow(told):
-        if _OVERFLOW not in told:
-            told.add(_OVERFLOW)
-            # Many trainings begin with some, so nobody is asked where the ranks run.
-            logger.info("%s; its GradScaler skips such a step", _text(lane, brought, aggregate, _own_place(lane)))
+    step, gradients = told.get(_GRADIENTS, (-1, ""))
+    if aggregate.key.phase != FORWARD:
+        if aggregate.key.step > step:  # the first round of a backward pass is where they come from
+            # Trainings with a GradScaler begin with some, so no other rank is asked where it runs.
+            text = _text(lane, brought, aggregate, _own_place(lane))
+            told[_GRADIENTS] = aggregate.key.step, text
+            if not gradients:
+                logger.info("%s; a GradScaler skips such a step", text)
         return
-    told.add(NON_FINITE)
+    if gradients and NON_FINITE not in told:
+        logger.warning("%s", gradients)
+    told[NON_FINITE] = aggregate.key.step, ""
     if policy == RAISE:
         raise _error(aggregate, _places(lane, aggregate))
     is_own = lane.rank in aggregate.non_finite
@@ -99,27 +107,6 @@ def _policy(connection: Connection | None) -> str:
             f"STATSD_BN_ON_NONFINITE: expected one of {', '.join(ON_NONFINITE)}, got {policy!r:.80}"
         )
     return policy
-
-
-def _is_overflow(told: set[str]) -> bool:
-    """Whether gradients are scaled until they overflow, as they are now and then in float16.
-
-    Whoever scales them notices, and leaves out the step. Looking at all objects takes some 50 ms, once.
-    """
-    return _OVERFLOW in told or any(map(_is_scaler, gc.get_objects()))
-
-
-def _is_scaler(thing: object) -> bool:
-    """Whether this scales gradients: a scaler that is enabled, and has scaled a loss in this process at some time.
-
-    It does not say whose loss, nor whether the one of this backward pass. So where one model of a process is trained
-    with a scaler and another without, the other's gradients are taken for scaled too.
-    """
-    # By name: torch has several, and DeepSpeed, Fairscale and apex have their own.
-    if not type(thing).__name__.endswith(("GradScaler", "LossScaler")):
-        return False
-    # Torch's has no scale before its first loss; others have one from the beginning, under other names.
-    return bool(getattr(thing, "_enabled", True)) and getattr(thing, "_scale", 0) is not None
 
 
 def _own_place(lane: Lane) -> dict[int, str]:

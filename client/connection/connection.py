@@ -45,7 +45,7 @@ logger = logging.getLogger("statsd_bn.client")
 Way = Callable[[Session, RoundKey, Rows], Aggregate]
 """How a member takes part in a round."""
 
-# What `told_non_finite` has where NaN or infinity came, and was no overflow on purpose.
+# What `told_non_finite` has where NaN or infinity came to a forward round.
 NON_FINITE = "finding"
 
 # Round trips remembered for `median_round_trip` and `metrics`.
@@ -71,7 +71,8 @@ class Connection:
         is_latecomer: whether the job was under way already when this member came.
         is_told_alone: whether it needs no server because `connect(world_size=1)` said that its job has one member.
         at_end: called when it closes.
-        told_non_finite: what was said of aggregates that are not finite, see `client.autograd.non_finite`.
+        told_non_finite: step and text of what was logged of aggregates that are not finite, see
+            `client.autograd.non_finite`.
 
     Raises:
         ServerUnreachable: nobody answers at the endpoint.
@@ -92,7 +93,7 @@ class Connection:
         self._closed = False
         self.at_end: list[Callable[[], None]] = []
         self.is_told_alone = False
-        self.told_non_finite: set[str] = set()
+        self.told_non_finite: dict[str, tuple[int, str]] = {}
         self._round_trips: deque[float] = deque(maxlen=REMEMBERED_ROUND_TRIPS)
         try:
             self.is_latecomer = self._sessions.of(self._world).first_step > 0
@@ -198,8 +199,8 @@ class Connection:
             `statsd_bn/rounds`: as `rounds`.
             `statsd_bn/round_trip_ms`, `statsd_bn/round_trip_p99_ms`: median and 99th percentile of the latest 4,096
             rounds, in milliseconds; 0 before any. They include the wait for the slowest rank.
-            `statsd_bn/non_finite`: 1 if NaN or infinity came into the statistics, and was no overflow of a GradScaler.
-            0 where `connect(on_nonfinite="ignore")` says that nobody is to look.
+            `statsd_bn/non_finite`: 1 if NaN or infinity came into the statistics of a forward pass; always 0 with
+            `connect(on_nonfinite="ignore")`.
         """
         trips = sorted(self._round_trips) or [0.0]
         return {

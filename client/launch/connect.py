@@ -98,9 +98,10 @@ def connect(
             can, else over the server; a line at level INFO says why. "zeromq": over the server; one process that asks
             for it is enough. "shared_memory": as "auto", also where nobody has tried it yet, and what says why not is a
             warning. Else STATSD_BN_LANE, else "auto".
-        on_nonfinite: what to do when NaN or infinity comes into the statistics, the same for all processes. "warn": log
-            once whose they were. "raise": raise NonFinite on all ranks, before a running statistic has moved.
-            "ignore": nothing. Else STATSD_BN_ON_NONFINITE, else "warn".
+        on_nonfinite: what to do when NaN or infinity comes into the statistics of a forward pass, the same for all
+            processes. "warn": log once whose they were. "raise": raise NonFinite on all ranks, before a running
+            statistic has moved. "ignore": nothing. Gradients alone never raise: a GradScaler overflows them on purpose.
+            Else STATSD_BN_ON_NONFINITE, else "warn".
 
     Returns:
         The connection. It is a context manager too: its end disconnects, and tells the others if an exception was the

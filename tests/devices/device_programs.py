@@ -146,6 +146,7 @@ def bring_nan(rank: Any, phase: str) -> tuple[int, list[tuple[str, str]]]:
     kept = _Kept()
     logger = logging.getLogger("statsd_bn.client")
     logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
     non_finite._told_here.clear()
     layer = _layer("bn")
     x = torch.randn(4, CHANNELS, 4)

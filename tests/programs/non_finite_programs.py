@@ -36,19 +36,18 @@ def three_steps(process: Any, value: float, phase: str, bearers: list[int], poli
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
     non_finite._told_here.clear()
-    scaler = torch.amp.GradScaler("cpu") if how in {"scaled", "with an idle scaler"} else None
-    if how == "scaled":
-        scaler.scale(torch.ones(()))
     try:
         with mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": policy}):
             for step in range(3):
                 try:
-                    _step(layer, value if step == 1 and process.rank in bearers else 1.0, phase, how)
+                    if how == "and then forward" and step == 2:  # all ranks have the weights that came of it
+                        _step(layer, value, "forward", how)
+                    else:
+                        _step(layer, value if step == 1 and process.rank in bearers else 1.0, phase, how)
                 except NonFinite as error:
                     raised.append((step, error.fields, str(error)))
     finally:
         logger.removeHandler(kept)
-        del scaler
     return kept.told, raised, int(layer.num_batches_tracked), os.getpid()
 
 
