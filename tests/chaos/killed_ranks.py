@@ -1,0 +1,141 @@
+"""Ranks killed by the hundred, under load and in the middle of rounds; `scripts/chaos kills` runs it.
+
+No `kill -9` of a rank may end the server, or change a bit of another job beside it.
+"""
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from attacks import servers
+from attacks.honest import Workers
+from attacks.peers import job_of
+from attacks.servers import Attacked
+from chaos.chaos_world import require
+from client.conversation.member import LANES
+from programs import killed_rank_programs
+from support import starter
+from support.starter import STARTER
+
+# Jobs at a time beside the one that goes on, and the ranks of each, all of which are killed.
+JOBS, RANKS = 2, 4
+
+# From the start of a job to the first kill at most, once its rounds have begun; and between two kills.
+ROUNDS_SECONDS, BETWEEN_SECONDS = 0.3, 0.02
+
+# One in so many jobs is killed earlier: while its ranks connect.
+WHILE_CONNECTING = 4
+CONNECT_SECONDS = 0.5
+
+START_SECONDS = 60.0
+
+# The server takes a rank that is killed before it has spoken for lost by its silence.
+LOST_SECONDS = 20.0
+
+
+def kill_ranks(kills: int, *, with_keys: bool, chance: random.Random) -> Counter[str]:
+    """Kills so many ranks of a server on TCP with keys, or on a private Unix socket; returns how many in which lane.
+
+    Raises:
+        Finding: the server has ended or complained, or the job beside was disturbed.
+    """
+    killed: Counter[str] = Counter()
+    workers = Workers()
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            bind = "tcp://127.0.0.1:*" if with_keys else f"ipc://{folder}/server"
+            with servers.attacked(folder, with_keys=with_keys, bind=bind) as server:
+                beside = workers.begin(server, folder)
+                while killed.total() < kills:
+                    _kill_jobs(server, LANES[killed.total() // (JOBS * RANKS) % len(LANES)], chance, killed)
+                    require(not server.ending, f"the server ended after {killed}: {server.ending}\n{server.said()}")
+                played = beside.end()
+                wrong = [one.problem or f"{one.wrong} wrong aggregates" for one in played if one.problem or one.wrong]
+                require(not wrong, f"the job beside was disturbed: {'; '.join(wrong)}")
+                require("Traceback" not in server.said(), server.said())
+                _wait_until_all_are_lost(server)
+    finally:
+        workers.close()
+    return killed
+
+
+def _wait_until_all_are_lost(server: Attacked) -> None:
+    expiry = time.monotonic() + LOST_SECONDS
+    while groups := server.report("bob")["groups"]:
+        require(time.monotonic() < expiry, f"members are left: {groups}")
+        time.sleep(0.1)
+
+
+def _kill_jobs(server: Attacked, lane: str, chance: random.Random, killed: Counter[str]) -> None:
+    """Starts jobs, and kills their ranks in any order while they connect or have rounds."""
+    begun = [STARTER.RawValue("q", 0) for _ in range(JOBS * RANKS)]
+    processes = [
+        _start_job(server, job_of("bob"), lane, begun[first : first + RANKS]) for first in range(0, len(begun), RANKS)
+    ]
+    ranks = [process for job in processes for process in job]
+    try:
+        if chance.randrange(WHILE_CONNECTING):
+            _wait_for_rounds(begun, ranks)
+            time.sleep(chance.uniform(0, ROUNDS_SECONDS))
+        else:
+            time.sleep(chance.uniform(0, CONNECT_SECONDS))
+        for process in chance.sample(ranks, len(ranks)):
+            killed[lane] += process.is_alive()
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            time.sleep(chance.uniform(0, BETWEEN_SECONDS))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join(START_SECONDS)
+            process.close()
+
+
+def _start_job(server: Attacked, job: str, lane: str, begun: list[Any]) -> list[Any]:
+    """Starts the ranks of a job, each of which sets its number in `begun` to 1 after its first round."""
+    secret = server.secret_of("bob")
+    given = server.endpoint, str(secret) if secret else None, job
+    processes = [
+        STARTER.Process(
+            target=killed_rank_programs.rounds_without_end, args=(*given, rank, RANKS, lane, one), daemon=True
+        )
+        for rank, one in enumerate(begun)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _wait_for_rounds(begun: list[Any], ranks: list[Any]) -> None:
+    expiry = time.monotonic() + START_SECONDS
+    while not all(one.value for one in begun):
+        require(time.monotonic() < expiry, "the ranks did not begin")
+        require(all(process.is_alive() for process in ranks), "a rank ended before it was killed")
+        time.sleep(0.01)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Kills ranks on a Unix socket and over TCP with keys, and prints a line for each."""
+    parser = argparse.ArgumentParser(prog="scripts/chaos kills", description=__doc__)
+    parser.add_argument("kills", type=int, help="how many in each way")
+    parser.add_argument("--seed", type=int, default=0, help="of all chance")
+    options = parser.parse_args(arguments)
+    starter.warm_up()
+    for where, with_keys in (("ipc", False), ("tcp with keys", True)):
+        started = time.monotonic()
+        killed = kill_ranks(options.kills, with_keys=with_keys, chance=random.Random(options.seed))
+        seconds = time.monotonic() - started
+        print(f"{where}: killed {dict(killed)} ranks in {seconds:.0f} s; the server goes on", flush=True)
+
+
+if __name__ == "__main__":
+    main()
