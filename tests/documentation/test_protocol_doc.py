@@ -34,27 +34,21 @@ from statsd_bn.messages import (
     Digest,
     Failure,
     Figures,
-    FiguresRequest,
     Heartbeat,
-    Lateness,
     Leave,
     Message,
-    NonFiniteRound,
     Pending,
-    Question,
-    Registered,
     Request,
     Result,
     RoundTrips,
-    Settled,
     Status,
     StatusRequest,
-    Whereabouts,
 )
 from statsd_bn.round_key import FORWARD, RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, decode_request, encode
+from support import sample_messages
 from support.paths import ROOT
+from support.sample_messages import AGGREGATE
 from support.strategies import contribution, key, register, rows, session_of
 
 DOCUMENT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -62,33 +56,12 @@ DOCUMENT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 # Errors that one side raises by itself; they never travel.
 LOCAL = {"error", "configuration", "bind", "connection_closed", "unreachable", "group_incomplete", "non_finite"}
 
-AGGREGATE = Aggregate(key(), 1, 1, Members.of([0]), np.ones((2, 3)))
-
-# One sound message of each type.
+# One sound message of each type, of which some are as small as they may be.
 SAMPLES: dict[type[Message], Message] = {
-    type(message): message
-    for message in (
-        register(),
-        Registered(b"session0", b"server00", 0, 0, 1, Members.of([0])),
-        Contribution(b"session0", key(), 0, Rows((1,), np.ones((1, 2, 3)))),
-        AGGREGATE,
-        Leave(b"session0", ""),
-        Failure("mismatch", "", {}, key()),
-        StatusRequest(),
-        Status({}),
-        Heartbeat(b"session0"),
-        Pending(key(), 0, "waiting"),
-        Result(b"session0", AGGREGATE),
-        Question(b"digest00", 0),
-        Whereabouts(b"session0", 0, "train.py:1 main", 1, "0", Members.of([0, 1]), 0),
-        Settled(b"session0", key()),
-        Digest(b"session0", 0, "bn1", np.zeros((1, 2, 4))),
-        RoundTrips(b"session0", 500, (0,) * 24),
-        Lateness(b"session0", 500, (0,) * 24),
-        NonFiniteRound(b"session0", key(), Members.of([0]), "1 of 3 channels (inf)"),
-        FiguresRequest("job", "world"),
-        Figures("job", "world", 0, 0, "", np.zeros((0, 2, 4))),
-    )
+    **sample_messages.SAMPLES,
+    Failure: Failure("mismatch", "", {}, key()),
+    Status: Status({}),
+    Figures: Figures("job", "world", 0, 0, "", np.zeros((0, 2, 4))),
 }
 
 

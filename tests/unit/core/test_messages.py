@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -5,7 +6,6 @@ import pytest
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
-from statsd_bn.members import Members
 from statsd_bn.messages import (
     BY_TYPE,
     NO_SERVER,
@@ -27,76 +27,19 @@ from statsd_bn.messages import (
     RoundTrips,
     Settled,
     Status,
-    StatusRequest,
     Whereabouts,
     values_of,
 )
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
+from support.sample_messages import SAMPLES
 
 KEY = RoundKey("job", "world", 0, 1, "layer1.bn", 2, FORWARD)
 
-SOUND: dict[type, dict[str, Any]] = {
-    RoundKey: {"job": "j", "group": "g", "epoch": 0, "step": 0, "layer": "l", "call": 0, "phase": FORWARD},
-    Rows: {"counts": (1, 2), "values": np.zeros((2, 2, 3))},
-    Register: {
-        "session": b"session0",
-        "job": "j",
-        "group": "g",
-        "epoch": 0,
-        "member": 1,
-        "world_size": 2,
-        "min_members": 0,
-        "deadline": 600.0,
-        "place": "here",
-    },
-    Registered: {
-        "digest": b"session0",
-        "server": b"server00",
-        "epoch": 0,
-        "first_step": 0,
-        "missing": 2,
-        "present": Members.of([0, 3]),
-    },
-    Contribution: {
-        "session": b"session0",
-        "key": KEY,
-        "attempt": 0,
-        "rows": Rows((1,), np.zeros((1, 2, 3))),
-    },
-    Aggregate: {"key": KEY, "replicas": 2, "count": 3, "members": Members.of([0]), "values": np.zeros((2, 3))},
-    Leave: {"session": b"session0", "cause": ""},
-    Failure: {"code": "mismatch", "message": "no", "fields": {"member": 1}, "key": KEY},
-    StatusRequest: {},
-    Status: {"report": {"groups": []}},
-    Heartbeat: {"session": b"session0", "step": 7, "rounds": 40, "lane": "shared_memory", "why": ""},
-    Pending: {"key": KEY, "seconds": 3, "message": "waiting", "whereabouts": ""},
-    Question: {"digest": b"digest00", "number": 3, "torch_group": ""},
-    Settled: {"session": b"session0", "key": KEY},
-    Digest: {"session": b"session0", "step": 7, "layers": "bn1\nbn2", "values": np.full((2, 3, 4), 0.5)},
-    RoundTrips: {"session": b"session0", "microseconds": 500, "counts": (0, 3, *[0] * 22)},
-    Lateness: {"session": b"session0", "microseconds": 500, "counts": (0, 3, *[0] * 22)},
-    NonFiniteRound: {"session": b"session0", "key": KEY, "members": Members.of([1]), "what": "1 of 3 channels (inf)"},
-    FiguresRequest: {"job": "job", "group": "world", "first": 2},
-    Figures: {
-        "job": "job",
-        "group": "world",
-        "first": 2,
-        "total": 4,
-        "layers": "bn1\nbn2",
-        "values": np.full((2, 3, 4), 0.5),
-    },
-    Whereabouts: {
-        "session": b"session0",
-        "number": 3,
-        "stack": "train.py:1 main",
-        "held": 1,
-        "torch_group": "0",
-        "members": Members.of([0, 1]),
-        "launched": 7,
-        "collective": "barrier",
-    },
-    Result: {"session": b"session0", "aggregate": Aggregate(KEY, 1, 1, Members.of([0]), np.zeros((2, 3)))},
+SOUND: dict[type, Any] = {
+    RoundKey: KEY,
+    Rows: Rows((1, 2), np.zeros((2, 2, 3))),
+    **SAMPLES,
 }
 
 TOKENS = ([b"12345678", bytes(8)], [b"", bytes(7), bytes(9), "12345678", bytearray(8), 8, None])
@@ -282,7 +225,8 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
 
 
 def build(kind: type, **changed: Any) -> Any:
-    return kind(**{**SOUND[kind], **changed})
+    sound = SOUND[kind]
+    return RoundKey(**{**sound.fields, **changed}) if kind is RoundKey else dataclasses.replace(sound, **changed)
 
 
 def name_of(value: object) -> str | None:
@@ -364,7 +308,7 @@ def test_text_that_utf8_cannot_carry_is_refused(name):
 @pytest.mark.parametrize("kind", SOUND, ids=name_of)
 def test_messages_are_frozen(kind):
     message = build(kind)
-    for name in SOUND[kind]:
+    for name in RoundKey._fields if kind is RoundKey else (field.name for field in dataclasses.fields(kind)):
         with pytest.raises(AttributeError):
             setattr(message, name, None)
 

@@ -35,6 +35,7 @@ from statsd_bn.messages import (
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, decode_request, encode
+from support.sample_messages import SAMPLES
 from support.strategies import MESSAGES, key, messages, register
 
 relaxed = settings(deadline=None)
@@ -47,19 +48,7 @@ AGGREGATE = Aggregate(KEY, 2, 3, Members.of([0, 2]), np.array([[1.5, 1e300]]), M
 
 # One small frame of each type.
 FRAMES = {
-    type(message): encode(message)
-    for message in (
-        register(),
-        Registered(b"session0", b"server00", 1, 2, 4, Members.of([3, 300])),
-        CONTRIBUTION,
-        AGGREGATE,
-        Leave(b"session0", "boom"),
-        Failure("mismatch", "no", {"member": 1, "got": [1, 2.5, None]}, KEY),
-        StatusRequest(),
-        Status({"groups": [{"job": "j"}]}),
-        Pending(KEY, 12, "waiting"),
-        Result(b"session0", AGGREGATE),
-    )
+    kind: encode(message) for kind, message in (SAMPLES | {Contribution: CONTRIBUTION, Aggregate: AGGREGATE}).items()
 }
 every_frame = pytest.mark.parametrize("frame", FRAMES.values(), ids=[kind.__name__ for kind in FRAMES])
 

@@ -53,10 +53,18 @@ def fake(tmp_path: Path) -> Fake:
     return Fake(f"ipc://{tmp_path}/server")
 
 
-def test_a_question_that_a_server_took_with_it_is_put_to_the_next(fake):
+@pytest.mark.parametrize(
+    ("first", "second", "questions"),
+    [
+        ([], [b"first", b"second"], ["StatusRequest", "StatusRequest", "FiguresRequest"]),
+        ([b"first"], [b"second"], ["StatusRequest", "FiguresRequest", "FiguresRequest"]),
+    ],
+    ids=["the first question", "the second one"],
+)
+def test_a_question_that_a_server_took_with_it_is_put_to_the_next(fake, first, second, questions):
     def in_turn() -> None:
-        fake.takes()
-        fake.answers(b"first", b"second")
+        fake.takes(*first)
+        fake.answers(*second)
 
     with ThreadPoolExecutor(1) as pool:
         servers = pool.submit(in_turn)
@@ -64,21 +72,7 @@ def test_a_question_that_a_server_took_with_it_is_put_to_the_next(fake):
             assert ask(StatusRequest()) == b"first"
             assert ask(FiguresRequest("job", "world", 0)) == b"second"
         servers.result()
-    assert fake.questions == ["StatusRequest", "StatusRequest", "FiguresRequest"]
-
-
-def test_answers_before_and_after_belong_to_their_questions(fake):
-    def in_turn() -> None:
-        fake.takes(b"first")
-        fake.answers(b"second")
-
-    with ThreadPoolExecutor(1) as pool:
-        servers = pool.submit(in_turn)
-        with asking(fake.endpoint, WAIT_MILLISECONDS / 1000) as ask:
-            assert ask(StatusRequest()) == b"first"
-            assert ask(FiguresRequest("job", "world", 0)) == b"second"
-        servers.result()
-    assert fake.questions == ["StatusRequest", "FiguresRequest", "FiguresRequest"]
+    assert fake.questions == questions
 
 
 def test_servers_that_all_take_the_question_with_them_are_given_up_in_time(fake):
