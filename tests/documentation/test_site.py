@@ -138,7 +138,7 @@ def test_a_name_that_is_not_there_fails_and_is_named(copy, tmp_path_factory):
 
 def spoil(repository: Path, text: str, site: Path) -> str:
     """What mkdocs says of a page with this text, which must fail."""
-    page = repository / "docs" / "faq.md"
+    page = repository / "docs" / "features.md"
     page.write_text(f"{page.read_text()}\n{text}\n")
     done = build(repository, site)
     assert done.returncode != 0

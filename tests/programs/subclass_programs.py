@@ -106,7 +106,7 @@ def train_in_process_group(training: Training, rank: int) -> Buffers:
     model = client.convert_model(training.model())
     optimizer = torch.optim.SGD(model.parameters(), lr=training.lr)
     parallel = ddp_programs.keep(DistributedDataParallel(compiled(model, training)))
-    whole = training.backend not in {"", "inductor"}  # docs/faq.md
+    whole = training.backend not in {"", "inductor"}  # docs/features.md
     with torch._dynamo.config.patch(optimize_ddp=False) if whole else nullcontext():
         for step in range(training.steps):
             optimizer.zero_grad()
