@@ -56,18 +56,19 @@ def test_a_wake_up_that_is_lost_costs_a_slice_and_no_hang(monkeypatch):
     assert in_threads([lambda: meet(first, 1.0), lambda: meet(second, 2.0)]) == [[1.0, 2.0], [1.0, 2.0]]
 
 
-def test_members_that_come_for_different_things_all_learn_it():
-    three = memories_of(3)
-    for mine, digest in zip(three, (1, 2, 1), strict=True):
-        mine.arrive(digest, row(1.0))
-    assert [(mine.wait(0.0), mine.brought()) for mine in three] == [(True, None)] * 3
-
-
-def test_where_one_members_rows_do_not_fit_nobody_has_them():
-    first, second = memories_of(2)
-    first.arrive(1, row(1.0))
-    second.arrive(1, Rows((1,), np.ones((1, 2, region.SLOT_BYTES // 8))))
-    assert [(mine.wait(0.0), mine.brought()) for mine in (first, second)] == [(True, None)] * 2
+@pytest.mark.parametrize(
+    "brought",
+    [
+        [(1, row(1.0)), (2, row(1.0)), (1, row(1.0))],
+        [(1, row(1.0)), (1, Rows((1,), np.ones((1, 2, region.SLOT_BYTES // 8))))],
+    ],
+    ids=["for different things", "rows that do not fit"],
+)
+def test_where_rows_cannot_be_had_all_members_learn_it(brought):
+    memories = memories_of(len(brought))
+    for mine, (digest, rows) in zip(memories, brought, strict=True):
+        mine.arrive(digest, rows)
+    assert [(mine.wait(0.0), mine.brought()) for mine in memories] == [(True, None)] * len(brought)
 
 
 def test_a_wait_ends_when_a_member_comes_no_more():

@@ -65,29 +65,8 @@ def test_quick_rounds_do_not_come_to_the_server(monkeypatch):
     assert counts["before the end"] == 0
 
 
-def test_the_server_hears_of_a_long_wait_and_of_its_end():
-    master = MemoryMaster()
-    late = threading.Event()
-
-    def program(connection):
-        pipe = SharedMemoryPipe(connection, "bn")
-        pipe.run_slave(rows_of(connection.rank, 1))
-        if connection.rank == 1:
-            late.wait(20)
-        else:
-            threading.Thread(target=watch).start()
-        return pipe.run_slave(rows_of(connection.rank, 1)).values.tobytes()
-
-    def watch():
-        wait_until(lambda: bool(master.report("world")["waiting"]))
-        late.set()
-
-    found = run_members(2, program, master, lane=SHARED_MEMORY)
-    assert found[0] == found[1] == (ROWS[0] + ROWS[1]).tobytes()
-    assert not master.report("world")["waiting"]
-
-
-def test_a_round_of_which_one_has_told_the_server_is_settled_by_all():
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_the_server_hears_of_a_long_wait_and_of_its_end_from_all(late_rank):
     """What one says may be lost, and it would seem to wait there still."""
     master = MemoryMaster()
     late = threading.Event()
@@ -95,15 +74,15 @@ def test_a_round_of_which_one_has_told_the_server_is_settled_by_all():
     def program(connection):
         pipe = SharedMemoryPipe(connection, "bn")
         pipe.run_slave(rows_of(connection.rank, 1))
-        if connection.rank == 0:
+        if connection.rank == late_rank:
             late.wait(20)
             frames = frames_of(master)
         else:
             threading.Thread(target=watch).start()
-        key = pipe.run_slave(rows_of(connection.rank, 1)).key
-        if connection.rank == 0:
-            wait_until(lambda: len(settled(frames, key)) == 2)
-        return connection.session(None).lane.rounds_in_memory
+        found = pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == late_rank:
+            wait_until(lambda: len(settled(frames, found.key)) == 2)
+        return found.values.tobytes(), connection.session(None).lane.rounds_in_memory
 
     def watch():
         wait_until(lambda: bool(master.report("world")["waiting"]))
@@ -113,8 +92,11 @@ def test_a_round_of_which_one_has_told_the_server_is_settled_by_all():
         said = [one for one in map(decode, list(frames)) if isinstance(one, Settled)]
         return {one.session for one in said if one.key == key}
 
+    found, counted = zip(*run_members(2, program, master, lane=SHARED_MEMORY), strict=True)
+    assert found == ((ROWS[0] + ROWS[1]).tobytes(),) * 2
+    assert not master.report("world")["waiting"]
     # Only whoever has told the server does not count it.
-    assert run_members(2, program, master, lane=SHARED_MEMORY) == [1, 0]
+    assert counted == tuple(int(rank == late_rank) for rank in range(2))
 
 
 def test_a_member_that_leaves_ends_the_wait_of_the_others():
@@ -202,6 +184,11 @@ def test_threads_that_come_in_another_order_on_each_member_all_get_their_rounds(
     assert run_members(2, program, lane=SHARED_MEMORY) == [{"a": 2.0, "b": 20.0}] * 2
 
 
+def one_round(connection) -> bytes:
+    threading.current_thread().name = f"member {connection.rank}"
+    return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).values.tobytes()
+
+
 def test_where_one_member_has_no_memory_all_use_the_server_and_say_why(monkeypatch, caplog):
     take = agreement.take
 
@@ -213,11 +200,7 @@ def test_where_one_member_has_no_memory_all_use_the_server_and_say_why(monkeypat
     monkeypatch.setattr(agreement, "take", take_but_for_one)
     caplog.set_level("INFO", logger="statsd_bn.client")
 
-    def program(connection):
-        threading.current_thread().name = f"member {connection.rank}"
-        return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).values.tobytes()
-
-    assert len(set(run_members(2, program, lane=SHARED_MEMORY))) == 1
+    assert len(set(run_members(2, one_round, lane=SHARED_MEMORY))) == 1
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     why = "rank 1: it cannot reach the memory of the others; on purpose"
     assert told == [f"group 'world' exchanges rows over the server, and not in shared memory: {why}"] * 2
@@ -227,10 +210,7 @@ def test_a_name_of_memory_that_is_no_text_is_not_taken(monkeypatch, caplog):
     monkeypatch.setattr(agreement, "_ready", lambda _: b"ready \xff\xfe")
     caplog.set_level("INFO", logger="statsd_bn.client")
 
-    def program(connection):
-        return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).values.tobytes()
-
-    assert len(set(run_members(2, program, lane=SHARED_MEMORY))) == 1
+    assert len(set(run_members(2, one_round, lane=SHARED_MEMORY))) == 1
     assert "rank 1: it cannot reach the memory of the others" in caplog.text
 
 

@@ -95,25 +95,6 @@ def test_members_that_believe_different_things_have_brought_nothing(regions):
     assert [one.brought(1) for one in regions] == [None] * 3
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (2**63, 1, 1),
-        (1, 2**40, 2**40),
-        (2, 8, region.SLOT_BYTES // 128),
-        (1, 2**64 - 1, 2**64 - 1),
-        (region.SLOT_BYTES, 0, 0),
-    ],
-)
-def test_sizes_that_leave_a_members_place_are_not_believed(regions, sizes):
-    for one in regions:
-        one.bring(1, 7, rows(1.0))
-    head = regions[1]._slots[1][1] // region.WORD_BYTES
-    for place, size in enumerate(sizes, head + 1):
-        regions[1]._words[place] = size
-    assert regions[0].brought(1) is None
-
-
 def test_counts_that_no_member_could_have_are_told_as_they_are(regions):
     for one in regions:
         one.bring(1, 7, rows(1.0))
@@ -148,6 +129,12 @@ def test_one_that_closes_is_seen_by_all(regions):
         (1, 1, 2**63),
         (limits.MAX_REPLICAS, limits.MAX_VECTORS, limits.MAX_CHANNELS),
         (1, 1, region.SLOT_BYTES // 8),
+        # These leave the member's place.
+        (2**63, 1, 1),
+        (1, 2**40, 2**40),
+        (2, 8, region.SLOT_BYTES // 128),
+        (1, 2**64 - 1, 2**64 - 1),
+        (region.SLOT_BYTES, 0, 0),
     ],
 )
 def test_sizes_that_another_process_has_made_up_are_not_believed(regions, shape):

@@ -56,35 +56,42 @@ class Host:
         return [[one.lateness.counted.total, round(one.lateness.counted.sum, 6)] for one in self.sessions]
 
 
-def test_whoever_comes_last_counts_how_much_later_it_came_than_all_others():
+TOGETHER = {"rank0": 1.0, "rank1": 1.0, "rank2": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "late"),
+    [
+        pytest.param(
+            [
+                TOGETHER,
+                {"rank0": 2.0, "rank1": 2.03, "rank2": 2.005},
+                {"rank0": 3.0, "rank1": 3.02, "rank2": 3.01},
+                {"rank0": 4.004, "rank1": 4.0, "rank2": 4.001},
+            ],
+            [[1, 0.003], [2, 0.035], [0, 0.0]],
+            id="the last counts how much later it came than all others",
+        ),
+        # The system may hold one up between the look at its clock and its arrival.
+        pytest.param(
+            [TOGETHER, {"rank0": 2.0, "rank1": 2.005, "rank2": 2.0, "order": (0, 1, 2)}],
+            [[0, 0.0], [1, 0.005], [0, 0.0]],
+            id="by when it came, whoever saw last that all had",
+        ),
+        pytest.param(
+            [TOGETHER, {"rank0": 2.0, "rank1": 2.03, "rank2": 2.03}],
+            [[0, 0.0]] * MEMBERS,
+            id="two together are not late",
+        ),
+        # Members come to the first round from their start, each in its own time.
+        pytest.param([{"rank0": 1.0, "rank1": 30.0, "rank2": 1.0}], [[0, 0.0]] * MEMBERS, id="not the first round"),
+    ],
+)
+def test_a_member_counts_how_much_later_it_came_than_all_others(rounds, late):
     host = Host()
-    host.round(rank0=1.0, rank1=1.0, rank2=1.0)
-    assert all(isinstance(found, Aggregate) for found in host.round(rank0=2.0, rank1=2.03, rank2=2.005))
-    host.round(rank0=3.0, rank1=3.02, rank2=3.01)
-    host.round(rank0=4.004, rank1=4.0, rank2=4.001)
-    assert host.late() == [[1, 0.003], [2, 0.035], [0, 0.0]]
-
-
-def test_it_counts_by_when_it_came_whoever_saw_last_that_all_had():
-    """The system may hold one up between the look at its clock and its arrival."""
-    host = Host()
-    host.round(rank0=1.0, rank1=1.0, rank2=1.0)
-    host.round(rank0=2.0, rank1=2.005, rank2=2.0, order=(0, 1, 2))
-    assert host.late() == [[0, 0.0], [1, 0.005], [0, 0.0]]
-
-
-def test_who_comes_with_another_is_not_late():
-    host = Host()
-    host.round(rank0=1.0, rank1=1.0, rank2=1.0)
-    host.round(rank0=2.0, rank1=2.03, rank2=2.03)
-    assert host.late() == [[0, 0.0]] * MEMBERS
-
-
-def test_the_first_round_of_all_is_not_counted():
-    """They come to it from their start, each in its own time."""
-    host = Host()
-    host.round(rank0=1.0, rank1=30.0, rank2=1.0)
-    assert host.late() == [[0, 0.0]] * MEMBERS
+    for one in rounds:
+        assert all(isinstance(found, Aggregate) for found in host.round(**one))
+    assert host.late() == late
 
 
 def test_a_round_that_goes_to_the_server_is_counted_there():
