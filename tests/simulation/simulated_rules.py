@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from simulation.simulated_member import Outcome, Process
     from simulation.simulator import World
 
-# Where a frame that is whole says of which type it is: behind the array's first byte, as long as that is a short one.
-TYPE_AT = 9
+# Where a header stands in a frame. One of fixed fields begins with the type; in a msgpack array the type follows the
+# first byte, and in a long array also two bytes of length.
+HEADER_AT = 8
+SHORT_ARRAYS, LONG_ARRAY = range(0x90, 0xA0), 0xDC
 REGISTER, CONTRIBUTION, AGGREGATE, RESULT, WHEREABOUTS = 1, 3, 4, 11, 13
 
 # What a wait may last beyond its bound: the frames' way, and the server's ticks.
@@ -136,7 +138,11 @@ def _a_retry_says_so(world: "World") -> None:
 
 def kind_of(frame: bytes) -> int:
     """Returns the number of the message's type, of a frame that is whole."""
-    return frame[TYPE_AT] if len(frame) > TYPE_AT else -1
+    header = frame[HEADER_AT:]
+    if not header:
+        return -1
+    place = 3 if header[0] == LONG_ARRAY else int(header[0] in SHORT_ARRAYS)
+    return header[place] if len(header) > place else -1
 
 
 def _costs_one_message_each_way(world: "World") -> None:

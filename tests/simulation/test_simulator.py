@@ -11,15 +11,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
 
 from simulation import simulate
 from simulation.planted_bugs import BUGS
 from simulation.simulated_network import Clock, Network, SimulatedChannel, Weather
+from simulation.simulated_rules import kind_of
 from simulation.simulator import World
 from statsd_bn.round_key import FORWARD
 from statsd_bn.rows import Rows
+from statsd_bn.wire import encode
 from support import oracle
 from support.paths import ROOT
+from support.strategies import messages
 
 QUICK_SEEDS, LONG_SEEDS = 500, 4500
 
@@ -120,6 +124,11 @@ def test_a_run_that_is_interrupted_tells_what_it_has_found(monkeypatch, capsys):
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith("7 worlds in ")
     assert last == "interrupted"
+
+
+@given(messages)
+def test_the_rules_know_the_type_of_each_frame(message):
+    assert kind_of(encode(message)) == message.type
 
 
 def test_a_seed_repeats_to_the_byte_whatever_the_hash_seed():
