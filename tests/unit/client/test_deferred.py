@@ -45,6 +45,14 @@ def assert_equal(found, expected, tolerance=1e-12):
         np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
+def check_moves_as_whole(plain, layer, parts, tolerance=1e-12):
+    """Micro-batches move a layer as all of them together move torch's."""
+    plain(torch.cat(parts))
+    for part in parts:
+        layer(part)
+    assert_equal(layer, plain, tolerance)
+
+
 def unmoved(layer):
     return layer.num_batches_tracked == 0 and not layer.running_mean.any() and bool((layer.running_var == 1).all())
 
@@ -55,10 +63,7 @@ def test_a_mini_batch_of_unequal_micro_batches_moves_as_the_whole(kind, dtype):
     """2-D input too, which torchgpipe refuses."""
     plain, layer = layers(3, kind, dtype)
     for x in (samples(9, kind, dtype), samples(9, kind, dtype) * 2):
-        plain(x)
-        for part in x.split((2, 4, 3)):
-            layer(part)
-        assert_equal(layer, plain, TOLERANCES[dtype])
+        check_moves_as_whole(plain, layer, x.split((2, 4, 3)), TOLERANCES[dtype])
 
 
 def test_each_micro_batch_is_normalised_by_itself_and_only_the_last_moves():
@@ -114,10 +119,7 @@ def test_a_commit_with_nothing_pending_changes_nothing():
 def test_a_cumulative_average_is_over_mini_batches(chunks):
     plain, layer = layers(chunks, momentum=None)
     for factor in (1, 2, 3):
-        plain(samples(8) * factor)
-        for part in (samples(8) * factor).chunk(chunks):
-            layer(part)
-    assert_equal(layer, plain)
+        check_moves_as_whole(plain, layer, (samples(8) * factor).chunk(chunks))
 
 
 def test_a_large_mean_costs_no_digits():
@@ -181,10 +183,7 @@ def test_virtual_replicas_move_together_and_once():
 def test_empty_micro_batches_are_counted_and_add_nothing():
     plain, layer = layers(3)
     x = samples(8)
-    plain(x)
-    for part in x.split((5, 0, 3)):
-        layer(part)
-    assert_equal(layer, plain)
+    check_moves_as_whole(plain, layer, x.split((5, 0, 3)))
     for _ in range(3):
         layer(x[:0])
     assert layer.num_batches_tracked == 2
@@ -317,9 +316,7 @@ def test_another_number_of_chunks_ends_the_mini_batch():
         layer(part)
     layer.chunks = 1
     assert_equal(layer, plain)
-    plain(x)
-    layer(x)
-    assert_equal(layer, plain)
+    check_moves_as_whole(plain, layer, [x])
 
 
 @pytest.mark.parametrize(
@@ -333,12 +330,7 @@ def test_another_number_of_chunks_ends_the_mini_batch():
     ids=["converted lazy", "lazy", "ordinary", "any dimension"],
 )
 def test_layers_made_by_hand_and_lazy_ones(make):
-    plain, layer = nn.BatchNorm1d(3).double(), make()
-    x = samples(8)
-    plain(x)
-    for part in x.chunk(2):
-        layer(part)
-    assert_equal(layer, plain)
+    check_moves_as_whole(nn.BatchNorm1d(3).double(), make(), samples(8).chunk(2))
 
 
 @pytest.mark.parametrize(("chunks", "kind"), [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)])

@@ -49,6 +49,11 @@ def assert_same(found, expected):
         torch.testing.assert_close(torch.as_tensor(found[name]), value, rtol=1e-9, atol=1e-9, msg=name)
 
 
+def assert_near(found, expected):
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
 @REENTRANT
 def test_members_with_checkpoints_equal_the_whole_batch_without(members, reentrant):
     results = members(2, member_programs.train_with_checkpoints, 4, reentrant)
@@ -135,18 +140,20 @@ def test_alone_the_statistics_move_once_as_well(reentrant):
 
 
 @REENTRANT
-def test_a_layer_that_is_called_twice_in_a_checkpoint(members, reentrant):
-    for found, expected in members(2, member_programs.call_twice_in_a_checkpoint, reentrant):
-        for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+@pytest.mark.parametrize(
+    "program", [member_programs.call_twice_in_a_checkpoint, member_programs.pipeline_of_checkpoints]
+)
+def test_a_layer_that_is_called_twice_before_a_checkpoint_is_computed_again(members, program, reentrant):
+    """In one checkpoint; and in a pipeline, F1 F2 B1 F3 B2 B3: a later micro-batch has begun another step by then."""
+    for found, expected in members(2, program, reentrant):
+        assert_near(found, expected)
 
 
 @pytest.mark.parametrize(("reentrant", "backend"), [(False, ""), (False, "aot_eager"), (True, "aot_eager")])
 def test_a_layer_that_is_called_twice_on_an_empty_batch_in_a_checkpoint(members, reentrant, backend):
     """The calls are equal on one member, and another member tells them apart."""
     for found, expected in members(2, member_programs.call_twice_on_an_empty_batch_in_a_checkpoint, reentrant, backend):
-        for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+        assert_near(found, expected)
 
 
 # Checkpoints around each other, the outermost first: whether each is reentrant.
@@ -165,8 +172,7 @@ NESTED = {
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (0, 1, 2, 3), (1, 3, 0, 2)], ids=["last first", "first first", "any"])
 def test_calls_that_only_the_other_member_can_tell_apart(members, region, kinds, order):
     for found, expected in members(2, member_programs.call_on_what_one_member_cannot_tell_apart, region, kinds, order):
-        for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+        assert_near(found, expected)
 
 
 def test_a_layer_before_what_learns_is_not_exchanged_again_on_members(members):
@@ -179,14 +185,6 @@ def test_a_layer_before_what_learns_is_not_exchanged_again_by_virtual_replicas()
     model = client.convert_model(Checkpointed(nn.Sequential(first, nn.Linear(3, 2), nn.Sigmoid()), reentrant=False))
     client.DataParallelWithCallback(model, ["cpu"] * 2)(torch.randn(4, 3)).sum().backward()
     assert model.inner[0].num_batches_tracked == 1
-
-
-@REENTRANT
-def test_micro_batches_in_a_pipelines_order(members, reentrant):
-    """F1 F2 B1 F3 B2 B3: a checkpoint is computed again after a later micro-batch has begun another step."""
-    for found, expected in members(2, member_programs.pipeline_of_checkpoints, reentrant):
-        for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 def test_a_checkpointed_graph_that_is_kept_may_be_walked_twice(members):

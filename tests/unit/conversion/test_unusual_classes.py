@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 import client
 from client.layers import synchronized
@@ -298,26 +297,6 @@ def test_a_class_whose_calls_need_not_come_to_its_forward_is_left_and_named():
     with pytest.warns(UserWarning, match="'0' \\(Calling: it has a __call__"):
         model = client.convert_model(nn.Sequential(Calling(CHANNELS)))
     assert type(model[0]) is Calling
-
-
-class Checkpointing(nn.BatchNorm2d):
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=True)
-
-    def inner(self, x):
-        return F.batch_norm(x, self.running_mean, self.running_var, training=True)
-
-
-class BelowOneThatCheckpoints(Checkpointing):
-    def forward(self, x):
-        return super().forward(x).relu()
-
-
-@pytest.mark.parametrize("kind", [Checkpointing, BelowOneThatCheckpoints])
-def test_a_class_that_checkpoints_its_call_raises_in_its_first_step(kind):
-    model = client.convert_model(nn.Sequential(kind(CHANNELS)).double())
-    with pytest.raises(ConfigurationError, match="layer '0': its forward checkpoints its call of batch_norm"):
-        model(batch().requires_grad_())
 
 
 @pytest.fixture
