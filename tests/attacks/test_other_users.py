@@ -6,7 +6,6 @@ At 6b62bd3: a server with no argument listens on tcp://127.0.0.1:5555, where any
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -59,36 +58,28 @@ except StatsdBNError as error:
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A home that other users may enter, as many are."""
+    """A home that other users may enter, as many are, with a folder for all users' temporary files, as /tmp is."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
+    (folder / "tmp").mkdir()
+    (folder / "tmp").chmod(0o1777)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def own_environment(home: Path, **more: str) -> dict[str, str]:
-    kept = {name: value for name, value in environment(**more).items() if name not in {"XDG_RUNTIME_DIR", "TMPDIR"}}
-    return {**kept, "HOME": str(home)}
-
-
-def is_default_port_free() -> bool:
-    with socket.socket() as trial:
-        return trial.connect_ex(("127.0.0.1", 5555)) != 0
+    kept = {name: value for name, value in environment(**more).items() if name != "XDG_RUNTIME_DIR"}
+    return {**kept, "HOME": str(home), "TMPDIR": str(home / "tmp")}
 
 
 @pytest.fixture
 def default_server(home) -> Iterator[str]:
-    """Where a server listens that was told nothing."""
-    if not is_default_port_free():
-        pytest.skip("another server has the default port")
+    """The endpoint of a server with no option."""
     command = [sys.executable, "-P", "-m", "server"]
     options = {"cwd": ROOT, "env": own_environment(home), "text": True}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options) as process:
         try:
-            line = process.stdout.readline()
-            if not line and not is_default_port_free():
-                pytest.skip("another server has taken the default port")
-            yield line.split()[-1]
+            yield process.stdout.readline().split()[-1]
         finally:
             end(process)
 
