@@ -187,7 +187,7 @@ def patient() -> Iterator[str]:
 
 @pytest.fixture
 def company(patient, job) -> Iterator[Company]:
-    found = Company(patient, job, ZEROMQ, (None,) * 3)
+    found = Company(patient, job, ZEROMQ)
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
         yield found
