@@ -64,11 +64,11 @@ MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384
 # costs whoever reads it a call, and a few hundred more than a process has stack for.
 MAX_DEPTH = 32
 
-# Layers in one Digest, which comes once a second; a model with more is told of in turns.
-MAX_DIGEST_LAYERS = 64
+# Layers in one SkewStats, which comes once a second; a model with more is told of in turns.
+MAX_SKEW_LAYERS = 64
 
 # The names of these layers, each with the end of its line.
-MAX_DIGEST_BYTES = MAX_DIGEST_LAYERS * (MAX_NAME_BYTES + 1)
+MAX_SKEW_BYTES = MAX_SKEW_LAYERS * (MAX_NAME_BYTES + 1)
 
 # Buckets of a histogram, of which each is twice as wide as the one before: from 20 us up to 84 s, and one beyond.
 BUCKETS = 24

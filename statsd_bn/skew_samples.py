@@ -34,7 +34,7 @@ SECONDS = 1.0
 SETTLED_SECONDS = 0.25
 
 # What one look may keep: layers, bytes, and bytes of one layer. It takes the trainer's thread at most a millisecond.
-MOST_LAYERS, MOST_BYTES, MOST_LAYER_BYTES = limits.MAX_DIGEST_LAYERS, 2**22, 2**18
+MOST_LAYERS, MOST_BYTES, MOST_LAYER_BYTES = limits.MAX_SKEW_LAYERS, 2**22, 2**18
 
 # Names of layers that are remembered; models have hundreds. And what one takes, with a long name: 0.4 kB.
 MOST_KNOWN, KNOWN_BYTES = 4096, 512

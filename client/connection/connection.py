@@ -35,7 +35,7 @@ from statsd_bn.errors import (
     ProtocolError,
     StatsdBNError,
 )
-from statsd_bn.messages import Aggregate, Stand
+from statsd_bn.messages import Aggregate, Participation
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
@@ -246,7 +246,7 @@ class Connection:
     def stay_away(self, group: Group | str | None) -> None:
         """Takes no part in the rounds of a group until it comes back; `client.join` is the way to it."""
         self._check_usable()
-        self._sessions.change_stand(self.group(group), Stand.AWAY)
+        self._sessions.change_participation(self.group(group), Participation.PAUSED)
 
     @at_border
     def come_back(self, group: Group | str | None) -> None:
@@ -257,7 +257,7 @@ class Connection:
             ReplicaLost: one of them has left the job.
         """
         self._check_usable()
-        self._sessions.change_stand(self.group(group), Stand.BACK)
+        self._sessions.change_participation(self.group(group), Participation.REJOINING)
 
     @at_border
     def end_absence(self, group: Group | str | None) -> None:
@@ -267,7 +267,7 @@ class Connection:
             GroupIncomplete, ReplicaLost: as in `come_back`.
         """
         self._check_usable()
-        if self._sessions.of(self.group(group)).stand is Stand.AWAY:
+        if self._sessions.of(self.group(group)).participation is Participation.PAUSED:
             self.come_back(group)
 
     def exchange(
@@ -374,7 +374,7 @@ class Connection:
     ) -> Aggregate:
         self._check_usable()
         session = self._sessions.of(group)
-        if key is None and session.stand is Stand.AWAY:  # a step behind a pass of `client.join`
+        if key is None and session.participation is Participation.PAUSED:  # a step behind a pass of `client.join`
             self.come_back(group)
         with self._lock:
             key = key or session.forward_key(layer, phase)

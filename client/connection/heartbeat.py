@@ -100,7 +100,7 @@ class Heartbeat:
     def _attend(self, job: BrokenJob, frame: bytes) -> None:
         if asked := self._pulse.asked(frame, self._sessions()):
             session, question = asked
-            self._beacon.send(session.whereabouts(question, job.looks.look(question.torch_group).place))
+            self._beacon.send(session.stack_report(question, job.looks.look(question.torch_group).place))
         elif news := self._pulse.news(frame, self._sessions()):
             job.take(news)
 

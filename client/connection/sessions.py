@@ -24,7 +24,7 @@ from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, ServerUnreachable, StatsdBNError
-from statsd_bn.messages import Stand
+from statsd_bn.messages import Participation
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Sessions:
                 self._open_sessions[group] = entry.session
         return entry.session
 
-    def change_stand(self, group: Group, stand: Stand) -> None:
+    def change_participation(self, group: Group, participation: Participation) -> None:
         """Tells the server how this member stands to a group's rounds from now on; BACK waits for all others.
 
         Raises:
@@ -107,7 +107,7 @@ class Sessions:
             ReplicaLost: one of them has left for good, or the group is broken.
         """
         session = self.of(group)
-        session.stand = stand
+        session.participation = participation
         session.is_uneven = True
         session.lane.refuse(BY_JOIN)
         try:
@@ -118,8 +118,8 @@ class Sessions:
 
     def _give_up_return(self, session: Session) -> None:
         """Has the others wait for a member that waits for them no longer."""
-        if session.stand is Stand.BACK:
-            session.stand = Stand.AWAY
+        if session.participation is Participation.REJOINING:
+            session.participation = Participation.PAUSED
             with suppress(StatsdBNError), self._transport.channel() as channel:
                 channel.send(session.register())
 

@@ -8,7 +8,7 @@ class LastSettled:
     server that seems to wait there still for this one, while this one waits for it elsewhere.
 
     Attributes:
-        frame: the Settled; empty once the server has answered what came behind it.
+        frame: the RoundDone; empty once the server has answered what came behind it.
     """
 
     def __init__(self) -> None:

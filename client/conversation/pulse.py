@@ -11,7 +11,7 @@ from client.conversation.member import SHARED_MEMORY
 from client.conversation.session import Session
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import Question
+from statsd_bn.messages import StackRequest
 
 # How long the server may be away before ranks that do not need it for their rounds are told.
 AWAY_SECONDS = 10.0
@@ -134,7 +134,7 @@ class Pulse:
             self._told.pop(session.token, None)
 
     @staticmethod
-    def asked(frame: bytes, sessions: Iterable[Session]) -> tuple[Session, Question] | None:
+    def asked(frame: bytes, sessions: Iterable[Session]) -> tuple[Session, StackRequest] | None:
         """Returns the question in a frame, and the session that it is for; None if the frame asks nothing."""
         for session in _known(sessions):
             if question := session.asked(frame):

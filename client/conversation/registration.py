@@ -8,7 +8,7 @@ from client.conversation.session import Session
 from statsd_bn.endpoints import silent
 from statsd_bn.error_text import error_text, in_brief
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
-from statsd_bn.messages import WORLD, Registered, Stand, missing_members
+from statsd_bn.messages import WORLD, Participation, Registered, missing_members
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -134,7 +134,7 @@ class Registration:
         if waited >= self._next_warning:
             self._next_warning = 2 * waited
             name, awaited = f"job {who.job!r}, group {who.group!r}", _awaited(who, answer)
-            what = "come back from client.join" if self._session.stand is Stand.BACK else "connect"
+            what = "come back from client.join" if self._session.participation is Participation.REJOINING else "connect"
             logger.warning("%s: has waited %.0f s for %s to %s", name, waited, awaited, what)
         self._is_asking = self._is_pausing = False
         return self._wait(now + min(ANSWER_SECONDS, self._timeout - waited))
@@ -147,7 +147,7 @@ class Registration:
 def _incomplete(session: Session, answer: Registered, timeout: float) -> GroupIncomplete:
     who = session.member
     what, advice = ("did not connect", NOT_CONNECTED)
-    if session.stand is Stand.BACK:
+    if session.participation is Participation.REJOINING:
         what, advice = ("did not come back from client.join", NOT_BACK)
     fields = {"job": who.job, "group": who.group, "size": who.world_size, "present": list(answer.present)}
     if who.group == WORLD:

@@ -117,8 +117,8 @@ class RoundTrip:
         return None
 
     def _take_news(self, answer: Pending) -> None:
-        self._told = f"{answer.message}; {answer.whereabouts}" if answer.whereabouts else answer.message
-        is_early = bool(answer.whereabouts) and self._next_warning == WARN_SECONDS
+        self._told = f"{answer.message}; {answer.stacks}" if answer.stacks else answer.message
+        is_early = bool(answer.stacks) and self._next_warning == WARN_SECONDS
         self._warn(answer.seconds, plain(self._told), WARN_WITH_PLACE_SECONDS if is_early else self._next_warning)
 
     def _tell_changes(self, before: Members, answer: Aggregate) -> None:
@@ -131,7 +131,7 @@ class RoundTrip:
         return [*self._session.introduction(), *self._ask_again(now)]
 
     def _with_settled(self, contribution: bytes) -> Sequence[bytes]:
-        """Returns a contribution, and ahead of it the last Settled of this process where the server may not have it."""
+        """Returns a contribution, behind the last RoundDone of this process where the server may not have that."""
         self._settled = self._session.last_settled.frame
         return (self._settled, contribution) if self._settled else (contribution,)
 

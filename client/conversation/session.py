@@ -23,21 +23,21 @@ from statsd_bn.messages import (
     NO_SERVER,
     Aggregate,
     Contribution,
-    Digest,
     Failure,
     Heartbeat,
-    Lateness,
+    LatenessReport,
     Leave,
     Message,
+    Participation,
     Pending,
-    Question,
     Register,
     Registered,
     Result,
+    RoundDone,
     RoundTrips,
-    Settled,
-    Stand,
-    Whereabouts,
+    SkewStats,
+    StackReport,
+    StackRequest,
 )
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
@@ -60,7 +60,7 @@ class Session:
         last_settled: shared by the sessions of this process; default: its own.
 
     Attributes:
-        stand: how it stands to the group's rounds.
+        participation: whether it takes part in the group's rounds.
         first_step: the first step it takes part in, as the server said.
         members: who belongs to the group, as it last heard.
         is_uneven: whether members of the group have been away, or may have been, so that not all are in each round.
@@ -79,7 +79,7 @@ class Session:
         self.last_settled = last_settled or LastSettled()
         self._digest = digest(token)
         self.member = member
-        self.stand = Stand.TAKES_PART
+        self.participation = Participation.TAKES_PART
         self.first_step = 0
         self.members = NOBODY
         self.lane = LaneInUse()
@@ -121,7 +121,7 @@ class Session:
                 who.min_members,
                 who.round_timeout,
                 who.host_and_pid,
-                self.stand.value,
+                self.participation.value,
                 self._server,
                 self._steps.step,
                 self.first_step,
@@ -169,7 +169,7 @@ class Session:
 
     def settled(self, key: RoundKey) -> bytes:
         """Returns the frame that says that the round `key` is over for this member, which got its rows elsewhere."""
-        self.last_settled.frame = frame = encode(Settled(self.token, key))
+        self.last_settled.frame = frame = encode(RoundDone(self.token, key))
         return frame
 
     def figures(self, samples: Sequence[Sample]) -> bytes | None:
@@ -177,12 +177,12 @@ class Session:
         if (told := told_by(samples)) is None:
             return None
         step, figures = told
-        return encode(Digest(self.token, step, "\n".join(figures), np.stack(list(figures.values()))))
+        return encode(SkewStats(self.token, step, "\n".join(figures), np.stack(list(figures.values()))))
 
     def told_times(self, now: float) -> list[bytes]:
         """Returns the frames that tell how long its rounds took and how late it came, where it is time to."""
         frames = []
-        for times, kind in ((self.times, RoundTrips), (self.lateness, Lateness)):
+        for times, kind in ((self.times, RoundTrips), (self.lateness, LatenessReport)):
             times.count()
             if times.is_due(now):
                 told = times.tell(now)
@@ -199,7 +199,7 @@ class Session:
         if not self._is_registered(message):
             return None
         # One that is back begins at a step above its last one; without, this answers what it asked before.
-        is_late = self.stand is Stand.BACK and not message.missing
+        is_late = self.participation is Participation.REJOINING and not message.missing
         return None if is_late else message
 
     def answer(self, key: RoundKey, frame: bytes) -> Aggregate | Pending | None:
@@ -254,17 +254,17 @@ class Session:
         if is_mine and self.members:
             self._refusal = error
 
-    def asked(self, frame: bytes) -> Question | None:
+    def asked(self, frame: bytes) -> StackRequest | None:
         """Returns the question where this process is, if a frame is one to this session."""
         message = self._overheard(frame)
-        return message if isinstance(message, Question) and message.digest == self._digest else None
+        return message if isinstance(message, StackRequest) and message.digest == self._digest else None
 
-    def whereabouts(self, question: Question, place: Place) -> bytes:
+    def stack_report(self, question: StackRequest, place: Place) -> bytes:
         """Returns the frame that answers a question."""
         group = place.group or TorchGroup("", (), 0)
         of_group = group.name, Members.of(group.ranks), group.launched
         return encode(
-            Whereabouts(self.token, question.number, place.stack, int(place.held), *of_group, place.collective)
+            StackReport(self.token, question.number, place.stack, int(place.held), *of_group, place.collective)
         )
 
     def news(self, frame: bytes) -> StatsdBNError | None:
@@ -292,7 +292,7 @@ class Session:
     def _begin_at(self, first_step: int) -> None:
         if first_step <= self.first_step:
             return
-        self.stand = Stand.TAKES_PART
+        self.participation = Participation.TAKES_PART
         self.first_step = first_step
         self._steps.begin_at(first_step)
 

@@ -9,7 +9,7 @@ from client.connection.connection import IN_PROCESS
 from client.connection.transport import MemoryTransport
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Contribution, Message, Register, Registered, Stand
+from statsd_bn.messages import Aggregate, Contribution, Message, Participation, Register, Registered
 from statsd_bn.reduction import join_in_order, sum_in_order
 from statsd_bn.round_key import GATHER
 from statsd_bn.tokens import digest
@@ -42,7 +42,7 @@ def _answer(message: Message) -> Registered | Aggregate | None:
 
 def _registered(message: Register) -> Registered:
     # Whoever is back from an absence begins a step of its own.
-    first_step = message.step + 1 if message.stand == Stand.BACK else message.first_step
+    first_step = message.step + 1 if message.participation == Participation.REJOINING else message.first_step
     return Registered(digest(message.session), _SERVER, message.epoch, first_step, 0, _ONLY)
 
 

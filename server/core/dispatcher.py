@@ -40,20 +40,20 @@ from statsd_bn.messages import (
     NO_SERVER,
     WORLD,
     Contribution,
-    Digest,
     FiguresRequest,
     Heartbeat,
-    Lateness,
+    LatenessReport,
     Leave,
     NonFiniteRound,
     Register,
     Registered,
     Request,
     Result,
+    RoundDone,
     RoundTrips,
-    Settled,
+    SkewStats,
+    StackReport,
     StatusRequest,
-    Whereabouts,
 )
 from statsd_bn.wire import decode_request, encode, named_session
 
@@ -236,7 +236,7 @@ class Dispatcher:
         match message:
             case Contribution():
                 return self._contribute(now, message, record, peer)
-            case Heartbeat() | Whereabouts():
+            case Heartbeat() | StackReport():
                 return self._beat(now, message, record, peer)
             case Register():
                 # One whose registration is refused, as by a broken group, is alive as well.
@@ -244,7 +244,7 @@ class Dispatcher:
                 replies = self._registration.register(now, message, peer, tenant)
                 self._registry.liveness.begin(now, message.session, peer)
                 return Received(replies, message.session)
-            case Result() | Settled() | Digest() | RoundTrips() | Lateness() | NonFiniteRound():
+            case Result() | RoundDone() | SkewStats() | RoundTrips() | LatenessReport() | NonFiniteRound():
                 return self._hear_of(now, message, record, peer)
             case Leave():
                 return Received(self._registry.leave(now, message.session, message.cause))
@@ -299,7 +299,7 @@ class Dispatcher:
     def _hear_of(
         self,
         now: float,
-        told: Result | Settled | Digest | RoundTrips | Lateness | NonFiniteRound,
+        told: Result | RoundDone | SkewStats | RoundTrips | LatenessReport | NonFiniteRound,
         record: SessionRecord | None,
         peer: bytes,
     ) -> Received:
@@ -309,13 +309,13 @@ class Dispatcher:
             return self._refuse_stranger([])
         liveness = self._registry.liveness
         # What comes over the heartbeats' socket must not hide the other one, to which a member may be reached still.
-        note = liveness.beat if isinstance(told, RoundTrips | Lateness | Digest) else liveness.hear
+        note = liveness.beat if isinstance(told, RoundTrips | LatenessReport | SkewStats) else liveness.hear
         note(now, told.session, peer)
         if isinstance(told, Result):
             return Received(record.master.recall(now, record.contributor, told.aggregate, peer), told.session)
-        if isinstance(told, Settled):
+        if isinstance(told, RoundDone):
             record.master.settle(now, record.contributor, told.key)
-        elif isinstance(told, RoundTrips | Lateness):
+        elif isinstance(told, RoundTrips | LatenessReport):
             record.master.insight.count(record.contributor, told)
         elif isinstance(told, NonFiniteRound):
             record.master.note(record.contributor, told)
@@ -323,11 +323,11 @@ class Dispatcher:
             record.master.insight.file(now, told)
         return Received([], told.session)
 
-    def _beat(self, now: float, said: Heartbeat | Whereabouts, record: SessionRecord | None, peer: bytes) -> Received:
+    def _beat(self, now: float, said: Heartbeat | StackReport, record: SessionRecord | None, peer: bytes) -> Received:
         session = said.session
         if record is None:
             return self._refuse_stranger([(peer, failure(self._why_not(session)))])
-        if isinstance(said, Whereabouts):
+        if isinstance(said, StackReport):
             # No sign of life, or a rank that freezes once it has answered would be found out so much later.
             self._inquiry.answer(now, said)
         else:

@@ -21,7 +21,7 @@ from server.membership.life import GroupState
 from server.membership.sighting import ASK_SECONDS, Sighting
 from server.rounds.rounds import Reply
 from statsd_bn import limits
-from statsd_bn.messages import WORLD, Question, Whereabouts
+from statsd_bn.messages import WORLD, StackReport, StackRequest
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
@@ -70,7 +70,7 @@ class Inquiry:
         """Note that members of a job are told of a mismatch."""
         self._quiet.tell(now, job)
 
-    def answer(self, now: float, answer: Whereabouts) -> None:
+    def answer(self, now: float, answer: StackReport) -> None:
         """Take an answer; one to no question is ignored."""
         contributor = self._asked.get(answer.session)
         if contributor and contributor.sighting:
@@ -127,7 +127,7 @@ class Inquiry:
             latest, known = contributor.sighting.latest, contributor.sighting.since + self._apart
             soon = known if latest and latest.held and known > now else now + QUIET_ASKED_AT_MOST
             contributor.sighting.due = min(contributor.sighting.due, soon)
-        return address, encode(Question(digest(contributor.session), self._number, torch_group))
+        return address, encode(StackRequest(digest(contributor.session), self._number, torch_group))
 
 
 def _fills_since(master: SyncMaster, now: float) -> float:

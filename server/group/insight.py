@@ -12,7 +12,7 @@ from server.membership.membership import Membership
 from server.rounds.open_rounds import OpenRounds
 from server.rounds.results import Room
 from statsd_bn.errors import LimitExceeded, ProtocolError
-from statsd_bn.messages import Digest, Lateness, RoundTrips
+from statsd_bn.messages import LatenessReport, RoundTrips, SkewStats
 from statsd_bn.reduction import FloatArray
 from statsd_bn.skew import Comparison
 from statsd_bn.timing.histogram import Histogram
@@ -54,7 +54,7 @@ class Insight:
         """Forget a member that has left or was lost."""
         self.pace.forget(contributor.member)
 
-    def count(self, contributor: Contributor, told: RoundTrips | Lateness) -> None:
+    def count(self, contributor: Contributor, told: RoundTrips | LatenessReport) -> None:
         """Take how long a member's rounds have taken, or how late it came to those in memory.
 
         It always tells of all of them, so what is less than before is no news.
@@ -89,7 +89,7 @@ class Insight:
             slowest = contributors[pace.minute.slowest or 0]
             self.findings.add("straggler", slowest.member, slowest.known_step, _held_up(slowest, pace.minute.held))
 
-    def file(self, now: float, told: Digest) -> None:
+    def file(self, now: float, told: SkewStats) -> None:
         """Take the figures of rounds that the members have had among themselves.
 
         Raises:

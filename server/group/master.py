@@ -325,7 +325,7 @@ class SyncMaster:
             return [
                 (contributor.peer, failure(departed))
                 for contributor in contributors
-                if contributor.state is MemberState.BACK
+                if contributor.state is MemberState.REJOINING
             ]
         lost, waiting = self.membership.why_broken, self._waiting()
         return self.break_all(lambda _: lost) + [(contributor.peer, failure(lost)) for contributor in waiting]
@@ -336,7 +336,7 @@ class SyncMaster:
         return [
             contributor
             for contributor in self.membership.contributors.values()
-            if contributor.state is MemberState.BACK or not (has_opened or contributor.member in with_a_round)
+            if contributor.state is MemberState.REJOINING or not (has_opened or contributor.member in with_a_round)
         ]
 
     def _registered(self, contributor: Contributor) -> bytes:

@@ -87,7 +87,7 @@ def _check_terms(group: Group, register: Register) -> None:
 
 
 def _check_newcomer(group: Group, register: Register, move: Move) -> None:
-    if life.change(register, one_left=group.departed is not None) is Event.COMES_BACK_IN_VAIN:
+    if life.change(register, one_left=group.departed is not None) is Event.REJOINS_IN_VAIN:
         raise group.why_incomplete
     if move.told is Told.REFUSED_LATE:
         raise too_late(register)

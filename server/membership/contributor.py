@@ -106,7 +106,7 @@ class Contributor:
         return {
             "member": self.member,
             "place": self.place,
-            "stand": self.state.name.lower(),
+            "participation": self.state.name.lower(),
             "step": self.known_step,
             "replicas": self.replicas,
             **self._late(),

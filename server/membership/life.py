@@ -7,8 +7,8 @@ A group is in one of four states:
 - OPEN: its rounds take place.
 - BROKEN: it takes part in no further round. It keeps the error that broke it, and gives it to everybody.
 
-A member of it TAKES_PART, is AWAY, or is BACK and waits for the others. One that has LEFT or is LOST is no member any
-more. NEW is a process that registers and is no member yet.
+A member of it TAKES_PART, is PAUSED, or is REJOINING and waits for the others. One that has LEFT or is LOST is no
+member any more. NEW is a process that registers and is no member yet.
 
 The rules that the table writes out:
 
@@ -32,7 +32,7 @@ from enum import StrEnum
 from itertools import product
 from typing import NamedTuple
 
-from statsd_bn.messages import Register, Stand
+from statsd_bn.messages import Participation, Register
 
 
 class Policy(StrEnum):
@@ -56,8 +56,8 @@ class MemberState(StrEnum):
 
     NEW = "new"
     TAKES_PART = "takes part"
-    AWAY = "away"
-    BACK = "back"
+    PAUSED = "paused"
+    REJOINING = "rejoining"
     LEFT = "left"
     LOST = "lost"
 
@@ -67,15 +67,15 @@ class Event(StrEnum):
 
     ARRIVES = "arrives"
     RETURNS = "returns"
-    RETURNS_AWAY = "returns away"
-    GOES_AWAY = "goes away"
-    COMES_BACK = "comes back"
-    COMES_BACK_IN_VAIN = "comes back in vain"
+    RETURNS_PAUSED = "returns paused"
+    PAUSES = "pauses"
+    REJOINS = "rejoins"
+    REJOINS_IN_VAIN = "rejoins in vain"
     LEAVES = "leaves"
     FAILS = "fails"
     IS_LOST = "is lost"
     NOBODY_IS_MISSING = "nobody is missing"
-    ALL_ARE_BACK = "all are back"
+    ALL_HAVE_REJOINED = "all have rejoined"
     SOME_ARE_LATE = "some are late"
     RESULTS_DIFFER = "results differ"
 
@@ -87,7 +87,7 @@ class Told(StrEnum):
     REGISTERED = "itself: registered"
     GO_ON = "everybody: go on"
     BROKEN = "those waiting: broken"
-    DEPARTED = "those back: one left"
+    DEPARTED = "rejoining: one left"
     REFUSED_BROKEN = "itself: broken"
     REFUSED_DEPARTED = "itself: one left"
     REFUSED_FULL = "itself: full"
@@ -102,60 +102,60 @@ class Move(NamedTuple):
     told: Told
 
 
-# "needed" is who takes part or is back, "registered" these and who is away, "any" these and who is new.
+# "needed": takes part or rejoining; "registered": these and paused; "any": these and new.
 TABLE = """
-| policy  | group      | what happens                   | to whom    | group then | it is then | who is told           |
-| either  | filling    | arrives                        | any        | filling    |            | itself: registered    |
-| either  | filling    | returns, returns away          | any        | recovering |            | itself: registered    |
-| either  | filling    | goes away                      | registered | filling    | away       | itself: registered    |
-| either  | filling    | comes back                     | registered | filling    | back       | itself: registered    |
-| either  | filling    | leaves, fails                  | registered | filling    | left       | nobody                |
-| either  | filling    | is lost                        | registered | filling    | lost       | nobody                |
-| either  | filling    | nobody is missing              | the group  | open       |            | everybody: go on      |
-| either  | recovering | arrives, returns, returns away | any        | recovering |            | itself: registered    |
-| either  | recovering | goes away                      | registered | recovering | away       | itself: registered    |
-| either  | recovering | comes back                     | registered | recovering | back       | itself: registered    |
-| strict  | recovering | comes back in vain             | any        | recovering |            | itself: one left      |
-| strict  | recovering | leaves                         | needed     | broken     | left       | those waiting: broken |
-| strict  | recovering | leaves                         | away       | recovering | left       | those back: one left  |
-| strict  | recovering | fails                          | registered | broken     | left       | those waiting: broken |
-| strict  | recovering | is lost                        | registered | broken     | lost       | those waiting: broken |
-| strict  | recovering | some are late                  | the group  | broken     |            | those waiting: broken |
-| elastic | recovering | leaves, fails                  | registered | recovering | left       | nobody                |
-| elastic | recovering | is lost                        | registered | recovering | lost       | nobody                |
-| elastic | recovering | some are late                  | the group  | recovering |            | nobody                |
-| either  | recovering | nobody is missing              | the group  | open       |            | everybody: go on      |
-| either  | open       | arrives, returns, returns away | registered | open       |            | itself: registered    |
-| strict  | open       | arrives, returns               | new        | open       |            | itself: full          |
-| strict  | open       | returns away                   | new        | open       |            | itself: registered    |
-| elastic | open       | arrives                        | new        | open       |            | itself: registered    |
-| elastic | open       | returns, returns away          | new        | open       |            | itself: too late      |
-| either  | open       | goes away                      | registered | open       | away       | itself: registered    |
-| either  | open       | comes back                     | registered | open       | back       | itself: registered    |
-| strict  | open       | comes back in vain             | any        | open       |            | itself: one left      |
-| either  | open       | all are back                   | the group  | open       | takes part | everybody: go on      |
-| strict  | open       | leaves                         | needed     | broken     | left       | those waiting: broken |
-| strict  | open       | leaves                         | away       | open       | left       | those back: one left  |
-| strict  | open       | fails                          | registered | broken     | left       | those waiting: broken |
-| strict  | open       | is lost                        | registered | broken     | lost       | those waiting: broken |
-| elastic | open       | leaves, fails                  | registered | open       | left       | nobody                |
-| elastic | open       | is lost                        | registered | open       | lost       | nobody                |
-| either  | open       | results differ                 | the group  | broken     |            | those waiting: broken |
-| either  | broken     | arrives, returns, returns away | any        | broken     |            | itself: broken        |
-| either  | broken     | leaves, fails                  | registered | broken     | left       | nobody                |
-| either  | broken     | is lost                        | registered | broken     | lost       | nobody                |
-| either  | broken     | results differ                 | the group  | broken     |            | nobody                |
+| policy  | group      | what happens                     | to whom    | group then | it is then | who is told
+| either  | filling    | arrives                          | any        | filling    |            | itself: registered
+| either  | filling    | returns, returns paused          | any        | recovering |            | itself: registered
+| either  | filling    | pauses                           | registered | filling    | paused     | itself: registered
+| either  | filling    | rejoins                          | registered | filling    | rejoining  | itself: registered
+| either  | filling    | leaves, fails                    | registered | filling    | left       | nobody
+| either  | filling    | is lost                          | registered | filling    | lost       | nobody
+| either  | filling    | nobody is missing                | the group  | open       |            | everybody: go on
+| either  | recovering | arrives, returns, returns paused | any        | recovering |            | itself: registered
+| either  | recovering | pauses                           | registered | recovering | paused     | itself: registered
+| either  | recovering | rejoins                          | registered | recovering | rejoining  | itself: registered
+| strict  | recovering | rejoins in vain                  | any        | recovering |            | itself: one left
+| strict  | recovering | leaves                           | needed     | broken     | left       | those waiting: broken
+| strict  | recovering | leaves                           | paused     | recovering | left       | rejoining: one left
+| strict  | recovering | fails                            | registered | broken     | left       | those waiting: broken
+| strict  | recovering | is lost                          | registered | broken     | lost       | those waiting: broken
+| strict  | recovering | some are late                    | the group  | broken     |            | those waiting: broken
+| elastic | recovering | leaves, fails                    | registered | recovering | left       | nobody
+| elastic | recovering | is lost                          | registered | recovering | lost       | nobody
+| elastic | recovering | some are late                    | the group  | recovering |            | nobody
+| either  | recovering | nobody is missing                | the group  | open       |            | everybody: go on
+| either  | open       | arrives, returns, returns paused | registered | open       |            | itself: registered
+| strict  | open       | arrives, returns                 | new        | open       |            | itself: full
+| strict  | open       | returns paused                   | new        | open       |            | itself: registered
+| elastic | open       | arrives                          | new        | open       |            | itself: registered
+| elastic | open       | returns, returns paused          | new        | open       |            | itself: too late
+| either  | open       | pauses                           | registered | open       | paused     | itself: registered
+| either  | open       | rejoins                          | registered | open       | rejoining  | itself: registered
+| strict  | open       | rejoins in vain                  | any        | open       |            | itself: one left
+| either  | open       | all have rejoined                | the group  | open       | takes part | everybody: go on
+| strict  | open       | leaves                           | needed     | broken     | left       | those waiting: broken
+| strict  | open       | leaves                           | paused     | open       | left       | rejoining: one left
+| strict  | open       | fails                            | registered | broken     | left       | those waiting: broken
+| strict  | open       | is lost                          | registered | broken     | lost       | those waiting: broken
+| elastic | open       | leaves, fails                    | registered | open       | left       | nobody
+| elastic | open       | is lost                          | registered | open       | lost       | nobody
+| either  | open       | results differ                   | the group  | broken     |            | those waiting: broken
+| either  | broken     | arrives, returns, returns paused | any        | broken     |            | itself: broken
+| either  | broken     | leaves, fails                    | registered | broken     | left       | nobody
+| either  | broken     | is lost                          | registered | broken     | lost       | nobody
+| either  | broken     | results differ                   | the group  | broken     |            | nobody
 """
 
 Case = tuple[Policy, GroupState, Event, MemberState | None]
 
 _POLICIES = {"either": tuple(Policy), **{policy.value: (policy,) for policy in Policy}}
 
-_NEEDED = (MemberState.TAKES_PART, MemberState.BACK)
-_REGISTERED = (*_NEEDED, MemberState.AWAY)
+_NEEDED = (MemberState.TAKES_PART, MemberState.REJOINING)
+_REGISTERED = (*_NEEDED, MemberState.PAUSED)
 _WHOM: dict[str, tuple[MemberState | None, ...]] = {
     "new": (MemberState.NEW,),
-    "away": (MemberState.AWAY,),
+    "paused": (MemberState.PAUSED,),
     "needed": _NEEDED,
     "registered": _REGISTERED,
     "any": (MemberState.NEW, *_REGISTERED),
@@ -202,7 +202,7 @@ def arrival(register: Register) -> Event:
     """Returns how a process comes that registers."""
     if not register.has_past:
         return Event.ARRIVES
-    return Event.RETURNS if register.stand == Stand.TAKES_PART else Event.RETURNS_AWAY
+    return Event.RETURNS if register.participation == Participation.TAKES_PART else Event.RETURNS_PAUSED
 
 
 def change(register: Register, *, one_left: bool) -> Event | None:
@@ -212,13 +212,13 @@ def change(register: Register, *, one_left: bool) -> Event | None:
         register: what it says.
         one_left: whether a member of the strict group has left that was away.
     """
-    if register.stand == Stand.TAKES_PART:
+    if register.participation == Participation.TAKES_PART:
         return None
-    if register.stand == Stand.AWAY:
-        return Event.GOES_AWAY
-    return Event.COMES_BACK_IN_VAIN if one_left else Event.COMES_BACK
+    if register.participation == Participation.PAUSED:
+        return Event.PAUSES
+    return Event.REJOINS_IN_VAIN if one_left else Event.REJOINS
 
 
-def state_of(stand: int) -> MemberState:
+def state_of(participation: int) -> MemberState:
     """Returns the state that a member says it is in."""
-    return MemberState[Stand(stand).name]
+    return MemberState[Participation(participation).name]

@@ -16,7 +16,7 @@ from statsd_bn import limits
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Register, Stand
+from statsd_bn.messages import Participation, Register
 
 
 class Membership(Standing):
@@ -80,9 +80,9 @@ class Membership(Standing):
 
     def missing_for(self, contributor: Contributor) -> tuple[int, Members]:
         """Number of members that a member still waits for, and the members that are there."""
-        if not self.is_open or contributor.state is not MemberState.BACK:
+        if not self.is_open or contributor.state is not MemberState.REJOINING:
             return self.missing, self.present
-        back = Members.of(other.member for other in self.contributors.values() if other.state is MemberState.BACK)
+        back = Members.of(other.member for other in self.contributors.values() if other.state is MemberState.REJOINING)
         # One that is back waits until it is called back, though all may be back the moment before.
         return max(1, self._size - len(back)), back
 
@@ -92,13 +92,13 @@ class Membership(Standing):
         # Asked several times a second; mostly nobody has come back since all took part.
         if not (self.is_open and self._may_some_be_back):
             return []
-        back = [contributor for contributor in self.contributors.values() if contributor.state is MemberState.BACK]
+        back = [contributor for contributor in self.contributors.values() if contributor.state is MemberState.REJOINING]
         self._may_some_be_back = bool(back)
         return back
 
     def turn_back(self, contributor: Contributor) -> None:
         """Take a member that is back for away again: the others will not come."""
-        move = self._move(Event.GOES_AWAY, contributor.state)
+        move = self._move(Event.PAUSES, contributor.state)
         contributor.state = move.member or contributor.state
 
     def participants(self, step: int) -> list[int]:
@@ -206,13 +206,13 @@ class Membership(Standing):
             peer,
             register.step,
             # Whoever is away begins when it is called back, and would take a later step for that.
-            self._next_step if joins and register.stand == Stand.TAKES_PART else register.first_step,
-            life.state_of(register.stand),
+            self._next_step if joins and register.participation == Participation.TAKES_PART else register.first_step,
+            life.state_of(register.participation),
             register.has_past,
             register.results if self.recovery else 0,
         )
         self.contributors[register.member] = contributor
-        self._may_some_be_back |= contributor.state is MemberState.BACK
+        self._may_some_be_back |= contributor.state is MemberState.REJOINING
         self.present = self.present.plus(register.member)
         return contributor
 
@@ -225,9 +225,9 @@ class Membership(Standing):
         if move.told is Told.REFUSED_DEPARTED:
             raise self.why_incomplete
         self.reach(register.step)
-        if move.member is MemberState.BACK and contributor.state is not MemberState.BACK:
+        if move.member is MemberState.REJOINING and contributor.state is not MemberState.REJOINING:
             contributor.since = now
-        self._may_some_be_back |= move.member is MemberState.BACK
+        self._may_some_be_back |= move.member is MemberState.REJOINING
         contributor.state = move.member or contributor.state
 
     def _open(self, now: float) -> bool:
@@ -251,7 +251,7 @@ class Membership(Standing):
         for contributor in self.contributors.values():
             if self.is_elastic and not contributor.has_past and self._has_begun:
                 contributor.first_step = self._next_step
-            elif contributor.state is MemberState.BACK and contributor.first_step < begun:
+            elif contributor.state is MemberState.REJOINING and contributor.first_step < begun:
                 if self.is_elastic and recovery.is_left_out(contributor.member, begun):
                     continue
                 contributor.first_step, contributor.state = begun, MemberState.TAKES_PART
@@ -276,10 +276,10 @@ class Membership(Standing):
         if (
             not contributors
             or len(contributors) < self._size
-            or not all(contributor.state is MemberState.BACK for contributor in contributors)
+            or not all(contributor.state is MemberState.REJOINING for contributor in contributors)
         ):
             return False
-        move = self._move(Event.ALL_ARE_BACK)
+        move = self._move(Event.ALL_HAVE_REJOINED)
         for contributor in contributors:
             contributor.first_step, contributor.state = self._next_step, move.member or contributor.state
         return move.told is Told.GO_ON

@@ -7,7 +7,7 @@ the text of a member is for people, and its numbers only decide about members th
 from dataclasses import dataclass, field, replace
 
 from statsd_bn.members import NOBODY
-from statsd_bn.messages import Whereabouts
+from statsd_bn.messages import StackReport
 from statsd_bn.text import plain
 
 # The first question comes after a wait of this length, the next after as long again, and then at doubling intervals, up
@@ -59,7 +59,7 @@ class Sighting:
     times: int = 0
     pause: float = ASK_SECONDS
     asked: float | None = None
-    latest: Whereabouts | None = None
+    latest: StackReport | None = None
     since: float = 0.0
     seen: float = 0.0
     launched: dict[int, Launched] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Sighting:
         self.asked = now if self.asked is None else self.asked
         self.due, self.pause = now + self.pause, min(2 * self.pause, ASKED_AT_MOST)
 
-    def take(self, now: float, answer: Whereabouts) -> None:
+    def take(self, now: float, answer: StackReport) -> None:
         """Note an answer; an old one, or one to no question, is ignored."""
         if self.asked is None or answer.number != self.number:
             return
@@ -123,12 +123,12 @@ class Sighting:
         self.launched[group] = Launched(number, now, now)
 
 
-def group_of(answer: Whereabouts) -> int:
+def group_of(answer: StackReport) -> int:
     """What the process group that a member tells of is known by: one number for its name and its ranks."""
     return hash((answer.torch_group, answer.members))
 
 
-def _place(answer: Whereabouts) -> tuple[object, ...]:
+def _place(answer: StackReport) -> tuple[object, ...]:
     # Of a member that waits in a collective the number of operations is part of the place: a loop comes to the same
     # line again. One that was asked about another group waits in a round.
     return (answer.stack, answer.held, *((answer.torch_group, answer.launched) if answer.held else ()))

@@ -70,7 +70,7 @@ def _membership(old: Report, group: Report) -> Iterator[tuple[str, str]]:
                 yield "joined", f"rank {rank} ({member['place']}) joined"
         elif before[rank]["place"] != member["place"]:
             yield "joined", f"rank {rank} is now {member['place']}, before {before[rank]['place']}"
-        elif before[rank]["stand"] != member["stand"] == "away":
+        elif before[rank]["participation"] != member["participation"] == "paused":
             yield "left", f"rank {rank} ({member['place']}) is away"
     if whole:
         gone = [before[rank] for rank in before if rank not in after]

@@ -33,7 +33,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Digest:
+class SkewStats:
     """A member tells of a step's forward rounds that have passed the server by. It has no answer.
 
     Attributes:
@@ -58,9 +58,9 @@ class Digest:
     def __post_init__(self) -> None:
         check_token("session", self.session)
         check_integer("step", self.step, 0, limits.MAX_COUNTER)
-        check_text("layers", self.layers, limits.MAX_DIGEST_BYTES)
+        check_text("layers", self.layers, limits.MAX_SKEW_BYTES)
         names = self.names
-        check_integer("number of layers", len(names), 1, limits.MAX_DIGEST_LAYERS)
+        check_integer("number of layers", len(names), 1, limits.MAX_SKEW_LAYERS)
         for name in names:
             check_name("layer", name, limits.MAX_NAME_BYTES)
         check_figures(self.values, len(names))
@@ -159,10 +159,10 @@ class RoundTrips(_Times):
 
 
 @dataclass(frozen=True, slots=True)
-class Lateness(_Times):
+class LatenessReport(_Times):
     """How much later than all others a member has come, each time that it came last to a round in shared memory."""
 
-    type: ClassVar[int] = 21
+    type: ClassVar[int] = 20
 
 
 @dataclass(frozen=True, slots=True)

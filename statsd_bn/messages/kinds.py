@@ -6,17 +6,17 @@ from operator import attrgetter
 from typing import Any, get_args
 
 from statsd_bn.messages.insight import (
-    Digest,
     Figures,
     FiguresRequest,
-    Lateness,
+    LatenessReport,
     NonFiniteRound,
     RoundTrips,
+    SkewStats,
     Status,
     StatusRequest,
 )
-from statsd_bn.messages.membership import Heartbeat, Leave, Question, Register, Registered, Whereabouts
-from statsd_bn.messages.rounds import Aggregate, Contribution, Failure, Pending, Result, Settled
+from statsd_bn.messages.membership import Heartbeat, Leave, Register, Registered, StackReport, StackRequest
+from statsd_bn.messages.rounds import Aggregate, Contribution, Failure, Pending, Result, RoundDone
 
 # The most frequent first: it is looked for in this order.
 Request = (
@@ -26,17 +26,17 @@ Request = (
     | StatusRequest
     | Heartbeat
     | Result
-    | Whereabouts
-    | Settled
-    | Digest
+    | StackReport
+    | RoundDone
+    | SkewStats
     | RoundTrips
-    | Lateness
+    | LatenessReport
     | NonFiniteRound
     | FiguresRequest
 )
 """What a member says."""
 
-Message = Request | Registered | Aggregate | Failure | Status | Pending | Question | Figures
+Message = Request | Registered | Aggregate | Failure | Status | Pending | StackRequest | Figures
 
 BY_TYPE: dict[int, type[Message]] = {
     message.type: message for message in sorted(get_args(Message), key=lambda kind: kind.type)

@@ -20,19 +20,18 @@ BARRIER, ALL_REDUCE, ALL_GATHER, BUFFERS = "barrier", "all_reduce", "all_gather"
 NO_SERVER = bytes(limits.TOKEN_BYTES)
 
 
-class Stand(IntEnum):
-    """How a member stands to the rounds of its group.
+class Participation(IntEnum):
+    """Whether a member takes part in the rounds of its group.
 
-    It TAKES_PART; it is AWAY, and is left out, because its data has ended; or it is BACK, and waits for all others to
-    be back as well.
+    PAUSED: rounds go on without it, because its data has ended. REJOINING: it waits until all others rejoin too.
     """
 
     TAKES_PART = 0
-    AWAY = 1
-    BACK = 2
+    PAUSED = 1
+    REJOINING = 2
 
 
-_STANDS = tuple(stand.value for stand in Stand)
+_PARTICIPATIONS = tuple(participation.value for participation in Participation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Register:
         min_members: how few of them may go on when others are lost; 0: none may, the group is strict.
         deadline: seconds that a round opened by this member may stay open.
         place: host and process, for people.
-        stand: how it stands to the group's rounds.
+        stand: whether it takes part in the group's rounds.
         server: the life of the server that last took it in.
         step: the step it is in.
         first_step: the first step that it takes part in, as it was told.
@@ -68,7 +67,7 @@ class Register:
     min_members: int
     deadline: float
     place: str
-    stand: int = Stand.TAKES_PART.value
+    participation: int = Participation.TAKES_PART.value
     server: bytes = NO_SERVER
     step: int = 0
     first_step: int = 0
@@ -98,7 +97,7 @@ class Register:
                 f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {shown(self.deadline)}"
             )
         check_name("place", self.place, limits.MAX_NAME_BYTES)
-        check_integer("stand", self.stand, _STANDS[0], _STANDS[-1])
+        check_integer("participation", self.participation, _PARTICIPATIONS[0], _PARTICIPATIONS[-1])
         check_token("server", self.server)
         check_integer("step", self.step, 0, limits.MAX_COUNTER)
         check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)
@@ -182,7 +181,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class StackRequest:
     """The server asks a member that others wait for where it is; it goes to where the member's heartbeats come from.
 
     Attributes:
@@ -205,7 +204,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class StackReport:
     """A member's answer to a question: where its main thread is.
 
     Attributes:

@@ -137,12 +137,12 @@ class Pending:
     key: RoundKey
     seconds: int
     message: str
-    whereabouts: str = ""
+    stacks: str = ""
 
     def __post_init__(self) -> None:
         check_integer("seconds", self.seconds, 0, limits.MAX_COUNTER)
         check_text("message", self.message, limits.MAX_TEXT_BYTES)
-        check_text("whereabouts", self.whereabouts, limits.MAX_TEXT_BYTES, shortest=0)
+        check_text("stacks", self.stacks, limits.MAX_TEXT_BYTES, shortest=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,7 +164,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class RoundDone:
     """A member has got a round's rows from the other members themselves, and waits for no answer. It has no answer.
 
     Attributes:

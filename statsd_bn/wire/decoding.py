@@ -13,10 +13,9 @@ from statsd_bn.messages import (
     BY_TYPE,
     Aggregate,
     Contribution,
-    Digest,
     Failure,
     Figures,
-    Lateness,
+    LatenessReport,
     Message,
     NonFiniteRound,
     Pending,
@@ -24,10 +23,11 @@ from statsd_bn.messages import (
     Registered,
     Request,
     Result,
+    RoundDone,
     RoundTrips,
-    Settled,
+    SkewStats,
+    StackReport,
     Status,
-    Whereabouts,
 )
 from statsd_bn.skew import FIGURES
 from statsd_bn.wire.frame import header_of, padded, values_of
@@ -122,11 +122,11 @@ def _result(fields: list[Any], frame: bytes, end: int) -> Result:
     return Result(session, decode_aggregate(aggregate, its_end))
 
 
-def _digest(fields: list[Any], frame: bytes, end: int) -> Digest:
+def _skew_stats(fields: list[Any], frame: bytes, end: int) -> SkewStats:
     session, step, layers, members = fields
-    check_text("layers", layers, limits.MAX_DIGEST_BYTES)
+    check_text("layers", layers, limits.MAX_SKEW_BYTES)
     values = values_of(frame, end, (layers.count("\n") + 1, members, FIGURES))
-    return Digest(session, step, layers, values)
+    return SkewStats(session, step, layers, values)
 
 
 def _figures(fields: list[Any], frame: bytes, end: int) -> Figures:
@@ -147,9 +147,9 @@ def _pending(fields: list[Any]) -> Pending:
     return Pending(unpacked_key(key), seconds, text, where)
 
 
-def _settled(fields: list[Any]) -> Settled:
+def _round_done(fields: list[Any]) -> RoundDone:
     session, key = fields
-    return Settled(session, unpacked_key(key))
+    return RoundDone(session, unpacked_key(key))
 
 
 def _round_trips(fields: list[Any]) -> RoundTrips:
@@ -157,9 +157,9 @@ def _round_trips(fields: list[Any]) -> RoundTrips:
     return RoundTrips(session, microseconds, tuple(array("counts", counts)))
 
 
-def _lateness(fields: list[Any]) -> Lateness:
+def _lateness_report(fields: list[Any]) -> LatenessReport:
     session, microseconds, counts = fields
-    return Lateness(session, microseconds, tuple(array("counts", counts)))
+    return LatenessReport(session, microseconds, tuple(array("counts", counts)))
 
 
 def _non_finite_round(fields: list[Any]) -> NonFiniteRound:
@@ -189,25 +189,25 @@ def _registered(fields: list[Any]) -> Registered:
     return Registered(*[*plain, unpacked_members(present)])
 
 
-def _whereabouts(fields: list[Any]) -> Whereabouts:
+def _stack_report(fields: list[Any]) -> StackReport:
     *plain, members, launched, collective = fields
-    return Whereabouts(*[*plain, unpacked_members(members), launched, collective])
+    return StackReport(*[*plain, unpacked_members(members), launched, collective])
 
 
 _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = {
     Result: _result,
-    Digest: _digest,
+    SkewStats: _skew_stats,
     Figures: _figures,
 }
 _WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
     Pending: _pending,
-    Settled: _settled,
+    RoundDone: _round_done,
     RoundTrips: _round_trips,
-    Lateness: _lateness,
+    LatenessReport: _lateness_report,
     NonFiniteRound: _non_finite_round,
     Failure: _failure,
     Status: _status,
     Register: _register,
     Registered: _registered,
-    Whereabouts: _whereabouts,
+    StackReport: _stack_report,
 }

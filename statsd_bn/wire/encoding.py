@@ -7,7 +7,6 @@ from statsd_bn import limits
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
-    Digest,
     Failure,
     Figures,
     Message,
@@ -17,8 +16,9 @@ from statsd_bn.messages import (
     Registered,
     Request,
     Result,
-    Settled,
-    Whereabouts,
+    RoundDone,
+    SkewStats,
+    StackReport,
     values_of,
 )
 from statsd_bn.reduction import FloatArray
@@ -47,10 +47,10 @@ def _flat_result(message: Result) -> _Flat:
 
 
 def _flat_pending(message: Pending) -> _Flat:
-    return None, [packed_key(message.key), message.seconds, message.message, message.whereabouts]
+    return None, [packed_key(message.key), message.seconds, message.message, message.stacks]
 
 
-def _flat_settled(message: Settled) -> _Flat:
+def _flat_round_done(message: RoundDone) -> _Flat:
     return None, [message.session, packed_key(message.key)]
 
 
@@ -58,7 +58,7 @@ def _flat_non_finite_round(message: NonFiniteRound) -> _Flat:
     return None, [message.session, packed_key(message.key), packed_runs(message.members.runs), message.what]
 
 
-def _flat_digest(message: Digest) -> _Flat:
+def _flat_skew_stats(message: SkewStats) -> _Flat:
     return message.values, [message.session, message.step, message.layers, message.values.shape[1]]
 
 
@@ -77,7 +77,7 @@ def _flat_registration(message: Register | Registered) -> _Flat:
     return None, [*plain, packed_runs(members.runs)]
 
 
-def _flat_whereabouts(message: Whereabouts) -> _Flat:
+def _flat_stack_report(message: StackReport) -> _Flat:
     *plain, members, launched, collective = values_of(message)
     return None, [*plain, packed_runs(members.runs), launched, collective]
 
@@ -93,12 +93,12 @@ _FIXED: dict[type[Message], Callable[[Any], bytes]] = {
 _FLATTEN: dict[type[Message], Callable[[Any], _Flat]] = {
     Result: _flat_result,
     Pending: _flat_pending,
-    Settled: _flat_settled,
+    RoundDone: _flat_round_done,
     NonFiniteRound: _flat_non_finite_round,
-    Digest: _flat_digest,
+    SkewStats: _flat_skew_stats,
     Figures: _flat_figures,
     Failure: _flat_failure,
     Register: _flat_registration,
     Registered: _flat_registration,
-    Whereabouts: _flat_whereabouts,
+    StackReport: _flat_stack_report,
 }

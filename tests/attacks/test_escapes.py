@@ -23,10 +23,10 @@ from statsd_bn.messages import (
     Leave,
     Message,
     Pending,
-    Question,
     Register,
     Registered,
-    Whereabouts,
+    StackReport,
+    StackRequest,
 )
 from statsd_bn.round_key import RoundKey
 from statsd_bn.wire import encode
@@ -85,16 +85,16 @@ def test_where_a_late_member_says_it_is_is_told_on_one_line(server, stack):
         hostile.say(Heartbeat(b"member-1"))
         key = RoundKey(job, "world", 0, 0, "bn", 0, "forward")
         honest.say(Contribution(b"member-0", key, 0, ROW))
-        question = hostile.hear_kind(Question)
+        question = hostile.hear_kind(StackRequest)
         members = Members.of(range(2))
-        hostile.say(forged(Whereabouts(b"member-1", question.number, stack, 1, "0", members, 1)))
+        hostile.say(forged(StackReport(b"member-1", question.number, stack, 1, "0", members, 1)))
         hostile.hear(0.5)
         honest.say(Contribution(b"member-0", key, 1, ROW))
         pending = honest.hear_kind(Pending)
         report = str(server.report())
     is_sound = PLACEHOLDER not in stack
-    assert ("rank 0 has failed" in pending.whereabouts) is is_sound
-    assert not {"\n", "\t", *CONTROLS} & set(pending.whereabouts + report)
+    assert ("rank 0 has failed" in pending.stacks) is is_sound
+    assert not {"\n", "\t", *CONTROLS} & set(pending.stacks + report)
     assert not raw(server.said())
 
 

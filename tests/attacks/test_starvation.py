@@ -16,7 +16,7 @@ from attacks.servers import Attacked
 from attacks.variants import first_is_quick
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Contribution, Heartbeat, Question, StatusRequest, Whereabouts
+from statsd_bn.messages import Contribution, Heartbeat, StackReport, StackRequest, StatusRequest
 from statsd_bn.round_key import RoundKey
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
@@ -92,10 +92,10 @@ def say_that_all_wait(peers: Peers, groups: int, size: int, ranks: Members) -> N
     while min(answers.values()) < 3:
         assert time.monotonic() < expiry, "the server does not ask all"
         for peer in peers.all:
-            while isinstance(question := peer.hear(0.001), Question):
+            while isinstance(question := peer.hear(0.001), StackRequest):
                 _, group, member = late[question.digest]
                 launched = int(member > 1)  # so the others seem to wait for the first one
-                peer.say(Whereabouts(session(group, member), question.number, "f.py:1 f", 1, "0", ranks, launched))
+                peer.say(StackReport(session(group, member), question.number, "f.py:1 f", 1, "0", ranks, launched))
                 answers[question.digest] += 1
 
 

@@ -17,12 +17,12 @@ from statsd_bn.members import Members
 from statsd_bn.messages import (
     Aggregate,
     FiguresRequest,
-    Lateness,
+    LatenessReport,
     NonFiniteRound,
-    Question,
     Registered,
     Result,
     RoundTrips,
+    StackRequest,
     StatusRequest,
 )
 from statsd_bn.round_key import BACKWARD, GATHER, RoundKey
@@ -160,13 +160,13 @@ def _sound_frames() -> Iterator[bytes]:
         yield session.heartbeat()
         group = TorchGroup("0", (0, 1), 7)
         for number in (1, 2):
-            question = Question(digest(session.token), number)
-            yield session.whereabouts(question, Place("train.py:1 main", held=number == 1, group=group))
+            question = StackRequest(digest(session.token), number)
+            yield session.stack_report(question, Place("train.py:1 main", held=number == 1, group=group))
         yield session.leave("")
         yield session.leave("it failed")
         yield _figures(session, key)
         yield encode(RoundTrips(session.token, 500, (0, 3, *[0] * 22)))
-        yield encode(Lateness(session.token, 500, (0, 3, *[0] * 22)))
+        yield encode(LatenessReport(session.token, 500, (0, 3, *[0] * 22)))
         yield encode(NonFiniteRound(session.token, key, Members.of([0]), "1 of 3 channels (inf)"))
         if session.member.rank == 0:  # all of them would leave few rounds to end otherwise
             yield session.settled(key)

@@ -11,7 +11,7 @@ from torch import nn
 import client
 from programs import uneven_programs
 from statsd_bn.errors import GroupIncomplete, ReplicaLost, RoundFailed
-from statsd_bn.messages import Aggregate, Stand
+from statsd_bn.messages import Aggregate, Participation
 from support.memory_members import MemoryMaster, in_threads, outcome, wait_until
 from support.pure_members import PureWorld
 
@@ -21,8 +21,8 @@ BATCHES = (2, 5, 3)
 # The rule, without a layer.
 
 
-def stand(member, stand):
-    member.session.stand = stand
+def participation(member, participation):
+    member.session.participation = participation
     member.register()
 
 
@@ -36,12 +36,12 @@ def test_rounds_go_on_without_a_member_that_is_away(world):
     for member in world.members:
         member.forward(1.0)
         member.backward(1.0)
-    stand(one, Stand.AWAY)
+    participation(one, Participation.PAUSED)
     assert one.registered.missing == 0
     for member in (zero, two):
         member.forward(2.0)
     assert zero.total == two.total == ([0, 2], 4.0)
-    stand(two, Stand.AWAY)
+    participation(two, Participation.PAUSED)
     zero.backward(3.0)
     assert zero.total == ([0], 3.0)
 
@@ -51,14 +51,14 @@ def test_a_round_that_waits_for_whoever_leaves_is_completed_at_once(world):
     for member in (zero, two):
         member.forward(2.0)
     assert not zero.is_told
-    stand(one, Stand.AWAY)
+    participation(one, Participation.PAUSED)
     assert zero.total == two.total == ([0, 2], 4.0)
 
 
 def test_all_come_back_together_to_a_step_that_nobody_has_begun(world):
     zero, one, two = world.members
-    stand(one, Stand.AWAY)
-    stand(one, Stand.BACK)
+    participation(one, Participation.PAUSED)
+    participation(one, Participation.REJOINING)
     assert (one.registered.missing, list(one.registered.present)) == (2, [1])
     for _ in range(2):
         for member in (zero, two):
@@ -67,10 +67,10 @@ def test_all_come_back_together_to_a_step_that_nobody_has_begun(world):
             member.backward(1.0)
     assert zero.total == ([0, 2], 2.0)
     for member in (zero, two):
-        stand(member, Stand.AWAY)
-        stand(member, Stand.BACK)
+        participation(member, Participation.PAUSED)
+        participation(member, Participation.REJOINING)
     assert [member.session.first_step for member in world.members] == [2, 2, 2]
-    assert {member.session.stand for member in world.members} == {Stand.TAKES_PART}
+    assert {member.session.participation for member in world.members} == {Participation.TAKES_PART}
     for member in world.members:
         member.forward(1.0)
     assert one.total == ([0, 1, 2], 3.0)
@@ -79,18 +79,18 @@ def test_all_come_back_together_to_a_step_that_nobody_has_begun(world):
 def test_a_pass_without_any_batch_is_one_too(world):
     for first_step in (1, 2, 3):
         for member in world.members:
-            stand(member, Stand.AWAY)
-            stand(member, Stand.BACK)
+            participation(member, Participation.PAUSED)
+            participation(member, Participation.REJOINING)
         assert [member.session.first_step for member in world.members] == [first_step] * 3
 
 
 def test_a_repeated_return_does_not_begin_another_pass(world):
     """Its answer was lost; meanwhile all others train."""
     zero = world.members[0]
-    zero.session.stand = Stand.BACK
+    zero.session.participation = Participation.REJOINING
     frame = zero.session.register()
     for member in world.members:
-        stand(member, Stand.BACK)
+        participation(member, Participation.REJOINING)
     for member in world.members[1:]:
         member.forward(1.0)
     world.send(zero, frame)
@@ -101,26 +101,26 @@ def test_a_repeated_return_does_not_begin_another_pass(world):
 
 def test_one_that_is_away_cannot_contribute(world):
     one = world.members[1]
-    stand(one, Stand.AWAY)
+    participation(one, Participation.PAUSED)
     one.forward(1.0)
     assert "rank 1 (place 1) is not one of the ranks that take part, 0, 2" in str(one.latest(RoundFailed))
 
 
 def test_a_strict_group_outlives_the_orderly_end_of_one_that_is_away(world):
     zero, one, two = world.members
-    stand(one, Stand.AWAY)
+    participation(one, Participation.PAUSED)
     world.send(one, one.session.leave(""))
     for member in (zero, two):
         member.forward(1.0)
     assert zero.total == ([0, 2], 2.0)
-    stand(two, Stand.BACK)
+    participation(two, Participation.REJOINING)
     assert two.latest(ReplicaLost).fields["member"] == 1
 
 
 def test_whoever_waits_for_another_pass_is_told_of_one_that_leaves(world):
     zero, one, _ = world.members
-    stand(one, Stand.AWAY)
-    stand(zero, Stand.BACK)
+    participation(one, Participation.PAUSED)
+    participation(zero, Participation.REJOINING)
     world.send(one, one.session.leave(""))
     assert zero.latest(ReplicaLost).fields["member"] == 1
 
@@ -128,9 +128,9 @@ def test_whoever_waits_for_another_pass_is_told_of_one_that_leaves(world):
 def test_whoever_waits_for_another_pass_is_told_once(world):
     """However many leave then; what comes later may reach a socket that waits for something else by then."""
     zero, one, two = world.members
-    stand(one, Stand.AWAY)
-    stand(two, Stand.AWAY)
-    stand(zero, Stand.BACK)
+    participation(one, Participation.PAUSED)
+    participation(two, Participation.PAUSED)
+    participation(zero, Participation.REJOINING)
     first, second = (
         world.dispatcher.receive(world.now, b"", member.session.leave("")).replies for member in (one, two)
     )
@@ -141,7 +141,7 @@ def test_whoever_waits_for_another_pass_is_told_once(world):
 @pytest.mark.parametrize("end", ["cause", "death"])
 def test_a_strict_group_is_broken_by_any_other_end_of_one_that_is_away(world, end):
     zero, one, _ = world.members
-    stand(one, Stand.AWAY)
+    participation(one, Participation.PAUSED)
     zero.forward(1.0)
     if end == "death":
         world.kill(one)
@@ -155,17 +155,17 @@ def test_the_master_dies_while_one_is_away_and_another_is_back(world):
     for member in world.members:
         member.forward(1.0)
         member.backward(1.0)
-    stand(one, Stand.AWAY)
-    stand(two, Stand.AWAY)
-    stand(two, Stand.BACK)
+    participation(one, Participation.PAUSED)
+    participation(two, Participation.PAUSED)
+    participation(two, Participation.REJOINING)
     world.restart()
     world.pass_time(1.5)
     zero.forward(4.0)
     assert zero.total == ([0], 4.0)
-    stand(zero, Stand.AWAY)
-    stand(zero, Stand.BACK)
+    participation(zero, Participation.PAUSED)
+    participation(zero, Participation.REJOINING)
     assert two.session.first_step == 0
-    stand(one, Stand.BACK)
+    participation(one, Participation.REJOINING)
     assert [member.session.first_step for member in world.members] == [2, 2, 2]
 
 
@@ -174,14 +174,14 @@ def test_one_that_is_away_and_comes_late_to_a_restarted_master_stays_away(world)
     zero, one, two = world.members
     for member in (zero, one, two):
         member.forward(1.0)
-    stand(two, Stand.AWAY)
+    participation(two, Participation.PAUSED)
     for member in (zero, one):
         member.forward(1.0)
     world.restart()
     for member in (zero, one):
         member.introduce()
     two.introduce()
-    assert (two.registered.missing, two.session.stand) == (0, Stand.AWAY)
+    assert (two.registered.missing, two.session.participation) == (0, Participation.PAUSED)
     world.restart()
     for member in (two, zero, one):
         member.introduce()
@@ -193,9 +193,9 @@ def test_one_that_is_away_and_comes_late_to_a_restarted_master_stays_away(world)
 def test_the_master_dies_after_it_called_only_some_back(world):
     zero, one, two = world.members
     for member in (one, two):
-        stand(member, Stand.BACK)
+        participation(member, Participation.REJOINING)
     world.silent.add(two)  # the news does not reach it
-    stand(zero, Stand.BACK)
+    participation(zero, Participation.REJOINING)
     world.silent.remove(two)
     assert [member.session.first_step for member in world.members] == [1, 1, 0]
     world.restart()
@@ -212,30 +212,30 @@ def test_the_master_dies_before_one_heard_of_a_pass_that_the_others_are_through_
     """Who is back waits for the next pass; only the one that did not hear of this one begins it."""
     zero, one, two = world.members
     for member in (one, two):
-        stand(member, Stand.BACK)
+        participation(member, Participation.REJOINING)
     world.silent.add(two)  # the news does not reach it
-    stand(zero, Stand.BACK)
+    participation(zero, Participation.REJOINING)
     world.silent.remove(two)
     for member in (zero, one):
-        stand(member, Stand.AWAY)
-        stand(member, Stand.BACK)
+        participation(member, Participation.PAUSED)
+        participation(member, Participation.REJOINING)
     world.restart()
     world.pass_time(1.5)
     two.register()
     assert [member.session.first_step for member in world.members] == [1, 1, 1]
-    stand(two, Stand.AWAY)
-    stand(two, Stand.BACK)
+    participation(two, Participation.PAUSED)
+    participation(two, Participation.REJOINING)
     assert [member.session.first_step for member in world.members] == [2, 2, 2]
 
 
 def test_a_late_answer_does_not_let_anyone_go_on_that_is_back(world):
     """A Register was sent twice, and its second answer comes when the member has asked for something else."""
     one = world.members[1]
-    stand(one, Stand.AWAY)
+    participation(one, Participation.PAUSED)
     answers = world.dispatcher.receive(world.now, b"", one.session.register()).replies
-    one.session.stand = Stand.BACK
+    one.session.participation = Participation.REJOINING
     assert [one.session.registered(frame) for _, frame in answers] == [None]
-    assert one.session.stand is Stand.BACK
+    assert one.session.participation is Participation.REJOINING
     one.register()
     assert one.registered.missing == 2
 
@@ -243,7 +243,7 @@ def test_a_late_answer_does_not_let_anyone_go_on_that_is_back(world):
 def test_elastic_members_come_back_when_all_that_are_left_do():
     world = PureWorld(3, 1)
     for member in world.members[:2]:
-        stand(member, Stand.BACK)
+        participation(member, Participation.REJOINING)
     world.kill(world.members[2])
     assert [member.session.first_step for member in world.members[:2]] == [1, 1]
 
@@ -255,25 +255,25 @@ def test_a_newcomer_to_a_restarted_master_calls_nobody_back():
     for member in world.members:
         member.forward(1.0)
     newcomer = world.come(2)
-    stand(waits, Stand.BACK)
+    participation(waits, Participation.REJOINING)
     world.restart()
     for member in world.members:
         member.introduce()
     world.pass_time(1.0)
-    assert waits.session.stand is Stand.BACK
+    assert waits.session.participation is Participation.REJOINING
     assert trains.registered.missing == 0
     for member in (newcomer, trains):
-        stand(member, Stand.BACK)
+        participation(member, Participation.REJOINING)
     assert len({member.session.first_step for member in world.members}) == 1
-    assert {member.session.stand for member in world.members} == {Stand.TAKES_PART}
+    assert {member.session.participation for member in world.members} == {Participation.TAKES_PART}
 
 
 def test_one_that_did_not_hear_of_an_elastic_pass_begins_it_as_the_others_did_and_not_as_a_newcomer():
     world = PureWorld(3, 1)
     *heard, unheard = world.members
     for member in heard:
-        stand(member, Stand.BACK)
-    unheard.session.stand = Stand.BACK
+        participation(member, Participation.REJOINING)
+    unheard.session.participation = Participation.REJOINING
     world.silent.add(unheard)  # the news does not reach it
     unheard.register()
     heard[0].forward(1.0)
@@ -365,9 +365,9 @@ def test_one_that_waits_no_longer_for_the_others_is_away_and_they_wait_for_it():
             connection.stay_away(None)
             with pytest.raises(GroupIncomplete):
                 connection.come_back(None)
-            wait_until(lambda: master.report("world")["members"][0]["stand"] == "away")
+            wait_until(lambda: master.report("world")["members"][0]["participation"] == "paused")
             gave_up.set()
-            wait_until(lambda: master.report("world")["members"][1]["stand"] == "back")
+            wait_until(lambda: master.report("world")["members"][1]["participation"] == "rejoining")
             return len(connection.all_gather("all", b""))
 
     def late():
@@ -422,9 +422,9 @@ def test_join_goes_away_when_the_generator_around_it_is_read_no_further(monkeypa
 
     reading = batches()
     next(reading)
-    assert master.report("world")["members"][0]["stand"] == "takes_part"
+    assert master.report("world")["members"][0]["participation"] == "takes_part"
     reading.close()
-    assert master.report("world")["members"][0]["stand"] == "away"
+    assert master.report("world")["members"][0]["participation"] == "paused"
     connection.close()
 
 
@@ -444,7 +444,7 @@ def test_a_late_answer_to_something_earlier_calls_nobody_back():
 
     def late():
         with master.connect(1, 2) as connection:
-            wait_until(lambda: master.report("world")["members"][0]["stand"] == "back")
+            wait_until(lambda: master.report("world")["members"][0]["participation"] == "rejoining")
             assert not returned.wait(timeout=0.2)
             connection.come_back(None)
             return connection.exchange("bn", uneven_programs.ROW).count
@@ -454,17 +454,19 @@ def test_a_late_answer_to_something_earlier_calls_nobody_back():
 
 def test_all_are_back_when_the_master_dies_and_are_called_back_by_the_next(world):
     for member in world.members:
-        stand(member, Stand.AWAY)
+        participation(member, Participation.PAUSED)
     for member in world.members:
-        member.session.stand = Stand.BACK
+        member.session.participation = Participation.REJOINING
     world.restart()
     for member in world.members:
         member.registered = None
         member.introduce()
-    assert {member.session.stand for member in world.members} == {Stand.BACK}
+    assert {member.session.participation for member in world.members} == {Participation.REJOINING}
     assert all(member.registered.missing for member in world.members)
     world.pass_time(0.25)
-    assert {(member.session.stand, member.session.first_step) for member in world.members} == {(Stand.TAKES_PART, 1)}
+    assert {(member.session.participation, member.session.first_step) for member in world.members} == {
+        (Participation.TAKES_PART, 1)
+    }
 
 
 def test_members_that_do_not_come_back_are_named_at_the_deadline():

@@ -19,7 +19,7 @@ import zmq
 from conftest import running_server
 from server.__main__ import main
 from statsd_bn import limits
-from statsd_bn.messages import Digest
+from statsd_bn.messages import SkewStats
 from statsd_bn.skew import LEAST_SECONDS
 from statsd_bn.text import unfolded
 from statsd_bn.wire import encode
@@ -145,7 +145,7 @@ def test_a_server_with_keys_shows_its_jobs_to_who_has_one(tmp_path):
 
 def test_what_ranks_have_told_the_server_is_in_the_heat_map(server, job):
     """Of more layers than one answer has room for."""
-    members, layers = 128, [f"layer{number}" for number in range(limits.MAX_DIGEST_LAYERS)]
+    members, layers = 128, [f"layer{number}" for number in range(limits.MAX_SKEW_LAYERS)]
     named = ["\n".join(f"{part}.{layer}" for layer in layers) for part in "abcdefgh"]
     values = np.full((len(layers), members, 4), [8.0, 0.5, 1.0, 0.001])
     values[:, 7, 3] = 0.1
@@ -154,7 +154,7 @@ def test_what_ranks_have_told_the_server_is_in_the_heat_map(server, job):
         for rank in range(members):
             dealer.send(encode(register(rank, members, job=job)))
         for part in named:
-            dealer.send(encode(Digest(session_of(0, job), 0, part, values)))
+            dealer.send(encode(SkewStats(session_of(0, job), 0, part, values)))
             # What comes sooner is dropped, by the clock of a server that may be slow to look at the one before.
             time.sleep(LEAST_SECONDS + 0.7)
         with viewing(server.endpoint) as fetch:

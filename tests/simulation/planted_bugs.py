@@ -35,7 +35,7 @@ from server.rounds.open_rounds import OpenRounds
 from server.rounds.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Whereabouts
+from statsd_bn.messages import Aggregate, StackReport
 from statsd_bn.reduction import join_in_order
 from statsd_bn.round_key import GATHER
 from statsd_bn.rows import Rows
@@ -177,7 +177,7 @@ def late_is_held() -> Any:
 def answers_mixed_up() -> Any:
     """An answer is taken for that of the member that was asked first."""
 
-    def answer(_right: Any, self: inquiry.Inquiry, now: float, answer: Whereabouts) -> None:
+    def answer(_right: Any, self: inquiry.Inquiry, now: float, answer: StackReport) -> None:
         for contributor in list(self._asked.values())[:1]:
             contributor.sighting.take(now, replace(answer, number=contributor.sighting.number))
 
@@ -316,7 +316,7 @@ def back_too_early() -> Any:
     """A pass begins while one is still in the last one."""
 
     def call_back(right: Any, self: Membership) -> bool:
-        back = [contributor for contributor in self.contributors.values() if contributor.state is MemberState.BACK]
+        back = [contributor for contributor in self.contributors.values() if contributor.state is MemberState.REJOINING]
         if len(back) < max(2, len(self.contributors) - 1):
             return right(self)
         for contributor in back:

@@ -25,7 +25,7 @@ from simulation.simulated_plan import GATHERED, Call, Fault
 from simulation.simulated_process import SimulatedProcess
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import Aggregate, Stand
+from statsd_bn.messages import Aggregate, Participation
 from statsd_bn.round_key import FORWARD, GATHER, MEMORY, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import Samples
@@ -163,13 +163,13 @@ class Process(SimulatedProcess):
     def _pass(self, session: Session, number: int) -> Part:
         """One pass over the data, as `client.join` has it; returns whether there may be another."""
         turns = self.world.plan.passes[number]
-        yield from self._observed("come back", "world", None, self._change_stand(session, Stand.BACK))
+        yield from self._observed("come back", "world", None, self._change_stand(session, Participation.REJOINING))
         first_step = session.first_step
         membership_rules.check_pass(self.world, self, number, first_step)
         if not (yield from self._take_part(Span(first_step, 0, turns[self.number % len(turns)]), first_step)):
             return False
         self.world.left_a_round = self.world.clock.now
-        yield from self._observed("stay away", "world", None, self._change_stand(session, Stand.AWAY))
+        yield from self._observed("stay away", "world", None, self._change_stand(session, Participation.PAUSED))
         return True
 
     def _take_part(self, span: Span, first_step: int) -> Part:
@@ -342,9 +342,9 @@ class Process(SimulatedProcess):
         token = self.world.rng.randbytes(limits.TOKEN_BYTES)
         return SimulatedSession(token, who.in_group(group.name, group.size), self._last_settled)
 
-    def _change_stand(self, session: Session, stand: Stand) -> Part:
+    def _change_stand(self, session: Session, participation: Participation) -> Part:
         """Does what `Sessions.change_stand` does."""
-        session.stand = stand
+        session.participation = participation
         session.is_uneven = True
         return (yield Registration(session, ENDPOINT, session.member.round_timeout))
 

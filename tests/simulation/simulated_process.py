@@ -143,7 +143,7 @@ class SimulatedProcess:
                 if asked := self._pulse.asked(frame, self.sessions.values()):
                     session, question = asked
                     self._network.count("asked where")
-                    self._beacon.send(session.whereabouts(question, self.place()))
+                    self._beacon.send(session.stack_report(question, self.place()))
 
     def _go_on(self, resume: Callable[[], Any]) -> None:
         """Runs the program up to its next wait."""

@@ -3,7 +3,7 @@
 from server.core.dispatcher import Dispatcher
 from server.network.service import TICK_SECONDS
 from statsd_bn.members import Members
-from statsd_bn.messages import Heartbeat, Message, Pending, Question, StatusRequest, Whereabouts
+from statsd_bn.messages import Heartbeat, Message, Pending, StackReport, StackRequest, StatusRequest
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, session_of
@@ -70,13 +70,13 @@ class Job:
                 others.append((peer, frame))
                 continue
             member, message = int(peer[7:]), decode(frame)
-            if isinstance(message, Question):
+            if isinstance(message, StackRequest):
                 self.answer(member, message)
             else:
                 self.told[member].append(message)
         return others
 
-    def answer(self, member: int, question: Question) -> None:
+    def answer(self, member: int, question: StackRequest) -> None:
         assert question.digest == digest(session_of(member))
         self.asked[member].append((self.now - 100.0, question.torch_group))
         if process := self.processes.get(member):
@@ -84,7 +84,7 @@ class Job:
             launched = process.launched.get(f"of_{group}")
             what = (group, Members.of(self.ranks[group]), launched) if launched is not None else ("", Members.of(()), 0)
             place = process.stack, int(bool(process.held_in))
-            answer = Whereabouts(session_of(member), question.number, *place, *what, process.kind)
+            answer = StackReport(session_of(member), question.number, *place, *what, process.kind)
             self.handle(answer, b"beacon %d" % member)
 
     def pending(self, member: int) -> Pending:

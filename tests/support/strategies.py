@@ -11,26 +11,26 @@ from statsd_bn.members import Members
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
-    Digest,
     Failure,
     Figures,
     FiguresRequest,
     Heartbeat,
-    Lateness,
+    LatenessReport,
     Leave,
     Message,
     NonFiniteRound,
+    Participation,
     Pending,
-    Question,
     Register,
     Registered,
     Result,
+    RoundDone,
     RoundTrips,
-    Settled,
-    Stand,
+    SkewStats,
+    StackReport,
+    StackRequest,
     Status,
     StatusRequest,
-    Whereabouts,
 )
 from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
 from statsd_bn.rows import Rows
@@ -129,7 +129,7 @@ def registers(draw: st.DrawFn) -> Register:
         min_members=draw(st.integers(0, world_size)),
         deadline=draw(st.floats(0.0, limits.MAX_DEADLINE, exclude_min=True)),
         place=draw(names),
-        stand=draw(st.sampled_from([stand.value for stand in Stand])),
+        participation=draw(st.sampled_from([participation.value for participation in Participation])),
         server=draw(tokens),
         step=draw(counters),
         first_step=draw(counters),
@@ -150,12 +150,12 @@ def aggregates(draw: st.DrawFn) -> Aggregate:
 
 
 @st.composite
-def digests(draw: st.DrawFn) -> Digest:
+def digests(draw: st.DrawFn) -> SkewStats:
     """Any digest of few layers and members."""
     layers = draw(st.lists(names, min_size=1, max_size=3))
     shape = len(layers), draw(st.integers(1, 4)), FIGURES
     figures = draw(hnp.arrays(np.float64, shape, elements=st.floats(0, 1)))
-    return Digest(draw(tokens), draw(counters), "\n".join(layers), figures)
+    return SkewStats(draw(tokens), draw(counters), "\n".join(layers), figures)
 
 
 @st.composite
@@ -181,9 +181,9 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     ),
     Pending: st.builds(Pending, keys, counters, texts.filter(bool), texts),
     Result: st.builds(Result, tokens, aggregates()),
-    Question: st.builds(Question, tokens, counters, st.just("") | names),
-    Whereabouts: st.builds(
-        Whereabouts,
+    StackRequest: st.builds(StackRequest, tokens, counters, st.just("") | names),
+    StackReport: st.builds(
+        StackReport,
         tokens,
         counters,
         texts,
@@ -193,10 +193,10 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
         counters,
         st.just("") | names,
     ),
-    Settled: st.builds(Settled, tokens, keys),
-    Digest: digests(),
+    RoundDone: st.builds(RoundDone, tokens, keys),
+    SkewStats: digests(),
     RoundTrips: st.builds(RoundTrips, tokens, counters, st.tuples(*[counters] * limits.BUCKETS)),
-    Lateness: st.builds(Lateness, tokens, counters, st.tuples(*[counters] * limits.BUCKETS)),
+    LatenessReport: st.builds(LatenessReport, tokens, counters, st.tuples(*[counters] * limits.BUCKETS)),
     NonFiniteRound: st.builds(NonFiniteRound, tokens, keys, members.filter(bool), names),
     FiguresRequest: st.builds(FiguresRequest, names, names, counters),
     Figures: figures(),

@@ -5,7 +5,7 @@ from typing import Any
 
 def member(rank: int, step: int = 5, **more: Any) -> dict[str, Any]:
     place = f"host-{rank}, pid {800 + rank}"
-    return {"member": rank, "place": place, "stand": "takes_part", "step": step, "replicas": 1, **more}
+    return {"member": rank, "place": place, "participation": "takes_part", "step": step, "replicas": 1, **more}
 
 
 def group(*members: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -60,7 +60,7 @@ function rank(member) {
   row.append(
     make("td", String(member.member), "number"),
     make("td", member.place),
-    make("td", member.stand),
+    make("td", member.participation),
     make("td", String(member.step), "number"),
     make("td", rate(member.steps_per_second), "number"),
     make("td", milliseconds(member.round_trip), "number"),

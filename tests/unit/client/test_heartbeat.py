@@ -29,7 +29,7 @@ from client.whereabouts.look import Looks
 from statsd_bn import limits
 from statsd_bn import skew_samples as samples
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Digest, Failure, Message, Question, Register, Registered, Whereabouts
+from statsd_bn.messages import Failure, Message, Register, Registered, SkewStats, StackReport, StackRequest
 from statsd_bn.messages import Heartbeat as HeartbeatMessage
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.skew_samples import Samples
@@ -225,12 +225,12 @@ def broken_job():
 def test_a_question_where_the_process_is_gets_an_answer(beacon, broken_job):
     session, other = a_session(), a_session(b"session1")
     heartbeat = Heartbeat(beacon, lambda: [other, session], lambda: None, lambda: None, broken_job)
-    beacon.incoming = [encode(Question(digest(session.token), 7)), encode(Question(b"no such ", 8))]
+    beacon.incoming = [encode(StackRequest(digest(session.token), 7)), encode(StackRequest(b"no such ", 8))]
     heartbeat.look()
-    wait_until(lambda: Whereabouts in beacon.kinds)
+    wait_until(lambda: StackReport in beacon.kinds)
     heartbeat.stop()
-    assert beacon.kinds.count(Whereabouts) == 1
-    (answer,) = (frame for frame in beacon.frames if isinstance(frame, Whereabouts))
+    assert beacon.kinds.count(StackReport) == 1
+    (answer,) = (frame for frame in beacon.frames if isinstance(frame, StackReport))
     assert (answer.session, answer.number) == (session.token, 7)
     assert answer.stack
 
@@ -527,7 +527,7 @@ def test_figures_go_only_where_a_heartbeat_has_gone_before():
     pulse.sent(session)
     assert pulse.figures(3.0, [session]) == []  # they are too old
     (frame,) = pulse.figures(5.0, [sampled(session, 4)])
-    assert isinstance(decode(frame), Digest)
+    assert isinstance(decode(frame), SkewStats)
     pulse.connected_anew()
     assert pulse.figures(9.0, [sampled(session, 8)]) == []
 
@@ -537,9 +537,9 @@ def test_figures_leave_beside_the_heartbeats(start, beacon, monkeypatch):
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.05)
     session = sampled(a_session())
     start(lambda: [session])
-    wait_until(lambda: Digest in beacon.kinds)
-    assert beacon.kinds.index(HeartbeatMessage) < beacon.kinds.index(Digest)
-    (digest_,) = (frame for frame in beacon.frames if isinstance(frame, Digest))
+    wait_until(lambda: SkewStats in beacon.kinds)
+    assert beacon.kinds.index(HeartbeatMessage) < beacon.kinds.index(SkewStats)
+    (digest_,) = (frame for frame in beacon.frames if isinstance(frame, SkewStats))
     assert (digest_.session, digest_.step, digest_.names) == (session.token, 0, ["bn"])
     assert digest_.values.tolist() == [[[2.0, 1.0, 1.0, 0.25], [2.0, 3.0, 1.0, 0.25]]]
 
@@ -551,7 +551,7 @@ def test_numbers_that_have_no_figures_end_no_heartbeats(start, beacon, monkeypat
     monkeypatch.setattr(session, "figures", lambda _: 1 / 0)
     start(lambda: [session])
     wait_until(lambda: beacon.kinds.count(HeartbeatMessage) > 5)
-    assert Digest not in beacon.kinds
+    assert SkewStats not in beacon.kinds
 
 
 def test_figures_that_are_not_finite_are_left_out():

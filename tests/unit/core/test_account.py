@@ -17,7 +17,7 @@ from server.rounds.results import Room
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Failure, Heartbeat, Lateness, Leave, Message, Result, RoundTrips
+from statsd_bn.messages import Failure, Heartbeat, LatenessReport, Leave, Message, Result, RoundTrips
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
 
@@ -81,7 +81,7 @@ def many_who_tell(play: Play) -> list[Message]:
     said = many_members(play)
     counts = tuple(1000 + bucket for bucket in range(limits.BUCKETS))
     for session in [one.session for one in said]:
-        said += [kind(session, 500, counts) for kind in (RoundTrips, Lateness)]
+        said += [kind(session, 500, counts) for kind in (RoundTrips, LatenessReport)]
         said.append(Heartbeat(session, 1, 1000, "shared_memory", "", 1000))
     return said
 

@@ -13,7 +13,7 @@ from server.core import deadlock
 from server.core.deadlock import QUIET_SECONDS, THREADED_QUIET_SECONDS, stuck
 from server.core.dispatcher import Dispatcher
 from statsd_bn import limits
-from statsd_bn.messages import Aggregate, Failure, Heartbeat, Message, Stand
+from statsd_bn.messages import Aggregate, Failure, Heartbeat, Message, Participation
 from statsd_bn.round_key import BACKWARD, RoundKey
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows
@@ -51,7 +51,9 @@ class Job:
     def come_back(self, member: int) -> dict[bytes, Message]:
         """It waits at the entrance of a pass for all others to have left theirs."""
         given = {"place": f"host {member}, process {member}0", "session": self.session(member, "world")}
-        return self.say(register(member, 2, job=self.job, stand=Stand.BACK.value, **given), peer(member))
+        return self.say(
+            register(member, 2, job=self.job, participation=Participation.REJOINING.value, **given), peer(member)
+        )
 
     def say(self, message: Message, at: bytes) -> dict[bytes, Message]:
         return read(self.dispatcher.receive(self.now, at, encode(message)).replies)

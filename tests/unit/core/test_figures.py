@@ -8,7 +8,7 @@ from server.core.dispatcher import Dispatcher
 from server.limits.access import ANYBODY, Tenant
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
-from statsd_bn.messages import Digest, Failure, Figures, FiguresRequest, Message
+from statsd_bn.messages import Failure, Figures, FiguresRequest, Message, SkewStats
 from statsd_bn.wire import decode, encode
 from support.strategies import register, session_of
 
@@ -32,7 +32,7 @@ class Play:
 
     def tell(self, layers, figures=FIGURES):
         values = np.stack([figures * [1, 1, 1, 1 / (1 + number)] for number in range(len(layers))])
-        assert self.say(Digest(session_of(0), 0, "\n".join(layers), values), ALICE) == []
+        assert self.say(SkewStats(session_of(0), 0, "\n".join(layers), values), ALICE) == []
 
     def ask(self, tenant=ALICE, job="a-job", first=0, group="world"):
         (answer,) = self.say(FiguresRequest(job, group, first), tenant)

@@ -7,7 +7,7 @@ import pytest
 from server.membership.sighting import MOST_RUNS, SILENT_SECONDS, Sighting, group_of
 from server.network.service import TICK_SECONDS
 from statsd_bn.members import Members
-from statsd_bn.messages import Failure, Leave, Message, Stand, Whereabouts
+from statsd_bn.messages import Failure, Leave, Message, Participation, StackReport
 from support.asked_job import LINE, Job, Process
 from support.strategies import key, register, session_of
 
@@ -39,10 +39,10 @@ def test_what_it_answers_is_told_to_those_who_wait_and_in_the_status():
     job.processes[1] = Process(LINE)
     job.bring(0)
     job.pass_time(1.5)
-    assert job.pending(0).whereabouts == f"rank 1 (place 1) is in {LINE}, for 0 s"
+    assert job.pending(0).stacks == f"rank 1 (place 1) is in {LINE}, for 0 s"
     job.pass_time(12.0)
     assert "has waited 13 s for rank 1 (place 1), rank 2 (place 2)" in job.pending(0).message
-    assert job.pending(0).whereabouts.startswith(f"rank 1 (place 1) is in {LINE}, for 12 s; rank 2")
+    assert job.pending(0).stacks.startswith(f"rank 1 (place 1) is in {LINE}, for 12 s; rank 2")
     assert job.report()["members"][1]["where"] == f"is in {LINE}, for 12 s"
     assert "where" not in job.report()["members"][0]
 
@@ -62,7 +62,7 @@ def test_a_member_that_does_not_answer_is_said_not_to():
     job = Job(2)
     job.bring(0)
     job.pass_time(1.0 + SILENT_SECONDS + 10 * TICK_SECONDS)
-    assert job.pending(0).whereabouts == "rank 1 (place 1) does not answer when asked where it is, for 4 s"
+    assert job.pending(0).stacks == "rank 1 (place 1) does not answer when asked where it is, for 4 s"
 
 
 def test_a_timeout_says_where_the_late_member_is():
@@ -79,17 +79,17 @@ def test_a_stack_is_text_from_somebody_and_can_forge_no_line():
     job.processes[1] = Process("train.py:1 f\nrank 0 has failed")
     job.bring(0)
     job.pass_time(2.0)
-    assert r"train.py:1 f\nrank 0 has failed" in job.pending(0).whereabouts
+    assert r"train.py:1 f\nrank 0 has failed" in job.pending(0).stacks
 
 
 def test_answers_to_no_question_change_nothing():
     job = Job(2)
-    answer = Whereabouts(session_of(1), 7, "forged", 0, "", Members.of(()), 0)
+    answer = StackReport(session_of(1), 7, "forged", 0, "", Members.of(()), 0)
     job.handle(answer, b"beacon 1")
     job.bring(0)
     job.pass_time(1.5)
     job.handle(answer, b"beacon 1")
-    assert job.pending(0).whereabouts == ""
+    assert job.pending(0).stacks == ""
 
 
 def test_a_thousand_questions_keep_nothing_more():
@@ -116,7 +116,7 @@ def test_of_a_process_group_of_too_many_runs_only_the_place_is_kept(runs, told):
     sighting = job.dispatcher._registry.sessions[session_of(1)].contributor.sighting
     assert list(sighting.latest.members) == list(told)
     assert len(sighting.launched) == bool(told)
-    assert LINE in job.pending(0).whereabouts
+    assert LINE in job.pending(0).stacks
 
 
 # A deadlock with a collective of torch.
@@ -130,7 +130,7 @@ def mismatched(told: dict[int, Message]) -> set[int]:
 def test_a_rank_that_is_back_from_a_pass_and_one_in_a_collective_that_needs_it_are_told_within_5_seconds():
     job = Job(2)
     job.processes = {0: Process("train.py:44 main", of_0=12), 1: Process(LINE, held_in="0", of_0=14)}
-    job.say(register(0, stand=Stand.BACK.value), b"0")
+    job.say(register(0, participation=Participation.REJOINING.value), b"0")
     told = job.pass_time(4.75)
     assert mismatched(told) == {0}
     for text in (told[0].message, job.told[1][0].message):
@@ -143,7 +143,7 @@ def test_a_rank_that_is_back_from_a_pass_and_one_in_a_collective_that_needs_it_a
 
 def test_whoever_a_rank_waits_for_that_is_back_is_asked_after_a_second():
     job = Job(3)
-    job.say(register(1, 3, stand=Stand.BACK.value), b"1")
+    job.say(register(1, 3, participation=Participation.REJOINING.value), b"1")
     job.pass_time(10.0)
     assert [round(when) for when, _ in job.asked[0]] == [1, 2, 4, 8]
     assert job.asked[1] == []
@@ -253,9 +253,9 @@ def test_a_sighting_ignores_an_answer_to_an_earlier_question():
     sighting = Sighting(0.0)
     sighting.ask(0.0, 1)
     sighting.ask(1.0, 2)
-    sighting.take(1.1, Whereabouts(b"session0", 1, "old", 0, "", Members.of(()), 0))
+    sighting.take(1.1, StackReport(b"session0", 1, "old", 0, "", Members.of(()), 0))
     assert sighting.told(1.2).startswith("does not answer")
-    sighting.take(1.3, Whereabouts(b"session0", 2, "new", 0, "", Members.of(()), 0))
+    sighting.take(1.3, StackReport(b"session0", 2, "new", 0, "", Members.of(()), 0))
     assert sighting.told(3.3) == "is in new, for 2 s"
 
 
@@ -263,6 +263,6 @@ def test_a_sighting_forgets_the_numbers_of_a_rank_that_has_moved():
     sighting = Sighting(0.0)
     for number, (stack, group) in enumerate([("one", "0"), ("one", "0"), ("two", "1")]):
         sighting.ask(float(number), number)
-        sighting.take(float(number), Whereabouts(b"session0", number, stack, 1, group, Members.of([0, 1]), 5))
+        sighting.take(float(number), StackReport(b"session0", number, stack, 1, group, Members.of([0, 1]), 5))
         known = sighting.has_launched(group_of(replace(sighting.latest, torch_group="0")), 6)
         assert known is (None, False, None)[number]

@@ -11,9 +11,9 @@ from statsd_bn.errors import ReplicaLost
 from support.strategies import register
 
 MOVES = life._MOVES
-REGISTERED = (MemberState.TAKES_PART, MemberState.AWAY, MemberState.BACK)
+REGISTERED = (MemberState.TAKES_PART, MemberState.PAUSED, MemberState.REJOINING)
 GOING = {Event.LEAVES: MemberState.LEFT, Event.FAILS: MemberState.LEFT, Event.IS_LOST: MemberState.LOST}
-COMING = (Event.ARRIVES, Event.RETURNS, Event.RETURNS_AWAY)
+COMING = (Event.ARRIVES, Event.RETURNS, Event.RETURNS_PAUSED)
 
 
 def test_a_group_opens_once_and_a_broken_one_stays_broken():
@@ -39,7 +39,7 @@ def test_any_member_may_go_and_any_process_may_come_at_any_time(policy, group):
 def test_a_strict_group_that_is_not_filling_breaks_unless_one_that_is_away_says_goodbye():
     for group, member, event in product((GroupState.RECOVERING, GroupState.OPEN), REGISTERED, GOING):
         move = life.move(Policy.STRICT, group, event, member)
-        may_go = member is MemberState.AWAY and event is Event.LEAVES
+        may_go = member is MemberState.PAUSED and event is Event.LEAVES
         assert (move.group, move.told) == ((group, Told.DEPARTED) if may_go else (GroupState.BROKEN, Told.BROKEN))
 
 
@@ -60,7 +60,7 @@ def test_whoever_breaks_a_group_is_told_to_those_who_wait_and_once():
 
 def test_what_the_table_does_not_name_cannot_happen():
     with pytest.raises(KeyError):
-        life.move(Policy.STRICT, GroupState.FILLING, Event.ALL_ARE_BACK)
+        life.move(Policy.STRICT, GroupState.FILLING, Event.ALL_HAVE_REJOINED)
 
 
 def test_no_case_is_in_the_table_twice(monkeypatch):

@@ -16,16 +16,16 @@ from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     NO_SERVER,
     Aggregate,
-    Digest,
     Failure,
     Heartbeat,
-    Lateness,
+    LatenessReport,
     Leave,
     Message,
     Registered,
     Result,
     RoundTrips,
-    Whereabouts,
+    SkewStats,
+    StackReport,
 )
 from statsd_bn.skew import FIGURES
 from statsd_bn.tokens import digest
@@ -38,8 +38,8 @@ RESULT = Result(session_of(2), Aggregate(KEY, 1, 1, Members.of([2]), np.ones((1,
 
 # What goes over the socket of the heartbeats besides.
 ROUND_TRIPS = RoundTrips(session_of(0), 5, (1, *[0] * (limits.BUCKETS - 1)))
-LATENESS = Lateness(session_of(0), 5, ROUND_TRIPS.counts)
-DIGEST = Digest(session_of(0), 0, "bn", np.full((1, 2, FIGURES), 0.5))
+LATENESS = LatenessReport(session_of(0), 5, ROUND_TRIPS.counts)
+DIGEST = SkewStats(session_of(0), 0, "bn", np.full((1, 2, FIGURES), 0.5))
 
 Answers = list[tuple[bytes, Message]]
 
@@ -111,7 +111,7 @@ def test_an_answer_to_a_question_gives_a_silent_member_no_more_time(clock):
     clock.beat(0, 1, 2)
     clock.bring(0)
     clock.pass_time(1.25, alive=(0, 1))
-    clock.say(Whereabouts(session_of(2), 1, "", 0, "", Members.of(()), 0), beacon(2))
+    clock.say(StackReport(session_of(2), 1, "", 0, "", Members.of(()), 0), beacon(2))
     ((whom, told),) = clock.pass_time(SILENCE - 1.25, alive=(0, 1))
     assert (whom, told.code) == (peer(0), "replica_lost")
 

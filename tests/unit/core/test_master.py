@@ -535,7 +535,7 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
         "epoch": 0,
         "world_size": 2,
         "min_members": 0,
-        "members": [{"member": 1, "place": "place 1", "stand": "takes_part", "step": 0, "replicas": 0}],
+        "members": [{"member": 1, "place": "place 1", "participation": "takes_part", "step": 0, "replicas": 0}],
         "missing": 1,
         "lost": "",
         "rounds_done": 0,

@@ -8,7 +8,7 @@ from server.group.master import SyncMaster
 from server.membership.sighting import STEADY_SECONDS, Sighting
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Whereabouts
+from statsd_bn.messages import StackReport
 from support.strategies import contribution, key, register
 
 TICK = 0.25
@@ -67,7 +67,7 @@ def test_ranks_of_collectives_that_members_tell_of_count_as_well(looks):
     master = group("job", 16)
     for contributor in master.membership.contributors.values():
         contributor.sighting = Sighting(0.0, asked=0.0)
-        where = Whereabouts(contributor.session, 0, "", 1, "0", Members.of(range(limits.MAX_MEMBERS)), 1)
+        where = StackReport(contributor.session, 0, "", 1, "0", Members.of(range(limits.MAX_MEMBERS)), 1)
         contributor.sighting.take(0.0, where)
         contributor.sighting.asked = 0.0
         contributor.sighting.take(STEADY_SECONDS, where)

@@ -8,7 +8,7 @@ from server.membership.recovery import RECONNECT_SECONDS, Recovery
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Stand
+from statsd_bn.messages import Participation
 from support.strategies import key, register
 
 SILENCE = limits.SILENCE_SECONDS
@@ -164,12 +164,15 @@ def test_a_process_without_a_past_is_refused_by_those_who_have_been_given_someth
 
 def test_one_that_comes_back_for_a_pass_that_another_has_left_takes_no_place():
     group = Membership(coming_back(0, step=5, known=Members.of([0])))
-    for comes in (coming_back(0, step=5, known=Members.of([0])), coming_back(1, step=5, stand=int(Stand.AWAY))):
+    for comes in (
+        coming_back(0, step=5, known=Members.of([0])),
+        coming_back(1, step=5, participation=int(Participation.PAUSED)),
+    ):
         contributor = group.admit(0.0, comes, b"")
     group.remove(contributor, "")
     assert group.departed
     with pytest.raises(ReplicaLost):
-        group.admit(0.1, coming_back(2, step=5, stand=int(Stand.BACK)), b"")
+        group.admit(0.1, coming_back(2, step=5, participation=int(Participation.REJOINING)), b"")
     assert set(group.contributors) == {0}
 
 
@@ -179,7 +182,7 @@ def test_one_that_comes_back_for_a_pass_that_another_has_left_takes_no_place():
 def in_a_pass(*members: int) -> Membership:
     """An elastic group in which these have begun a pass at step 1, and member 2 waits for it."""
     group = Membership(coming_back(2, min_members=1))
-    group.admit(0.0, coming_back(2, min_members=1, stand=int(Stand.BACK)), b"")
+    group.admit(0.0, coming_back(2, min_members=1, participation=int(Participation.REJOINING)), b"")
     for member in members:
         group.admit(0.0, coming_back(member, min_members=1, step=1, first_step=1), b"")
     return group
@@ -201,7 +204,7 @@ def test_a_newcomer_does_not_keep_one_that_missed_the_call_from_the_pass():
 
 def test_those_who_wait_for_a_pass_are_not_called_by_a_newcomer():
     group = in_a_pass()
-    group.admit(0.0, coming_back(0, min_members=1, step=1, stand=int(Stand.BACK)), b"")
+    group.admit(0.0, coming_back(0, min_members=1, step=1, participation=int(Participation.REJOINING)), b"")
     group.admit(0.0, register(1, 3, min_members=1), b"")
     assert group.settle(RECONNECT_SECONDS)
     assert group.participants(limits.MAX_COUNTER) == [1]
@@ -212,8 +215,12 @@ def test_one_does_not_begin_a_pass_in_which_the_others_have_gone_on_without_it()
     group.recall(1, Members.of([0, 1]))
     assert group.settle(RECONNECT_SECONDS)
     assert group.participants(1) == [0, 1]
-    assert group.contributors[2].state is MemberState.BACK
+    assert group.contributors[2].state is MemberState.REJOINING
     for member in (0, 1):
-        group.admit(1.0, coming_back(member, min_members=1, step=1, first_step=1, stand=int(Stand.BACK)), b"")
+        group.admit(
+            1.0,
+            coming_back(member, min_members=1, step=1, first_step=1, participation=int(Participation.REJOINING)),
+            b"",
+        )
     assert group.settle(1.0)
     assert group.participants(2) == [2, 0, 1]

@@ -174,7 +174,9 @@ REPORT = {
             "group": HOSTILE,
             "epoch": HOSTILE,
             "world_size": 2,
-            "members": [{"member": 0, "place": HOSTILE, "stand": "away", "step": HOSTILE, "replicas": HOSTILE}],
+            "members": [
+                {"member": 0, "place": HOSTILE, "participation": "paused", "step": HOSTILE, "replicas": HOSTILE}
+            ],
             "missing": 0,
             "lost": HOSTILE,
             "rounds_done": 0,
@@ -204,5 +206,6 @@ def test_the_line_about_a_commands_error_is_one_line(monkeypatch, capsys):
         raise ConfigurationError(HOSTILE)
 
     monkeypatch.setattr("server.__main__.ask", refused)
+    monkeypatch.setenv("STATSD_BN_INSECURE", "1")
     assert main(["status", "tcp://127.0.0.1:1"]) == 2
     assert capsys.readouterr().err == f"statsd_bn: {on_one_line(HOSTILE)}\n"

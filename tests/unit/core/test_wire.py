@@ -16,21 +16,21 @@ from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
-    Digest,
     Failure,
-    Lateness,
+    LatenessReport,
     Leave,
     NonFiniteRound,
     Pending,
-    Question,
     Register,
     Registered,
     Result,
+    RoundDone,
     RoundTrips,
-    Settled,
+    SkewStats,
+    StackReport,
+    StackRequest,
     Status,
     StatusRequest,
-    Whereabouts,
 )
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
@@ -157,12 +157,12 @@ def test_the_golden_frame_of_a_contribution():
 def test_the_golden_frame_of_a_digest():
     values = np.arange(16.0).reshape(2, 2, 4) / 16
     frame = hand_built([15, b"session0", 7, "bn1\nbn2", 2], values.tobytes())
-    assert encode(Digest(b"session0", 7, "bn1\nbn2", values)) == frame
+    assert encode(SkewStats(b"session0", 7, "bn1\nbn2", values)) == frame
     assert decode(frame).names == ["bn1", "bn2"]
     assert decode(frame).values.tolist() == values.tolist()
 
 
-@pytest.mark.parametrize(("kind", "number"), [(RoundTrips, 18), (Lateness, 21)])
+@pytest.mark.parametrize(("kind", "number"), [(RoundTrips, 18), (LatenessReport, 21)])
 def test_the_golden_frame_of_times(kind, number):
     counts = (0, 3, *[0] * 21, 1)
     frame = hand_built([number, b"session0", 500, list(counts)])
@@ -244,11 +244,11 @@ def test_the_golden_frames_of_messages_without_values():
         Leave(b"session0", "boom"): [5, b"session0", "boom"],
         StatusRequest(): [7],
         Pending(KEY, 3, "late", "there"): [10, PACKED_KEY, 3, "late", "there"],
-        Question(b"digest00", 3, "0"): [12, b"digest00", 3, "0"],
-        Whereabouts(b"session0", 3, "here", 1, "0", Members.of([0, 1, 4]), 7, "barrier"): (
+        StackRequest(b"digest00", 3, "0"): [12, b"digest00", 3, "0"],
+        StackReport(b"session0", 3, "here", 1, "0", Members.of([0, 1, 4]), 7, "barrier"): (
             [13, b"session0", 3, "here", 1, "0", packed_runs(0, 2, 4, 1), 7, "barrier"]
         ),
-        Settled(b"session0", KEY): [14, b"session0", PACKED_KEY],
+        RoundDone(b"session0", KEY): [14, b"session0", PACKED_KEY],
     }
     for message, header in golden.items():
         assert encode(message) == hand_built(header)

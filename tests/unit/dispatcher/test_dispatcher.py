@@ -155,8 +155,8 @@ def test_a_status_report_says_what_the_server_is_doing(play):
                 "world_size": 2,
                 "min_members": 0,
                 "members": [
-                    {"member": 0, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 2},
-                    {"member": 1, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 0},
+                    {"member": 0, "place": "host 1", "participation": "takes_part", "step": 0, "replicas": 2},
+                    {"member": 1, "place": "host 1", "participation": "takes_part", "step": 0, "replicas": 0},
                 ],
                 "missing": 0,
                 "lost": "",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from statsd_bn.errors import ProtocolError
-from statsd_bn.messages import Digest
+from statsd_bn.messages import SkewStats
 from statsd_bn.wire import encode
 from support.pure_members import PureWorld
 
@@ -21,7 +21,7 @@ def world():
 
 def tell(world, step=0, layers="stem\nhead", figures=FIGURES, session=None):
     values = np.stack([figures] * (layers.count("\n") + 1))
-    world.send(world.members[0], encode(Digest(session or world.members[0].session.token, step, layers, values)))
+    world.send(world.members[0], encode(SkewStats(session or world.members[0].session.token, step, layers, values)))
 
 
 def report(world):

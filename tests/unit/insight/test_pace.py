@@ -10,7 +10,7 @@ from server.core.report import group as report_of
 from server.group.master import SyncMaster
 from server.insight.pace import STARTUP_SECONDS, WINDOW_SECONDS
 from statsd_bn import limits
-from statsd_bn.messages import Heartbeat, Lateness, RoundTrips
+from statsd_bn.messages import Heartbeat, LatenessReport, RoundTrips
 from statsd_bn.timing.histogram import BOUNDS, Histogram
 from support.strategies import contribution, key, register
 
@@ -190,8 +190,8 @@ def test_who_came_last_in_memory_counts_with_who_came_last_at_the_server():
     assert before["late_seconds"]["sum"] == pytest.approx(STEP / 4 * before["rounds_done"])
     assert before["members"][1]["last"] == before["rounds_done"]
     for times in (2, 5):  # it tells of all of them each time
-        trips(job, 1, of=3, times=times, microseconds=100 * times, kind=Lateness)
-    trips(job, 1, of=3, times=4, microseconds=600, kind=Lateness)
+        trips(job, 1, of=3, times=times, microseconds=100 * times, kind=LatenessReport)
+    trips(job, 1, of=3, times=4, microseconds=600, kind=LatenessReport)
     after = job.report()
     assert after["late_seconds"]["sum"] == pytest.approx(before["late_seconds"]["sum"] + 500e-6)
     assert [member.get("last") for member in after["members"]] == [None, before["rounds_done"] + 5]

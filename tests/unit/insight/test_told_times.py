@@ -6,7 +6,7 @@ from client.conversation.member import Member
 from client.conversation.pulse import Pulse
 from client.conversation.session import Session
 from statsd_bn.members import Members
-from statsd_bn.messages import Lateness, Registered, RoundTrips
+from statsd_bn.messages import LatenessReport, Registered, RoundTrips
 from statsd_bn.timing.told_times import MOST_TOLD, PAUSES, SECONDS, ToldTimes
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
@@ -42,12 +42,12 @@ def test_all_rounds_are_told_again_each_time():
 def test_lateness_is_told_beside_them():
     session = a_session()
     session.lateness.add(30e-6)
-    assert counts(session.told_times(1.0), Lateness) == (b"session0", 30, [1])
+    assert counts(session.told_times(1.0), LatenessReport) == (b"session0", 30, [1])
     session.times.add(1e-3)
     session.lateness.add(50e-6)
     trips, late = session.told_times(1.0 + SECONDS)
     assert counts([trips]) == (b"session0", 1000, [1])
-    assert counts([late], Lateness) == (b"session0", 80, [1, 1])
+    assert counts([late], LatenessReport) == (b"session0", 80, [1, 1])
 
 
 @pytest.mark.parametrize(("members", "pause"), [(2, SECONDS), (MOST_TOLD, SECONDS), (8 * MOST_TOLD, 8 * SECONDS)])

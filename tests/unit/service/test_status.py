@@ -25,8 +25,8 @@ GROUP = {
     "world_size": 2,
     "min_members": 0,
     "members": [
-        {"member": 0, "place": "host 1", "stand": "takes_part", "step": 0, "replicas": 4},
-        {"member": 1, "place": "host 2", "stand": "takes_part", "step": 5, "replicas": 0},
+        {"member": 0, "place": "host 1", "participation": "takes_part", "step": 0, "replicas": 4},
+        {"member": 1, "place": "host 2", "participation": "takes_part", "step": 5, "replicas": 0},
     ],
     "missing": 0,
     "lost": "",
@@ -334,7 +334,7 @@ def test_the_size_of_a_job_that_has_ended_is_checked_too(somebody, capsys):
 
 
 def test_whoever_is_named_cannot_speak_to_the_terminal_or_forge_a_line():
-    members = [{"member": 0, "place": "höst\n\x1b[2Jno jobs", "stand": "takes_part", "step": 0, "replicas": 4}]
+    members = [{"member": 0, "place": "höst\n\x1b[2Jno jobs", "participation": "takes_part", "step": 0, "replicas": 4}]
     text = describe(REPORT | {"groups": [GROUP | {"members": members, "waiting": []}]})
     assert text.splitlines()[2:] == [r"  rank 0 (höst\n\x1b[2Jno jobs), step 0, 4 replicas"]
 

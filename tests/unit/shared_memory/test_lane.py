@@ -15,7 +15,7 @@ from client.lanes.zeromq import SlavePipe
 from client.shared_memory import passing, region
 from statsd_bn import Rows
 from statsd_bn.errors import ReplicaLost, RoundMismatch
-from statsd_bn.messages import Contribution, Settled
+from statsd_bn.messages import Contribution, RoundDone
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
@@ -89,7 +89,7 @@ def test_the_server_hears_of_a_long_wait_and_of_its_end_from_all(late_rank):
         late.set()
 
     def settled(frames, key):
-        said = [one for one in map(decode, list(frames)) if isinstance(one, Settled)]
+        said = [one for one in map(decode, list(frames)) if isinstance(one, RoundDone)]
         return {one.session for one in said if one.key == key}
 
     found, counted = zip(*run_members(2, program, master, lane=SHARED_MEMORY), strict=True)

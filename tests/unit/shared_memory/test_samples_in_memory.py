@@ -12,7 +12,7 @@ from client.lanes.shared_memory import SharedMemoryPipe
 from client.shared_memory import passing
 from statsd_bn import Rows
 from statsd_bn import skew_samples as samples
-from statsd_bn.messages import Digest
+from statsd_bn.messages import SkewStats
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.skew import figures_of
 from statsd_bn.wire import decode
@@ -75,7 +75,7 @@ def train(members, master, *, replicas=1, scales=None):
 
 
 def digests(frames):
-    return [message for message in map(decode, list(frames)) if isinstance(message, Digest)]
+    return [message for message in map(decode, list(frames)) if isinstance(message, SkewStats)]
 
 
 @pytest.mark.parametrize(("members", "replicas"), [(3, 1), (4, 1), (3, 2)])

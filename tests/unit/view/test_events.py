@@ -27,7 +27,7 @@ def test_members_join_leave_and_come_again_in_another_process():
         ("joined", "rank 2 (host-2, pid 802) joined"),
     ]
     assert kinds(before, report(group(member(0)))) == [("left", "rank 1 (host-1, pid 801) left")]
-    away = member(1) | {"stand": "away"}
+    away = member(1) | {"participation": "paused"}
     assert kinds(before, report(group(member(0), away))) == [("left", "rank 1 (host-1, pid 801) is away")]
 
 

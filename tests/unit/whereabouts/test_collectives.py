@@ -23,7 +23,7 @@ from client.conversation.session import Session
 from client.whereabouts import collectives, stack
 from client.whereabouts.look import Looks
 from client.whereabouts.place import Place
-from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS, Question
+from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS, StackRequest
 from statsd_bn.wire import decode
 from support.foreign_code import frame_in, run_as
 
@@ -242,7 +242,7 @@ def test_a_thousand_looks_keep_nothing():
     looks = Looks(tells_stacks=True, rank=0)
     session = Session(b"session0", Member("j", "world", 0, 0, 1, 30.0, "here"))
     for number in range(1000):
-        frame = session.whereabouts(Question(b"digest00", number), looks.look().place)
+        frame = session.stack_report(StackRequest(b"digest00", number), looks.look().place)
     assert decode(frame).number == 999
     assert set(vars(looks)) == set(vars(Looks(tells_stacks=True, rank=0)))
 
