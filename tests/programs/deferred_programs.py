@@ -4,7 +4,6 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import client
 
@@ -61,20 +60,5 @@ def compiled(connection: client.Connection, sizes: Sizes, momentum: float | None
         for mini_batch in range(2):
             for x in own(connection.rank, sizes, seed=mini_batch):
                 run(x).square().sum().backward()
-        found.append(buffers(model))
-    return found
-
-
-def recomputed(connection: client.Connection, sizes: Sizes, reentrant: bool) -> list[Numbers]:
-    """A mini-batch in a pipeline's order, forward passes first, with checkpoints and without."""
-    found = []
-    for wrapped in (True, False):
-        model = client.convert_model(network(), chunks=len(sizes))
-        outputs = []
-        for x in own(connection.rank, sizes):
-            x.requires_grad_()
-            outputs.append(checkpoint(model, x, use_reentrant=reentrant) if wrapped else model(x))
-        for output in outputs:
-            output.square().sum().backward()
         found.append(buffers(model))
     return found

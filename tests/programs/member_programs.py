@@ -106,14 +106,6 @@ def _sum_gradients(model: nn.Module) -> None:
         parameter.grad.copy_(torch.from_numpy(total.copy()).view_as(parameter))
 
 
-def sum_in_pairs_and_world(connection: client.Connection) -> list[float]:
-    """Each member brings its power of ten to a pair, to all, and to the pair again."""
-    member = connection.rank
-    rows = Rows((1,), np.full((1, 1, 1), 10.0**member))
-    pair = client.Group(f"pair {member // 2}", 2)
-    return [client.SlavePipe(connection, "sums", group).run_slave(rows).values.item() for group in (pair, None, pair)]
-
-
 def fail_on_member_1(connection: client.Connection) -> Exception | str:
     """Member 1's training code raises inside `with connection`; the others are in a round."""
     layer = client.SynchronizedBatchNorm1d(3)

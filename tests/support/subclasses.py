@@ -295,13 +295,6 @@ class Reduced(nn.BatchNorm2d):
         return F.batch_norm(x, *tensors, self.training, self.momentum, self.eps)
 
 
-class Evasive(nn.BatchNorm2d):
-    """Mentions `batch_norm`, and never comes to it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if self.training else F.batch_norm(x, self.running_mean, self.running_var)
-
-
 SYNCHRONISED = [
     Activated,
     ByName,

@@ -1,7 +1,6 @@
 """The layers: torch's in every respect, and clear words for bad input."""
 
 import copy
-import pickle
 
 import numpy as np
 import pytest
@@ -13,19 +12,9 @@ from client.kernels import dispatch
 from client.kernels.vectors import to_device
 from client.layers import running_stats
 from programs import member_programs
-from support import whole_batch
 from support.whole_batch import SYNCHRONISED
 
 LAYERS = list(SYNCHRONISED.items())
-
-
-@pytest.mark.parametrize(("plain", "ours"), LAYERS)
-def test_it_is_torchs_layer_with_torchs_state(plain, ours):
-    layer = ours(4)
-    assert isinstance(layer, plain)
-    assert list(layer.state_dict()) == list(plain(4).state_dict())
-    plain(4).load_state_dict(layer.state_dict())
-    assert repr(layer) == repr(plain(4)).replace("BatchNorm", "SynchronizedBatchNorm")
 
 
 def test_its_arguments_are_torchs():
@@ -102,30 +91,6 @@ def test_nan_passes_through_as_in_torch(members):
 
 
 @pytest.mark.parametrize("momentum", [0.3, None])
-def test_momentum_and_the_cumulative_average_over_several_steps(momentum):
-    case = whole_batch.Case("2d", (3, 2))
-    expected, found = (case.layer(synchronised=synchronised) for synchronised in (False, True))
-    wrapped = client.DataParallelWithCallback(found, ["cpu"] * 2)
-    expected.momentum = found.momentum = momentum
-    for seed in range(4):
-        x = torch.randn(6, whole_batch.CHANNELS, 3, 3, generator=torch.Generator().manual_seed(seed)).double()
-        expected(x)
-        wrapped(x)
-    torch.testing.assert_close(found.running_mean, expected.running_mean)
-    torch.testing.assert_close(found.running_var, expected.running_var)
-    assert found.num_batches_tracked == expected.num_batches_tracked
-
-
-def test_without_running_statistics_training_is_synchronised_and_eval_is_local():
-    plain = nn.BatchNorm1d(3, track_running_stats=False)
-    layer = client.DataParallelWithCallback(client.SynchronizedBatchNorm1d(3, track_running_stats=False), ["cpu"] * 2)
-    x = torch.randn(8, 3)
-    torch.testing.assert_close(layer(x), plain(x))
-    halves = torch.cat([plain.eval()(half) for half in x.chunk(2)])
-    torch.testing.assert_close(layer.eval()(x), halves)
-
-
-@pytest.mark.parametrize("momentum", [0.3, None])
 def test_tracking_switched_off_for_a_while_moves_nothing_as_in_torch(momentum):
     """Adversarial training does so around the passes that are not to count."""
     expected = nn.BatchNorm1d(3, momentum=momentum)
@@ -160,14 +125,6 @@ def test_mean_and_variance_go_to_the_running_statistics_in_one_copy(monkeypatch)
     ((to, *vectors),) = copies
     assert to is layer.running_mean
     np.testing.assert_array_equal(vectors, [batch.mean, batch.variance(unbiased=True)])
-
-
-def test_copies_and_pickles_hold_no_connection(server, job):
-    with client.connect(server.endpoint, job=job):
-        layer = client.convert_model(nn.Sequential(nn.BatchNorm1d(3)))[0]
-        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):  # noqa: S301 - our own bytes
-            assert twin.layer_name == "0"
-            assert torch.equal(twin(torch.eye(3)), layer(torch.eye(3)))
 
 
 def test_layers_made_by_hand_have_different_names():

@@ -95,12 +95,6 @@ def anatomy(module):
     ]
 
 
-def test_every_batch_norm_is_converted_and_named_by_its_place():
-    converted = client.convert_model(model())
-    assert kinds(converted) == [TWINS[kind] for kind in (nn.BatchNorm2d, nn.BatchNorm1d, nn.BatchNorm3d)]
-    assert names(converted) == ["1", "2.2", "3.volume"]
-
-
 def test_every_kind_is_converted_in_nested_containers_and_nothing_else():
     original = everything()
     others = list(original["others"])
@@ -224,43 +218,6 @@ def test_torchs_options_stay(options):
     assert torch.equal(converted(x), expected(x))
     assert converted.extra_repr() == expected.extra_repr()
     assert list(converted.state_dict()) == list(expected.state_dict())
-
-
-def test_an_optimizer_made_before_trains_the_converted_model():
-    torch.manual_seed(0)
-    trained = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.SyncBatchNorm(4)))
-    expected = copy.deepcopy(trained)
-    optimizers = [torch.optim.Adam(each.parameters()) for each in (trained, expected)]
-    converted = client.convert_model(trained)
-    x = torch.randn(3, 3, 6, 6)
-    for each, optimizer in zip((converted, expected), optimizers, strict=True):
-        before = {name: parameter.clone() for name, parameter in each.named_parameters()}
-        (each(x) ** 3).sum().backward()
-        optimizer.step()
-        assert not any(torch.equal(parameter, before[name]) for name, parameter in each.named_parameters())
-    for name, value in expected.state_dict().items():
-        assert torch.equal(converted.state_dict()[name], value), name
-
-
-def test_checkpoints_go_both_ways():
-    plain, converted = model(), client.convert_model(model())
-    nn.init.normal_(plain[1].weight)
-    converted.load_state_dict(plain.state_dict())
-    assert torch.equal(converted[1].weight, plain[1].weight)
-    nn.init.normal_(converted[2][2].running_mean)
-    plain.load_state_dict(converted.state_dict())
-    assert torch.equal(converted[2][2].running_mean, plain[2][2].running_mean)
-
-
-def test_a_shared_layer_stays_shared_and_has_the_name_of_its_first_place():
-    shared = nn.BatchNorm2d(4)
-    converted = client.convert_model(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}))
-    assert converted["a"] is converted["b"][0]
-    assert converted["a"].layer_name == "a"
-
-
-def test_a_batch_norm_by_itself_is_converted():
-    assert type(client.convert_model(nn.BatchNorm1d(3))) is client.SynchronizedBatchNorm1d
 
 
 @pytest.mark.parametrize("wrap", [lambda layer: layer, nn.DataParallel], ids=["bare", "wrapped"])

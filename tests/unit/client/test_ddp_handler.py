@@ -8,8 +8,6 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import client
@@ -101,12 +99,6 @@ def test_between_two_passes_all_members_are_there_again():
 )  # fmt: skip
 def test_values_of_all_members_are_joined_in_their_order(values, expected):
     assert_all_get(synced(values), expected)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.sampled_from([(), (2,), (1, 3)]))
-def test_whatever_the_lengths_the_result_is_what_torch_concatenates(lengths, further):
-    values = [torch.randn(length, *further, generator=torch.Generator().manual_seed(length)) for length in lengths]
-    assert_all_get(synced(values), torch.cat(values))
 
 
 @pytest.mark.parametrize(
@@ -317,15 +309,6 @@ def test_one_member_with_a_dict_and_one_with_a_value_are_told():
         assert told == [[0, 1], 2]
 
 
-def test_without_a_connection_the_process_is_a_world_of_one():
-    alone = DDPHandler(LOOP)
-    assert alone.mp_sync(2.5).tolist() == [2.5]
-    assert alone.mp_sync([1, 2], concat_mp_data=False, return_tensor=False) == [[1, 2]]
-    assert {key: value.tolist() for key, value in alone.mp_sync_dict({"f1": True}).items()} == {"f1": [True]}
-    with pytest.raises(TypeError):
-        alone.mp_sync("text")
-
-
 def test_a_connection_that_was_given_and_is_closed_is_not_done_without():
     connection = MemoryMaster().connect(0, 1)
     connection.close()
@@ -392,22 +375,3 @@ def test_many_members_in_an_error_are_told_in_short():
     tensors = {member: torch.ones(1, 1 + (member == 500)) for member in range(1000)}
     with pytest.raises(RoundMismatch, match=r"from ranks 0-499, 501-999; float32 of shape \(\*, 2\) from rank 500"):
         joined("it", tensors)
-
-
-def _sync_in_a_process(connection: client.Connection) -> list[Any]:
-    mine = connection.rank
-    current = DDPHandler(LOOP)
-    large = torch.full((mine * 200_000, 1), mine, dtype=torch.bfloat16, requires_grad=True)
-    # Member 1 gives a text.
-    error = outcome(lambda: current.mp_sync(1.0 if mine != 1 else "text"))
-    together = current.mp_sync(large)
-    counts = torch.bincount(together[:, 0].to(torch.int64)).tolist()
-    results = current.mp_sync_dict({"loss": mine + 0.5, "ids": np.arange(mine)})
-    return [type(error).__name__, together.dtype, counts, {key: value.tolist() for key, value in results.items()}]
-
-
-def test_processes_sync_through_a_real_server(members):
-    results = members(3, _sync_in_a_process)
-    assert [name for name, *_ in results] == ["RoundFailed", "TypeError", "RoundFailed"]
-    expected = [torch.bfloat16, [0, 200_000, 400_000], {"loss": [0.5, 1.5, 2.5], "ids": [0, 0, 1]}]
-    assert [rest for _, *rest in results] == [expected] * 3

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from programs import deferred_programs
-from programs.deferred_programs import batch, network
+from programs.deferred_programs import batch
 
 # A row per micro-batch, an entry per member.
 SHARES = ((2, 1), (1, 3), (2, 2))
@@ -20,7 +20,6 @@ ONE_EMPTY = ((2, 1), (0, 3), (0, 0))
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 SHAPES = {"1d of (N, C)": (), "1d of (N, C, L)": (5,), "2d": (4, 3), "3d": (2, 3, 2)}
 KINDS = {"1d of (N, C)": nn.BatchNorm1d, "1d of (N, C, L)": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d}
-REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
 
 def samples(number, kind="1d of (N, C)", dtype=torch.float64):
@@ -66,15 +65,6 @@ def test_a_mini_batch_of_unequal_micro_batches_moves_as_the_whole(kind, dtype):
         check_moves_as_whole(plain, layer, x.split((2, 4, 3)), TOLERANCES[dtype])
 
 
-def test_each_micro_batch_is_normalised_by_itself_and_only_the_last_moves():
-    """As torchgpipe's: here with torch's own outputs, bit for bit."""
-    plain, layer = layers(4)
-    for number, part in enumerate(samples(8).chunk(4), 1):
-        assert torch.equal(layer(part), copy.deepcopy(plain)(part))
-        assert unmoved(layer) == (number < 4)
-    assert layer.num_batches_tracked == 1
-
-
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_the_running_variance_is_unbiased(size):
     """Torchgpipe's is biased, by a factor of 2 where the mini-batch has two values."""
@@ -84,19 +74,6 @@ def test_the_running_variance_is_unbiased(size):
         layer(part.unsqueeze(2).expand(-1, -1, 2))
     twice = x.repeat(2, 1)
     torch.testing.assert_close(layer.running_var, twice.var(0, correction=1), rtol=1e-12, atol=1e-12)
-
-
-def test_nine_samples_in_four_chunks_are_three_micro_batches_and_a_commit():
-    """Torchgpipe waits for the fourth, and mixes mini-batches."""
-    plain, layer = layers(4)
-    for x in (samples(9), samples(9) * 2):
-        parts = x.chunk(4)
-        assert len(parts) == 3
-        for part in parts:
-            layer(part)
-        client.commit_running_statistics(layer)
-        plain(x)
-        assert_equal(layer, plain)
 
 
 def test_a_commit_with_nothing_pending_changes_nothing():
@@ -115,13 +92,6 @@ def test_a_commit_with_nothing_pending_changes_nothing():
     assert_equal(layer, plain)
 
 
-@pytest.mark.parametrize("chunks", [2, 4])
-def test_a_cumulative_average_is_over_mini_batches(chunks):
-    plain, layer = layers(chunks, momentum=None)
-    for factor in (1, 2, 3):
-        check_moves_as_whole(plain, layer, (samples(8) * factor).chunk(chunks))
-
-
 def test_a_large_mean_costs_no_digits():
     plain, layer = layers(4, momentum=1.0)
     x = samples(8) + 1e4
@@ -129,24 +99,6 @@ def test_a_large_mean_costs_no_digits():
     for part in x.chunk(4):
         layer(part)
     torch.testing.assert_close(layer.running_var, plain.running_var, rtol=1e-8, atol=0)
-
-
-@REENTRANT
-def test_alone_what_a_checkpoint_computes_again_is_not_counted(reentrant):
-    """As torchgpipe's: each micro-batch runs twice."""
-    plain, layer = layers(3)
-    x = samples(9)
-    plain(x)
-    for part in x.chunk(3):
-        checkpoint(layer, part.requires_grad_(), use_reentrant=reentrant).pow(3).sum().backward()
-    assert_equal(layer, plain)
-
-
-@REENTRANT
-def test_members_do_not_count_what_a_checkpoint_computes_again(members, reentrant):
-    for found, expected in members(2, deferred_programs.recomputed, SHARES, reentrant):
-        assert_equal(found, expected)
-        assert found["1.num_batches_tracked"] == 1
 
 
 @pytest.mark.parametrize("sizes", [SHARES, ONE_EMPTY], ids=["unequal", "empty"])
@@ -257,18 +209,6 @@ def test_what_is_pending_is_no_state():
     assert not unmoved(layer)
 
 
-def test_a_copy_counts_for_itself():
-    plain, layer = layers(2)
-    x = samples(8)
-    plain(x)
-    twin = copy.deepcopy(layer)
-    for part in x.chunk(2):
-        for each in (layer, twin):
-            each(part)
-    assert_equal(layer, plain)
-    assert_equal(twin, plain)
-
-
 @pytest.mark.parametrize(
     "replace",
     [
@@ -317,20 +257,6 @@ def test_another_number_of_chunks_ends_the_mini_batch():
     layer.chunks = 1
     assert_equal(layer, plain)
     check_moves_as_whole(plain, layer, [x])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: client.convert_model(nn.LazyBatchNorm1d(dtype=torch.float64), chunks=2),
-        lambda: client.LazySynchronizedBatchNorm1d(dtype=torch.float64, chunks=2),
-        lambda: client.SynchronizedBatchNorm1d(3, dtype=torch.float64, chunks=2),
-        lambda: client.SynchronizedBatchNorm(3, dtype=torch.float64, chunks=2),
-    ],
-    ids=["converted lazy", "lazy", "ordinary", "any dimension"],
-)
-def test_layers_made_by_hand_and_lazy_ones(make):
-    check_moves_as_whole(nn.BatchNorm1d(3).double(), make(), samples(8).chunk(2))
 
 
 @pytest.mark.parametrize(("chunks", "kind"), [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)])
@@ -388,15 +314,3 @@ def test_torch_func_moves_the_buffers_it_is_given():
         torch.func.grad(loss)(parameters, given, part)
     assert_equal({name: value.numpy() for name, value in given.items()}, plain)
     assert unmoved(layer)
-
-
-def test_a_whole_network_with_accumulated_gradients():
-    """The first layer sees the same values in pieces as in one; deeper ones normalise other values by then."""
-    plain = network()
-    model = client.convert_model(copy.deepcopy(plain), chunks=3)
-    x = batch(9)
-    plain(x)
-    for part in x.chunk(3):
-        model(part).square().sum().backward()
-    assert_equal(model[1], plain[1])
-    assert model[5].num_batches_tracked == 1

@@ -18,7 +18,7 @@ from client.elastic.commit_reports import Report
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import COMMIT, STATE, ElasticState, MembersChanged, run_elastic
 from client.serialization.packing import pack
-from statsd_bn.errors import ConfigurationError, ProtocolError, ReplicaLost, RoundMismatch
+from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch
 from support.elastic_threads import Job, World, own_connections, use
 from support.memory_members import MemoryMaster, in_threads, outcome, wait_until
 
@@ -50,26 +50,19 @@ def test_every_sample_is_learnt_once_in_each_epoch(job, fate):
     assert learnt == dict.fromkeys(learnt, [float(job.epochs)] * job.samples)
 
 
-def test_the_batch_that_one_member_has_more_is_learnt_by_all():
-    learnt = World(Job(samples=5, batch=1, commit_every=1, epochs=1)).run(2, {}, {})
-    assert learnt == {0: [1.0] * 5, 1: [1.0] * 5}
-
-
-def test_a_newcomer_takes_over_what_the_others_have():
-    learnt = World(Job(samples=8, batch=1, commit_every=1, epochs=2)).run(2, {}, {2: (0, 4)})
-    assert learnt == {0: [2.0] * 8, 1: [2.0] * 8, 2: [2.0] * 8}
-
-
-def test_a_new_process_with_the_number_of_a_lost_one_is_not_taken_for_it():
-    # Member 1 dies in the second batch that is not committed yet; its successor comes before the others commit.
-    learnt = World(Job(samples=12, batch=1, commit_every=3, epochs=1)).run(2, {1: 3}, {1: (0, 4)})
-    assert learnt == {0: [1.0] * 12, 1: [1.0] * 12}
-
-
-def test_the_others_take_over_anothers_state_where_the_one_who_has_it_dies():
-    # Member 0 is the one whose first state all take over: its second round.
-    learnt = World(Job(samples=6, batch=2, commit_every=1, epochs=1)).run(3, {0: 1}, {})
-    assert learnt == {1: [1.0] * 6, 2: [1.0] * 6}
+@pytest.mark.parametrize(
+    ("job", "fate", "ranks"),
+    [
+        pytest.param(Job(5, 1, 1, 1), (2, {}, {}), (0, 1), id="one member has a batch more"),
+        pytest.param(Job(8, 1, 1, 2), (2, {}, {2: (0, 4)}), (0, 1, 2), id="a newcomer takes over the state"),
+        # Member 1 dies in the second batch that is not committed yet; its successor comes before the others commit.
+        pytest.param(Job(12, 1, 3, 1), (2, {1: 3}, {1: (0, 4)}), (0, 1), id="a successor is not the lost one"),
+        # All take over member 0's first state: it dies in its second round.
+        pytest.param(Job(6, 2, 1, 1), (3, {0: 1}, {}), (1, 2), id="the one who has the state dies"),
+    ],
+)
+def test_every_sample_is_learnt_once_whatever_happens(job, fate, ranks):
+    assert World(job).run(*fate) == dict.fromkeys(ranks, [float(job.epochs)] * job.samples)
 
 
 @pytest.fixture
@@ -153,29 +146,6 @@ def test_a_tensor_stays_on_its_members_device(together):
     assert together(2, begin) == [("cpu", "cpu", 2, 3), ("meta", "meta", 2, 3)]
 
 
-def test_restore_goes_back_to_the_last_commit(together):
-    def there_and_back(_: Connection) -> Any:
-        model = nn.Linear(1, 1, bias=False)
-        state = ElasticState(model, torch.optim.SGD(model.parameters(), lr=1.0), ElasticSampler(range(4)), seen=[])
-        state.sync()
-        state.sampler.record_batch(0, 1)
-        state.seen.append("kept")
-        nn.init.constant_(model.weight, 5.0)
-        state.commit()
-        state.sampler.record_batch(1, 1)
-        state.seen.append("undone")
-        nn.init.constant_(model.weight, 6.0)
-        state.restore()
-        state.seen.append("undone as well")
-        state.restore()
-        return model.weight.item(), state.seen, state.sampler.processed_indices
-
-    first, second = together(2, there_and_back)
-    assert first == second
-    assert first[:2] == (5.0, ["kept"])
-    assert len(first[2]) == 2
-
-
 def test_a_batch_that_was_not_recorded_does_not_change_the_shares(together):
     def skip_one(connection: Connection) -> Any:
         state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(12)))
@@ -250,7 +220,7 @@ def test_who_has_come_and_gone_is_said(together):
 def test_alone_it_commits_and_restores_without_a_connection():
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    state = ElasticState(model, sampler=ElasticSampler(range(3)), epoch=0)
+    state = ElasticState(model, sampler=ElasticSampler(range(3)), epoch=0, seen=[])
 
     def train(state: ElasticState) -> list[int]:
         state.sampler.record_batch(0, 2)
@@ -258,11 +228,13 @@ def test_alone_it_commits_and_restores_without_a_connection():
         state.commit()
         nn.init.constant_(model.weight, 2.0)
         state.epoch = 2
-        state.restore()
+        for _ in range(2):
+            state.seen.append("undone")
+            state.restore()
         return state.sampler.processed_indices
 
     assert len(run_elastic(train, state)) == 2
-    assert (state.epoch, model.weight.item()) == (1, 1.0)
+    assert (state.epoch, model.weight.item(), state.seen) == (1, 1.0, [])
 
 
 def test_one_that_comes_when_nobody_is_left_who_has_the_state_begins_no_training_of_its_own():
@@ -354,13 +326,6 @@ def test_a_state_that_does_not_fit_is_refused_and_says_nothing_to_a_terminal(tog
     assert what in error.message
     told = "".join(traceback.format_exception(error))
     assert "\x1b" not in told
-
-
-def test_a_strict_connection_is_refused():
-    with own_connections(), MemoryMaster().connect(0, 1) as connection:
-        use(connection)
-        with pytest.raises(ConfigurationError, match="expected an elastic connection, got a strict one"):
-            run_elastic(lambda _: None, ElasticState(nn.Linear(1, 1)))
 
 
 @pytest.mark.parametrize("name", ["commit", "restore", "sync", "_members"])

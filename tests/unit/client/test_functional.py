@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch.autograd import gradcheck
 
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
 from client.lanes.in_process import LocalPipe
 from client.lanes.zeromq import SlavePipe
-from support.memory_members import MemoryMaster, run_members
+from support.memory_members import run_members
 
 SIZES = (3, 1, 2)
 
@@ -43,18 +42,6 @@ def slices(inputs, weights, biases):
     return [Slice(*parts) for parts in zip(inputs, weights, biases, strict=True)]
 
 
-@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
-def test_gradients_of_inputs_weights_and_biases_across_replicas(eps_mode):
-    inputs, weights, biases = tensors()
-    leaves = [tensor.requires_grad_() for tensor in (*inputs, weights[0], biases[0])]
-
-    def run(*leaves):
-        thirds = leaves[:3], [leaves[3]] * 3, [leaves[4]] * 3
-        return tuple(batch_norm(slices(*thirds), exchange(eps_mode=eps_mode)))
-
-    assert gradcheck(run, leaves)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
 @pytest.mark.parametrize(
     ("transform", "words"),
@@ -69,34 +56,6 @@ def test_what_torch_func_cannot_make_of_it_is_said_in_its_own_words(transform, w
     inputs, weights, biases = tensors((4,))
     with pytest.raises(NotImplementedError, match=f"synchronised batch norm .*{words}"):
         transform(lambda x: batch_norm(slices([x], weights, biases), exchange())[0], inputs[0])
-
-
-def test_gradients_through_members_of_a_master():
-    """Each member's backward is compared with autograd's on the whole batch."""
-    inputs, weights, biases = tensors()
-    factors = [torch.randn_like(x) for x in inputs]
-
-    def member(connection):
-        number = connection.rank
-        x, weight, bias = (part[number].clone().requires_grad_() for part in (inputs, weights, biases))
-        (output,) = batch_norm([Slice(x, weight, bias)], exchange(SlavePipe(connection, "bn")))
-        (output * factors[number]).sum().backward()
-        return x.grad, weight.grad, bias.grad
-
-    found = run_members(3, member)
-    leaves = [tensor.clone().requires_grad_() for tensor in (*inputs, *weights, *biases)]
-    whole = torch.cat(leaves[:3])
-    mean, variance = whole.mean((0, 2), keepdim=True), whole.var((0, 2), correction=0, keepdim=True)
-    normal = ((whole - mean) / (variance + 1e-5).sqrt()).split(SIZES)
-    loss = sum(
-        ((x * weight.view(1, -1, 1) + bias.view(1, -1, 1)) * factor).sum()
-        for x, weight, bias, factor in zip(normal, leaves[3:6], leaves[6:], factors, strict=True)
-    )
-    loss.backward()
-    for number, (x_grad, weight_grad, bias_grad) in enumerate(found):
-        torch.testing.assert_close(x_grad, leaves[number].grad)
-        torch.testing.assert_close(weight_grad, leaves[3 + number].grad)
-        torch.testing.assert_close(bias_grad, leaves[6 + number].grad)
 
 
 def test_all_replicas_share_one_node_one_round_forward_and_one_backward():
@@ -168,44 +127,6 @@ def test_outputs_may_be_changed_in_place():
     whole = torch.cat([x.detach() for x in inputs]).requires_grad_()
     (torch.relu(torch.nn.functional.batch_norm(whole, None, None, training=True)) * 2).sum().backward()
     torch.testing.assert_close(torch.cat([x.grad for x in inputs]), whole.grad)
-
-
-def test_an_empty_slice_takes_part_forward_and_backward():
-    inputs, weights, biases = tensors((3, 0, 2))
-    for x in inputs:
-        x.requires_grad_()
-    call = exchange()
-    outputs = batch_norm(slices(inputs, weights, biases), call)
-    assert call.moments.count == 15
-    assert outputs[1].shape == (0, 2, 3)
-    sum((output * output).sum() for output in outputs).backward()
-    assert inputs[1].grad.shape == (0, 2, 3)
-
-
-def test_one_value_per_channel_over_all_replicas_is_refused_everywhere():
-    one = torch.ones(1, 2)
-    with pytest.raises(ValueError, match="layer 'bn': expected more than 1 value per channel over all replicas"):
-        batch_norm([Slice(one, None, None), Slice(torch.empty(0, 2), None, None)], exchange())
-
-    def member(connection):
-        mine = one if connection.rank == 0 else torch.empty(0, 2)
-        with pytest.raises(ValueError, match="expected more than 1 value"):
-            batch_norm([Slice(mine, None, None)], exchange(SlavePipe(connection, "bn")))
-        return True
-
-    assert run_members(2, member, MemoryMaster()) == [True, True]
-
-
-def test_one_value_per_replica_is_enough_when_the_whole_batch_has_more():
-    outputs = batch_norm([Slice(torch.tensor([[v]]), None, None) for v in (1.0, 3.0)], exchange())
-    torch.testing.assert_close(torch.cat(outputs), torch.tensor([[-1.0], [1.0]]), rtol=1e-4, atol=1e-4)
-
-
-def test_no_values_at_all_give_empty_outputs():
-    call = exchange()
-    outputs = batch_norm([Slice(torch.empty(0, 2), None, None)] * 2, call)
-    assert call.moments.count == 0
-    assert [output.shape for output in outputs] == [(0, 2)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

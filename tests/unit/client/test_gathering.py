@@ -49,18 +49,6 @@ def test_little_data_takes_one_round():
     assert run_members(3, rounds) == [1, 1, 1]
 
 
-def test_processes_gather_through_a_real_server(members):
-    results = members(3, _gather_twice)
-    assert results == [([b"m0", b"m1m1", b"m2m2m2"], [BEYOND_FIRST, 2 * BEYOND_FIRST, 3 * BEYOND_FIRST])] * 3
-
-
-def _gather_twice(connection: Connection) -> tuple[list[bytes], list[int]]:
-    mine = connection.rank
-    small = connection.all_gather("names", f"m{mine}".encode() * (mine + 1))
-    large = connection.all_gather("weights", bytes(BEYOND_FIRST * (mine + 1)))
-    return list(small.values()), [len(data) for data in large.values()]
-
-
 def test_after_a_backward_round_a_gather_begins_a_step():
     def steps(connection: Connection) -> list[int]:
         forward = connection.exchange("bn", ROW)

@@ -16,7 +16,6 @@ from client.connection.groups import Group
 from client.conversation import registration
 from client.lanes.in_process import LocalPipe
 from client.lanes.zeromq import SlavePipe
-from programs import member_programs
 from server.cli.status import ask
 from statsd_bn import Rows, limits
 from statsd_bn.errors import (
@@ -379,26 +378,6 @@ def test_a_backward_round_stays_in_its_group():
         return pipe.run_slave(row(10.0**connection.rank), forward.key.of_phase(BACKWARD)).values.item()
 
     assert run_members(4, program) == [11.0, 11.0, 1100.0, 1100.0]
-
-
-def test_the_members_of_two_hosts_form_two_groups():
-    hosts = [groups.local({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": rank}) for rank in "01"]
-    assert run_members(4, lambda c: total(c, hosts[c.rank // 2])) == [11.0, 11.0, 1100.0, 1100.0]
-
-
-def test_the_rule_asks_the_environment(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("GROUP_RANK", "7")
-    master = MemoryMaster()
-    with connected(master, 2) as pair:
-        assert in_threads([lambda c=c: total(c, "local") for c in pair]) == [11.0, 11.0]
-        assert master.members("local node 7") == [0, 1]
-
-
-def test_processes_form_groups_through_the_server(members):
-    world = 1111.0
-    expected = [[pair, world, pair] for pair in (11.0, 11.0, 1100.0, 1100.0)]
-    assert members(4, member_programs.sum_in_pairs_and_world) == expected
 
 
 # Registering.

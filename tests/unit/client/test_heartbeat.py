@@ -372,10 +372,6 @@ def test_a_script_that_never_closes_ends_all_the_same(server, job, how):
     subprocess.run([sys.executable, "-c", UNTIDY, server.endpoint, how, job], check=True, timeout=100)
 
 
-def test_the_frame_is_a_heartbeat_of_the_session():
-    assert decode(a_session().heartbeat()) == HeartbeatMessage(b"session0")
-
-
 def test_a_session_says_its_lane_as_soon_as_it_is_another_one():
     """One that takes part in rounds sends no heartbeats otherwise."""
     pulse, session = Pulse(), a_session()

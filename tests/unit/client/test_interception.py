@@ -1,6 +1,5 @@
 """Interceptions: what a subclass's `forward` hands to `batch_norm` is found wherever it does so."""
 
-import copy
 import sys
 
 import pytest
@@ -159,24 +158,11 @@ def _hook(layer):
     layer.act.register_forward_hook(lambda _, __, x: normalised(layer, x.sin()))
 
 
-def _pre_hook(layer):
-    layer.act.register_forward_pre_hook(lambda _, x: normalised(layer, x[0].sin()))
-
-
 def _child(layer):
     layer.act = Again(layer)
 
 
-def _function(layer):
-    del layer.act
-    layer.act = lambda x: normalised(layer, x.sin())
-
-
-def _forward_of_child(layer):
-    layer.act.forward = lambda x: normalised(layer, x.sin())
-
-
-@pytest.mark.parametrize("change", [_hook, _pre_hook, _child, _function, _forward_of_child])
+@pytest.mark.parametrize("change", [_hook, _child])
 def test_what_it_calls_with_the_layers_tensors_is_synchronised(change, handed):
     """A single replica, since what was given is bound to this one layer."""
     converted = client.convert_model(LikeTimms())
@@ -218,26 +204,6 @@ def test_a_mode_of_the_users_may_run_another_layer(handed):
     with OnceBefore(lambda: inner(batch(1))):
         outer(batch())
     assert handed == [inner, outer]
-
-
-@pytest.mark.parametrize("kind", [LikeTimms, Below])
-def test_a_class_may_get_another_forward(kind, monkeypatch):
-    whole, converted = pair(kind)
-    converted(batch())
-    whole(batch())
-    monkeypatch.setattr(kind, "forward", lambda self, x: normalised(self, normalised(self, x).sin()))
-    check_synchronised(whole, converted)
-
-
-def test_a_class_without_a_forward_may_get_one(monkeypatch):
-    class Derived(LikeTimms):
-        pass
-
-    whole, converted = pair(Derived)
-    converted(batch())
-    whole(batch())
-    monkeypatch.setattr(Derived, "forward", lambda self, x: LikeTimms.forward(self, x) + 100)
-    check_synchronised(whole, converted)
 
 
 def test_nothing_is_left_of_a_call_that_raises():
@@ -311,15 +277,6 @@ def test_torch_compile_traces_the_original(kind):
     compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(batch()), whole(batch()))
     torch.testing.assert_close([*converted.buffers()], [*whole.buffers()])
-
-
-def test_a_graph_that_breaks_by_a_value_stays_synchronised(handed):
-    """A cumulative average asks for the value of a tensor."""
-    whole = LikeTimms(momentum=None)
-    compiled = torch.compile(client.convert_model(copy.deepcopy(whole)), backend="aot_eager")
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(batch()), whole(batch()))
-    assert handed
 
 
 def test_a_graph_that_breaks_in_a_forward_stays_synchronised(handed):

@@ -114,11 +114,6 @@ def test_it_may_have_no_bias(kind):
     assert layer.weight is not None
 
 
-def test_an_unknown_eps_mode_is_named():
-    with pytest.raises(ValueError, match=r"eps_mode: expected one of \('plus', 'clamp'\), got 'minus'"):
-        client.LazySynchronizedBatchNorm2d(eps_mode="minus")
-
-
 @pytest.mark.parametrize("when", ["before its first forward", "after its first forward", "after torch's first forward"])
 def test_it_loads_the_state_of_an_ordinary_one(when):
     """Torch's then never sets `num_features`."""

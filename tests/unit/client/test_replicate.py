@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import client
-from client import CallbackContext, DataParallelWithCallback
+from client import DataParallelWithCallback
 from client.data_parallel import any_device
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 
@@ -29,22 +29,6 @@ class Recorder(nn.Module):
 def calls():
     Recorder.calls.clear()
     return Recorder.calls
-
-
-def test_callbacks_come_copy_by_copy_and_copies_of_a_submodule_share_a_context(calls):
-    replicas = [nn.Sequential(Recorder(), nn.ReLU(), Recorder()) for _ in range(3)]
-    client.execute_replication_callbacks(replicas)
-    assert [copy_id for _, copy_id in calls] == [0, 0, 1, 1, 2, 2]
-    first, second = (calls[0][0], calls[1][0])
-    assert isinstance(first, CallbackContext)
-    assert first is not second
-    assert [context for context, _ in calls] == [first, second] * 3
-
-
-def test_data_parallel_with_callback_calls_back(calls):
-    wrapped = DataParallelWithCallback(nn.Sequential(Recorder()), ["cpu"] * 4)
-    wrapped(torch.ones(8, 2))
-    assert [copy_id for _, copy_id in calls] == [0, 1, 2, 3]
 
 
 def test_only_as_many_replicas_as_the_batch_feeds(calls):
@@ -105,17 +89,6 @@ def test_a_compiled_part_without_synchronised_layers_has_replicas():
     torch.testing.assert_close(*results)
 
 
-def test_patching_a_data_parallel_gives_it_callbacks(calls, monkeypatch):
-    wrapped = nn.DataParallel(nn.Sequential(Recorder(), nn.ReLU()))
-    monkeypatch.setattr(wrapped, "replicate", lambda module, devices: [module for _ in devices])
-    client.patch_replication_callback(wrapped)
-    wrapped.device_ids = ["cpu"] * 2
-    replicas = wrapped.replicate(wrapped.module, wrapped.device_ids)
-    assert [copy_id for _, copy_id in calls] == [0, 1]
-    outputs = wrapped.parallel_apply(replicas, [(torch.ones(1),)] * 2, [{}] * 2)
-    assert torch.cat(outputs).tolist() == [1.0, 1.0]
-
-
 def test_patching_again_calls_back_no_more_often(calls):
     wrapped = DataParallelWithCallback(nn.Sequential(Recorder()), ["cpu"] * 2)
     client.patch_replication_callback(wrapped)
@@ -126,11 +99,6 @@ def test_patching_again_calls_back_no_more_often(calls):
     once = plain.replicate
     client.patch_replication_callback(plain)
     assert plain.replicate is once
-
-
-def test_patching_anything_else_is_refused():
-    with pytest.raises(TypeError, match=r"expected an nn.DataParallel, got Linear"):
-        client.patch_replication_callback(nn.Linear(1, 1))
 
 
 class Raiser(nn.Module):
@@ -205,13 +173,6 @@ def test_each_replica_has_gradients_or_not_by_its_own_mode_whoever_comes_last(la
     (nn.BatchNorm1d(1)(torch.cat([whole[:2], whole[2:].detach()]))[:2] * factors[:2]).sum().backward()
     torch.testing.assert_close(x.grad, whole.grad)
     torch.testing.assert_close(model.bn.bias.grad, factors[:2].sum(0))
-
-
-def test_replica_0_keeps_the_running_statistics_in_the_module():
-    layer = client.SynchronizedBatchNorm1d(2)
-    DataParallelWithCallback(layer, ["cpu"] * 3)(torch.randn(6, 2) + 4)
-    assert layer.num_batches_tracked == 1
-    assert (layer.running_mean > 0.2).all()
 
 
 def test_the_weights_of_a_recurrent_layer_are_on_the_device_of_its_replica():

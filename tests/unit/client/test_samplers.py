@@ -10,7 +10,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
@@ -19,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from client import DDPHandler
 from client.training.data_loaders import KEPT
 from statsd_bn.errors import ConfigurationError
-from support.memory_members import MemoryMaster, in_threads, run_members
+from support.memory_members import MemoryMaster, in_threads
 from support.sentences import says
 
 SAMPLES = list(range(10))
@@ -82,17 +81,6 @@ def test_every_loader_that_is_there_is_replaced_and_shuffled_as_it_was():
     assert loop.validation_loader is None
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_the_members_samples_together_are_all_samples(shuffle):
-    parts = []
-    for rank in range(2):
-        loader, sampler = DDPHandler.build_loader_sampler(DataLoader(SAMPLES, batch_size=2), shuffle, 2, rank)
-        assert loader.sampler is sampler
-        parts += samples(loader)
-    assert sorted(parts) == SAMPLES
-    assert (parts == sorted(parts, key=lambda sample: sample % 2)) == (not shuffle)
-
-
 def test_everything_a_loader_was_made_with_stays():
     options = {
         "batch_size": 3,
@@ -119,12 +107,6 @@ def test_a_loader_without_batches_gives_single_samples_of_one_member():
         DataLoader(SAMPLES, batch_size=None), shuffle=False, world_size=2, rank=1
     )
     assert list(loader) == [1, 3, 5, 7, 9]
-
-
-@pytest.mark.parametrize("rank", [-1, 4, 5])
-def test_a_rank_outside_the_world_is_refused(rank):
-    with pytest.raises(ValueError, match=f"rank: expected at least 0 and less than world_size, 4, got {rank}"):
-        DDPHandler.build_loader_sampler(DataLoader(SAMPLES), shuffle=False, world_size=4, rank=rank)
 
 
 @pytest.mark.parametrize(
@@ -162,15 +144,6 @@ def test_the_epoch_is_set_by_hand_where_there_are_no_callbacks():
     assert loop.train_loader.sampler.epoch == loop.validation_loader.sampler.epoch == 1
 
 
-def test_the_epoch_is_set_by_a_callback_that_the_loops_handler_takes():
-    loop = train_loop(train=DataLoader(SAMPLES, shuffle=True), test=DataLoader(SAMPLES))
-    loop.callbacks_handler = CallbacksHandler(loop)
-    DDPHandler(loop).add_distributed_samplers(2, 0)
-    for epoch in (0, 5, 7):
-        loop.callbacks_handler.begin_epoch(epoch)
-        assert loop.train_loader.sampler.epoch == loop.test_loader.sampler.epoch == epoch
-
-
 def test_a_handler_that_takes_any_callback_needs_no_base_class():
     registered = []
     loop = train_loop(train=DataLoader(SAMPLES))
@@ -200,21 +173,6 @@ def test_a_sampler_that_gets_lost_is_warned_of():
         DDPHandler(loop).add_distributed_samplers(2, 0)
     assert told[0].filename == __file__
     assert not loop.train_loader.sampler.shuffle
-
-
-def test_world_size_and_rank_are_those_of_the_connection():
-    def split(connection):
-        loop = train_loop(train=DataLoader(SAMPLES, batch_size=5))
-        DDPHandler(loop, connection=connection).add_distributed_samplers()
-        return samples(loop.train_loader)
-
-    assert run_members(2, split) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
-
-
-def test_without_a_connection_the_process_is_alone():
-    loop = train_loop(train=DataLoader(SAMPLES, sampler=RandomSampler(SAMPLES)))
-    DDPHandler(loop).add_distributed_samplers()
-    assert sorted(samples(loop.train_loader)) == SAMPLES
 
 
 def test_in_an_elastic_job_the_ranks_are_those_that_are_there():

@@ -109,15 +109,6 @@ def echo(tmp_path):
     assert not thread.is_alive()
 
 
-def test_frames_travel_over_zeromq(echo):
-    transport = ZmqTransport(echo)
-    with transport.channel() as channel:
-        channel.send(b"there and back")
-        assert channel.receive(10.0) == b"there and back"
-        assert channel.receive(0.01) is None
-    transport.close()
-
-
 def test_closing_wakes_a_thread_that_waits(echo):
     transport = ZmqTransport(echo)
     results = []
