@@ -11,7 +11,6 @@ from statsd_bn.errors import ConfigurationError
 from statsd_bn.keys import PublicKey
 from statsd_bn.messages import (
     Aggregate,
-    Contribution,
     Failure,
     Heartbeat,
     Leave,
@@ -183,15 +182,6 @@ def test_the_keys_of_a_tenant_leave_as_many_groups_as_they_have():
     answers = [begin(number, keys[number % 4]) for number in range(32)]
     assert [type(answer).__name__ for answer in answers] == ["Registered"] * 8 + ["Failure"] * 24
     assert isinstance(begin(99, Tenant("another", "its key", ("*",))), Registered)
-
-
-def test_a_server_without_keys_asks_for_none():
-    dispatcher = Dispatcher(b"server-0", 0.0)
-    (first,) = dispatcher.receive(0.0, b"one", encode(register(0, 1))).replies
-    assert isinstance(decode(first[1]), Registered)
-    message: Contribution = contribution(0)
-    (answer,) = dispatcher.receive(0.0, b"another", encode(message)).replies
-    assert isinstance(decode(answer[1]), Aggregate)
 
 
 def test_two_clients_with_one_key_are_refused_by_name():

@@ -154,15 +154,6 @@ def test_while_one_member_runs_nobody_is_stuck_until_the_deadline():
     assert {whom: answer.code for whom, answer in told.items()} == {b"0": "timeout", b"1": "timeout"}
 
 
-def test_members_that_wait_for_one_that_runs_are_not_stuck():
-    """Member 2 evaluates: it sits outside of all rounds, and its deadline applies."""
-    job = Job(3)
-    for member in (0, 1):
-        job.bring(member, A)
-    assert job.wait(30.0) == {}
-    assert set(job.bring(2, A)) == {b"0", b"1", b"2"}
-
-
 def test_threads_of_two_members_in_opposite_orders_are_not_stuck():
     job = Job(2)
     job.bring(0, A, "a")
@@ -315,15 +306,6 @@ def test_members_of_two_groups_may_wait_for_one_another():
     assert [told[whom].key for whom in (b"0", b"1")] == [PAIR, A]
 
 
-def test_stuck_are_some_although_another_waits_for_them_and_for_one_that_runs():
-    job = Job(4)
-    job.open("left", 0, 1)
-    job.bring(0, key("layer1.bn", group="left"))
-    job.bring(1, key("layer2.bn", group="left"))
-    job.bring(2, A)
-    assert mismatches(job.wait(QUIET)) == {b"0", b"1"}
-
-
 def test_a_ring_of_groups():
     """0 waits for 1, 1 for 2, and 2 for 0; member 3 waits for them all, and member 4 could not help."""
     job = Job(5)
@@ -334,25 +316,6 @@ def test_a_ring_of_groups():
     job.open("with", 3, 0)
     job.bring(3, key(group="with"))
     assert mismatches(job.wait(QUIET)) == {b"0", b"1", b"2", b"3"}
-
-
-def test_a_group_of_members_that_are_not_stuck_goes_on():
-    job = Job(4)
-    job.open("left", 0, 1)
-    job.open("rest", 2, 3)
-    job.bring(0, key("layer1.bn", group="left"))
-    job.bring(1, key("layer2.bn", group="left"))
-    job.bring(2, key("layer1.bn", group="rest"))
-    assert mismatches(job.wait(QUIET)) == {b"0", b"1"}
-    assert set(job.bring(3, key("layer1.bn", group="rest"))) == {b"2", b"3"}
-
-
-def test_one_that_waits_in_another_group_for_a_runner_keeps_all_from_being_stuck():
-    job = Job(3)
-    job.open("pair", 1, 2)
-    job.bring(0, A)
-    job.bring(1, PAIR)
-    assert job.wait(30.0) == {}
 
 
 def test_members_may_wait_for_a_group_to_open_and_for_one_another():

@@ -5,9 +5,8 @@ from itertools import product
 import pytest
 
 from server.membership import life
-from server.membership.life import Event, GroupState, MemberState, Move, Policy, Told
+from server.membership.life import Event, GroupState, MemberState, Policy, Told
 from server.membership.membership import Membership
-from statsd_bn.errors import ReplicaLost
 from support.strategies import register
 
 MOVES = life._MOVES
@@ -72,17 +71,6 @@ def test_no_case_is_in_the_table_twice(monkeypatch):
 # The code does what the table says: with another table it does something else.
 
 
-@pytest.fixture
-def change(monkeypatch):
-    """Changes what follows from one case."""
-
-    def change_one(move: Move, *case):
-        assert MOVES[case] != move
-        monkeypatch.setitem(MOVES, case, move)
-
-    return change_one
-
-
 def full(size: int = 2, min_members: int = 0) -> Membership:
     group = Membership(register(0, size, min_members=min_members))
     for member in range(size):
@@ -94,40 +82,6 @@ def open_group(min_members: int = 0) -> Membership:
     group = full(min_members=min_members)
     assert group.settle(0.0)
     return group
-
-
-def test_the_table_decides_whether_a_group_opens(change):
-    stays = Move(GroupState.FILLING, None, Told.NOBODY)
-    change(stays, Policy.STRICT, GroupState.FILLING, Event.NOBODY_IS_MISSING, None)
-    group = full()
-    assert not group.settle(0.0)
-    assert (group.is_open, group.has_opened) == (False, False)
-
-
-def test_the_table_decides_whether_a_strict_group_breaks(change):
-    stays = Move(GroupState.OPEN, MemberState.LOST, Told.NOBODY)
-    change(stays, Policy.STRICT, GroupState.OPEN, Event.IS_LOST, MemberState.TAKES_PART)
-    group = open_group()
-    contributor = group.contributors[0]
-    assert isinstance(group.lose(contributor, "boom"), ReplicaLost)
-    assert (group.state, contributor.state, group.lost, group.news) == (GroupState.OPEN, MemberState.LOST, None, [])
-
-
-def test_the_table_decides_whether_an_elastic_group_breaks(change):
-    breaks = Move(GroupState.BROKEN, MemberState.LOST, Told.BROKEN)
-    change(breaks, Policy.ELASTIC, GroupState.OPEN, Event.IS_LOST, MemberState.TAKES_PART)
-    group = open_group(min_members=1)
-    error = group.lose(group.contributors[0], "boom")
-    assert (group.state, group.lost, group.news) == (GroupState.BROKEN, error, [Told.BROKEN])
-
-
-def test_the_table_decides_who_is_refused(change):
-    change(
-        Move(GroupState.OPEN, None, Told.REFUSED_LATE), Policy.ELASTIC, GroupState.OPEN, Event.ARRIVES, MemberState.NEW
-    )
-    group = open_group(min_members=1)
-    with pytest.raises(ReplicaLost, match="came back too late"):
-        group.admit(0.0, register(2, 2, min_members=1), b"")
 
 
 def test_a_broken_group_knows_whether_it_had_been_open():

@@ -340,14 +340,6 @@ def test_a_member_that_closes_a_channel_is_tried_at_its_beacon_and_lives(clock):
     assert clock.present == [1]
 
 
-def test_a_member_without_a_beacon_yet_is_tried_where_it_last_spoke(clock):
-    clock.open(2)
-    clock.beat(0)
-    assert clock.cut(beacon(0)) == [peer(0)]
-    clock.pass_time(2.0, alive=(1,))
-    assert clock.present == [0, 1]
-
-
 @pytest.mark.parametrize("told", [ROUND_TRIPS, LATENESS, DIGEST])
 def test_what_comes_behind_a_heartbeat_hides_no_other_address(clock, told):
     clock.open(2)

@@ -10,14 +10,12 @@ from server.core.report import group as report_of
 from server.group.master import SyncMaster
 from server.limits.account import GROUP_BYTES, MEMBER_BYTES
 from server.rounds import results
-from server.rounds.rounds import FutureResult, Reply, Round, State, failure
+from server.rounds.rounds import FutureResult, Reply, Round, failure
 from statsd_bn import limits
-from statsd_bn.errors import DuplicateMember, LimitExceeded, ReplicaLost, StatsdBNError
-from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Failure, Heartbeat, Registered
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.messages import Aggregate, Failure, Heartbeat
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
-from statsd_bn.tokens import digest
 from statsd_bn.wire import decode
 from support.strategies import KEY, contribution, key, register, rows
 
@@ -82,52 +80,6 @@ def left_to_right(values: Iterable[float]) -> bytes:
     for value in rest:
         total = total + value
     return struct.pack("<d", total)
-
-
-def test_a_registered_slave_is_told_whom_the_group_waits_for():
-    group = Group(3, opened=False)
-    ((whom, frame),) = group.join(1)
-    assert whom == peer(1)
-    assert decode(frame) == Registered(digest(group.registration(1).session), SERVER, 0, 0, 2, Members.of([1]))
-    assert group.master.nr_slaves == 1
-
-
-def test_a_group_of_any_numbers_tells_how_many_are_missing_and_who_is_there():
-    master = SyncMaster(SERVER, register(9, 4, group="four"))
-    told_ = [master.register_slave(0.0, register(member, 4, group="four"), peer(member))[1] for member in (9, 3)]
-    answers = [decode(frame) for ((_, frame),) in told_]
-    assert [(answer.missing, tuple(answer.present)) for answer in answers] == [(3, (9,)), (2, (3, 9))]
-    assert report_of(master, 0.0)["missing"] == 2
-
-
-def test_everybody_is_told_when_the_group_opens():
-    group = Group(3, opened=False)
-    group.join(2)
-    group.join(0)
-    replies = group.join(1)
-    assert {whom for whom, _ in replies} == everyone(0, 1, 2)
-    for whom, frame in replies:
-        member = int(whom.split()[1])
-        assert decode(frame) == Registered(
-            digest(group.registration(member).session), SERVER, 0, 0, 0, Members.of(range(3))
-        )
-    assert group.master.nr_slaves == 3
-
-
-def test_registering_again_is_answered_to_that_slave_only():
-    group = Group(2)
-    replies = group.master.register_slave(0.0, group.registration(0), b"new peer")[1]
-    assert [whom for whom, _ in replies] == [b"new peer"]
-    assert decode(replies[0][1]).missing == 0
-    assert group.master.nr_slaves == 2
-
-
-def test_a_refused_slave_is_not_registered():
-    group = Group(2, opened=False)
-    group.join(0)
-    with pytest.raises(DuplicateMember):
-        group.master.register_slave(0.0, register(0, 2, session=b"stranger"), b"")
-    assert group.master.nr_slaves == 1
 
 
 def test_nobody_is_answered_before_the_last_contribution():
@@ -413,32 +365,6 @@ def test_each_round_has_a_deadline_of_its_own():
     assert {failure.key for failure in told(group.master.expire(15.0)).values()} == {key(call=1)}
 
 
-@pytest.mark.parametrize("cause", ["", "RuntimeError: out of memory"])
-def test_a_slave_that_leaves_breaks_the_open_rounds_for_everyone(cause):
-    group = Group(3)
-    group.bring(0)
-    group.bring(1, key=key("other"))
-    replies = group.leave(2, cause)
-    failures = told(replies)
-    assert set(failures) == everyone(0, 1)
-    assert (failures[peer(0)].key, failures[peer(1)].key) == (KEY, key("other"))
-    for failure_ in failures.values():
-        assert failure_.code == "replica_lost"
-        assert "rank 2 (place 2)" in failure_.message
-        assert cause in failure_.message
-        assert failure_.fields == {"job": "job", "group": "world", "member": 2, "step": 0, "cause": cause}
-
-
-def test_who_contributes_after_a_loss_is_told_too():
-    group = Group(2)
-    group.leave(1, "boom")
-    late = key(step=9)
-    failures = told(group.bring(0, key=late))
-    assert (failures[peer(0)].code, failures[peer(0)].key) == ("replica_lost", late)
-    with pytest.raises(ReplicaLost, match="boom"):
-        group.join(0)
-
-
 def test_a_finished_round_is_still_answered_after_a_loss():
     group = Group(2)
     group.bring(0, 3.0)
@@ -479,34 +405,6 @@ def test_only_so_many_rounds_that_are_over_are_remembered(monkeypatch):
         group.bring(0, key=key(step=step))
     answers = [decode(frame) for step in (3, 2, 1) for _, frame in group.bring(0, key=key(step=step))]
     assert [type(answer) for answer in answers] == [Failure, Failure, Aggregate]
-
-
-def test_stop_tells_who_waits():
-    group = Group(3)
-    group.bring(0)
-    group.bring(2, key=key("other"))
-    failures = told(group.master.stop())
-    assert {whom: (failure.code, failure.key) for whom, failure in failures.items()} == {
-        peer(0): ("master_stopped", KEY),
-        peer(2): ("master_stopped", key("other")),
-    }
-    assert group.master.stop() == []
-
-
-def test_break_all_gives_each_round_its_own_reason():
-    group = Group(2)
-    group.bring(0)
-    group.bring(1, key=key("other"))
-    failures = told(group.master.break_all(lambda key: StatsdBNError(f"no {key.layer}")))
-    assert {whom: failure.message for whom, failure in failures.items()} == {peer(0): "no bn", peer(1): "no other"}
-
-
-def test_a_failed_round_ends_in_the_state_failed():
-    group = Group(2)
-    group.bring(0)
-    group.master.stop()
-    (ended,) = group.master._archive._failed.values()
-    assert ended.state is State.FAILED
 
 
 def test_the_report_tells_what_members_say_of_rounds_without_the_server():
@@ -564,8 +462,3 @@ def test_a_failure_that_is_too_long_for_the_wire_is_cut_between_characters():
     cut = decode(failure(StatsdBNError("x" + "é" * limits.MAX_TEXT_BYTES)))
     assert len(cut.message.encode()) == limits.MAX_TEXT_BYTES - 1
     assert set(cut.message[1:]) == {"é"}
-
-
-def test_a_failure_carries_code_fields_and_key():
-    found = decode(failure(LimitExceeded("too many", limit=3, what="groups"), KEY))
-    assert found == Failure("limit", "too many", {"limit": 3, "what": "groups"}, KEY)

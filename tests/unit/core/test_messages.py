@@ -254,19 +254,6 @@ def test_a_member_that_has_met_no_server_says_so():
     assert (build(Register).server, build(Register).step) == (NO_SERVER, 0)
 
 
-@pytest.mark.parametrize("replicas", [1, limits.MAX_REPLICAS])
-def test_rows_hold_one_row_for_each_replica(replicas):
-    assert Rows((1,) * replicas, np.zeros((replicas, 1, 1))).values.shape == (replicas, 1, 1)
-
-
-def test_a_member_brings_no_more_replicas_than_the_limit():
-    n = limits.MAX_REPLICAS + 1
-    with pytest.raises(
-        ProtocolError, match=f"replicas: expected an integer in \\[1, {limits.MAX_REPLICAS}\\], got {n}"
-    ):
-        Rows((1,) * n, np.zeros((n, 1, 1)))
-
-
 @pytest.mark.parametrize(
     ("kind", "changed", "message"),
     [
@@ -296,13 +283,6 @@ def test_an_error_shows_only_the_beginning_of_a_long_value():
     with pytest.raises(ProtocolError) as caught:
         build(Leave, cause="x" * 100_000)
     assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize("name", ["job", "group", "layer", "phase"])
-def test_text_that_utf8_cannot_carry_is_refused(name):
-    """What an environment variable that is not UTF-8 looks like in Python."""
-    with pytest.raises(ProtocolError, match=name):
-        build(RoundKey, **{name: "caf\udce9"})
 
 
 @pytest.mark.parametrize("kind", SOUND, ids=name_of)

@@ -4,12 +4,9 @@ import struct
 import numpy as np
 import pytest
 
-from server.rounds.rounds import TRANSITIONS, Event, FutureResult, Round, State, failed
-from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch
-from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate
+from server.rounds.rounds import Event, FutureResult, Round, State
+from statsd_bn.errors import ContributionConflict, RoundMismatch
 from statsd_bn.rows import Rows
-from statsd_bn.wire import encode
 from support.strategies import key, rows
 
 KEY = key("layer3.bn", step=7, call=1)
@@ -19,15 +16,6 @@ def a_round(*members: int, seconds: float = 600.0) -> Round:
     return Round(KEY, members, 100.0, seconds)
 
 
-def test_a_round_waits_then_ends_once():
-    assert TRANSITIONS == {
-        (State.WAITING, Event.CONTRIBUTED): State.WAITING,
-        (State.WAITING, Event.WITHDRAWN): State.WAITING,
-        (State.WAITING, Event.COMPLETED): State.REDUCED,
-        (State.WAITING, Event.BROKEN): State.FAILED,
-    }
-
-
 @pytest.mark.parametrize(("state", "event"), [*itertools.product((State.REDUCED, State.FAILED), Event)])
 def test_nothing_happens_to_a_round_that_has_ended(state, event):
     ended = a_round(0)
@@ -35,61 +23,6 @@ def test_nothing_happens_to_a_round_that_has_ended(state, event):
     with pytest.raises(KeyError):
         ended.advance(event)
     assert ended.state is state
-
-
-def test_the_last_contribution_completes_a_round():
-    round_ = a_round(0, 1, 2)
-    complete = []
-    for member in (2, 0, 1):
-        round_.put(member, rows(1.0), b"peer")
-        complete.append(round_.is_complete)
-    assert complete == [False, False, True]
-
-
-def test_a_round_of_one_is_complete_at_once():
-    round_ = a_round(0)
-    round_.put(0, rows(1.0), b"peer")
-    assert round_.is_complete
-
-
-def test_a_round_that_ends_is_reduced_and_its_answer_is_the_aggregate():
-    round_ = a_round(0, 2)
-    aggregate = Aggregate(KEY, 2, 2, Members.of([0, 2]), np.ones((1, 1)))
-    round_.end(encode(aggregate))
-    assert round_.state is State.REDUCED
-    assert round_.answer == encode(aggregate)
-
-
-def test_a_round_does_not_wait_for_a_member_that_is_withdrawn():
-    round_ = a_round(0, 1, 2)
-    round_.put(0, rows(1.0), b"zero")
-    round_.withdraw(1)
-    assert (round_.missing, round_.waiting, round_.is_complete) == ([2], [0], False)
-    round_.withdraw(2)
-    assert round_.is_complete
-
-
-def test_what_a_withdrawn_member_has_contributed_stays_and_nobody_is_answered_for_it():
-    round_ = a_round(0, 1)
-    round_.put(0, rows(1.0), b"zero")
-    round_.withdraw(0)
-    assert (round_.missing, round_.waiting, round_.peers) == ([1], [0], [])
-    round_.put(1, rows(5.0), b"one")
-    assert (round_.is_complete, round_.peers) == (True, [b"one"])
-    assert round_.futures[0].get().values == 1.0
-
-
-def test_a_round_knows_who_is_missing_and_who_waits():
-    round_ = a_round(5, 0, 3)
-    assert (round_.missing, round_.waiting, round_.peers) == ([0, 3, 5], [], [])
-    round_.put(3, rows(1.0), b"three")
-    assert (round_.missing, round_.waiting, round_.peers) == ([0, 5], [3], [b"three"])
-    round_.put(5, rows(1.0), b"five")
-    assert (round_.missing, round_.waiting, round_.peers) == ([0], [3, 5], [b"three", b"five"])
-
-
-def test_the_futures_are_in_replica_order():
-    assert list(a_round(5, 0, 3).futures) == [0, 3, 5]
 
 
 def test_a_future_has_no_result_before_it_was_put():
@@ -159,14 +92,6 @@ def test_nan_is_the_same_bytes_again_though_it_equals_nothing():
     assert not future.put(nan(43), b"")
 
 
-def test_a_duplicate_while_waiting_is_not_counted_twice():
-    round_ = a_round(0, 1)
-    round_.put(0, rows(1.0), b"first")
-    round_.put(0, rows(1.0), b"second")
-    assert round_.state is State.WAITING
-    assert (round_.missing, round_.waiting, round_.peers) == ([1], [0], [b"second"])
-
-
 def test_two_different_contributions_of_one_member_conflict_and_the_first_counts():
     round_ = a_round(0, 1)
     round_.put(0, rows(1.0), b"first")
@@ -204,26 +129,3 @@ def test_a_mismatch_names_the_layer_the_member_and_both_shapes(first, second, wo
     assert "from rank 0; ranks 2 came first" in message
     assert caught.value.fields == {**KEY.fields, "expected": expected, "got": got, "member": 0}
     assert round_.waiting == [2]
-
-
-def test_members_may_hold_different_numbers_of_replicas():
-    round_ = a_round(0, 1)
-    round_.put(0, rows(1.0, 2.0, 3.0), b"")
-    round_.put(1, rows(4.0), b"")
-    assert round_.is_complete
-
-
-def test_a_timeout_names_who_is_missing_who_waits_and_how_long():
-    round_ = a_round(0, 1, 2, seconds=2.5)
-    round_.put(1, rows(1.0), b"")
-    error = round_.timeout("rank 0 (here), rank 2 (there)", round_.missing)
-    assert str(error).startswith("rank 0 (here), rank 2 (there) did not arrive within 2.5 s\n")
-    assert str(KEY) in str(error)
-    assert error.fields == {**KEY.fields, "missing": [0, 2], "waiting": [1], "seconds": 2.5}
-
-
-def test_a_failed_round_names_its_key():
-    error = failed(KEY, "the dog ate it")
-    assert type(error) is RoundFailed
-    assert str(error) == f"the dog ate it\n  in {KEY}"
-    assert error.fields == KEY.fields
