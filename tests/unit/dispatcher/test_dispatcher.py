@@ -10,7 +10,6 @@ from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Registered, Result, Status, StatusRequest
 from statsd_bn.tokens import digest
-from statsd_bn.wire import decode, encode
 from support.dispatcher_play import SERVER, Play, codes, peer, read
 from support.strategies import KEY, contribution, key, register, rows, session_of
 
@@ -20,20 +19,6 @@ STRANGER = b"stranger"
 @pytest.fixture
 def play() -> Play:
     return Play()
-
-
-def test_everybody_gets_the_same_bytes_whatever_the_order_of_arrival(play):
-    play.open(4)
-    frames = set()
-    for step, order in enumerate([(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)]):
-        for member in order:
-            brought = rows((1e16, 1.0, -1e16, 1.0)[member])
-            sent = encode(contribution(member, brought, key(step=step)))
-            replies = play.dispatcher.receive(play.now, peer(member), sent).replies
-        assert {whom for whom, _ in replies} == {peer(member) for member in range(4)}
-        (frame,) = {frame for _, frame in replies}
-        frames.add(decode(frame).values.tobytes())
-    assert frames == {np.array([((1e16 + 1.0) - 1e16) + 1.0]).tobytes()}
 
 
 def test_two_jobs_with_the_same_layer_names_do_not_touch_each_other(play):
@@ -73,31 +58,6 @@ def test_an_unknown_session_is_told_for_its_round(play):
     assert answers[b"who"].key == KEY
     assert digest(STRANGER).hex() in answers[b"who"].message
     assert play.bring(0) == {}
-
-
-@pytest.mark.parametrize("wrong", [{"job": "other"}, {"group": "other"}, {"epoch": 7}], ids=str)
-def test_a_key_of_another_group_than_the_session_registered_for_is_refused(play, wrong):
-    play.open()
-    play.open(job="other")
-    strange = key(**wrong)
-    answers = play.say(contribution(0, 1.0, strange, session_of(0)), peer(0))
-    assert codes(answers) == {peer(0): "protocol"}
-    assert answers[peer(0)].key == strange
-    assert all(group["waiting"] == [] for group in play.report["groups"])
-
-
-def test_one_that_contributes_before_the_group_is_open_is_asked_who_it_is(play):
-    play.join(1, 3)
-    assert codes(play.bring(1)) == {peer(1): "unknown_session"}
-
-
-def test_a_tick_ends_what_is_over_its_time(play):
-    play.open(deadline=10.0)
-    play.bring(1)
-    assert play.dispatcher.tick(109.9) == []
-    answers = read(play.dispatcher.tick(110.0))
-    assert codes(answers) == {peer(1): "timeout"}
-    assert (answers[peer(1)].fields["missing"], answers[peer(1)].fields["waiting"]) == ([0], [1])
 
 
 def test_a_later_epoch_of_a_group_is_no_group_more(play):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from statsd_bn import PROTOCOL_VERSION
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Aggregate, Failure, Figures, Heartbeat, Leave, Pending, Registered, Status, StatusRequest
-from statsd_bn.wire import MAGIC, decode, encode
+from statsd_bn.wire import decode, encode
 from support.dispatcher_play import SERVER, Play, codes, peer, read
 from support.strategies import KEY, contribution, key, messages, register, rows, session_of
 
@@ -58,15 +58,6 @@ def test_another_protocol_version_is_answered_by_name(play):
     assert play.dispatcher.bad_frames == 1
 
 
-def test_a_deeply_nested_frame_costs_its_sender_an_error_and_nobody_else_anything(play):
-    """1 kB that msgpack unpacks and Python cannot print."""
-    play.open()
-    header = b"\x91" * 1000 + b"\xc0"
-    frame = MAGIC + bytes([PROTOCOL_VERSION]) + len(header).to_bytes(4, "little") + header
-    assert codes(read(play.dispatcher.receive(play.now, b"stranger", frame).replies)) == {b"stranger": "protocol"}
-    assert play.bring(0) == {}
-
-
 SOUND = [
     encode(message)
     for message in (
@@ -113,28 +104,6 @@ def test_whatever_comes_in_never_raises_and_every_answer_is_sound(received):
     play.open(job="fine")
     play.bring(0, 1.0, key(job="fine"))
     assert play.bring(1, 2.0, key(job="fine"))[b"fine 0"].values.item() == 3.0
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 11), max_size=40))
-def test_members_in_any_disorder_get_each_round_once_and_alike(events):
-    """Registrations, contributions, repetitions and departures, interleaved in any way."""
-    play = Play()
-    results: dict[object, set[bytes]] = {}
-    for event in events:
-        member, what = event % 3, event // 3
-        message = {
-            0: register(member, 3),
-            1: contribution(member, float(member)),
-            2: contribution(member, float(member), key(call=1)),
-            3: Leave(session_of(member), "boom"),
-        }[what]
-        for _, frame in play.dispatcher.receive(play.now, peer(member), encode(message)).replies:
-            answer = decode(frame)
-            if isinstance(answer, Aggregate):
-                assert (answer.replicas, answer.values) == (3, 3.0)
-                results.setdefault(answer.key, set()).add(frame)
-    assert all(len(frames) == 1 for frames in results.values())
 
 
 def test_the_dispatcher_says_what_became_of_a_frame(play):

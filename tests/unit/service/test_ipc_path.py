@@ -14,7 +14,7 @@ import pytest
 from server import Config, Service
 from server.cli.status import ask
 from server.network import ipc_path
-from statsd_bn.errors import BindError, ConfigurationError
+from statsd_bn.errors import BindError
 from support.memory_members import wait_until
 from support.sentences import says
 
@@ -72,22 +72,6 @@ def test_a_path_where_a_server_listens_is_not_taken_over(path, serve):
     with pytest.raises(BindError, match="a running server listens there"):
         Service(Config((f"ipc://{path}",)))
     assert ask(f"ipc://{path}")["server"] == number
-
-
-def test_a_path_where_any_program_listens_is_not_taken_over(path):
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(path))
-        other.listen()
-        with pytest.raises(BindError, match="a running server listens there"):
-            Service(Config((f"ipc://{path}",)))
-        assert path.is_socket()
-
-
-def test_the_socket_that_a_killed_server_left_behind_is_replaced(path, serve):
-    with socket.socket(socket.AF_UNIX) as former:
-        former.bind(str(path))
-    serve()
-    assert ask(f"ipc://{path}")["groups"] == []
 
 
 def test_of_servers_that_start_together_one_gets_the_path(path, monkeypatch):
@@ -193,8 +177,3 @@ def test_a_frozen_server_keeps_its_path(path):
         os.close(ready)
         os.close(told)
     wait_until(lambda: not ipc_path._is_served(path))
-
-
-def test_a_port_that_there_is_not_is_refused_and_not_taken_for_another_one():
-    with pytest.raises(ConfigurationError, match="with a port of 0 to 65535"):
-        Service(Config(bind=("tcp://127.0.0.1:99999",)))

@@ -93,11 +93,6 @@ def test_no_limit_is_above_what_the_protocol_allows_or_below_what_makes_sense(op
             Quota(**{option.name: unsound})
 
 
-@every_option
-def test_every_limit_has_a_reason(option):
-    assert len(option.metadata["reason"]) > 15
-
-
 def test_a_limit_that_is_no_number_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as caught:
         from_arguments(["--max-members", "many"], {})

@@ -17,14 +17,13 @@ from client.connection.transport import ZmqTransport
 from client.conversation.member import Member
 from server import Service
 from server.cli.status import ask
-from server.limits.quota import Quota
 from server.network import connections, listener
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
-from statsd_bn.messages import Heartbeat, Leave, Status, StatusRequest
+from statsd_bn.messages import Heartbeat, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from support.memory_members import wait_until
-from support.strategies import contribution, key, register, rows, session_of
+from support.strategies import contribution, key, register, rows
 
 WAIT_SECONDS = 30.0
 
@@ -111,22 +110,6 @@ NEVER_CLOSED = {
 }
 
 
-def test_who_does_not_read_loses_answers_and_the_server_keeps_few(serve, dial, monkeypatch):
-    """The answers are errors; the network holds some, the queues `max_unread` each, and the rest is dropped."""
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 86_400.0)
-    service = serve(max_unread=2, **NEVER_CLOSED)
-    stranger = dial(service)
-    stranger.rcvhwm = 1
-    deadline = time.monotonic() + WAIT_SECONDS
-    while told(service, "dropped_answers") == 0:
-        for _ in range(500):
-            stranger.send(b"garbage")
-        assert time.monotonic() < deadline, "nothing was dropped"
-    who = Member("job", "world", 0, 0, 1, 20.0, "here")
-    with Connection(ZmqTransport(service.endpoints[0]), who) as member:
-        assert member.exchange("bn", rows(2.0)).values.item() == 2.0
-
-
 def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog, monkeypatch):
     """Without a bound what waits would take 30 MB."""
     caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest keeps what is logged
@@ -174,37 +157,6 @@ def test_a_connection_over_which_too_much_is_refused_is_told_so_and_ended(serve,
     assert report["strangers"] == codes.count("unknown_session") < 100
 
 
-def test_over_a_members_connection_no_more_may_be_refused_than_over_any_other(serve, dial):
-    service = serve(max_bad_frames=5)
-    member = dial(service)
-    for frame in [encode(register(0, 1)), *[b"garbage"] * 100, encode(StatusRequest())]:
-        member.send(frame)
-    codes = []
-    while "limit" not in codes:
-        assert member.poll(WAIT_SECONDS * 1000)
-        codes.append(getattr(decode(member.recv()), "code", ""))
-    assert codes.count("protocol") == 6
-    report = ask(service.endpoints[0])
-    assert (report["bad_frames"], report["flooding_connections"]) == (6, 1)
-
-
-def test_messages_that_cost_much_to_refuse_are_weighed(serve, dial):
-    """Each took a quarter of a second: an array of a million empty ones is built before it is seen to be senseless."""
-    service = serve()
-    stranger = dial(service)
-    body = b"\xdd" + (2**20 - 5).to_bytes(4) + b"\x90" * (2**20 - 5)
-    frame = encode(StatusRequest())[:4] + len(body).to_bytes(4, "little") + body
-    # What is borne in ten seconds may be borne twice, where the ten seconds end meanwhile.
-    sent = 2 * Quota().max_bad_frames + 8
-    for _ in range(sent):
-        stranger.send(frame)
-    codes = []
-    while "limit" not in codes:
-        assert stranger.poll(WAIT_SECONDS * 1000)
-        codes.append(decode(stranger.recv()).code)
-    assert told(service, "bad_frames") == codes.count("protocol") < sent
-
-
 def test_a_member_may_be_refused_once_for_each_group_after_a_restart(serve, dial):
     service = serve()
     member = dial(service)
@@ -217,18 +169,6 @@ def test_a_member_may_be_refused_once_for_each_group_after_a_restart(serve, dial
         assert member.poll(WAIT_SECONDS * 1000)
         answers.append(decode(member.recv()))
     assert answers[-1].report["flooding_connections"] == 0
-
-
-def test_a_connection_whose_member_has_left_is_ended_like_any_other(serve, dial, monkeypatch):
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
-    service = serve()
-    former = dial(service)
-    with former.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
-        former.send(encode(register(0, 1)))
-        former.send(encode(Leave(session_of(0), "")))
-        assert monitor.poll(WAIT_SECONDS * 1000), "not ended"
-        former.disable_monitor()
-    assert told(service, "idle_connections") >= 1
 
 
 def test_a_client_is_told_of_a_limit_by_its_error(serve):

@@ -11,10 +11,9 @@ from server.cli.status import COUNTS, ask, describe, own_endpoint
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.members import NOBODY
-from statsd_bn.messages import Failure, Leave, Registered, Status
+from statsd_bn.messages import Failure, Registered, Status
 from statsd_bn.text import unfolded
-from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
-from support.strategies import register, session_of
+from statsd_bn.wire import PROTOCOL_VERSION, encode
 
 WAIT_MILLISECONDS = 20_000
 
@@ -133,38 +132,12 @@ def test_a_running_server_answers(server, job):
     assert job not in describe(report)
 
 
-def test_a_running_server_tells_of_a_job_that_waits(server, job, capsys):
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(server.endpoint)
-        dealer.send(encode(register(1, 2, job=job, place="host 7")))
-        assert dealer.poll(WAIT_MILLISECONDS)
-        assert isinstance(decode(dealer.recv()), Registered)
-        assert command.main(["status", server.endpoint]) == 0
-        said = capsys.readouterr().out
-        dealer.send(encode(Leave(session_of(1, job), "")))
-        # The goodbye has arrived once something sent after it is answered.
-        dealer.send(b"")
-        assert dealer.poll(WAIT_MILLISECONDS)
-    assert f"job '{job}', group 'world', epoch 0: 1 of 2 ranks, waiting for ranks [0];" in said
-    assert "  rank 1 (host 7), step 0, 0 replicas" in said
-    assert command.main(["status", server.endpoint]) == 0
-    assert f"'{job}'" not in capsys.readouterr().out
-
-
 @pytest.fixture
 def nobody() -> str:
     """An endpoint where nobody listens: it was free a moment ago."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind("tcp://127.0.0.1:*")
         return router.last_endpoint.decode().rstrip("\0")
-
-
-def test_where_nobody_listens_there_is_no_answer(nobody):
-    with pytest.raises(ServerUnreachable) as caught:
-        ask(nobody, 0.05)
-    assert str(caught.value).startswith(f"nobody listens at {nobody} (connection refused)\n")
-    assert caught.value.fields == {"endpoint": nobody, "seconds": 0.05}
 
 
 def test_where_nobody_listens_the_command_exits_with_4(nobody, monkeypatch, capsys):
@@ -204,11 +177,6 @@ def test_a_check_asks_where_clients_would_if_nothing_says_where_the_server_liste
     assert command.main(["check"]) == 0
     monkeypatch.setenv("STATSD_BN_BIND", nobody)
     assert command.main(["check"]) == 4
-
-
-def test_a_check_of_a_running_server_exits_with_0_and_says_nothing(server, capsys):
-    assert command.main(["check", server.endpoint]) == 0
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_check_without_an_endpoint_is_of_this_hosts_own_server(server, nobody, monkeypatch, capsys):

@@ -137,16 +137,6 @@ def test_members_in_different_layers_are_told_so_by_the_server():
     assert seen.wait(20)
 
 
-def test_members_with_other_channel_counts_are_told_the_numbers():
-    def program(connection):
-        SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
-        return SharedMemoryPipe(connection, "bn").run_slave(Rows((1,), np.ones((1, 2, 4 + connection.rank))))
-
-    errors = [error for error in _outcomes(2, program) if isinstance(error, RoundMismatch)]
-    assert errors
-    assert all("channels" in str(error) for error in errors)
-
-
 def test_rows_that_do_not_fit_go_over_the_server():
     channels = region.SLOT_BYTES // 8
 
@@ -187,23 +177,6 @@ def test_threads_that_come_in_another_order_on_each_member_all_get_their_rounds(
 def one_round(connection) -> bytes:
     threading.current_thread().name = f"member {connection.rank}"
     return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).values.tobytes()
-
-
-def test_where_one_member_has_no_memory_all_use_the_server_and_say_why(monkeypatch, caplog):
-    take = agreement.take
-
-    def take_but_for_one(*arguments):
-        if threading.current_thread().name == "member 1":
-            raise OSError("it cannot reach the memory of the others; on purpose")
-        return take(*arguments)
-
-    monkeypatch.setattr(agreement, "take", take_but_for_one)
-    caplog.set_level("INFO", logger="statsd_bn.client")
-
-    assert len(set(run_members(2, one_round, lane=SHARED_MEMORY))) == 1
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    why = "rank 1: it cannot reach the memory of the others; on purpose"
-    assert told == [f"group 'world' exchanges rows over the server, and not in shared memory: {why}"] * 2
 
 
 def test_a_name_of_memory_that_is_no_text_is_not_taken(monkeypatch, caplog):

@@ -26,11 +26,6 @@ def answer(guard, method="GET", host="127.0.0.1:8321", query="", **headers):
     return told[0]["status"], dict(told[0]["headers"])
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
-def test_it_only_reads(method):
-    assert answer(Guard(page, TOKEN), method)[0] == 405
-
-
 def test_a_token_comes_by_header_or_by_cookie():
     guard = Guard(page, TOKEN)
     assert answer(guard)[0] == 401
@@ -46,11 +41,6 @@ def test_the_cookie_has_the_name_of_the_port_so_that_two_pages_of_a_host_have_on
     assert headers[b"set-cookie"].startswith(f"{cookie}=".encode())
     assert answer(Guard(page, TOKEN), host=host, cookie=f"{cookie}={TOKEN}")[0] == 200
     assert answer(Guard(page, TOKEN), host="localhost:81", cookie=f"{cookie}={TOKEN}")[0] == 401
-
-
-def test_an_answer_forbids_scripts_of_others():
-    _, headers = answer(Guard(page, TOKEN), authorization=f"Bearer {TOKEN}")
-    assert b"default-src 'none'" in headers[b"content-security-policy"]
 
 
 def test_the_first_link_sets_the_cookie_and_leaves_no_token_in_the_address():

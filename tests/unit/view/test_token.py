@@ -78,14 +78,6 @@ def test_each_run_makes_a_token(server):
     assert len(tokens) == 2
 
 
-def test_the_printed_link_opens_the_page_and_leaves_no_token_in_the_address(server):
-    with page(server.endpoint, EVERYWHERE) as (port, token):
-        assert status(port, "/") == 401
-        code, headers = answer(port, f"/?token={token}")
-        assert (code, headers["Location"]) == (303, "/")
-        assert status(port, "/", Cookie=headers["Set-Cookie"].partition(";")[0]) == 200
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", EVERYWHERE])
 def test_a_given_token_is_asked_for_everywhere(server, host):
     with page(server.endpoint, host, GIVEN) as (port, token):
