@@ -19,11 +19,6 @@ def assert_all_equal_the_whole_batch(members, cases):
         assert_equal(found.named(), on_the_whole_batch(case).named(), 1e-10)
 
 
-def test_unequal_shards_equal_the_whole_batch(members):
-    sizes = [(1, 2, 9), (7, 1, 1), (2, 11, 1)]
-    assert_all_equal_the_whole_batch(members, [Shards(kind, split) for kind in KINDS for split in sizes])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_may_be_empty_in_any_order_and_number(members, kind):
     """Every pattern of three: nobody empty, one, all but one, and all; one after the other in the same job."""

@@ -115,24 +115,6 @@ def test_every_kind_is_converted_in_nested_containers_and_nothing_else():
     ]
 
 
-def test_parameters_buffers_modes_and_hooks_are_the_same_objects():
-    old = nn.BatchNorm2d(4, eps=1e-2, momentum=None)
-    old.weight.requires_grad_(requires_grad=False)
-    old.eval()
-    calls = []
-    old.register_forward_hook(lambda *_: calls.append("hook"))
-    holder = nn.Sequential(old)
-    weight, running_mean = old.weight, old.running_mean
-    new = client.convert_model(holder)[0]
-    assert new is old
-    assert new.weight is weight
-    assert new.running_mean is running_mean
-    assert (new.eps, new.momentum, new.training, new.weight.requires_grad) == (1e-2, None, False, False)
-    assert (new.bias.requires_grad, holder.training) == (True, True)
-    new(torch.ones(2, 4, 3, 3))
-    assert calls == ["hook"]
-
-
 def test_every_kind_of_hook_goes_on_firing_once_and_can_be_removed():
     old = nn.BatchNorm2d(4)
     calls = []

@@ -29,7 +29,7 @@ from client.whereabouts.look import Looks
 from statsd_bn import limits
 from statsd_bn import skew_samples as samples
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Failure, Message, Register, Registered, SkewStats, StackReport, StackRequest
+from statsd_bn.messages import Failure, Message, Registered, SkewStats, StackReport, StackRequest
 from statsd_bn.messages import Heartbeat as HeartbeatMessage
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 from statsd_bn.skew_samples import Samples
@@ -142,19 +142,6 @@ def test_a_session_that_speaks_by_itself_is_introduced_and_sends_no_heartbeat(st
     wait_until(lambda: beacon.sessions().count(b"session1") >= 5)
     heartbeat.stop()
     assert beacon.sessions().count(b"session0") <= 1
-
-
-def test_a_session_that_a_restarted_master_asks_for_introduces_itself(start, beacon):
-    session, other = a_session(), a_session(b"session1")
-    heartbeat = start(lambda: [session, other])
-    wait_until(lambda: len(beacon.sent) == 2)
-    beacon.incoming = [encode(Failure("unknown_session", "who?", {"digest": digest(session.token).hex()}))]
-    heartbeat.look()
-    wait_until(lambda: len(beacon.sent) > 3)
-    heartbeat.stop()
-    # The master has not taken the heartbeat before.
-    assert beacon.kinds[2:] == [Register, HeartbeatMessage]
-    assert beacon.sessions()[2:] == [session.token] * 2
 
 
 @pytest.mark.usefixtures("quick")

@@ -271,14 +271,6 @@ def test_a_wrong_argument_is_a_type_error():
         client.convert_model(Wrong())(batch())
 
 
-@pytest.mark.parametrize("kind", [LikeTimms, Below, Twice])
-def test_torch_compile_traces_the_original(kind):
-    whole, converted = pair(kind)
-    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(batch()), whole(batch()))
-    torch.testing.assert_close([*converted.buffers()], [*whole.buffers()])
-
-
 def test_a_graph_that_breaks_in_a_forward_stays_synchronised(handed):
     class Breaking(LikeTimms):
         def forward(self, x):

@@ -1,7 +1,5 @@
 """Lazy layers become ordinary ones in their first forward, which is synchronised already."""
 
-import copy
-import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -145,12 +143,3 @@ def test_without_any_tensor_it_learns_its_channels_too():
     x = torch.randn(5, 3)
     assert torch.equal(layer(x), nn.BatchNorm1d(3, affine=False, track_running_stats=False)(x))
     assert layer.num_features == 3
-
-
-def test_copies_and_pickles_become_ordinary_by_themselves():
-    """Without running statistics: torch cannot copy the buffers that hold them before they have a shape."""
-    converted = client.convert_model(nn.Sequential(nn.LazyBatchNorm1d(track_running_stats=False)))
-    for twin in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):  # noqa: S301 - our own bytes
-        twin(torch.randn(2, 3))
-        assert type(twin[0]) is client.SynchronizedBatchNorm1d
-    assert type(converted[0]) is client.LazySynchronizedBatchNorm1d

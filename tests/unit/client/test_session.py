@@ -5,13 +5,13 @@ import pytest
 
 from client.conversation.member import Member
 from client.conversation.session import Session
-from statsd_bn.errors import DuplicateMember, ProtocolError, ReplicaLost, RoundMismatch, StatsdBNError, VersionMismatch
+from statsd_bn.errors import DuplicateMember, ReplicaLost, RoundMismatch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
-from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
+from statsd_bn.wire import decode, encode
 
 TOKEN = b"session0"
 
@@ -177,21 +177,3 @@ def test_one_that_was_in_no_open_group_may_get_its_number_later(session):
     key = session.forward_key("a")
     frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
     assert session.answer(key, frame).count == 6
-
-
-def test_an_unknown_code_of_a_newer_master_is_still_an_error(session):
-    with pytest.raises(StatsdBNError, match="new trouble"):
-        session.registered(encode(Failure("of-the-future", "new trouble", {})))
-
-
-def test_failure_fields_that_are_no_names_are_refused(session):
-    frame = encode(Failure("mismatch", "no", {"name": 2})).replace(b"\xa4name", b"\xc4\x03num")
-    with pytest.raises(ProtocolError, match="expected a map from names"):
-        session.registered(frame)
-
-
-def test_an_answer_of_another_protocol_version_is_named(session):
-    frame = bytearray(session.register())
-    frame[3] = 99
-    with pytest.raises(VersionMismatch, match=f"expected {PROTOCOL_VERSION}, got 99"):
-        session.registered(bytes(frame))

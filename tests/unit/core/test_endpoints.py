@@ -26,7 +26,7 @@ from server.network.service import Service
 from statsd_bn import endpoints
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ServerUnreachable
 from statsd_bn.text import unfolded
-from support.launched import PROC, Launched
+from support.launched import Launched
 from support.paths import ROOT
 from support.sentences import says
 
@@ -256,32 +256,6 @@ def test_a_folder_of_another_user_is_refused_by_server_and_client(environ):
     for use in (lambda: Service(from_arguments([], environ)), lambda: endpoints.find_server(environ)):
         with pytest.raises(ConfigurationError, check=says(f"to belong to this user .*got uid {NOBODY}")):
             use()
-
-
-SCRIPT = """
-import sys, client, numpy as np
-from statsd_bn import Rows
-with client.connect(rank=int(sys.argv[1]), world_size=2, round_timeout=60.0) as connection:
-    print(connection.exchange("bn", Rows((1,), np.ones((1, 2, 3)))).count, flush=True)
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
-@pytest.mark.usefixtures("server")
-def test_a_server_and_scripts_in_terminals_of_one_user_need_nothing_configured(environ, tmp_path, capsys):
-    variables = {**environ, "PYTHONPATH": str(ROOT)}
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    with (
-        Launched([sys.executable, script, "0"], variables, tmp_path / "errors-0") as first,
-        Launched([sys.executable, script, "1"], variables, tmp_path / "errors-1") as second,
-    ):
-        assert (first.line("2"), second.line("2")) == ("2", "2")
-        assert (first.end(), second.end()) == (0, 0)
-    assert command.main(["check"]) == 0
-    assert command.main(["status"]) == 0
-    assert capsys.readouterr().out.startswith("server ")
 
 
 @pytest.mark.parametrize(

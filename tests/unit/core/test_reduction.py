@@ -36,12 +36,6 @@ def test_rows_of_one_array_are_added_to_the_same_bits(shape, between):
     assert sum_rows(rows).tobytes() == sum_in_order(list(rows)).tobytes()
 
 
-def test_the_order_is_part_of_the_result():
-    tricky = [np.array([value]) for value in (1e16, 1.0, -1e16, 1.0)]
-    assert sum_in_order(tricky) == 1.0
-    assert {float(sum_in_order(order)[0]) for order in itertools.permutations(tricky)} == {0.0, 1.0, 2.0}
-
-
 def test_one_row_comes_back_as_a_copy():
     row = np.array([1.0, 2.0])
     total = sum_in_order([row])
@@ -54,12 +48,6 @@ def test_the_inputs_are_left_alone():
     total = sum_in_order(rows)
     np.testing.assert_array_equal(total, [11.0, 22.0])
     np.testing.assert_array_equal(rows, [[1.0, 2.0], [10.0, 20.0]])
-
-
-def test_read_only_rows_are_fine():
-    row = np.frombuffer(np.ones(3).tobytes())
-    assert not row.flags.writeable
-    np.testing.assert_array_equal(sum_in_order([row, row]), [2.0, 2.0, 2.0])
 
 
 def test_float32_rows_are_added_in_float64():

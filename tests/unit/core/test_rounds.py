@@ -25,23 +25,6 @@ def test_nothing_happens_to_a_round_that_has_ended(state, event):
     assert ended.state is state
 
 
-def test_a_future_has_no_result_before_it_was_put():
-    future = FutureResult()
-    assert not future.done
-    with pytest.raises(LookupError):
-        future.get()
-
-
-def test_the_first_write_wins():
-    future = FutureResult()
-    first = rows(1.0)
-    assert future.put(first, b"first")
-    assert not future.put(rows(2.0), b"second")
-    assert future.done
-    assert future.get() is first
-    assert future.peer == b"first"
-
-
 def test_the_same_bytes_again_are_fine_and_say_whom_to_answer_now():
     future = FutureResult()
     first = rows(1.0, 2.0)

@@ -52,13 +52,6 @@ def test_replicas_at_different_layers_are_told_who_waits_where_without_any_deadl
         assert "replica 0 waits at layer 'a'; replica 1 waits at layer 'b'" in str(error)
 
 
-def test_a_replica_that_has_finished_is_not_waited_for():
-    barrier = Barrier(2, 3600.0)
-    error, _ = in_threads([lambda: outcome(lambda: barrier.meet(0, "bn", None, double_all)), lambda: barrier.finish(1)])
-    assert isinstance(error, RoundMismatch)
-    assert "replica 0 waits at bn; replica 1 has finished its forward pass" in error.message
-
-
 def test_a_replica_that_raises_frees_its_siblings_with_the_cause():
     barrier = Barrier(3, 3600.0)
     cause = MemoryError("too large")

@@ -44,11 +44,6 @@ def test_the_log_and_the_report_name_the_rank_and_the_earliest_layer(world, capl
     assert (finding["kind"], finding["rank"], finding["layer"]) == ("skew", 2, "stem")
 
 
-def test_it_has_no_answer(world):
-    tell(world)
-    assert world.members[0].answers == []
-
-
 @pytest.mark.parametrize("members", [1, 2, 4])
 def test_figures_of_others_than_the_members_are_refused(world, members):
     tell(world, figures=np.ones((members, 4)))

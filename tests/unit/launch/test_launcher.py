@@ -69,11 +69,6 @@ def test_variables_without_a_number_in_their_name_win_over_slurms():
     assert launchers.store_address({**SLURM, "MASTER_PORT": "1234"}).value == StoreAddress("node01", 1234)
 
 
-def test_the_job_that_was_named_for_us_wins():
-    assert resolve({**SLURM, "STATSD_BN_JOB": "mine"}).member().job == "mine"
-    assert resolve({**TORCHRUN, "STATSD_BN_JOB": "mine"}).member().job == "mine"
-
-
 def test_a_batch_script_is_no_task():
     """sbatch sets SLURM_PROCID and SLURM_NTASKS in the script itself, which is one process."""
     script = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_RESTART_COUNT")}

@@ -1,12 +1,10 @@
 """torch's process group in place of a launcher: which source wins, and where the processes meet."""
 
-import socket
-
 import pytest
 from torch import distributed
 
 from client.launch import own_server, server_process, store
-from client.launch.process_group import ProcessGroup, this_host
+from client.launch.process_group import ProcessGroup
 from client.launch.settings import resolve
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from support.memory_members import in_threads, outcome
@@ -145,8 +143,3 @@ def test_a_rank_that_does_not_come_is_named(meet):
     (told,) = meet("a", join_timeout=0.1)
     assert isinstance(told, ServerUnreachable)
     assert "for rank 1 to call client.connect(), in the store of the process group" in told.message
-
-
-def test_a_host_has_a_name_that_stays():
-    assert this_host() == this_host()
-    assert this_host().startswith(f"{socket.gethostname()} ")

@@ -48,14 +48,6 @@ def test_the_others_read_what_rank_0_writes(entry_of):
     assert entry_of(1).read() == ANNOUNCED
 
 
-def test_they_wait_for_it(entry_of):
-    writing, reading = entry_of(0), entry_of(1)
-    later = threading.Timer(0.2, writing.write, [ANNOUNCED])
-    later.start()
-    assert reading.read() == ANNOUNCED
-    later.join()
-
-
 def test_whoever_connects_again_reads_of_the_next_server(entry_of):
     other = Announcement("tcp://127.0.0.1:5556")
     entry_of(0).write(ANNOUNCED)

@@ -69,10 +69,6 @@ def test_members_without_data_are_left_out():
     assert [one for look in range(60) for one in of_group.look(float(look), look, ["stem"], values[np.newaxis])] == []
 
 
-def test_it_is_told_once():
-    assert len(looks(Comparison(8), 8, 200, odd=1, scale=6.0)) == 1
-
-
 @pytest.mark.parametrize("samples", [4, 64])
 @pytest.mark.parametrize("how", [{"scale": 1e3}, {"scale": 0.0}, {"shift": 100.0}], ids=str)
 def test_an_odd_batch_says_nothing(how, samples):
@@ -99,13 +95,6 @@ def test_what_is_kept_is_bounded():
         of_group.look(float(n), n, [str(n)], one)
         assert of_group.kept - before <= more
     assert of_group.kept <= skew.MOST_NUMBERS * skew.NUMBERS_BYTES + 1024 * skew.LAYER_BYTES
-
-
-def test_members_without_data_are_no_reason():
-    empty = np.zeros((5, FIGURES))
-    of_group = Comparison(5)
-    for n in range(50):
-        assert of_group.look(float(n), n, ["a"], empty[np.newaxis]) == []
 
 
 @pytest.mark.parametrize(
