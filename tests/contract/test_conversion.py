@@ -40,6 +40,13 @@ class HomeMade(nn.BatchNorm2d):
         return centred / (centred.square().mean((0, 2, 3), keepdim=True) + self.eps).sqrt()
 
 
+class OwnCall(nn.BatchNorm2d):
+    """Has a `__call__` of its own, which need not come to `forward`."""
+
+    def __call__(self, x):
+        return x - x.mean((0, 2, 3), keepdim=True)
+
+
 KINDS = [
     (nn.BatchNorm1d, (3,), client.SynchronizedBatchNorm1d),
     (nn.BatchNorm2d, (3,), client.SynchronizedBatchNorm2d),
@@ -128,17 +135,20 @@ def test_the_state_is_that_of_torchs_layer_and_loads_either_way():
         assert torch.equal(back.state_dict()[name], tensor), name
 
 
-def test_the_report_names_what_is_synchronised_and_what_is_not_and_why():
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(Functional(3)), HomeMade(3))
-    with pytest.warns(UserWarning, match=r"convert_model left 1 layer unsynchronised: '2' \(HomeMade: "):
+def test_the_report_names_what_is_synchronised_and_what_is_not_and_why(caplog):
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(Functional(3)), OwnCall(3), HomeMade(3))
+    with pytest.warns(UserWarning, match=r"convert_model left 1 layer unsynchronised: '2' \(OwnCall: "):
         client.convert_model(model)
+    # Only a step in training shows that a forward does without batch_norm.
+    model(torch.rand(2, 3, 2, 2))
+    assert "not synchronised: layer '3'; the forward of HomeMade did not call batch_norm" in caplog.text
     report = client.conversion_report(model)
     assert isinstance(report, client.ConversionReport)
     assert report.synchronised == {"0": "SynchronizedBatchNorm2d", "1.0": "Functional"}
-    (place, (kind, reason)), *others = report.left.items()
-    assert (place, kind, others) == ("2", "HomeMade", [])
+    (one, (kind, _)), (other, (other_kind, reason)) = report.left.items()
+    assert (one, kind, other, other_kind) == ("2", "OwnCall", "3", "HomeMade")
     assert "batch_norm" in reason
-    assert "left 1 layer unsynchronised" in str(report)
+    assert "left 2 layers unsynchronised" in str(report)
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ def test_the_harness_fails_with_a_row_for_each_thing_that_falls_short_and_cleans
     done = harness("--logs", str(tmp_path / "logs"), PATH=path, CALLS=str(calls), SIZE=size, COMPOSE="docker compose")
     assert done.returncode == 1
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][2:]
-    assert [row.rpartition(" | ")[2].strip(" |") for row in rows] == [fits] + ["NO"] * 9
+    assert [row.rpartition(" | ")[2].strip(" |") for row in rows] == [fits] + ["NO"] * 8
     ups, downs = ([line for line in calls.read_text().splitlines() if f" {word} " in line] for word in ("up", "down"))
     assert len(ups) == 7
     assert len(downs) == 7

@@ -330,7 +330,8 @@ def test_a_socket_of_this_user_alone_is_not_warned_of(start, tmp_path):
 
 
 def test_the_status_command_says_what_the_server_is_doing(start, dial):
-    endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
+    # The command may take longer to start than a member may be silent.
+    endpoint = start("--insecure", "--bind", ANY_PORT, "--silence-seconds", "60").endpoint()
     dealer = dial(endpoint)
     assert isinstance(dealer.ask(register(0, 2, place="host 7")), Registered)
     command = start("status", endpoint, STATSD_BN_INSECURE="1")
