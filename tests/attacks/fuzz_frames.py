@@ -6,9 +6,7 @@ time to look at.
 
 import random
 import struct
-from dataclasses import dataclass
 
-from attacks.peers import LONG, MORE, framed, greeting, handshake, ready
 from fuzzing.fuzz_target import JOBS, SOUND, TOKENS
 from statsd_bn.messages import Heartbeat, StatusRequest
 from statsd_bn.tokens import digest
@@ -21,7 +19,7 @@ NO_MARK = b"000000"
 UNSEEDED = 0x6B8B4567
 
 # The most frames of a connection beside its fences; it says a part of them.
-BURST = 3000
+BURST = 750
 
 # Which part of a burst is no sound frame.
 CHANGES = (0.005, 0.005, 0.005, 0.65)
@@ -81,33 +79,6 @@ def random_frames(chance: random.Random, number: int) -> list[bytes]:
     return frames
 
 
-@dataclass(slots=True)
-class Burst:
-    """Frames as bytes of ZMTP, and where each of them, and each fence, ends."""
-
-    data: bytes
-    ends: list[int]
-    fences: list[int]
-
-    @classmethod
-    def random(cls, chance: random.Random) -> "Burst":
-        burst, waiting = bytearray(), 0
-        ends: list[int] = []
-        fences: list[int] = []
-        for frame in random_frames(chance, chance.randrange(1, BURST)):
-            flags = chance.choice((0,) * 40 + (MORE, LONG))
-            burst += framed(frame, flags)
-            ends.append(len(burst))
-            waiting += 1
-            # What follows a frame with MORE belongs to it.
-            if waiting >= BETWEEN_FENCES and flags != MORE:
-                burst += framed(FENCE)
-                ends.append(len(burst))
-                fences.append(len(burst))
-                waiting = 0
-        return cls(bytes(burst), ends, fences)
-
-
 def identities(chance: random.Random, lives: int) -> tuple[bytes, ...]:
     """The routing ids that a handshake names: none, one or two."""
     kinds = (
@@ -121,18 +92,3 @@ def identities(chance: random.Random, lives: int) -> tuple[bytes, ...]:
         (b"\0",),
     )
     return chance.choice(kinds)
-
-
-def beginning(chance: random.Random, lives: int) -> bytes:
-    """The handshake of a connection, sound or not."""
-    what = chance.random()
-    kind = chance.choice((b"DEALER",) * 6 + (b"REQ", b"ROUTER", b"PUB"))
-    if what < 0.9:
-        return handshake(*identities(chance, lives), kind=kind)
-    if what < 0.93:
-        return greeting(chance.choice((b"CURVE", b"PLAIN", b"GSSAPI", b"")), chance.randrange(256)) + ready([])
-    if what < 0.96:
-        found = bytearray(handshake())
-        found[chance.randrange(len(found))] = chance.randrange(256)
-        return bytes(found)
-    return chance.randbytes(chance.randrange(200))

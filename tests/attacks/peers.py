@@ -4,7 +4,7 @@ import itertools
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -100,11 +100,6 @@ class Peer:
 
     def hear_frame(self, seconds: float = ANSWER_SECONDS) -> bytes | None:
         return self.socket.recv() if self.socket.poll(int(seconds * 1000)) else None
-
-    def hear_all(self, seconds: float) -> Iterator[bytes]:
-        """The frames that come, until none does for so long."""
-        while (frame := self.hear_frame(seconds)) is not None:
-            yield frame
 
     def hear_kind(self, kind: type, seconds: float = ANSWER_SECONDS) -> Message | None:
         """The next message of a type, or None if none comes in time; others are dropped."""

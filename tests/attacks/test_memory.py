@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 
 from attacks.crowds import ask_all, crowd, registrations
+from attacks.honest import SLOWDOWN_OF_A_FULL_CORE
 from attacks.peers import Peers, job_of
 from attacks.servers import accounting
-from statsd_bn.messages import Contribution, StatusRequest
+from statsd_bn.messages import Contribution, Failure, StatusRequest
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
+from support.memory_members import wait_until
 
 ACCOUNT = 16 * 2**20
+
+# Eight megabytes.
+WIDE = Rows((1,) * 8, np.ones((8, 2, 65_536)))
 
 
 @pytest.fixture
@@ -29,6 +34,7 @@ def test_futures_are_counted(server, honest_job_beside):
     """At 6b62bd3: it grows by 100 to 190 MiB."""
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
         crowd(peers, "bob", groups=16, size=400, rounds=256)
+        assert server.report()["over_limits"] > 0
 
 
 def test_answers_that_nobody_reads_are_counted(server, honest_job_beside):
@@ -44,6 +50,8 @@ def test_answers_that_nobody_reads_are_counted(server, honest_job_beside):
                 for peer in deaf:
                     peer.say(*[StatusRequest()] * 16)
                 time.sleep(0.5)
+            # How many are dropped depends on how far the server came before the limits of a connection stopped it.
+            wait_until(lambda: server.report()["dropped_answers"] > 0)
 
 
 def test_all_jobs_together_stay_within_the_account(server, honest_job_beside):
@@ -59,3 +67,39 @@ def test_all_jobs_together_stay_within_the_account(server, honest_job_beside):
                 key = RoundKey(job, f"g{number}", 0, 0, f"layer {layer}", 0, "forward")
                 peer.say(Contribution(tokens[0], key, 0, rows))
                 time.sleep(0.005)
+        assert server.report()["over_limits"] > 0
+
+
+def test_members_of_groups_that_never_open_are_counted(server, honest_job_beside):
+    with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
+        refused = 0
+        for number in range(50):
+            crowd_ = registrations(job_of("bob"), number, 401, there=400, place="h" * 250)
+            refused += sum(isinstance(answer, Failure) for answer in ask_all(peers.open(), crowd_))
+        assert refused, "the account is full"
+
+
+def test_a_reason_that_is_sent_again_and_again_is_kept_once(server, honest_job_beside):
+    """The same large contribution to a broken group is refused each time."""
+    with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
+        job, peer = job_of("bob"), peers.open()
+        world = registrations(job, 0, 2)
+        ask_all(peer, [*world, replace(world[0], epoch=1, session=b"newcomer")])
+        wide = Contribution(world[1].session, RoundKey(job, "g0", 0, 0, "bn", 0, "forward"), 1, WIDE)
+        answers = [peer.ask(wide) for _ in range(100)]
+        assert sum(isinstance(answer, Failure) for answer in answers) >= 90
+
+
+@pytest.mark.alone  # how much ZeroMQ holds at a moment depends on who else has the processor
+def test_large_messages_that_wait_are_bounded(server, honest_job_beside):
+    """They come over many connections, faster than there is time for them."""
+    with honest_job_beside(server, slowdown=SLOWDOWN_OF_A_FULL_CORE) as beside, Peers(server) as peers:
+        job = job_of("bob")
+        crowd_ = [peers.open(SNDHWM=8) for _ in range(16)]
+        ask_all(crowd_[0], registrations(job, 0, 2))
+        wide = Contribution(registrations(job, 0, 2)[0].session, RoundKey(job, "g0", 0, 0, "bn", 0, "forward"), 0, WIDE)
+        with beside.attacked():
+            for _ in range(8):
+                for peer in crowd_:
+                    peer.say(wide)
+                time.sleep(0.05)

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from attacks.servers import ROOT, end, environment
-from support.ports import free_port
 
 # Nobody's, on all systems that this runs on.
 OTHER = 65_534
@@ -103,26 +102,3 @@ def test_a_script_with_nothing_configured_joins_its_own_users_server_only(defaul
     assert run(SCRIPT, "me", "1", home=home).startswith("joined <Connection to ipc://")
     assert run(SCRIPT, "another", "1", home=home).startswith("joined <Connection in process: ")
     assert run(SCRIPT, "another", "2", home=home).startswith("refused no server of this user (uid ")
-
-
-OWNER = """
-import client, sys
-with client.connect(round_timeout=30.0) as connection:
-    print(connection.endpoint, flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.attack_long
-def test_another_user_does_not_join_the_server_that_rank_0_has_started(home):
-    """At 6b62bd3: it finds its port on loopback, and is registered."""
-    launched = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-c", OWNER]
-    options = {"cwd": ROOT, "env": own_environment(home, **launched), "text": True}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options) as owner:
-        try:
-            endpoint = owner.stdout.readline().strip()
-            assert endpoint
-            assert "Registered" not in run(INTRUDER, endpoint, home=home)
-        finally:
-            end(owner)

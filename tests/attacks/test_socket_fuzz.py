@@ -1,4 +1,4 @@
-"""A server takes any connections, routing ids, orders and breaks, and goes on; `scripts/fuzz` plays far more."""
+"""A server takes any frames and routing ids of key holders, and goes on; `scripts/fuzz` plays far more."""
 
 import pytest
 
@@ -8,10 +8,9 @@ FRAMES = 10_000
 
 
 @pytest.mark.alone  # a busy server drops what has waited for a second, so the fuzz would take long
-@pytest.mark.parametrize("with_keys", [False, True], ids=["open", "keys"])
-def test_the_socket_takes_anything(workers, with_keys):
+def test_the_socket_takes_anything(workers):
     """At 6b62bd3: SIGABRT."""
-    tally = fuzz_socket(FRAMES, seed=0, with_keys=with_keys, workers=workers)
+    tally = fuzz_socket(FRAMES, 0, workers)
     assert tally.looked_at - 2 * tally.rounds >= FRAMES // 2
     assert tally.answered
     assert tally.rounds

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="led by coverage (default 10; 0: not at all)")
     parser.add_argument("--frames", type=int, default=10_000_000, help="of the flood (default 10,000,000; 0: none)")
     parser.add_argument(
-        "--socket", type=int, default=5_000_000, help="that real servers look at (default 5,000,000; 0: none)"
+        "--socket", type=int, default=500_000, help="that a real server looks at (default 500,000; 0: none)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--corpus", type=Path, help="a folder of plays, which grows (default: the seeds)")

@@ -1,27 +1,21 @@
 """Peers that say what no client says, each of which ended the whole server once, or took another's answers."""
 
-import itertools
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
-import zmq
 
-from client.connection.curve import secure
 from server.cli.status import ask
 from server.limits.quota import Quota
 from server.network import service as network_service
-from server.secrets.keygen import generate
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.keys import ClientKeys, load_client
+from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import NO_SERVER, Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from support.raw_zmtp import PING, RawPeer, greeting, is_closed, message
-from support.strategies import register
 
 WAIT_SECONDS = 30.0
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -56,35 +50,6 @@ def serves(server: subprocess.Popen[str], endpoint: str, keys: ClientKeys | None
     except StatsdBNError:
         return False
     return server.poll() is None
-
-
-def next_ids() -> list[bytes]:
-    """What a server that seeds nothing gives its first peers."""
-    program = "import ctypes; c = ctypes.CDLL(None); print(*(c.rand() for _ in range(9)))"
-    numbers = [int(word) for word in subprocess.check_output([sys.executable, "-c", program]).split()]
-    starts = [(low | high << 31) % 2**32 for low, high in itertools.pairwise(numbers)][:PLACES]
-    return [b"\0" + ((start + n) % 2**32).to_bytes(4) for start in starts for n in range(CLAIMS)]
-
-
-def test_a_tenant_that_claims_the_next_routing_ids_does_not_end_the_server(start, tmp_path):
-    generate(tmp_path, ["alice", "mallory"])
-    server, endpoint = start("--curve", str(tmp_path))
-    mallory = load_client(tmp_path / "secrets" / "mallory.key_secret")
-    with zmq.Context() as context, ExitStack() as held:
-        for claim in [*next_ids(), *[b""] * 2 * CLAIMS]:
-            dealer = held.enter_context(context.socket(zmq.DEALER))
-            dealer.linger = 0
-            if claim:
-                dealer.routing_id = claim
-            secure(dealer, mallory)
-            with dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED) as monitor:
-                dealer.connect(endpoint)
-                assert monitor.poll(WAIT_SECONDS * 1000)
-                dealer.disable_monitor()
-            if server.poll() is not None:
-                break
-        assert server.poll() is None
-        assert serves(server, endpoint, mallory)
 
 
 @pytest.mark.parametrize("delay_bytes", [0, 2**14, 2**18])
@@ -146,21 +111,6 @@ def test_a_peer_that_sets_none_is_served_however_it_shakes_hands(serve, is_late)
         with RawPeer(service.endpoints[0], *identity, is_late=is_late) as peer:
             peer.send(encode(StatusRequest()))
             assert isinstance(answer(peer), Status)
-
-
-def test_nobody_is_given_anothers_answers_by_its_routing_id(serve):
-    service = serve()
-    with RawPeer(service.endpoints[0], is_late=True) as member:
-        member.send(encode(register(0, 2)))
-        assert isinstance(answer(member), Registered)
-        (session,) = service._dispatcher._registry.sessions.values()
-        with RawPeer(service.endpoints[0], (b"Identity", session.contributor.peer), is_late=True) as thief:
-            thief.socket.settimeout(0.5)
-            thief.send(encode(register(1, 2)))
-            with pytest.raises(TimeoutError):
-                thief.receive()
-        member.send(encode(StatusRequest()))
-        assert answer(member).report["groups"]
 
 
 @pytest.mark.parametrize(
