@@ -123,22 +123,6 @@ def test_a_member_that_does_not_end_well_is_a_finding(folder):
             members.told(1)
 
 
-def test_nothing_survives_its_block(folder):
-    before = descendants()
-    with Server(folder) as server, Members([server.endpoint] * WORLD, "job", 9) as members:
-        members.send_signal(0, signal.SIGSTOP)
-        assert len(descendants() - before) == 1 + WORLD
-    assert descendants() == before
-
-
-def test_a_process_that_has_ended_is_none_that_is_left_behind():
-    before = descendants()
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    assert process.pid in descendants() - before
-    process.wait(SOON)
-    assert descendants() == before
-
-
 def test_a_server_that_is_gone_is_a_finding(folder):
     server = Server(folder)
     server._process.kill()
@@ -197,15 +181,3 @@ def test_the_script_finds_a_process_that_is_left_behind(capsys, monkeypatch):
     assert f"processes were left behind: [{left.pid}]" in capsys.readouterr().err
     left.kill()
     left.wait(SOON)
-
-
-@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--minutes", "-1"], ["--minutes", "nan"]])
-def test_the_script_refuses_a_length_that_is_none(arguments, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        chaos.main(arguments)
-    assert "expected a number above 0" in capsys.readouterr().err
-
-
-def test_the_script_refuses_a_scenario_that_is_none():
-    with pytest.raises(SystemExit, match="2"):
-        chaos.main(["--only", "nonsense"])

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from chaos.chaos_world import require
-from netns.netns_wire import Weather
 from netns.netns_world import Host, Members, Network, Server
 
 WORLD = 3
@@ -50,22 +49,9 @@ class Result:
     identical: bool | None
 
 
-def weather(steps: int, *options: str, **befalls: float) -> Callable[[int], Result]:
-    """Returns a scenario in which this befalls each packet all the while; `options` are the server's."""
-
-    def scenario(seed: int) -> Result:
-        with Network(WORLD + 1, seed) as network:
-            network.wire.weather = Weather(**befalls)
-            began = time.monotonic()
-            found = _train(network, steps, *options)
-            return _identical(network, found, steps, time.monotonic() - began)
-
-    return scenario
-
-
-def partition_that_heals(seed: int) -> Result:
+def partition_that_heals() -> Result:
     """A member is cut off for so short a time that nobody is to notice."""
-    with Network(WORLD + 1, seed) as network:
+    with Network(WORLD + 1) as network:
         server, *hosts = network.hosts
         with Server(server), Members(hosts, server.ip, STEPS, 60.0) as members:
             members.wait_for_step(5)
@@ -76,29 +62,29 @@ def partition_that_heals(seed: int) -> Result:
             return _identical(network, members.results(), STEPS, time.monotonic() - began)
 
 
-def partition_that_heals_too_late(seed: int) -> Result:
+def partition_that_heals_too_late() -> Result:
     """A member is silent for longer than one may be; all are told, and so is the member itself when it is back."""
-    return _lose(seed, lambda network, victim: network.isolate(victim), heals=True)
+    return _lose(lambda network, victim: network.isolate(victim), heals=True)
 
 
-def partition_for_ever(seed: int) -> Result:
+def partition_for_ever() -> Result:
     """A member is never heard again; the others are told, and it gives up by itself."""
-    return _lose(seed, lambda network, victim: network.isolate(victim), heals=False)
+    return _lose(lambda network, victim: network.isolate(victim), heals=False)
 
 
-def nothing_comes_from_a_member(seed: int) -> Result:
+def nothing_comes_from_a_member() -> Result:
     """A member hears, and is not heard."""
-    return _lose(seed, lambda network, victim: network.part((victim, network.hosts[0])), heals=False)
+    return _lose(lambda network, victim: network.part((victim, network.hosts[0])), heals=False)
 
 
-def nothing_goes_to_a_member(seed: int) -> Result:
+def nothing_goes_to_a_member() -> Result:
     """A member is heard, and hears nothing: it falls silent when TCP has nothing acknowledged."""
-    return _lose(seed, lambda network, victim: network.part((network.hosts[0], victim)), heals=False)
+    return _lose(lambda network, victim: network.part((network.hosts[0], victim)), heals=False)
 
 
-def master_that_moves(seed: int) -> Result:
+def master_that_moves() -> Result:
     """The server ends, and another one begins on another host that has taken its name."""
-    with Network(WORLD + 2, seed) as network:
+    with Network(WORLD + 2) as network:
         first, second, *hosts = network.hosts
         _name(hosts, first)
         with Server(first) as server, Members(hosts, NAME, STEPS, 60.0) as members:
@@ -110,15 +96,7 @@ def master_that_moves(seed: int) -> Result:
                 return _identical(network, members.results(), STEPS, time.monotonic() - began)
 
 
-SCENARIOS: dict[str, Callable[[int], Result]] = {
-    "clean": weather(STEPS),
-    "delay 20 ms +- 10 ms": weather(STEPS, delay=0.02, jitter=0.01),
-    "loss 5 %": weather(STEPS, delay=0.001, lost=0.05),
-    # TCP may need more than 3.5 s where several of its repetitions are lost one after the other.
-    "loss 20 %, 100 steps": weather(100, "--silence-seconds", "20", delay=0.001, lost=0.2),
-    "reordered 25 %": weather(STEPS, delay=0.002, held=0.25),
-    "doubled 10 %": weather(STEPS, delay=0.001, doubled=0.1),
-    "delay, loss 5 %, reordered, doubled": weather(STEPS, delay=0.02, jitter=0.01, lost=0.05, held=0.1, doubled=0.05),
+SCENARIOS: dict[str, Callable[[], Result]] = {
     "partition of 1.5 s": partition_that_heals,
     "partition of 5 s": partition_that_heals_too_late,
     "partition for ever": partition_for_ever,
@@ -131,18 +109,14 @@ SCENARIOS: dict[str, Callable[[int], Result]] = {
 @functools.cache
 def undisturbed(steps: int) -> tuple[str, ...]:
     """The members' digests where nothing goes wrong."""
-    with Network(WORLD + 1, 0) as network:
-        return _digests(_train(network, steps))
+    with Network(WORLD + 1) as network:
+        server, *hosts = network.hosts
+        with Server(server), Members(hosts, server.ip, steps, 60.0) as members:
+            return _digests(members.results())
 
 
-def _train(network: Network, steps: int, *options: str) -> list[dict[str, Any]]:
-    server, *hosts = network.hosts
-    with Server(server, *options), Members(hosts, server.ip, steps, 60.0) as members:
-        return members.results()
-
-
-def _lose(seed: int, trouble: Callable[[Network, Host], None], *, heals: bool) -> Result:
-    with Network(WORLD + 1, seed) as network:
+def _lose(trouble: Callable[[Network, Host], None], *, heals: bool) -> Result:
+    with Network(WORLD + 1) as network:
         server, *hosts = network.hosts
         with Server(server), Members(hosts, server.ip, ENDLESS, DEADLINE) as members:
             members.wait_for_step(5)

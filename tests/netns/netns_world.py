@@ -87,16 +87,14 @@ class Network:
 
     Args:
         size: how many hosts.
-        seed: of what befalls the packets.
 
     Attributes:
         hosts: the hosts.
         wire: what lies between them.
     """
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int) -> None:
         self.hosts = [Host(number) for number in range(1, size + 1)]
-        self._seed = seed
         self.wire: Wire
 
     def __enter__(self) -> Self:
@@ -106,7 +104,7 @@ class Network:
         except BaseException:
             self._close()
             raise
-        self.wire = Wire({host.address: host.device for host in self.hosts}, self._seed)
+        self.wire = Wire({host.address: host.device for host in self.hosts})
         self.wire.__enter__()
         return self
 
