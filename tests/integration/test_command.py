@@ -1,6 +1,5 @@
 """The command `statsd-bn` as people type it: in processes of their own, also in a folder that has a server.py."""
 
-import json
 import os
 import signal
 import subprocess
@@ -71,13 +70,6 @@ def test_it_serves_where_a_server_py_lies(endpoint, folder):
     assert run("check", endpoint, cwd=folder).returncode == 0
 
 
-def test_status_takes_its_endpoint_from_the_variable_and_speaks_json(endpoint, folder):
-    said = run("status", "--json", cwd=folder, STATSD_BN_ENDPOINT=endpoint)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.count("\n") == 1
-    assert json.loads(said.stdout)["groups"] == []
-
-
 @pytest.mark.parametrize("arguments", [["status"], ["status", "--json"]])
 def test_a_reader_that_has_had_enough_is_no_error(endpoint, folder, arguments):
     reading, writing = os.pipe()
@@ -111,12 +103,6 @@ def test_status_is_watched_until_ctrl_c(endpoint, folder):
     _, errors = watching.communicate(timeout=WAIT_SECONDS)
     assert [line.startswith("server ") for line in lines] == [True, False, True, False]
     assert (watching.returncode, errors) == (0, "")
-
-
-def test_what_is_mistyped_is_one_line(folder):
-    said = run("--isecure", cwd=folder)
-    expected = "statsd_bn: unknown option --isecure; did you mean --insecure? (see statsd-bn --help)\n"
-    assert (said.returncode, said.stdout, said.stderr) == (2, "", expected)
 
 
 def test_a_server_that_is_not_ours_is_told(folder):

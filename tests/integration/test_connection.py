@@ -43,24 +43,6 @@ ROW = Rows((1,), np.ones((1, 2, 3)))
 CHILD_SECONDS = 60
 
 
-def test_arguments_win_over_the_environment():
-    environ = {"STATSD_BN_JOB": "env", "RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}
-    given = resolve(environ, job="mine", rank=2, world_size=3, round_timeout=5).member()
-    assert (given.job, given.rank, given.world_size, given.round_timeout, given.epoch) == ("mine", 2, 3, 5.0, 2)
-    found = resolve(environ).member()
-    assert (found.job, found.rank, found.world_size, found.round_timeout) == ("env", 1, 4, 600.0)
-
-
-def test_the_job_falls_back_to_torchruns_id_and_then_to_default():
-    assert resolve({"TORCHELASTIC_RUN_ID": "run-7"}).member().job == "run-7"
-    assert resolve({"STATSD_BN_JOB": "mine", "TORCHELASTIC_RUN_ID": "run-7"}).member().job == "mine"
-    assert resolve({}).member().job == "default"
-
-
-def test_alone_it_is_member_0_of_1():
-    assert (resolve({}).member().rank, resolve({}).member().world_size) == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("environ", "arguments", "message"),
     [
@@ -146,12 +128,6 @@ def test_a_second_process_with_the_same_number_is_refused_and_the_first_goes_on(
             master.connect(0, 1)
         assert caught.value.fields["member"] == 0
         assert first.exchange("bn", ROW).count == 1
-
-
-def test_a_killed_run_does_not_hold_its_places(members, server, job):
-    """kill -9 says no goodbye: the same job must be able to start again, and without waiting for any deadline."""
-    program = member_programs.kill_a_run_and_start_again
-    assert members(1, program, server.endpoint, f"{job}-again", job=f"{job}-other") == [2]
 
 
 def test_a_member_that_expects_another_world_is_refused_and_the_others_go_on():

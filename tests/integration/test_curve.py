@@ -23,7 +23,6 @@ from client.connection.curve import secure
 from client.connection.transport import ZmqTransport
 from client.conversation.member import Member
 from server import Service
-from server import __main__ as command
 from server.cli.status import ask
 from server.secrets.keygen import generate
 from statsd_bn.errors import AuthenticationRefused, RegistrationRefused, ReplicaLost, ServerUnreachable
@@ -371,13 +370,6 @@ def test_other_machines_may_reach_a_server_with_keys_without_a_warning(keys, tmp
     assert "WARNING" not in command.log.read_text()
 
 
-@pytest.mark.parametrize("attempt", [1, 2])
-def test_an_insecure_server_warns_at_every_start(tmp_path, attempt):
-    with Command(tmp_path, "--insecure", "--bind", "tcp://0.0.0.0:*") as command:
-        assert attempt
-    assert "has no keys, so anybody who can connect may join" in command.log.read_text()
-
-
 def test_a_hangup_while_the_folder_of_public_keys_is_away_revokes_none(keys, tmp_path):
     """As while it is replaced by another one."""
     alice = load_client(secret(keys, "alice"))
@@ -397,22 +389,3 @@ def test_a_folder_without_keys_is_a_usage_error(tmp_path):
     assert ended.returncode == 2
     assert unfolded(ended.stderr).count("\n") == 1
     assert "cannot read" in ended.stderr
-
-
-def test_the_status_command_takes_a_key_and_says_when_it_is_refused(service, keys):
-    def status(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "server", "status", service.endpoints[0], *arguments]
-        environ = {**os.environ, "STATSD_BN_INSECURE": "1"}  # the server is to refuse it
-        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
-
-    told = status("--curve", str(secret(keys, "alice")))
-    assert (told.returncode, told.stdout.splitlines()[1:]) == (0, ["no jobs"])
-    refused = status()
-    assert refused.returncode == 5
-    assert unfolded(refused.stderr).count("\n") == 1
-    assert "authentication refused" in refused.stderr
-
-
-def test_a_server_that_wants_a_key_is_there_for_a_health_check(service, tmp_path):
-    assert command.main(["check", service.endpoints[0]]) == 0
-    assert command.main(["check", f"ipc://{tmp_path}/nobody"]) == 4

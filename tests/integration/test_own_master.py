@@ -239,17 +239,6 @@ def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(sta
     assert master not in server_process._started
 
 
-@pytest.mark.long
-def test_one_that_is_killed_now_and_then_for_hours_is_always_started_again(start, caplog, monkeypatch):
-    monkeypatch.setattr(restarts, "WINDOW_SECONDS", 0.0)
-    master = start()
-    for _ in range(restarts.AT_MOST + 2):
-        kill(master)
-        assert ask(master.endpoint, WAIT_SECONDS)["groups"] == []
-    assert "in vain" not in caplog.text
-    assert " s" not in caplog.messages[-1].partition("it is started again")[2], "at once"
-
-
 def test_one_that_is_stopped_in_the_pause_before_it_is_started_again_stays_stopped(start, monkeypatch):
     monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 3600.0)
     monkeypatch.setattr(restarts, "AT_ONCE", 0)

@@ -16,25 +16,9 @@ from programs import ddp_programs, process_group_programs
 from statsd_bn.text import unfolded
 from support.whole_batch import Case, assert_equal_to_whole_batch, joined
 
-TRAININGS = {
-    "equal": ddp_programs.Training(),
-    "unequal": ddp_programs.Training(sizes=(1, 5)),
-    "micro-batches": ddp_programs.Training(micro_batches=2),
-    "static graph": ddp_programs.Training(options=(("static_graph", True),)),
-    "unused parameters": ddp_programs.Training(options=(("find_unused_parameters", True),), branch=True),
-}
-
-
-@pytest.mark.parametrize("name", TRAININGS)
-def test_under_ddp_a_converted_model_trains_as_on_the_whole_batch(ranks, name):
-    expected = ddp_programs.train_on_the_whole_batch(TRAININGS[name])
-    for found in ranks(2, process_group_programs.train_under_ddp, TRAININGS[name]):
-        for key, value in expected.items():
-            np.testing.assert_allclose(found[key], value, rtol=1e-9, atol=1e-9, err_msg=key)
-
 
 def test_a_compiled_model_trains_as_on_the_whole_batch(ranks):
-    training = TRAININGS["unequal"]
+    training = ddp_programs.Training(sizes=(1, 5))
     expected = ddp_programs.train_on_the_whole_batch(training)
     for found in ranks(2, process_group_programs.train_under_ddp, training, "aot_eager"):
         for key, value in expected.items():

@@ -18,17 +18,14 @@ from server.cli.status import ask
 from server.core.dispatcher import Dispatcher
 from server.membership.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
-from statsd_bn.error_text import in_log
-from statsd_bn.errors import RegistrationRefused, ReplicaLost
+from statsd_bn.errors import ReplicaLost
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Pending, Registered, Result
-from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from support.memory_members import SERVER, MemoryMaster, wait_until
 from support.memory_members import run_members as run_in_memory
-from support.sentences import says
 
 # A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.
 STEPS = 150
@@ -242,28 +239,6 @@ def test_only_the_latest_results_are_told_and_in_order():
     assert [encode(result.aggregate) for result in results] == frames[-limits.KEPT_ROUNDS :]
 
 
-def test_results_that_were_lost_on_the_way_are_asked_for_again():
-    """They are frames of their own: a connection that breaks may swallow some of them."""
-    world = World()
-    for layer in ("bn", "bn2"):
-        world.exchange(layer)
-    world.restart(b"server-1")
-    session = world.members[0]
-    register, *results = session.introduction()
-    world.say(session, register, results[1])
-    world.read(session)
-    key = session.forward_key("bn3")
-    world.say(session, session.heartbeat(), session.contribution(key, rows_of(0)))
-    assert codes(world.read(session)) == ["unknown_session", "unknown_session"]
-    for other in world.members[1:]:
-        world.say(other, *other.introduction())
-        assert world.read(other)[0].missing > 0, "the group waits for what is missing"
-    world.say(session, *session.introduction())
-    assert world.read(session)[-1].missing == 0
-    world.heartbeats(session)
-    assert world.read(session) == []
-
-
 def test_a_group_to_which_one_member_has_no_more_to_say_is_taken_up_again():
     """The master answers member 1 of the pair and dies; member 1 goes on elsewhere, and member 0 still waits."""
     pair = World("pair", 2)
@@ -368,50 +343,6 @@ def test_the_rows_of_all_members_go_before_a_result_that_differs_from_their_sum(
     assert "rank 2 (place 2) came back with another aggregate than the sum of all rows" in caplog.text
 
 
-def test_a_member_that_the_others_had_gone_on_without_is_told_so():
-    """Their results say so."""
-    world = World(min_members=1)
-    world.exchange("bn")
-    first, second, late = world.members
-    key, *_ = [session.forward_key("bn2") for session in world.members]
-    for world.now in np.arange(0.5, 1.5 + limits.SILENCE_SECONDS, 0.5):
-        world.heartbeats(first, second)
-        world.deliver(world.dispatcher.tick(world.now))
-    for session in (first, second):
-        world.inboxes.pop(session.token, None)
-        world.say(session, session.contribution(key, rows_of(session.member.rank)))
-    assert world.take(first, key) == world.take(second, key)
-    world.restart(b"server-1")
-    for session in (late, first, second):
-        world.say(session, *session.introduction())
-    world.say(late, late.contribution(key, rows_of(2)))
-    world.now += 1.0
-    world.heartbeats(*world.members)
-    world.deliver(world.dispatcher.tick(world.now))
-    world.inboxes.pop(late.token)
-    world.heartbeats(late)
-    (failure,) = world.read(late)
-    assert (failure.code, failure.fields["member"]) == ("replica_lost", 2)
-    assert "the others had gone on without it before the server was restarted" in in_log(failure.message)
-
-
-def test_an_answer_that_covers_one_who_has_died_since_stays_what_it_was():
-    """Member 0 was given it and has contributed again; the rows of member 2 are gone."""
-    world = World(min_members=1)
-    key, *_ = [session.forward_key("bn") for session in world.members]
-    for number, session in enumerate(world.members):
-        world.say(session, session.contribution(key, rows_of(number)))
-    ahead, behind, _ = world.members
-    expected = world.take(ahead, key)
-    world.restart(b"server-1")
-    come_back(world, ahead, key)
-    come_back(world, behind, key)
-    world.now = limits.SILENCE_SECONDS
-    world.heartbeats(ahead, behind)
-    world.deliver(world.dispatcher.tick(world.now))
-    assert world.inboxes[ahead.token][-1] == world.inboxes[behind.token][-1] == expected
-
-
 def test_no_result_counts_in_a_group_that_has_not_been_restarted():
     world = World()
     (frame, *_) = world.exchange("bn")
@@ -453,23 +384,6 @@ def test_a_contribution_that_is_sent_again_is_told_whom_the_round_waits_for():
     (pending,) = world.read(session)
     assert pending.key == key
     assert pending.message.endswith("has waited 0 s for rank 0 (place 0), rank 2 (place 2)")
-
-
-def test_a_newcomer_cannot_be_among_members_that_are_far_into_a_run():
-    """One member was killed with the server and came back without its weights: an error, not a guess."""
-    world = World()
-    old = world.members[0]
-    key = old.forward_key("bn")
-    old.begins(key.of_phase(BACKWARD))
-    old.forward_key("bn")
-    world.restart(b"server-1")
-    world.say(old, old.register())
-    newcomer = Session(b"newcomer", Member("job", "world", 0, 1, N, 60.0, "elsewhere"))
-    frames = [frame for _, frame in world.dispatcher.receive(0.0, b"peer", newcomer.register()).replies]
-    with pytest.raises(
-        RegistrationRefused, check=says(r"rank 0 \(place 0\) is at step 1, and rank 1 \(elsewhere\) has")
-    ):
-        newcomer.registered(frames[0])
 
 
 def test_a_member_that_its_own_server_took_for_lost_is_told_so():

@@ -7,7 +7,6 @@ from torch import nn
 import client
 from client.training import smart_ddp
 from client.training.smart_ddp import arguments_for, check_version
-from integration.test_ddp import TOLERANCE
 from programs import ddp_programs, smart_ddp_programs
 from programs.ddp_programs import Training
 from statsd_bn.errors import ConfigurationError
@@ -17,13 +16,8 @@ from support.whole_batch import assert_equal
 
 STORE = "store"
 
-
-def test_members_on_the_cpu_train_as_on_the_whole_batch(members, tmp_path):
-    """Models on the CPU, where yolov5's smart_DDP fails."""
-    training = Training(sizes=(1, 4))
-    expected = ddp_programs.train_on_the_whole_batch(training)
-    for state in members(2, smart_ddp_programs.train, str(tmp_path / STORE), training):
-        assert_equal(state, expected, TOLERANCE)
+# 20 steps of momentum carry rounding errors of 1e-16 on to 1e-12 or so.
+TOLERANCE = 1e-8
 
 
 def test_a_graph_that_changes_fails_unless_static_graph_is_turned_off(members, tmp_path):
@@ -61,15 +55,6 @@ def test_what_is_made_refused_and_warned_of_with_a_process_group(members, tmp_pa
         assert warned[0].startswith("smart_ddp_programs.py: convert_model left 1 layer unsynchronised: '1' (Special")
 
 
-def test_without_a_process_group_it_says_what_to_call():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.raises(
-        RuntimeError, check=says(r"process group: .* call torch\.distributed\.init_process_group\(\) first")
-    ):
-        client.smart_ddp(model)
-    assert type(model[1]) is nn.BatchNorm1d
-
-
 @pytest.mark.parametrize("version", ["1.12.0", "1.12.0+cu113", "1.12.0+cpu"])
 def test_torch_1_12_0_is_refused_and_its_local_builds_too(version):
     """yolov5's lets the local builds through."""
@@ -82,12 +67,6 @@ def test_torch_1_12_0_is_refused_and_its_local_builds_too(version):
 @pytest.mark.parametrize("version", ["1.11.0", "1.12.1", "1.12.1+cu113", "1.120.0", "2.6.0+cpu", "2.13.0"])
 def test_other_versions_are_not(version):
     check_version(version)
-
-
-def test_the_version_of_this_torch_is_checked(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "1.12.0+cu113")
-    with pytest.raises(RuntimeError, match=r"got 1\.12\.0\+cu113"):
-        client.smart_ddp(nn.Linear(2, 2))
 
 
 def test_on_cuda_the_device_is_that_of_the_local_rank():

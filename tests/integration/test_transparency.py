@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from programs import member_programs
 from support import whole_batch
@@ -148,12 +147,3 @@ def test_a_model_with_several_layers_trains_as_on_the_whole_batch(over, lane):
     for result in results:
         for name, value in expected.items():
             np.testing.assert_allclose(result[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
-
-
-def test_data_parallel_trains_as_on_the_whole_batch():
-    model = member_programs.small_model()
-    wrapped = nn.Sequential(member_programs.data_parallel(model, 4))
-    expected = member_programs.run_sgd(member_programs.small_model(), 10, lambda model, x: model(x))
-    found = member_programs.run_sgd(model, 10, lambda _, x: wrapped(x))
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9, err_msg=name)

@@ -190,101 +190,12 @@ def test_one_that_is_away_and_comes_late_to_a_restarted_master_stays_away(world)
     assert zero.total == ([0, 1], 4.0)
 
 
-def test_the_master_dies_after_it_called_only_some_back(world):
-    zero, one, two = world.members
-    for member in (one, two):
-        participation(member, Participation.REJOINING)
-    world.silent.add(two)  # the news does not reach it
-    participation(zero, Participation.REJOINING)
-    world.silent.remove(two)
-    assert [member.session.first_step for member in world.members] == [1, 1, 0]
-    world.restart()
-    world.pass_time(1.5)
-    for member in (zero, one):
-        member.forward(1.0)
-    two.register()
-    assert two.session.first_step == 1
-    two.forward(1.0)
-    assert two.total == ([0, 1, 2], 3.0)
-
-
-def test_the_master_dies_before_one_heard_of_a_pass_that_the_others_are_through_with(world):
-    """Who is back waits for the next pass; only the one that did not hear of this one begins it."""
-    zero, one, two = world.members
-    for member in (one, two):
-        participation(member, Participation.REJOINING)
-    world.silent.add(two)  # the news does not reach it
-    participation(zero, Participation.REJOINING)
-    world.silent.remove(two)
-    for member in (zero, one):
-        participation(member, Participation.PAUSED)
-        participation(member, Participation.REJOINING)
-    world.restart()
-    world.pass_time(1.5)
-    two.register()
-    assert [member.session.first_step for member in world.members] == [1, 1, 1]
-    participation(two, Participation.PAUSED)
-    participation(two, Participation.REJOINING)
-    assert [member.session.first_step for member in world.members] == [2, 2, 2]
-
-
-def test_a_late_answer_does_not_let_anyone_go_on_that_is_back(world):
-    """A Register was sent twice, and its second answer comes when the member has asked for something else."""
-    one = world.members[1]
-    participation(one, Participation.PAUSED)
-    answers = world.dispatcher.receive(world.now, b"", one.session.register()).replies
-    one.session.participation = Participation.REJOINING
-    assert [one.session.registered(frame) for _, frame in answers] == [None]
-    assert one.session.participation is Participation.REJOINING
-    one.register()
-    assert one.registered.missing == 2
-
-
 def test_elastic_members_come_back_when_all_that_are_left_do():
     world = PureWorld(3, 1)
     for member in world.members[:2]:
         participation(member, Participation.REJOINING)
     world.kill(world.members[2])
     assert [member.session.first_step for member in world.members[:2]] == [1, 1]
-
-
-def test_a_newcomer_to_a_restarted_master_calls_nobody_back():
-    """One waits for the next pass, another is not through with this one, and the newcomer begins at a later step."""
-    world = PureWorld(2, 1)
-    waits, trains = world.members
-    for member in world.members:
-        member.forward(1.0)
-    newcomer = world.come(2)
-    participation(waits, Participation.REJOINING)
-    world.restart()
-    for member in world.members:
-        member.introduce()
-    world.pass_time(1.0)
-    assert waits.session.participation is Participation.REJOINING
-    assert trains.registered.missing == 0
-    for member in (newcomer, trains):
-        participation(member, Participation.REJOINING)
-    assert len({member.session.first_step for member in world.members}) == 1
-    assert {member.session.participation for member in world.members} == {Participation.TAKES_PART}
-
-
-def test_one_that_did_not_hear_of_an_elastic_pass_begins_it_as_the_others_did_and_not_as_a_newcomer():
-    world = PureWorld(3, 1)
-    *heard, unheard = world.members
-    for member in heard:
-        participation(member, Participation.REJOINING)
-    unheard.session.participation = Participation.REJOINING
-    world.silent.add(unheard)  # the news does not reach it
-    unheard.register()
-    heard[0].forward(1.0)
-    newcomer = world.come(3)
-    assert [member.session.first_step for member in (*heard, newcomer)] == [1, 1, 2]
-    world.restart()
-    world.silent.remove(unheard)
-    for member in world.members:
-        member.introduce()
-    world.pass_time(1.0)
-    assert [member.session.first_step for member in world.members] == [1, 1, 1, 2]
 
 
 # With layers.
@@ -426,30 +337,6 @@ def test_join_goes_away_when_the_generator_around_it_is_read_no_further(monkeypa
     reading.close()
     assert master.report("world")["members"][0]["participation"] == "paused"
     connection.close()
-
-
-def test_a_late_answer_to_something_earlier_calls_nobody_back():
-    """Going away was said twice, because the first answer took long; the second answer comes while it waits."""
-    master = MemoryMaster()
-    returned = threading.Event()
-
-    def early():
-        with master.connect(0, 2) as connection:
-            connection.stay_away(None)
-            with master.transport.channel() as channel:
-                channel.send(connection._sessions.all()[0].register())
-            connection.come_back(None)
-            returned.set()
-            return connection.exchange("bn", uneven_programs.ROW).count
-
-    def late():
-        with master.connect(1, 2) as connection:
-            wait_until(lambda: master.report("world")["members"][0]["participation"] == "rejoining")
-            assert not returned.wait(timeout=0.2)
-            connection.come_back(None)
-            return connection.exchange("bn", uneven_programs.ROW).count
-
-    assert in_threads([early, late]) == [2, 2]
 
 
 def test_all_are_back_when_the_master_dies_and_are_called_back_by_the_next(world):

@@ -235,19 +235,6 @@ def test_with_several_jobs_the_reader_stays_at_the_ranks_of_one():
         assert driver.execute_script(script, snapshot) == 0
 
 
-def test_pictures_of_the_layers_fit_each_screen(tmp_path):
-    folder, port = Path(os.environ.get("STATSD_BN_SCREENSHOTS") or tmp_path), free_port()
-    with ExitStack() as stack:
-        program = str(ROOT / "tests/programs/heat_program.py")
-        stack.enter_context(process(program, f"127.0.0.1:{port}", "digits"))
-        driver = stack.enter_context(browser())
-        for name in SIZES:
-            open_page(driver, port)
-            wait_for(driver, "rank 5 with", SHOWN_SECONDS)
-            driver.execute_script("document.querySelector('.heat').scrollIntoView()")
-            picture(driver, folder, name, "layers", 700)
-
-
 def test_with_too_many_readers_the_page_says_so_and_comes_again():
     port = free_port()
     with ExitStack() as stack:

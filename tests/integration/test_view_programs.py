@@ -31,10 +31,8 @@ pytest.importorskip("uvicorn", reason="needs the extra view")
 
 WAIT_SECONDS = 30.0
 
+
 # Until four processes have imported torch, maybe on a busy machine.
-START_SECONDS = 80.0
-
-
 @contextlib.contextmanager
 def planted_job(endpoint, job):
     """Two ranks that have exchanged a NaN of rank 1's; then rank 0 waits for rank 1."""
@@ -87,39 +85,6 @@ def viewing(*arguments):
 
 def snapshot(fetch):
     return json.loads(fetch("events").removeprefix("data: "))
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_the_page_tells_of_a_training_as_it_goes(tmp_path):
-    """As a browser shows it in `test_view_page.py`, which needs one."""
-    endpoint = f"ipc://{tmp_path}/server"
-    program = str(ROOT / "tests/programs/view_program.py")
-    with contextlib.ExitStack() as stack:
-
-        def start(*arguments):
-            process = stack.enter_context(subprocess.Popen([sys.executable, *arguments], cwd=ROOT))
-            stack.callback(process.kill)
-            return process
-
-        server = start("-m", "server", "--bind", endpoint, "--log-level", "error")
-        ranks = [start(program, str(rank), endpoint) for rank in range(4)]
-        fetch = stack.enter_context(viewing(endpoint))
-        places = [f"{socket.gethostname()}, pid {rank.pid}" for rank in ranks]
-
-        def look():
-            return fetch("events")
-
-        wait_for(look, *places, seconds=START_SECONDS)
-        wait_for(look, f"first non-finite: layer 2, forward, step 20, rank 2 ({places[2]}), 1 of 8 channels (inf)")
-        wait_for(look, f"rank 1 ({places[1]}): input mean")
-        server.kill()
-        server.wait()
-        start("-m", "server", "--bind", endpoint, "--log-level", "error")
-        wait_for(look, "the server started again")
-        wait_for(lambda: [len(group["members"]) for group in snapshot(fetch)["groups"]], 4)
-        ranks[3].kill()
-        wait_for(look, f"rank 3 ({places[3]}) was lost")
 
 
 def test_the_page_of_a_running_job_has_its_ranks_and_its_first_non_finite_row(server, job):

@@ -1,7 +1,6 @@
-"""What member processes do in `test_ddp.py`: training under DistributedDataParallel, over gloo and on the CPU."""
+"""What member processes train under DistributedDataParallel, over gloo and on the CPU."""
 
 import atexit
-import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -50,11 +49,6 @@ class Training:
     branch: bool = False
 
 
-def options_of_ddp() -> list[str]:
-    """Newer versions of torch call `broadcast_buffers` `forward_sync_buffers`."""
-    return list(inspect.signature(DistributedDataParallel).parameters)
-
-
 class Network(nn.Module):
     """Smooth everywhere: where a ReLU bends, a rounding error could become a jump."""
 
@@ -91,16 +85,6 @@ def train_on_the_whole_batch(training: Training) -> Buffers:
     return _state(model)
 
 
-def train(connection: client.Connection, store: str, training: Training) -> Buffers:
-    """One member's shard under DistributedDataParallel, which averages the members' gradients."""
-    rank = connection.rank
-    model = client.convert_model(network(training))
-    optimizer = optimizer_for(model)
-    with process_group(store, connection):
-        train_shard(wrapped(model, training), optimizer, training, rank)
-    return _state(model)
-
-
 def train_shard(
     parallel: DistributedDataParallel, optimizer: torch.optim.Optimizer, training: Training, rank: int
 ) -> None:
@@ -112,19 +96,6 @@ def train_shard(
                 output = parallel(x, branch=_uses_branch(training, step))
                 (_loss(output, factors, training) * len(training.sizes)).backward()
         optimizer.step()
-
-
-def wrap(connection: client.Connection, store: str) -> tuple[str, str]:
-    """What DistributedDataParallel says to torch's synchronised layers on the CPU, and to ours."""
-    told = []
-    with process_group(store, connection):
-        for convert in (nn.SyncBatchNorm.convert_sync_batchnorm, client.convert_model):
-            model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-            try:
-                told.append(type(wrapped(convert(model), Training())).__name__)
-            except ValueError as error:
-                told.append(str(error))
-    return tuple(told)
 
 
 def wrapped(model: nn.Module, training: Training) -> DistributedDataParallel:

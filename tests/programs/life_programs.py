@@ -173,21 +173,6 @@ def train_with_averages(connection: client.Connection | None) -> tuple[Buffers, 
     return {f"{kind} {name}": v for kind, twin in states.items() for name, v in state(twin).items()}, said, rounds
 
 
-def call_with_other_tensors(connection: client.Connection | None) -> tuple[Tensor, Buffers, Buffers]:
-    """`functional_call`: output, gradients of the given parameters, and the given buffers. The module's stay."""
-    model = network_of(connection)
-    before = state(copy.deepcopy(model))
-    parameters = {name: (value.detach() * 1.1).requires_grad_() for name, value in model.named_parameters()}
-    buffers = {name: value.clone() for name, value in model.named_buffers()}
-    x, factors = shard(connection, 0)
-    output = torch.func.functional_call(model, (parameters, buffers), (x,))
-    (output * factors).sum().backward()
-    assert all((before[name] == value).all() for name, value in state(model).items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    gradients = {name: parameter.grad.numpy() for name, parameter in parameters.items()}
-    return output.detach(), gradients, {name: buffer.numpy() for name, buffer in buffers.items()}
-
-
 class Images(Dataset[tuple[Batch, Tensor, str]]):
     """This member's batches, loaded in a worker that also runs layers, in eval and in training."""
 

@@ -204,39 +204,6 @@ def nan_on_whole_batch() -> list[np.ndarray]:
     ]
 
 
-HOLDING_SCRIPT = """
-import sys, client
-connection = client.connect(sys.argv[1], job=sys.argv[2], rank=int(sys.argv[3]), world_size=2)
-print("connected", flush=True)
-sys.stdin.read()
-"""
-
-
-def kill_a_run_and_start_again(_: client.Connection, endpoint: str, job: str) -> int:
-    """Two processes of a run are killed; two more begin it anew. Returns the count of their first round."""
-    client.disconnect()
-    _start_and_kill(endpoint, job)
-    with (
-        _holding(endpoint, job, 1) as sibling,
-        client.connect(endpoint, job=job, rank=0, world_size=2, round_timeout=30.0) as connection,
-    ):
-        count = connection.member.world_size
-        sibling.kill()
-    return count
-
-
-def _start_and_kill(endpoint: str, job: str) -> None:
-    with _holding(endpoint, job, 0) as first, _holding(endpoint, job, 1) as second:
-        for process in (first, second):
-            assert process.stdout.readline() == b"connected\n"
-            process.kill()
-
-
-def _holding(endpoint: str, job: str, member: int) -> "subprocess.Popen[bytes]":
-    arguments = [sys.executable, "-c", HOLDING_SCRIPT, endpoint, job, str(member)]
-    return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
 def train_with_checkpoints(connection: client.Connection, steps: int, reentrant: bool) -> tuple[Buffers, object, int]:
     """SGD on one shard, the whole model in a checkpoint; the rounds are those of the layers alone."""
     who = connection.member
