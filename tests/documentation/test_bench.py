@@ -1,14 +1,11 @@
 """The tables and plots of the benchmarks are what was measured: nobody has written in them."""
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
-from xml.etree import ElementTree as ET
 
 import pytest
-from bench import kept, plots, quiet
+from bench import plots, quiet
 from bench.kept import Kept
 from bench.pages import BEGIN, END, page_of, written
 from bench.tables import TABLES
@@ -63,54 +60,9 @@ def test_a_table_has_each_way_with_its_ratio():
     assert "old" not in text
 
 
-def test_a_table_below_another_is_shown_as_soon_as_it_has_rows():
-    row = {"shape": "2,8,4,4", "class": "Inherited", "plain": 90.4, "converted": 421.0, "more": 2.6}
-    layers = {"layers": []}
-    assert "Inherited" not in TABLES["layer"].in_markdown(layers)
-    text = TABLES["layer"].in_markdown(layers | {"subclasses": [row]})
-    assert "\n\n| shape | class |" in text
-    assert text.endswith("| (2, 8, 4, 4) | Inherited | 90 | 421 | 3 |\n")
-
-
 def test_a_busy_machine_is_told():
     assert "**on a busy machine**, with 1.4 processors in use by others" in found(busy=1.4).caption
     assert "**" not in found(busy=quiet.QUIET).caption
-
-
-@pytest.mark.parametrize("text", ["", BEGIN, END, END + BEGIN])
-def test_a_page_without_marks_is_refused(text):
-    with pytest.raises(ValueError, match="expected '<!-- scripts/bench writes this -->' and, behind it"):
-        written("train_step", text, found())
-
-
-def test_a_result_is_kept_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "ROOT", tmp_path)
-    (tmp_path / "benchmarks" / "train_step").mkdir(parents=True)
-    assert Kept.of("train_step") is None
-    found().keep("train_step")
-    assert Kept.of("train_step") == found()
-    assert json.loads((tmp_path / "benchmarks" / "train_step" / "results.json").read_text()) == asdict(found())
-
-
-def test_a_plot_is_a_drawing_with_a_bar_for_each_value():
-    title, groups, line = plots.PLOTS["train_step"](STEPS)
-    drawing = ET.fromstring(plots.Plot(title, groups, line, "here <&> now").in_svg())  # noqa: S314 - our own
-    bars = drawing.findall("{*}rect")
-    assert [round(float(bar.get("width")) / float(bars[0].get("width")), 3) for bar in bars] == [
-        1.0,
-        1.182,
-        1.273,
-        1.212,
-    ]
-    assert "here <&> now" in [text.text for text in drawing.findall("{*}text")]
-    assert drawing.find("{*}title").text == title
-
-
-def test_the_busy_processors_are_those_that_work(monkeypatch):
-    ticks = iter([(100, 1000), (150, 1100)])
-    monkeypatch.setattr(quiet, "_ticks", lambda: next(ticks))
-    monkeypatch.setattr(quiet, "_nr_processors", lambda: 4)
-    assert quiet.busy_processors(0.0) == 2.0
 
 
 def test_the_work_of_our_children_is_not_that_of_others(monkeypatch):
@@ -132,11 +84,3 @@ def test_the_work_of_a_child_counts_while_it_runs_and_after_it_was_waited_for():
     half = 0.5 * os.sysconf("SC_CLK_TCK")
     assert running - before >= half - 1
     assert quiet._ticks_of_family() >= running
-
-
-def test_a_quiet_machine_is_waited_for(monkeypatch):
-    samples = iter([2.0, 0.9, 0.2, 0.0])
-    monkeypatch.setattr(quiet, "busy_processors", lambda: next(samples))
-    assert quiet.wait_until_quiet(60.0) == 0.2
-    samples = iter([2.0, 0.9])
-    assert quiet.wait_until_quiet(0.0) == 2.0

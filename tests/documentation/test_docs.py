@@ -75,31 +75,6 @@ def test_a_python_block_that_fails_is_shown_with_its_line_on_the_page(python, en
         python(broken)
 
 
-@pytest.mark.parametrize(
-    ("command", "complaint"),
-    [
-        ("rm -r /", "Nobody knows how to run 'rm -r /' in a test"),
-        ("python -m server check --no-such-flag", "unknown option --no-such-flag"),
-        ("python -m server --log-level loud", "invalid choice: 'loud'"),
-        ("docker compose -f no-such.yml up", "expected a file no-such.yml"),
-        ("scripts/test-all", "expected a script at scripts/test-all"),
-        ("torchrun --nproc=4 train.py", "torchrun does not understand"),
-        (
-            "torchrun examples/train_nothing.py",
-            "Nobody knows how to run 'torchrun examples/train_nothing.py' in a test",
-        ),
-        ("kubectl apply -f no-such.yml", "expected a file no-such.yml"),
-        ("kubectl delete -f docker/kubernetes/server.yml", "Nobody knows how to run 'kubectl delete"),
-        ("kubectl create secret generic a --from-file=no-such.key", "expected the block to make a file no-such.key"),
-        ("torchrun train.py", "expected a Python block before it"),
-        ("torchrun --nnodes=2 train.py", "expected a Python block before it"),
-    ],
-)
-def test_a_command_that_cannot_be_right_fails(shell, command, complaint):
-    with pytest.raises(AssertionError, match=complaint):
-        shell(Block("docs/page.md", 7, "sh", command)).run()
-
-
 def test_what_other_tests_are_said_to_run_they_run():
     for test, program, _ in RUN_ELSEWHERE.values():
         assert program in (ROOT / test).read_text(), f"expected {test} to run {program}"

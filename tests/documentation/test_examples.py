@@ -95,60 +95,6 @@ def read_back(accuracy, weights, statistics, trip, seconds):
 
 
 # Member 2 dies when the gradients are to be summed, once the others have come as far.
-DIES_IN_GLOO = """
-import os, pathlib, signal, time
-import train_digits
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-here, rank = pathlib.Path(os.environ["FOLDER"]), int(os.environ["RANK"])
-
-class Watched(train_digits.DistributedDataParallel):
-    def __init__(self, network):
-        super().__init__(network)
-        self.register_comm_hook(None, sum_up)
-
-def sum_up(state, bucket):
-    (here / f"in-gloo-{rank}").touch()
-    if rank < 2:
-        return allreduce_hook(state, bucket)
-    while len(list(here.glob("in-gloo-*"))) < 3:
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-train_digits.DistributedDataParallel = Watched
-train_digits.main()
-"""
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_a_member_that_dies_while_the_others_are_in_gloo_is_named(server, job, tmp_path):
-    together = ["--steps", "5", "--init-method", f"file://{tmp_path / 'meeting'}"]
-    environ = {**os.environ, "WORLD_SIZE": "3", "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": job}
-    path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", DIES_IN_GLOO, *together],
-            env={**environ, "RANK": str(rank), "FOLDER": str(tmp_path), "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [process.communicate(timeout=110)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [1, 1, -9]
-    for text in said[:2]:
-        assert "gloo" in text, text
-        assert any("ReplicaLost: rank 2 (" in line for line in text.splitlines()), text
-
-
 @pytest.mark.long
 @pytest.mark.processes
 def test_elastic_members_end_with_the_same_weights_and_have_learnt(server, job, tmp_path, monkeypatch):

@@ -51,20 +51,6 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def copy(tmp_path) -> Path:
-    """A repository whose pages may be spoilt."""
-    for path in ROOT.iterdir():
-        if not path.name.startswith(".") and path.name not in {"docs", "scripts", "site"}:
-            (tmp_path / path.name).symlink_to(path)
-    for folder in ("docs", "scripts"):
-        (tmp_path / folder).mkdir()
-        for path in (ROOT / folder).iterdir():
-            if path.is_file():
-                (tmp_path / folder / path.name).write_bytes(path.read_bytes())
-    return tmp_path
-
-
 class Fetched(HTMLParser):
     """Collects what a browser fetches for a page."""
 
@@ -122,24 +108,3 @@ def test_links_out_of_the_pages_lead_to_copies_in_the_site(site):
     assert "def test_first_and_second_gradients" in (site / target).read_text()
     assert 'href="getting-started.html#several-hosts"' in (site / "index.html").read_text()
     assert (site / "benchmarks/train_step/index.html").is_file()
-
-
-@needs_mkdocs
-def test_links_that_lead_nowhere_fail_and_are_named(copy, tmp_path_factory):
-    nowhere = ["no-such-page.md", "errors.md#no-such-section", "../client/no_such_file.py"]
-    done = spoil(copy, " ".join(f"[here]({target})" for target in nowhere), tmp_path_factory.mktemp("spoilt"))
-    assert [target for target in nowhere if target not in done] == []
-
-
-@needs_mkdocs
-def test_a_name_that_is_not_there_fails_and_is_named(copy, tmp_path_factory):
-    assert "no_such_name" in spoil(copy, "::: client.no_such_name", tmp_path_factory.mktemp("spoilt"))
-
-
-def spoil(repository: Path, text: str, site: Path) -> str:
-    """What mkdocs says of a page with this text, which must fail."""
-    page = repository / "docs" / "features.md"
-    page.write_text(f"{page.read_text()}\n{text}\n")
-    done = build(repository, site)
-    assert done.returncode != 0
-    return done.stdout + done.stderr

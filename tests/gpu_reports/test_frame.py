@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 from gpu_report import __main__ as program
-from gpu_report import measuring, results, runner, steps, words
-from gpu_report.results import Result, Results
+from gpu_report import measuring, runner
+from gpu_report.results import Results
 from gpu_report.runner import Runner
-from gpu_report.steps import PLANS, Plan
+from gpu_report.steps import Plan
 from torch.autograd import DeviceType
 
 from support.launched import WAIT_SECONDS
@@ -120,16 +120,6 @@ def test_at_its_limit_a_step_leaves_its_records_and_nothing_else(plan, report, t
     assert is_gone(int(left.read_text()))
 
 
-def test_nothing_of_a_step_is_left_behind_where_it_ends_well(plan, report, tmp_path):
-    left = tmp_path / "left"
-    command = (
-        f"import subprocess; left = subprocess.Popen(['sleep', '600']); open({str(left)!r}, 'w').write(str(left.pid))"
-    )
-    status, _, _ = report(plan("leaves one", source(command)))
-    assert status == 0
-    assert is_gone(int(left.read_text()))
-
-
 def wait_until(holds) -> bool:
     """Whether it holds in time, on a busy machine too."""
     end = time.monotonic() + WAIT_SECONDS
@@ -148,20 +138,6 @@ def is_gone(pid: int) -> bool:
             return True
 
     return wait_until(has_ended)
-
-
-def test_a_report_that_is_ended_ends_its_step(plan, tmp_path):
-    started = tmp_path / "started"
-    one = plan("waits", source(f"open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"))
-    text = (
-        "from pathlib import Path\nfrom gpu_report.__main__ import *\nfrom gpu_report.steps import Plan\n"
-        f"report(Runner(stand_in=True), [Plan('waits', 30, module={one.module!r})], Results(Path({str(tmp_path)!r})))"
-    )
-    with subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL) as process:
-        assert wait_until(lambda: started.exists() and started.read_text())
-        process.terminate()
-        assert process.wait(WAIT_SECONDS) != 0
-    assert is_gone(int(started.read_text()))
 
 
 def test_a_second_call_repeats_only_the_steps_that_it_names(plan, report):
@@ -195,24 +171,6 @@ def test_an_attempt_that_raises_is_a_failed_check_and_the_step_goes_on(plan, rep
     assert not divides["passed"]
     assert divides["detail"].endswith("ZeroDivisionError: division by zero\n")
     assert goes_on["passed"]
-
-
-def test_files_of_steps_are_few_and_small(plan, report, tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "MAX_BYTES", 1000)
-    text = source("[(step.output / f'{number}').write_bytes(b'x' * 1000) for number in range(5)]")
-    large = source("(step.output / 'large').write_bytes(b'x' * 1001); (step.output / 'small').write_text('small')")
-    _, found, _ = report(plan("writes", text), plan("writes more", large), plan("writes last", large))
-    files = {path.name for path in (tmp_path / "report").iterdir()}
-    assert files == {"results.json", "report.md", *(f"writes-{number}" for number in range(5)), "writes_more-small"}
-    assert found["writes more"]["notes"] == ["dropped large: expected at most 1000 bytes, got 1001"]
-    assert found["writes last"]["notes"][1] == "dropped small: expected at most 8 files, and there are as many"
-
-
-def test_files_of_a_step_are_replaced_with_its_result(plan, report, tmp_path):
-    for number in range(2):
-        report(plan("writes", source(f"(step.output / 'file-{number}').write_text('{number}')")))
-    files = {path.name for path in (tmp_path / "report").iterdir()}
-    assert files == {"results.json", "report.md", "writes-file-1"}
 
 
 def test_a_plant_is_entered_around_the_step_and_named_in_the_report(plan, report, tmp_path):
@@ -290,42 +248,6 @@ def test_a_step_has_its_share_and_what_earlier_ones_have_left(monkeypatch, begun
     assert limits == expected
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "steps": {}}', '{"format": 1, "steps": [1]}'])
-def test_foreign_results_are_not_overwritten(tmp_path, text):
-    (tmp_path / "results.json").write_text(text)
-    with pytest.raises(ValueError, match=r"results\.json: expected"):
-        Results.load(tmp_path)
-
-
-def test_the_shares_leave_time_for_the_start():
-    assert steps.TOTAL_SECONDS - sum(plan.seconds for plan in PLANS) >= 30
-    assert len({plan.name for plan in PLANS}) == len(PLANS)
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
-def test_each_step_says_what_it_finds_out(plan):
-    assert plan.purpose.endswith(".")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["fly"], "expected steps of versions, "),
-        (["--seconds", "0"], "expected a number above 0, got 0"),
-        (["--stand-in", "--output", "{folder}"], "expected the results of scripts/gpu-report in format 1"),
-    ],
-)
-def test_a_wrong_call_is_refused(tmp_path, arguments, said):
-    (tmp_path / "results.json").write_text('{"format": 1, "steps": {"versions": {"colour": "red"}}}')
-    given = [argument.format(folder=tmp_path) for argument in arguments]
-    done = subprocess.run(
-        [ROOT / "scripts" / "gpu-report", *given], env=on_path(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert list(tmp_path.iterdir()) == [tmp_path / "results.json"]
-
-
 def on_path() -> dict[str, str]:
     """An environment in which the script finds this Python, which has all that it needs."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -340,44 +262,6 @@ def test_only_a_torch_that_says_so_has_no_device(monkeypatch, status, has):
     """Where it crashes, the steps tell more."""
     monkeypatch.setattr(program.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
     assert program.has_device() is has
-
-
-def test_without_a_device_only_a_stand_in_is_run(monkeypatch, capsys):
-    monkeypatch.setattr(program, "has_device", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu-report"])
-    with pytest.raises(SystemExit, match="2"):
-        program.main()
-    assert "found none; --stand-in runs on the CPU" in capsys.readouterr().err
-
-
-def result(**given) -> Result:
-    return Result("passed", "2026-11-27T06:38:10+00:00", 2.5, 15.0, "abc1234567", **{"stand_in": False, **given})
-
-
-def figure(name, value, unit="", **of):
-    return {"name": name, "value": value, "unit": unit, "of": of}
-
-
-def test_figures_of_the_same_thing_are_a_row(tmp_path):
-    figures = [
-        figure("torch", "2.11.0"),
-        figure("launches", 12.0, layer="ours", shape="(2, 64)"),
-        figure("host", 12345.678, "µs", layer="ours", shape="(2, 64)"),
-        figure("host", 0.123456, "µs", layer="a|b", shape="(2, 64)"),
-    ]
-    text = words.written(Results(tmp_path, {"versions": result(figures=figures, device="NVIDIA H100")}))
-    assert "| figure | value |\n| --- | --- |\n| torch | 2.11.0 |\n" in text
-    assert "| layer | shape | launches | host (µs) |\n" in text
-    assert "| ours | (2, 64) | 12 | 12345.678 |\n| a\\|b | (2, 64) |  | 0.1235 |" in text
-    assert "| versions | passed | 0 of 0 | 2.5 s | NVIDIA H100 | abc1234567 |" in text
-    assert "tand-in" not in text
-
-
-def test_a_stand_in_is_marked_wherever_it_stands(tmp_path):
-    text = words.written(Results(tmp_path, {"versions": result(stand_in=True, device="CPU")}))
-    assert "**Stand-in**: no GPU was used in versions" in text
-    assert "| CPU, stand-in |" in text
-    assert "## versions, stand-in" in text
 
 
 def event(name, begin, end, device=DeviceType.CPU, is_user_annotation=False):

@@ -2,17 +2,14 @@
 
 import os
 import time
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from gpu_report import rank_processes, reference
 from gpu_report.rank_processes import RankFailed, on_ranks
 from gpu_report.recorder import Recorder
-from gpu_report.steps import correctness, graphs
 from torch import nn
 from torch.nn import functional
 
@@ -146,54 +143,3 @@ def test_a_recorder_replays_on_the_same_memory():
 def test_a_recorder_lets_nobody_look():
     with pytest.raises(HostLooks), Recorder():
         float(torch.ones(1))
-
-
-@contextmanager
-def pretended_cuda():
-    """Records calls of torch.cuda; streams and graphs do nothing."""
-    names = ("Stream", "CUDAGraph", "get_sync_debug_mode", "set_sync_debug_mode", "current_stream")
-    with mock.patch.multiple(torch.cuda, **{name: mock.create_autospec(getattr(torch.cuda, name)) for name in names}):
-        contexts = {name: mock.MagicMock(wraps=None) for name in ("graph", "stream")}
-        with mock.patch.multiple(torch.cuda, **contexts):
-            yield torch.cuda
-
-
-def test_on_a_gpu_the_mode_is_error_in_a_training_step_and_as_before_afterwards():
-    with pretended_cuda() as cuda, ExitStack() as stack:
-        cuda.get_sync_debug_mode.return_value = 1
-        stack.enter_context(graphs.nothing_waits(torch.device("cuda", 0), mock.Mock()))
-        cuda.set_sync_debug_mode.assert_called_once_with("error")
-        stack.close()
-        assert cuda.set_sync_debug_mode.call_args_list == [mock.call("error"), mock.call(1)]
-
-
-def test_on_a_gpu_a_graph_is_captured_after_runs_in_another_stream():
-    made = nn.Linear(2, 5)
-    runs = []
-
-    def called(x):
-        runs.append(bool(cuda.graph.return_value.__enter__.called and not cuda.graph.return_value.__exit__.called))
-        return made(x)
-
-    images, classes = torch.ones(3, 2, requires_grad=True), torch.zeros(3, dtype=torch.long)
-    step = SimpleNamespace(device=torch.device("cuda", 0))
-    with pretended_cuda() as cuda:
-        cuda.graph.return_value.__exit__.return_value = None
-        cuda.stream.return_value.__exit__.return_value = None
-        replay, results = graphs._captured(step, made, called, images, classes)
-        cuda.graph.assert_called_once_with(cuda.CUDAGraph.return_value)
-        cuda.Stream.return_value.wait_stream.assert_called_once_with(cuda.current_stream.return_value)
-        cuda.current_stream.return_value.wait_stream.assert_called_once_with(cuda.Stream.return_value)
-        assert replay is cuda.CUDAGraph.return_value.replay
-    assert runs == [False] * graphs.WARM_UP + [True]
-    assert results().keys() == {"loss", "input gradient"}
-
-
-@pytest.mark.parametrize("free", [16, 64])
-def test_a_gpu_with_little_memory_has_no_large_input(free):
-    step = mock.Mock(device=torch.device("cuda", 0), stand_in=False)
-    with mock.patch.object(torch.cuda, "mem_get_info", return_value=(free << 30, 80 << 30)):
-        assert correctness._has_room(step) is (free == 64)
-    assert step.note.mock_calls == [
-        mock.call("no input of more than 2^31 elements: expected 49 GiB of free memory, got 16")
-    ] * (free == 16)

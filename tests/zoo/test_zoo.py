@@ -10,10 +10,10 @@ from torch import nn
 
 import client
 from support.subclasses import Foreign, Functional
-from zoo import page, tour
+from zoo import tour
 from zoo.catalogue import Architecture, Survey, smallest
 from zoo.comparison import Comparison, compare
-from zoo.exhibits import BAR, Exhibit, exhibit
+from zoo.exhibits import BAR, exhibit
 from zoo.specimen import Specimen, Unfit, batch, prepare, specimens
 
 SHAPE = (2, 4, 4)
@@ -147,23 +147,6 @@ def test_a_version_belongs_to_a_family_and_a_size_does_not():
     names = ["mobilenetv3_small_050", "regnetx_002", "tf_efficientnet_b0", "resnetv2_50", "inception_v3"]
     families = [Architecture("timm", "m", name).family.removeprefix("m: ") for name in names]
     assert families == ["mobilenetv3", "regnetx", "tf_efficientnet", "resnetv2", "inception"]
-
-
-def test_the_report_has_a_row_for_each_and_the_reason_of_what_is_left(monkeypatch):
-    monkeypatch.setattr(page, "library", lambda _: type("Library", (), {"__version__": "1.0"}))
-    exhibits = [
-        Exhibit("timm", "a", "a1", (("BatchNorm2d", 3),), 2e-13, 0.5),
-        Exhibit("torchvision", "b", "b1", (("BatchNorm2d", 2),), 3e-12, 0.4, part="backbone"),
-        Exhibit("timm", "c", "c1", problem="why | not", is_unfit=True),
-    ]
-    missing = [Survey(Architecture("timm", "d", "d1"))]
-    text = page.text(exhibits, missing)
-    assert "2 of 4 families agree in all of it, with 5 layers of 1 classes. The largest difference is 3e-12." in text
-    assert "| a | a1 | 3 BatchNorm2d | 2e-13 | 5e-01 |" in text
-    assert "| b | b1, `backbone` alone | 2 BatchNorm2d | 3e-12 | 4e-01 |" in text
-    assert "| timm: c | c1 |  | why / not |" in text
-    assert "1 are still to be compared" in text
-    assert "before it came to them: timm: d1." in text
 
 
 def die_at_three(number: int) -> int:
