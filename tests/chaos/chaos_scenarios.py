@@ -130,20 +130,6 @@ def looping_member(chance: random.Random, folder: Path, times: int = 1) -> Resul
     return Result(seconds)
 
 
-def member_that_holds_the_lock(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member is stuck in C and keeps Python's global lock, so its heartbeats end; all others are told which one."""
-    seconds = []
-    with Server(folder) as server:
-        for turn in range(times):
-            victim, step = chance.randrange(WORLD), chance.randrange(1, 20)
-            trouble = (victim, "hold_the_lock", step)
-            with Members([server.endpoint] * WORLD, f"lock {turn}", ENDLESS, trouble=trouble) as members:
-                stuck = _train_up_to(members, step)
-                seconds.append(_known(members, victim, lambda stuck=stuck: stuck))
-                members.let_go(*members.others(victim))
-    return Result(seconds)
-
-
 def failing_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
     """A member raises an error of its own and leaves; all others are told which one, with its error."""
     seconds = []
@@ -291,7 +277,6 @@ SCENARIOS: list[Callable[..., Result]] = [
     frozen_member,
     briefly_frozen_member,
     looping_member,
-    member_that_holds_the_lock,
     failing_member,
     killed_master,
     cut_connections,

@@ -29,7 +29,6 @@ SOON = 20.0
 WAITING = [
     chaos_scenarios.frozen_member,
     chaos_scenarios.looping_member,
-    chaos_scenarios.member_that_holds_the_lock,
     chaos_scenarios.member_that_is_cut_off,
     chaos_scenarios.killed_member_and_master,
 ]

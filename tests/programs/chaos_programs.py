@@ -1,6 +1,5 @@
 """What member processes do in the chaos tests: train real layers, and get stuck where they are told to."""
 
-import ctypes
 import hashlib
 import os
 import random
@@ -64,16 +63,11 @@ def loop() -> None:
         pass
 
 
-def hold_the_lock() -> None:
-    """A call into C that keeps Python's global lock."""
-    ctypes.PyDLL(None).sleep(STUCK_SECONDS)
-
-
 def fail() -> None:
     raise ValueError("this member fails")
 
 
-TROUBLES: dict[str, Callable[[], None]] = {trouble.__name__: trouble for trouble in (loop, hold_the_lock, fail)}
+TROUBLES: dict[str, Callable[[], None]] = {trouble.__name__: trouble for trouble in (loop, fail)}
 
 
 def take_part(part: Part, pipe: Pipe, progress: Any) -> None:

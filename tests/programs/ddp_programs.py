@@ -2,12 +2,11 @@
 
 import atexit
 import os
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed, nn
@@ -37,15 +36,11 @@ class Training:
     """How 20 steps are trained.
 
     Attributes:
-        sizes: samples per member and micro-batch.
-        options: keyword arguments of DistributedDataParallel, as pairs.
-        micro_batches: per step; all but the last run under `no_sync`.
+        sizes: samples per member.
         branch: the model has a branch that some steps do not use.
     """
 
     sizes: tuple[int, ...] = (3, 3)
-    options: tuple[tuple[str, Any], ...] = ()
-    micro_batches: int = 1
     branch: bool = False
 
 
@@ -78,9 +73,8 @@ def train_on_the_whole_batch(training: Training) -> Buffers:
     optimizer = optimizer_for(model)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for micro_batch in range(training.micro_batches):
-            x, factors = _batch(training, step, micro_batch)
-            _loss(model(x, branch=_uses_branch(training, step)), factors, training).backward()
+        x, factors = _batch(training, step)
+        _loss(model(x, branch=_uses_branch(training, step)), factors, training).backward()
         optimizer.step()
     return _state(model)
 
@@ -90,19 +84,10 @@ def train_shard(
 ) -> None:
     for step in range(STEPS):
         optimizer.zero_grad()
-        for micro_batch in range(training.micro_batches):
-            x, factors = (whole.split(training.sizes)[rank] for whole in _batch(training, step, micro_batch))
-            with nullcontext() if _synchronises(training, step, micro_batch) else parallel.no_sync():
-                output = parallel(x, branch=_uses_branch(training, step))
-                (_loss(output, factors, training) * len(training.sizes)).backward()
+        x, factors = (whole.split(training.sizes)[rank] for whole in _batch(training, step))
+        output = parallel(x, branch=_uses_branch(training, step))
+        (_loss(output, factors, training) * len(training.sizes)).backward()
         optimizer.step()
-
-
-def wrapped(model: nn.Module, training: Training) -> DistributedDataParallel:
-    """With a bucket for every few parameters, so that its reductions run while our layers exchange."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        return keep(DistributedDataParallel(model, bucket_cap_mb=0.0005, **dict(training.options)))
 
 
 @contextmanager
@@ -135,8 +120,8 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def _batch(training: Training, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step * training.micro_batches + micro_batch)
+def _batch(training: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
     n = sum(training.sizes)
     x = torch.randn(n, 1, 6, 6, generator=generator, dtype=torch.float64)
     return x, torch.randn(n, 5, generator=generator, dtype=torch.float64)
@@ -145,12 +130,6 @@ def _batch(training: Training, step: int, micro_batch: int) -> tuple[torch.Tenso
 def _uses_branch(training: Training, step: int) -> bool:
     """The first step does not, so that its layers come as news later."""
     return training.branch and step % 3 > 0
-
-
-def _synchronises(training: Training, step: int, micro_batch: int) -> bool:
-    """The last micro-batch; all of the first step where the graph is static, else torch fails an assertion."""
-    last = micro_batch == training.micro_batches - 1
-    return last or (step == 0 and "static_graph" in dict(training.options))
 
 
 def _loss(output: torch.Tensor, factors: torch.Tensor, training: Training) -> torch.Tensor:

@@ -29,13 +29,11 @@ from statsd_bn.errors import NonFinite, StatsdBNError
 from support import whole_batch
 
 
-def train_under_ddp(rank: Any, training: ddp_programs.Training, backend: str | None = None) -> Buffers:
+def train_under_ddp(rank: Any, training: ddp_programs.Training, backend: str) -> Buffers:
     """Nothing but `convert_model` and the wrapper; returns the state."""
     model = client.convert_model(ddp_programs.network(training))
     optimizer = ddp_programs.optimizer_for(model)
-    # With the first bucket as small as in `wrapped` torch's compiler fails an assertion.
-    wrapper = keep(DistributedDataParallel(model)) if backend else ddp_programs.wrapped(model, training)
-    run = torch.compile(wrapper, backend=backend) if backend else wrapper
+    run = torch.compile(keep(DistributedDataParallel(model)), backend=backend)
     ddp_programs.train_shard(run, optimizer, training, rank.rank)
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
