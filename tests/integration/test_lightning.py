@@ -103,13 +103,6 @@ def plugin():
     return StatsdBNLayerSync()
 
 
-class Activated(nn.BatchNorm2d):
-    """A subclass with something of its own, as timm's `BatchNormAct2d`."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(super().forward(x))
-
-
 @pytest.mark.parametrize(
     "options",
     [{"affine": False}, {"track_running_stats": False}, {"affine": False, "track_running_stats": False}, {}],
@@ -127,22 +120,6 @@ def test_revert_gives_back_the_layer_that_apply_took(plugin, options):
     assert after.state_dict().keys() == before.keys()
     assert all(value is before[name] or torch.equal(value, before[name]) for name, value in after.state_dict().items())
     assert repr(after) == repr(nn.Sequential(nn.BatchNorm2d(3, **options)))
-
-
-def test_what_a_subclass_adds_is_not_dropped(plugin):
-    """As torch's conversion does (pytorch#187298)."""
-    model = nn.Sequential(Activated(3))
-    synchronised = plugin.apply(model)[0]
-    assert isinstance(synchronised, Activated)
-    assert isinstance(synchronised, client.SynchronizedBatchNorm)
-    assert type(plugin.revert(model)[0]) is Activated
-
-
-def test_an_instance_norm_stays_one(plugin):
-    """As torch's conversion did not let it (pytorch#29187)."""
-    model = nn.Sequential(nn.InstanceNorm2d(3, affine=True, track_running_stats=True))
-    assert type(plugin.apply(model)[0]) is nn.InstanceNorm2d
-    assert type(plugin.revert(model)[0]) is nn.InstanceNorm2d
 
 
 def test_layers_that_the_user_has_synchronised_stay_so(plugin):

@@ -7,7 +7,7 @@ from torch import nn
 import client
 from client.training import smart_ddp
 from client.training.smart_ddp import arguments_for, check_version
-from programs import ddp_programs, smart_ddp_programs
+from programs import smart_ddp_programs
 from programs.ddp_programs import Training
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.text import unfolded
@@ -16,18 +16,12 @@ from support.whole_batch import assert_equal
 
 STORE = "store"
 
-# 20 steps of momentum carry rounding errors of 1e-16 on to 1e-12 or so.
-TOLERANCE = 1e-8
 
-
-def test_a_graph_that_changes_fails_unless_static_graph_is_turned_off(members, tmp_path):
+def test_a_graph_that_changes_fails_with_a_static_graph(members, tmp_path):
     """A branch that the first step does not use, as in yolov5#10410."""
     training = Training(branch=True)
     for told in members(2, smart_ddp_programs.train, str(tmp_path / "static"), training):
         assert "not compatible with static_graph" in told
-    expected = ddp_programs.train_on_the_whole_batch(training)
-    for state in members(2, smart_ddp_programs.train, str(tmp_path / "changing"), training, False):  # noqa: FBT003
-        assert_equal(state, expected, TOLERANCE)
 
 
 def test_micro_batches_under_no_sync_move_the_statistics_once(members, tmp_path):
@@ -39,13 +33,8 @@ def test_micro_batches_under_no_sync_move_the_statistics_once(members, tmp_path)
         assert_equal(found, expected, 1e-12)
 
 
-def test_what_is_made_refused_and_warned_of_with_a_process_group(members, tmp_path):
-    for made, refused, warned in members(2, smart_ddp_programs.wrap, str(tmp_path / STORE)):
-        assert made == [
-            ("SynchronizedBatchNorm1d", True, False, None, None),
-            ("SynchronizedBatchNorm1d", False, True, None, None),
-            ("BatchNorm1d", True, False, None, None),
-        ]
+def test_what_is_refused_and_warned_of_with_a_process_group(members, tmp_path):
+    for refused, warned in members(2, smart_ddp_programs.wrap, str(tmp_path / STORE)):
         frozen, empty, scattered = map(unfolded, refused)
         assert "expected a parameter that learns, got 4 parameters and none with requires_grad" in frozen
         assert "expected a parameter that learns, got 0 parameters" in empty

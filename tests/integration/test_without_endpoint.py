@@ -392,11 +392,6 @@ def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ
         join(environ, 1, join_at)
 
 
-@pytest.mark.parametrize("environ", [{"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {}])
-def test_processes_that_no_launcher_has_started_have_no_store(environ):
-    assert resolve(environ).store is None
-
-
 def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):
     here = {"192.0.2.1", "2001:db8::1", "127.0.1.1"}
     known = {"here": "192.0.2.1", "elsewhere": "192.0.2.2", "this-host": "127.0.1.1"}

@@ -9,7 +9,6 @@ import time
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
 
 import client
 from client.whereabouts.look import Look, Looks
@@ -18,14 +17,6 @@ from client.whereabouts.look import Look, Looks
 LONG = 10.0
 
 questions: list[str] = []
-
-
-class Slow:
-    """Takes long to be pickled."""
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        time.sleep(LONG)
-        return Slow, ()
 
 
 def network() -> nn.Module:
@@ -45,22 +36,12 @@ class Quiet:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.model = nn.parallel.DistributedDataParallel(network())
-        self.shards = fully_shard(nn.Linear(8, 8))
         self.pair = distributed.new_group([0, 1])
 
     def save_a_checkpoint(self) -> None:
         if self.rank == 0:
             time.sleep(LONG)
         distributed.barrier()
-
-    def have_unequal_validation_data(self) -> None:
-        self.model.eval()
-        end = time.monotonic() + (LONG if self.rank == 1 else 0.0)
-        while time.monotonic() < end:
-            self.model.module(batch())
-            time.sleep(0.01)
-        self.model.train()
-        distributed.all_reduce(torch.ones(1))
 
     def validate_with_broadcasts(self) -> None:
         """The ranks wait for one another in each forward pass, and the slowest one is never there first."""
@@ -78,9 +59,6 @@ class Quiet:
         self.model(batch())
         self.model.train()
 
-    def gather_an_object_that_takes_long(self) -> None:
-        distributed.all_gather_object([None] * 3, Slow() if self.rank == 1 else None)
-
     def send_messages(self) -> None:
         """They count as operations, so that the ranks' numbers differ from here on."""
         for _ in range(5):
@@ -97,11 +75,6 @@ class Quiet:
         if self.rank != 2:
             distributed.barrier(self.pair)
         distributed.barrier()
-
-    def gather_shards(self) -> None:
-        if self.rank == 1:
-            time.sleep(LONG)
-        self.shards(batch())
 
 
 def count_questions() -> None:

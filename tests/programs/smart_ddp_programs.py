@@ -11,18 +11,17 @@ from programs.ddp_programs import Training
 from programs.member_programs import Buffers
 
 
-def train(connection: client.Connection, store: str, training: Training, *static_graph: bool) -> Buffers | str:
-    """20 steps of a member's shard, or the error that ends them; `static_graph` is what is passed, if anything."""
+def train(connection: client.Connection, store: str, training: Training) -> str:
+    """The error that ends the training of a member's shard."""
     model = ddp_programs.network(training)
     optimizer = ddp_programs.optimizer_for(model)
-    options = dict(zip(("static_graph",), static_graph, strict=False))
     with ddp_programs.process_group(store, connection):
-        parallel = ddp_programs.keep(client.smart_ddp(model, **options))
+        parallel = ddp_programs.keep(client.smart_ddp(model))
         try:
             ddp_programs.train_shard(parallel, optimizer, training, connection.rank)
         except RuntimeError as error:
             return str(error)
-    return ddp_programs._state(parallel.module)
+    return "trained"
 
 
 def train_in_micro_batches(connection: client.Connection, store: str, sizes: tuple[int, ...]) -> Buffers:
@@ -43,11 +42,9 @@ def micro_batches(sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     return torch.randn(2 * sum(sizes), 3, generator=generator, dtype=torch.float64).add(3).chunk(2)
 
 
-def wrap(connection: client.Connection, store: str) -> tuple[list[object], list[str], list[str]]:
-    """What wrappers have come to be, what is refused, and what is warned of."""
+def wrap(connection: client.Connection, store: str) -> tuple[list[str], list[str]]:
+    """What is refused, and what is warned of."""
     with ddp_programs.process_group(store, connection):
-        ways = {}, {"static_graph": False}, {"convert": False}
-        made = [ddp_programs.keep(client.smart_ddp(_model(), **options)) for options in ways]
         refused = [
             _refusal(model) for model in (_model().requires_grad_(requires_grad=False), nn.Tanh(), _on_two_devices())
         ]
@@ -55,7 +52,7 @@ def wrap(connection: client.Connection, store: str) -> tuple[list[object], list[
             warnings.simplefilter("always")
             ddp_programs.keep(client.smart_ddp(nn.Sequential(nn.Linear(2, 2), Special(2))))
     told = [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
-    return [_described(parallel) for parallel in made], refused, told
+    return refused, told
 
 
 class Special(nn.BatchNorm1d):
@@ -80,8 +77,3 @@ def _refusal(model: nn.Module) -> str:
         kinds = [type(layer).__name__ for layer in model.modules() if isinstance(layer, client.SynchronizedBatchNorm)]
         return f"{error} {kinds}"
     return "not refused"
-
-
-def _described(parallel: nn.parallel.DistributedDataParallel) -> tuple[object, ...]:
-    layer = type(parallel.module[1]).__name__
-    return layer, parallel.static_graph, parallel.find_unused_parameters, parallel.device_ids, parallel.output_device
