@@ -34,7 +34,7 @@ FOUND = (
     *(22034463, 22169722, 22373352, 22398019, 22418538, 22418909, 22495423, 22497122, 22678855, 22748149, 25560945),
     *(26104506, 26597870, 28746350, 28834071, 29046016, 29541997, 29747795, 30403776),
 )
-MOST_SEEDS_FOR_A_BUG = 5000
+MOST_SEEDS_FOR_A_BUG = 10_000
 
 # Where bugs were found last that few worlds meet, or that keep the first worlds which they meet busy for long. A change
 # of the plan moves them: then all seeds are searched.
@@ -51,7 +51,7 @@ FOUND_LAST = {
     "too-few-go-on": 33,
     "deadline-counts-anew": 1768,
     "settled-rounds-begin-anew": 1610,
-    "refused-begins-recovery": 999,
+    "refused-begins-recovery": 8414,
     "settled-by-the-teller-alone": 1270,
     "no-introduction-in-a-round": 1372,
     "memory-keys-not-compared": 320,
