@@ -30,21 +30,6 @@ class Recording(Transport):
         return channel
 
 
-def test_a_channel_is_lent_again():
-    transport = Recording()
-    with transport.channel() as first:
-        pass
-    with transport.channel() as second:
-        assert second is first
-
-
-def test_channels_lent_at_the_same_time_are_different():
-    transport = Recording()
-    with transport.channel() as first, transport.channel() as second:
-        assert first is not second
-    assert len(transport.opened) == 2
-
-
 def test_a_channel_that_saw_an_error_is_closed_and_not_lent_again():
     """A late answer may still come through it."""
     transport = Recording()

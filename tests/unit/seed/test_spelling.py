@@ -8,20 +8,14 @@ from torch import nn
 
 import client
 from client import (
-    DataParallelWithCallback,
     SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
     convert_model,
-    patch_replication_callback,
-    patch_sync_batchnorm,
     set_sbn_eps_mode,
 )
 from client import comm as comm_module
 from client.layers.synchronized import Synchronized
-from support.seed_helpers import TorchTestCase
 from support.subclasses import Activated
 
-REPLICAS = ["cpu"] * 2
 EPS = 0.5  # above the variances below, so that the modes differ
 
 
@@ -82,48 +76,6 @@ def test_a_compiled_layer_follows_a_later_mode(monkeypatch):
 
 def test_the_module_of_pipes_has_its_names():
     assert set(comm_module.__all__) == {"FutureResult", "SlavePipe", "SyncMaster"}
-
-
-class TestCaseOfAUser(TorchTestCase):
-    """Every call of a user's file, with virtual replicas in place of two GPUs."""
-
-    def compare(self, plain, synchronised, x):
-        given, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
-        factors = torch.rand(x.shape)
-        expected, found = plain(given), synchronised(ours)
-        (expected * factors).sum().backward()
-        (found * factors).sum().backward()
-        self.assertTensorClose(found.data, expected.data)
-        self.assertTensorClose(ours.grad, given.grad)
-        for one in (module for module in synchronised.modules() if isinstance(module, SynchronizedBatchNorm2d)):
-            self.assertTensorClose(one.running_mean, plain.running_mean)
-            self.assertTensorClose(one.running_var, plain.running_var)
-
-    def test_layers_in_a_data_parallel_are_torchs_on_the_whole_batch(self):
-        set_sbn_eps_mode("plus")
-        for train in (True, False):
-            synchronised = DataParallelWithCallback(SynchronizedBatchNorm2d(4), device_ids=REPLICAS)
-            self.compare(nn.BatchNorm2d(4).train(train), synchronised.train(train), torch.rand(6, 4, 5, 5))
-
-    def test_a_data_parallel_that_exists_is_patched(self):
-        wrapped = nn.DataParallel(SynchronizedBatchNorm2d(4))
-        patch_replication_callback(wrapped)
-        self.compare(nn.BatchNorm2d(4), wrapped, torch.rand(6, 4, 5, 5))
-
-    def test_a_model_is_converted(self):
-        model = DataParallelWithCallback(convert_model(nn.Sequential(nn.BatchNorm2d(4))), device_ids=REPLICAS)
-        assert isinstance(model.module[0], SynchronizedBatchNorm2d)
-        self.compare(nn.BatchNorm2d(4), model, torch.rand(6, 4, 5, 5))
-
-    def test_torchs_names_are_patched(self):
-        with patch_sync_batchnorm():
-            made = nn.BatchNorm2d(4)
-        self.compare(nn.BatchNorm2d(4), DataParallelWithCallback(made, device_ids=REPLICAS), torch.rand(6, 4, 5, 5))
-
-    def test_the_test_case_sees_a_difference(self):
-        self.assertTensorClose(torch.ones(2), torch.ones(2) + 5e-4)
-        with pytest.raises(AssertionError, match=r"within 1e-05 plus 0\.001 of the second, got 0\.5 between"):
-            self.assertTensorClose(torch.ones(2), torch.tensor([1.0, 1.5]))
 
 
 def test_yolov5s_spelling():
