@@ -266,14 +266,23 @@ def test_copies_and_pickles_find_the_class_again(kind, copied, chunks):
 
 
 @pytest.mark.processes
-def test_another_process_loads_a_pickle_that_names_nothing_private_of_ours(tmp_path):
-    file = tmp_path / "model"
-    file.write_bytes(data := pickle.dumps(client.convert_model(made(Functional), chunks=2), protocol=2))
+@pytest.mark.parametrize(
+    ("make", "name", "use", "shown"),
+    [
+        (lambda: made(Functional), "rebuilt_layer", "print(loaded[1].chunks, loaded[1])", "2 SynchronizedFunctional("),
+        (lambda: client.synchronized_class(Functional), "synchronized_class", "print(loaded(3))", "SynchronizedFunct"),
+    ],
+    ids=["model", "class"],
+)
+def test_another_process_loads_a_pickle_that_names_nothing_private_of_ours(tmp_path, make, name, use, shown):
+    file, pickled = tmp_path / "pickle", make()
+    pickled = pickled if isinstance(pickled, type) else client.convert_model(pickled, chunks=2)
+    file.write_bytes(data := pickle.dumps(pickled, protocol=2))
     named = {argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"}
-    assert {name for name in named if name.startswith(("client", "statsd_bn"))} == {"client rebuilt_layer"}
-    script = "import pickle, sys; layer = pickle.load(open(sys.argv[1], 'rb'))[1]; print(layer.chunks, layer)"
+    assert {one for one in named if one.startswith(("client", "statsd_bn"))} == {f"client {name}"}
+    script = f"import pickle, sys; loaded = pickle.load(open(sys.argv[1], 'rb')); {use}"
     done = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("2 SynchronizedFunctional(")
+    assert done.stdout.startswith(shown)
 
 
 def test_a_checkpoint_moves_the_statistics_once():
@@ -294,18 +303,6 @@ def test_micro_batches_move_the_statistics_once():
         plain(batch(seed)[0])
         check_same(model.buffers(), plain.buffers())
     assert model[1].num_batches_tracked == 2
-
-
-def test_recalibration_measures_a_subclass():
-    batches = [batch(seed)[0] for seed in range(3)]
-    found, expected = client.convert_model(made(Functional)), client.convert_model(made(nn.BatchNorm2d))
-    for model in (found, expected):
-        model.train()
-        client.recalibrate(model, batches)
-    check_same(found.buffers(), expected.buffers())
-    for model in (found.eval(), expected.eval()):
-        client.recalibrate(model, batches)
-    check_same(found.buffers(), expected.buffers())
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"])
@@ -432,17 +429,6 @@ PICKLED = [client.synchronized_class(Functional), client.synchronized_class(OfAn
 def test_a_class_is_pickled_and_found_again(kind, protocol):
     assert pickle.loads(pickle.dumps(kind, protocol)) is kind  # noqa: S301
     assert copy.deepcopy(kind) is kind
-
-
-@pytest.mark.processes
-def test_another_process_loads_a_class_by_its_original(tmp_path):
-    file = tmp_path / "class"
-    file.write_bytes(data := pickle.dumps(client.synchronized_class(Functional), protocol=2))
-    named = [argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"]
-    assert named == ["client synchronized_class", "support.subclasses Functional"]
-    script = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb'))(3))"
-    done = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("SynchronizedFunctional(")
 
 
 class OfAGroup(nn.BatchNorm1d):

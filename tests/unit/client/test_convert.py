@@ -115,49 +115,6 @@ def test_every_kind_is_converted_in_nested_containers_and_nothing_else():
     ]
 
 
-def test_every_kind_of_hook_goes_on_firing_once_and_can_be_removed():
-    old = nn.BatchNorm2d(4)
-    calls = []
-
-    def hook(name):
-        return lambda *_, **__: calls.append(name)
-
-    handles = [
-        register(hook(name))
-        for name, register in {
-            "forward pre": old.register_forward_pre_hook,
-            "forward": old.register_forward_hook,
-            "backward pre": old.register_full_backward_pre_hook,
-            "backward": old.register_full_backward_hook,
-            "state_dict pre": old.register_state_dict_pre_hook,
-            "state_dict": old.register_state_dict_post_hook,
-            "load_state_dict pre": old.register_load_state_dict_pre_hook,
-            "load_state_dict": old.register_load_state_dict_post_hook,
-        }.items()
-    ]
-    converted = client.convert_model(nn.Sequential(old))
-    reverted = client.revert_model(client.convert_model(nn.Sequential(nn.Sequential(old))))
-    for layer in (converted, reverted):
-        calls.clear()
-        layer(torch.randn(2, 4, 3, 3, requires_grad=True)).sum().backward()
-        layer.load_state_dict(layer.state_dict())
-        assert calls == [
-            "forward pre",
-            "forward",
-            "backward pre",
-            "backward",
-            "state_dict pre",
-            "state_dict",
-            "load_state_dict pre",
-            "load_state_dict",
-        ]
-    calls.clear()
-    for handle in handles:
-        handle.remove()
-    converted(torch.randn(2, 4, 3, 3))
-    assert calls == []
-
-
 def test_a_hook_before_load_state_dict_is_given_the_module_of_the_model():
     """Torch keeps the module of these hooks by a weak reference, and the converted model does not hold the old one."""
     seen = []
@@ -171,35 +128,6 @@ def test_a_hook_before_load_state_dict_is_given_the_module_of_the_model():
     reverted = client.revert_model(copy.deepcopy(converted))
     reverted.load_state_dict(converted.state_dict())
     assert seen == [converted[0], reverted[0]]
-
-
-@pytest.mark.parametrize("plain", TWINS)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_device_and_dtype_stay(plain, device):
-    layer = plain(*[] if "Lazy" in plain.__name__ else [4], device=device, dtype=torch.float64)
-    converted = client.convert_model(nn.Sequential(layer))[0]
-    assert type(converted) is TWINS[plain]
-    tensors = [converted.weight, converted.bias, converted.running_mean, converted.running_var]
-    assert {(tensor.device.type, tensor.dtype) for tensor in tensors} == {(device, torch.float64)}
-    assert converted.num_batches_tracked.device.type == device
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"affine": False},
-        pytest.param({"bias": False}, marks=needs("bias=False")),
-        {"track_running_stats": False},
-        {"momentum": None, "eps": 0.5},
-    ],
-)
-def test_torchs_options_stay(options):
-    x = torch.randn(5, 4)
-    expected, old = nn.BatchNorm1d(4, **options), nn.BatchNorm1d(4, **options)
-    converted = client.convert_model(old)
-    assert torch.equal(converted(x), expected(x))
-    assert converted.extra_repr() == expected.extra_repr()
-    assert list(converted.state_dict()) == list(expected.state_dict())
 
 
 @pytest.mark.parametrize("wrap", [lambda layer: layer, nn.DataParallel], ids=["bare", "wrapped"])

@@ -254,16 +254,23 @@ def test_a_newcomer_that_comes_before_the_first_commit_is_one_of_those_who_begin
     assert together(1, lambda connection: connection.is_latecomer) == [False]
 
 
-def test_a_report_of_something_else_is_refused(together):
+@pytest.mark.parametrize(
+    ("report", "what"),
+    [
+        ([0, 0, [], "no"], "expected a report of a member, got [0, 0, [], 'no']"),
+        ([0, 0, [], False, 1, np.array([99])], "expected samples of the dataset, got index 99 is out of bounds"),
+    ],
+)
+def test_a_report_of_something_else_is_refused(together, report, what):
     def commit(connection: Connection) -> Any:
         if connection.rank:
             connection.come_back(None)
-            return connection.all_gather(COMMIT, pack([0, 0, [], "no"]))
-        return ElasticState(nn.Linear(1, 1)).sync()
+            return connection.all_gather(COMMIT, pack(report))
+        return ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4))).sync()
 
     error, _ = together(2, commit)
     assert type(error) is ProtocolError
-    assert "expected a report of a member, got [0, 0, [], 'no']" in str(error)
+    assert what in error.message
 
 
 @pytest.mark.parametrize(
@@ -281,18 +288,6 @@ def test_a_report_of_something_else_is_refused(together):
 def test_a_report_that_cannot_be_is_refused(report):
     with pytest.raises(ProtocolError, match="expected a report of a member, got "):
         Report.unpacked(pack(report))
-
-
-def test_a_report_for_samples_that_the_dataset_has_not_is_refused(together):
-    def commit(connection: Connection) -> Any:
-        if connection.rank:
-            connection.come_back(None)
-            return connection.all_gather(COMMIT, pack([0, 0, [], False, 1, np.array([99])]))
-        return ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4))).sync()
-
-    error, _ = together(2, commit)
-    assert type(error) is ProtocolError
-    assert "expected samples of the dataset, got index 99 is out of bounds" in error.message
 
 
 STATE_OF_A_LINEAR = {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}

@@ -17,7 +17,7 @@ from client.conversation import registration
 from client.lanes.in_process import LocalPipe
 from client.lanes.zeromq import SlavePipe
 from server.cli.status import ask
-from statsd_bn import Rows, limits
+from statsd_bn import Rows
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
@@ -66,12 +66,6 @@ def test_who_is_alone_in_a_group_is_named_as_in_the_job():
 
 
 # What a group is.
-
-
-@pytest.mark.parametrize("name", ["pair", "é" * (limits.MAX_NAME_BYTES // 2), "locals", "world 2", "stage 1"])
-def test_a_group_has_a_name_and_a_size(name):
-    assert client.Group(name, 1) == Group(name, 1) != Group(name, 2)
-    assert {Group(name, 1), Group(name, size=1)} == {Group(name, 1)}
 
 
 @pytest.mark.parametrize(
@@ -270,29 +264,6 @@ def test_the_group_of_this_host_can_be_asked_for(monkeypatch):
 
 
 # Rounds.
-
-
-def test_two_groups_have_their_rounds_at_the_same_time():
-    """Each group's second round waits until the other group has had its first one."""
-    begun = threading.Barrier(4)
-
-    def program(connection):
-        group = LOW if connection.rank < 2 else HIGH
-        first = total(connection, group)
-        begun.wait(20)
-        return first, total(connection, group)
-
-    assert run_members(4, program) == [(11.0, 11.0)] * 2 + [(1100.0, 1100.0)] * 2
-
-
-def test_a_member_may_be_in_several_groups():
-    """A chain of three members, in which the middle one is in both links."""
-
-    def program(connection):
-        mine = connection.rank
-        return [total(connection, Group(f"link {link}", 2)) for link in (mine - 1, mine) if link in {0, 1}]
-
-    assert run_members(3, program) == [[11.0], [11.0, 110.0], [110.0]]
 
 
 def test_rounds_of_the_world_and_of_groups_may_alternate():

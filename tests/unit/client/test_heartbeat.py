@@ -153,18 +153,6 @@ def test_a_session_that_no_master_knows_sends_nothing(start, beacon):
     assert set(beacon.sessions()) == {b"session1"}
 
 
-def test_a_connection_that_comes_up_again_is_spoken_over_at_once(monkeypatch, start, beacon):
-    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
-    sessions = [a_session(), a_session(b"session1")]
-    heartbeat = start(lambda: sessions)
-    beacon.events.put("connected")
-    wait_until(lambda: len(beacon.sent) == 2)
-    beacon.events.put("connected")
-    wait_until(lambda: len(beacon.sent) == 4)
-    heartbeat.stop()
-    assert beacon.sessions() == [b"session0", b"session1"] * 2
-
-
 def test_it_tells_of_each_connection_but_the_first(monkeypatch, start, beacon):
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
     told = []

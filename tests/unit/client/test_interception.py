@@ -286,15 +286,6 @@ def test_a_graph_that_breaks_in_a_forward_stays_synchronised(handed):
     assert handed
 
 
-def test_what_a_forward_hands_over_is_traced_to_our_operator():
-    whole, converted = pair(LikeTimms)
-    converted.chunks = 2
-    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(batch()), whole(batch()))
-    converted.commit_running_statistics()
-    torch.testing.assert_close([*converted.buffers()], [*whole.buffers()])
-
-
 def test_a_forward_that_torch_compile_was_told_to_leave_out_stays_synchronised(handed):
     whole, converted = pair(Plain)
     left_out = torch._dynamo.disable(converted.forward, recursive=False)

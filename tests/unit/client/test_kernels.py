@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from client.kernels import dispatch, vectors
 from client.kernels.statistics import Statistics
-from statsd_bn import Moments
 
 SHAPES = [(7, 3), (4, 3, 5), (4, 3, 5, 2), (2, 3, 2, 3, 2)]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -46,11 +45,6 @@ def test_sums_over_very_many_samples_lose_no_digits():
     products = grad[0].double() * (exact - exact.mean(1, keepdim=True))
     np.testing.assert_allclose(first, 2.0**20 * grad[0].double().sum(1).numpy(), rtol=1e-5)
     np.testing.assert_allclose(second, 2.0**20 * products.sum(1).numpy(), rtol=1e-5)
-
-
-def test_moments_of_an_empty_slice_are_empty():
-    found = dispatch.moments(torch.empty(0, 3, 4, 4))
-    assert (found.count, found.sums.tolist(), found.squares.tolist()) == (0, [0.0] * 3, [0.0] * 3)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -111,17 +105,6 @@ def test_clamp_holds_the_variance_at_eps_and_lets_no_gradient_through_it():
     assert not torch.allclose(found, dispatch.normalise(x.detach(), statistics_of(x.detach(), eps), None, None))
 
 
-@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
-def test_the_layout_of_the_input_is_kept(layout):
-    x = random((4, 3, 5, 6), torch.float32).contiguous(memory_format=layout)
-    grad = random((4, 3, 5, 6), torch.float32, 1).contiguous(memory_format=layout)
-    statistics = statistics_of(x)
-    output = dispatch.normalise(x, statistics, None, None)
-    gradient = dispatch.input_gradient(grad, x, statistics, dispatch.backward_sums(grad, x, statistics), None)
-    assert output.is_contiguous(memory_format=layout)
-    assert gradient.is_contiguous(memory_format=layout)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_and_infinity_pass_through_their_channel_and_no_other(bad):
     x = random((4, 3, 5))
@@ -159,11 +142,6 @@ def test_without_eps_a_constant_channel_is_nan_and_warns_of_nothing(eps_mode):
     x = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
     found = dispatch.normalise(x, statistics_of(x, 0.0, eps_mode), None, None)
     torch.testing.assert_close(found, torch.tensor([[torch.nan, -1.0], [torch.nan, 1.0]]), equal_nan=True)
-
-
-def test_the_statistics_of_moments_are_mean_and_inverse_standard_deviation():
-    statistics = Statistics.of(Moments(4, np.array([4.0]), np.array([20.0])), 0.0, "plus")
-    assert (statistics.mean.tolist(), statistics.invstd.tolist()) == ([1.0], [0.5])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -42,18 +42,8 @@ def of_layer(network):
     return network
 
 
-def of_all(network):
-    network.compile(backend="eager")
-    return network
-
-
 def of_forward(network):
     network[1].forward = torch.compile(network[1].forward, backend="eager")
-    return network
-
-
-def wrapping_layer(network):
-    network[1] = torch.compile(network[1], backend="eager")
     return network
 
 
@@ -65,8 +55,6 @@ def wrapping_all(network):
     ("compiled", "named"),
     [
         (of_layer, "'1'"),
-        (of_all, "the model"),
-        (wrapping_layer, "'1'"),
         (wrapping_all, "the model"),
         (of_forward, "'1'"),
     ],

@@ -105,12 +105,6 @@ def test_a_foreign_heartbeat_keeps_nobody_alive():
     assert world.dispatcher.report(3.6)["groups"] == []
 
 
-def test_two_keys_may_share_a_job(world):
-    world.say(register(0, job="shared"), ALICE, b"alice")
-    answers = world.say(register(1, job="shared"), BOB)
-    assert {whom: answer.missing for whom, answer in answers.items()} == {b"alice": 0, b"bob": 0}
-
-
 def test_the_status_shows_a_tenant_its_jobs_only(world):
     world.say(register(0, job="shared"), ALICE, b"alice")
     world.say(register(0, job="b-1"), BOB)

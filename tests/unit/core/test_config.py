@@ -98,17 +98,6 @@ def test_a_bad_log_level_in_the_environment_is_a_usage_error(monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--log-level", "loud"], ["--bind"], ["--colour"], ["status", "a", "b"], ["sttaus", "x"]]
-)
-def test_bad_flags_are_usage_errors(arguments, capsys):
-    assert exit_code(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("statsd_bn: ")
-    assert said.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--isecure"], "unknown option --isecure; did you mean --insecure?"),

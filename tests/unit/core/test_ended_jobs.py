@@ -50,21 +50,13 @@ def test_a_job_that_broke_is_told_with_the_reason(play):
     assert "ValueError: boom" in job["lost"]
 
 
-def test_a_job_that_one_rank_left_too_early_is_told_with_that(play):
+@pytest.mark.parametrize("leaves_first", [False, True])
+def test_a_job_that_one_rank_left_too_early_is_told_with_that(play, leaves_first):
     for member in range(2):
         play.say(register(member, 2), "job", member)
-    play.say(contribution(1, 1.0), "job", 1)
-    for member in range(2):
-        play.say(Leave(session_of(member), ""), "job", member)
-    (job,) = play.ended()
-    assert "left while others went on" in job["lost"]
-
-
-def test_a_job_that_one_rank_had_left_when_the_other_went_on_is_told_with_that(play):
-    for member in range(2):
-        play.say(register(member, 2), "job", member)
-    play.say(Leave(session_of(0), ""), "job", 0)
-    play.say(contribution(1, 1.0), "job", 1)
+    said = [(contribution(1, 1.0), 1), (Leave(session_of(0), ""), 0)]
+    for message, member in reversed(said) if leaves_first else said:
+        play.say(message, "job", member)
     play.say(Leave(session_of(1), ""), "job", 1)
     (job,) = play.ended()
     assert "left while others went on" in job["lost"]

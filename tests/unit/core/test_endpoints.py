@@ -309,18 +309,6 @@ def test_another_user_who_configures_nothing_finds_no_server_and_is_told_so():
 
 
 @pytest.mark.processes
-@pytest.mark.long
-@needs_another_user
-@pytest.mark.usefixtures("server")
-def test_another_user_who_names_the_path_is_told_that_the_folder_is_closed(environ):
-    endpoint = endpoints.default_endpoint(environ)
-    told = as_another_user(CONNECT.format(endpoint=endpoint), {})
-    assert len(told) == 2
-    for line in told:
-        assert f"{endpoint} is closed to this user (uid {NOBODY}): Permission denied" in line
-
-
-@pytest.mark.processes
 @needs_another_user
 def test_another_user_cannot_reach_a_private_socket_in_a_folder_for_all(environ):
     endpoint = f"ipc://{environ['XDG_RUNTIME_DIR']}/s"

@@ -6,8 +6,6 @@ import pytest
 
 from server.membership import life
 from server.membership.life import Event, GroupState, MemberState, Policy, Told
-from server.membership.membership import Membership
-from support.strategies import register
 
 MOVES = life._MOVES
 REGISTERED = (MemberState.TAKES_PART, MemberState.PAUSED, MemberState.REJOINING)
@@ -57,11 +55,6 @@ def test_whoever_breaks_a_group_is_told_to_those_who_wait_and_once():
         assert breaks == (move.told is Told.BROKEN)
 
 
-def test_what_the_table_does_not_name_cannot_happen():
-    with pytest.raises(KeyError):
-        life.move(Policy.STRICT, GroupState.FILLING, Event.ALL_HAVE_REJOINED)
-
-
 def test_no_case_is_in_the_table_twice(monkeypatch):
     monkeypatch.setattr(life, "TABLE", f"{life.TABLE}{life.TABLE.strip().splitlines()[-1]}\n")
     with pytest.raises(ValueError, match="says twice"):
@@ -69,29 +62,3 @@ def test_no_case_is_in_the_table_twice(monkeypatch):
 
 
 # The code does what the table says: with another table it does something else.
-
-
-def full(size: int = 2, min_members: int = 0) -> Membership:
-    group = Membership(register(0, size, min_members=min_members))
-    for member in range(size):
-        group.admit(0.0, register(member, size, min_members=min_members), b"")
-    return group
-
-
-def open_group(min_members: int = 0) -> Membership:
-    group = full(min_members=min_members)
-    assert group.settle(0.0)
-    return group
-
-
-def test_a_broken_group_knows_whether_it_had_been_open():
-    group = open_group()
-    group.lose(group.contributors[0], "boom")
-    assert (group.is_open, group.has_opened) == (False, True)
-
-
-def test_errors_are_not_asked_for_before_there_are_any():
-    group = full()
-    for name in ("why_broken", "why_incomplete"):
-        with pytest.raises(LookupError):
-            getattr(group, name)

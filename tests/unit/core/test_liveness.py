@@ -277,12 +277,6 @@ def test_who_has_left_is_not_lost_afterwards(clock):
     assert clock.pass_time(2 * SILENCE, alive=(0, 1)) == []
 
 
-def test_a_group_is_forgotten_once_all_its_members_are_lost(clock):
-    clock.open()
-    clock.pass_time(SILENCE)
-    assert clock.dispatcher.report(clock.now)["groups"] == []
-
-
 # Connections.
 
 

@@ -61,14 +61,6 @@ def test_mean_and_variance_of_unequal_parts_are_those_of_the_whole_batch(parts):
     np.testing.assert_allclose(merged.variance(unbiased=True), whole.var(axis=0, ddof=1), rtol=1e-9, atol=2 * rounding)
 
 
-def test_counts_stay_exact_beyond_what_float32_can_count():
-    odd = 2**24 + 1
-    merged = Moments(odd, np.ones(1), np.ones(1)).merge(Moments(odd, np.ones(1), np.ones(1)))
-    assert merged.count == 2 * odd
-    assert type(merged.count) is int
-    assert int(np.float32(odd)) != odd
-
-
 def test_the_vectors_that_travel_become_the_same_moments_again():
     some = moments(np.random.default_rng(0).normal(size=(5, 3)))
     again = Moments.from_vectors(some.count, some.vectors)

@@ -169,45 +169,27 @@ def healthy(job: Job) -> None:
     assert told_of_mismatch(job) == set()
 
 
-def test_ranks_in_a_barrier_wait_for_one_that_saves_a_checkpoint():
-    job = quiet(3)
-    job.processes = {0: Process("train.py:80 save"), 1: held(BARRIER, 12), 2: held(BARRIER, 12)}
+SAVES, VALIDATES = Process("train.py:80 save"), Process("train.py:80 validate", of_0=12)
+BARRIER_12 = held(BARRIER, 12)
+WAITS = {
+    "one saves a checkpoint": [SAVES, BARRIER_12, BARRIER_12],
+    # Two ranks are apart, but the third one may run: that it is a mismatch is not known for all.
+    "one that computes is waited for in different collectives": [VALIDATES, BARRIER_12, held(BUFFERS, 12)],
+    "a slow collective of all": [held(ALL_REDUCE, 12)] * 3,
+    # The ranks that still get the tensor have begun one operation fewer, or are in a broadcast of the script.
+    "a slow broadcast whose source waits in a barrier": [held(BARRIER, 13), *[held(BUFFERS, 12)] * 2],
+    "a slow broadcast of the script": [held(BARRIER, 13), *[held("", 12)] * 2],
+    # They wait in the all_gather of another synchronised layer, in the forward pass.
+    "some are through with a broadcast": [held(ALL_GATHER, 14), held(BUFFERS, 13), held(ALL_GATHER, 14)],
+    **{f"in {kind!r}": [BARRIER_12, held(kind, 13)] for kind in ("", "reduce_scatter", "broadcast")},
+}
+
+
+@pytest.mark.parametrize("processes", WAITS.values(), ids=WAITS)
+def test_ranks_that_wait_for_one_that_may_go_on(processes):
+    job = quiet(len(processes))
+    job.processes = dict(enumerate(processes))
     healthy(job)
-
-
-def test_a_rank_that_computes_is_waited_for_in_different_collectives():
-    """Two ranks are apart, but the third one may run: that it is a mismatch is not known for all."""
-    job = quiet(3)
-    job.processes = {0: Process("train.py:80 validate", of_0=12), 1: held(BARRIER, 12), 2: held(BUFFERS, 12)}
-    healthy(job)
-
-
-def test_a_collective_of_all_that_is_slow():
-    job = quiet(3)
-    job.processes = dict.fromkeys(range(3), held(ALL_REDUCE, 12))
-    healthy(job)
-
-
-def test_a_slow_broadcast_whose_source_waits_in_a_barrier():
-    """The ranks that still get the tensor have begun one operation fewer, or are in a broadcast of the script."""
-    for kind in (BUFFERS, ""):
-        job = quiet(3)
-        job.processes = {0: held(BARRIER, 13), 1: held(kind, 12), 2: held(kind, 12)}
-        healthy(job)
-
-
-def test_a_large_broadcast_of_buffers_that_some_ranks_are_through_with():
-    """They wait in the all_gather of another synchronised layer, in the forward pass."""
-    job = quiet(3)
-    job.processes = {0: held(ALL_GATHER, 14), 1: held(BUFFERS, 13), 2: held(ALL_GATHER, 14)}
-    healthy(job)
-
-
-def test_a_rank_in_a_collective_of_no_known_kind():
-    for kind in ("", "reduce_scatter", "broadcast"):
-        job = quiet(2)
-        job.processes = {0: held(BARRIER, 12), 1: held(kind, 13)}
-        healthy(job)
 
 
 def test_ranks_in_collectives_of_different_groups():

@@ -2,7 +2,6 @@
 
 import pytest
 
-from server.membership.life import MemberState
 from server.membership.membership import Membership
 from server.membership.recovery import RECONNECT_SECONDS, Recovery
 from statsd_bn import limits
@@ -188,39 +187,9 @@ def in_a_pass(*members: int) -> Membership:
     return group
 
 
-def test_one_that_missed_the_call_for_a_pass_begins_it():
-    group = in_a_pass(0, 1)
-    assert group.settle(RECONNECT_SECONDS)
-    assert group.participants(1) == [2, 0, 1]
-
-
 def test_a_newcomer_does_not_keep_one_that_missed_the_call_from_the_pass():
     group = in_a_pass(0)
     newcomer = group.admit(0.0, register(1, 3, min_members=1), b"")
     assert group.settle(RECONNECT_SECONDS)
     assert newcomer.first_step == 2
     assert group.participants(1) == [2, 0]
-
-
-def test_those_who_wait_for_a_pass_are_not_called_by_a_newcomer():
-    group = in_a_pass()
-    group.admit(0.0, coming_back(0, min_members=1, step=1, participation=int(Participation.REJOINING)), b"")
-    group.admit(0.0, register(1, 3, min_members=1), b"")
-    assert group.settle(RECONNECT_SECONDS)
-    assert group.participants(limits.MAX_COUNTER) == [1]
-
-
-def test_one_does_not_begin_a_pass_in_which_the_others_have_gone_on_without_it():
-    group = in_a_pass(0, 1)
-    group.recall(1, Members.of([0, 1]))
-    assert group.settle(RECONNECT_SECONDS)
-    assert group.participants(1) == [0, 1]
-    assert group.contributors[2].state is MemberState.REJOINING
-    for member in (0, 1):
-        group.admit(
-            1.0,
-            coming_back(member, min_members=1, step=1, first_step=1, participation=int(Participation.REJOINING)),
-            b"",
-        )
-    assert group.settle(1.0)
-    assert group.participants(2) == [2, 0, 1]

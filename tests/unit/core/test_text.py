@@ -13,7 +13,6 @@ from client.conversation.session import Session
 from client.launch.settings import resolve
 from server.__main__ import main
 from server.cli.plain_logs import MAX_LINE, PlainFormatter
-from server.cli.status import describe, report_of
 from server.core.dispatcher import Dispatcher
 from server.rounds.rounds import failure
 from statsd_bn import limits
@@ -161,44 +160,6 @@ def test_a_stranger_with_a_hostile_place_begins_nothing_and_the_log_stays_plain(
     assert (decode(answer).code, dispatcher.report(0.0)["groups"]) == ("protocol", [])
     assert r"place: expected printable text of 1 to 256 bytes, got '\x1b[2J\r\n'" in decode(answer).message
     assert not hidden(caplog.text)
-
-
-REPORT = {
-    "server": HOSTILE,
-    "seconds": 1.0,
-    "received": 1,
-    "bad_frames": 0,
-    "groups": [
-        {
-            "job": HOSTILE,
-            "group": HOSTILE,
-            "epoch": HOSTILE,
-            "world_size": 2,
-            "members": [
-                {"member": 0, "place": HOSTILE, "participation": "paused", "step": HOSTILE, "replicas": HOSTILE}
-            ],
-            "missing": 0,
-            "lost": HOSTILE,
-            "rounds_done": 0,
-            "rounds_failed": 0,
-            "waiting": [{"round": HOSTILE, "seconds": 1.0, "missing": [HOSTILE]}],
-        }
-    ],
-}
-
-
-def test_the_report_of_a_hostile_server_says_nothing_to_a_terminal():
-    clean = HOSTILE.replace("\ud800", "")  # which msgpack cannot carry
-    frame = encode(Status({**REPORT, "server": clean, "groups": [_with(clean, group) for group in REPORT["groups"]]}))
-    assert not hidden(describe(report_of("tcp://here:1", frame)))
-
-
-def _with(text: str, value):
-    if isinstance(value, dict):
-        return {name: _with(text, part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_with(text, part) for part in value]
-    return text if value == HOSTILE else value
 
 
 def test_the_line_about_a_commands_error_is_one_line(monkeypatch, capsys):

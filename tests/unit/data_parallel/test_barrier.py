@@ -28,17 +28,6 @@ def test_the_offers_are_combined_once_in_replica_order():
     assert calls == [["offer 0", "offer 1", "offer 2"]]
 
 
-def test_they_meet_again_and_again():
-    barrier = Barrier(2, 20.0)
-
-    def replica(number):
-        return [barrier.meet(number, f"layer {step}", number + step, double_all) for step in range(100)]
-
-    first, second = in_threads([lambda: replica(0), lambda: replica(1)])
-    assert first == [2 * step for step in range(100)]
-    assert second == [2 * (1 + step) for step in range(100)]
-
-
 def test_replicas_at_different_layers_are_told_who_waits_where_without_any_deadline():
     barrier = Barrier(2, 3600.0)
     errors = in_threads(

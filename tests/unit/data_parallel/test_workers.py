@@ -20,12 +20,6 @@ def idents_of(number):
     return set(found)
 
 
-def test_each_task_has_a_thread_of_its_own_and_none_has_the_callers():
-    idents = idents_of(5)
-    assert len(idents) == 5
-    assert threading.get_ident() not in idents
-
-
 def test_the_next_tasks_find_the_same_threads():
     assert idents_of(3) == idents_of(3)
     assert idents_of(2) < idents_of(3)

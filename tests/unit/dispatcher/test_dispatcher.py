@@ -11,7 +11,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Registered, Result, Status, StatusRequest
 from statsd_bn.tokens import digest
 from support.dispatcher_play import SERVER, Play, codes, peer, read
-from support.strategies import KEY, contribution, key, register, rows, session_of
+from support.strategies import KEY, contribution, key, rows, session_of
 
 STRANGER = b"stranger"
 
@@ -30,25 +30,6 @@ def test_two_jobs_with_the_same_layer_names_do_not_touch_each_other(play):
     assert {whom: answer.values.item() for whom, answer in right.items()} == {b"right 0": 30.0, b"right 1": 30.0}
     left = play.bring(1, 2.0, key(job="left"))
     assert {whom: answer.values.item() for whom, answer in left.items()} == {b"left 0": 3.0, b"left 1": 3.0}
-
-
-def test_what_happens_to_one_job_is_nothing_to_another(play):
-    for job in ("left", "right"):
-        play.open(job=job)
-        play.bring(0, 1.0, key(job=job))
-    assert set(play.leave(1, "boom", job="left")) == {b"left 0"}
-    assert set(play.bring(1, 2.0, key(job="right"))) == {b"right 0", b"right 1"}
-
-
-def test_two_groups_of_one_job_do_not_touch_each_other(play):
-    sessions = {"a": [b"a-000000", b"a-000001"], "b": [b"b-000000", b"b-000001"]}
-    for group, tokens in sessions.items():
-        for member, token in enumerate(tokens):
-            play.say(register(member, group=group, session=token), token)
-    for group, value in (("a", 1.0), ("b", 10.0)):
-        play.say(contribution(0, value, key(group=group), sessions[group][0]), sessions[group][0])
-    answers = play.say(contribution(1, 2.0, key(group="a"), sessions["a"][1]), sessions["a"][1])
-    assert {whom: answer.values.item() for whom, answer in answers.items()} == dict.fromkeys(sessions["a"], 3.0)
 
 
 def test_an_unknown_session_is_told_for_its_round(play):
@@ -136,28 +117,6 @@ def test_the_step_of_a_member_is_the_one_it_last_spoke_of(play):
     assert [member["step"] for member in play.report["groups"][0]["members"]] == [7, 8]
     play.bring(1, key=key(step=12))
     assert [member["step"] for member in play.report["groups"][0]["members"]] == [7, 12]
-
-
-def test_one_group_that_is_too_large_to_tell_of_is_left_out(play, monkeypatch):
-    play.open(4, place="h" * 200)
-    monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 500)
-    report = play.say(StatusRequest(), b"anybody")[b"anybody"].report
-    assert (report["groups"], report["left_out"]) == ([], 1)
-
-
-def test_a_server_that_is_full_still_says_what_it_is_doing(play):
-    """As many groups of four as limits.py speaks of; their places are host names as long as DNS has them."""
-    groups = limits.MAX_GROUPS * 7 // 8  # the rest is kept for jobs that are at work
-    for number in range(groups):
-        for member in range(4):
-            play.join(member, 4, job=f"{number:05d}", place="h" * 253)
-    answer = play.say(StatusRequest(), b"anybody")[b"anybody"]
-    assert isinstance(answer, Status)
-    assert play.dispatcher.bad_frames == 0
-    told = answer.report["groups"]
-    assert len(told) == groups
-    assert all(len(group["members"]) + group.get("members_left_out", 0) == 4 for group in told)
-    assert "members_left_out" in told[0], "not all fits"
 
 
 # After a restart, while a member is still to come.

@@ -179,14 +179,6 @@ def test_the_same_sessions_may_begin_the_later_epoch(play):
     assert play.bring(1, 2.0, key(epoch=2))[peer(0)].values.item() == 3.0
 
 
-def test_one_that_is_far_into_an_epoch_may_begin_the_next_at_its_first_step(play):
-    play.open(epoch=1)
-    for member in range(2):
-        play.bring(member, 1.0, key(epoch=1, step=7))
-    assert play.join(0, epoch=2)[peer(0)].epoch == 2
-    assert set(play.join(1, epoch=2)) == {peer(0), peer(1)}
-
-
 def test_one_that_is_far_into_an_epoch_is_told_that_it_cannot_be_another_member(play):
     play.open()
     play.bring(0, 1.0, key(step=7))
@@ -220,12 +212,6 @@ def test_a_new_run_can_begin_under_the_name_of_a_broken_one(play):
     for answers in (play.bring(0), play.join(0)):
         assert codes(answers) == {peer(0): "refused"}
         assert "a new run of the group was begun by rank 1 (place 1)" in answers[peer(0)].message
-
-
-def test_a_new_run_may_have_another_number_of_members(play):
-    play.open(2)
-    play.leave(1, "boom")
-    assert play.join(0, 1, session=STRANGER, at=b"new")[b"new"].missing == 0
 
 
 def test_leaving_before_the_group_is_open_just_frees_the_place(play):

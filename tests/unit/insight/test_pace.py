@@ -135,20 +135,15 @@ def test_a_rank_that_has_left_is_forgotten():
     assert 2 not in job.master.insight.pace._best
 
 
-def test_how_long_rounds_are_open_is_counted():
-    job = Job(2)
-    job.run(10.0, lambda rank: STEP * (1.0 + rank))
-    told = job.report()["round_seconds"]
+@pytest.mark.parametrize(
+    ("what", "factors", "each"), [("round_seconds", (1.0, 2.0), STEP), ("late_seconds", (1.0, 1.5, 1.75), STEP / 4)]
+)
+def test_how_long_rounds_are_open_and_how_late_the_last_rank_comes_is_counted(what, factors, each):
+    job = Job(len(factors))
+    job.run(10.0, lambda rank: STEP * factors[rank])
+    told = job.report()[what]
     assert sum(told["counts"]) == job.report()["rounds_done"]
-    assert told["sum"] == pytest.approx(STEP * job.report()["rounds_done"])
-
-
-def test_how_late_the_last_rank_comes_is_counted():
-    job = Job(3)
-    job.run(10.0, lambda rank: STEP * (1.0, 1.5, 1.75)[rank])
-    told = job.report()["late_seconds"]
-    assert sum(told["counts"]) == job.report()["rounds_done"]
-    assert told["sum"] == pytest.approx(STEP / 4 * job.report()["rounds_done"])
+    assert told["sum"] == pytest.approx(each * job.report()["rounds_done"])
 
 
 def trips(job, rank, *, of=0, times=0, microseconds=0, kind=RoundTrips):

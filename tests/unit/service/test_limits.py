@@ -133,11 +133,6 @@ def test_the_id_of_a_parent_is_that_of_a_process(text, capsys):
     assert len(error) < 250
 
 
-def test_a_variable_that_is_no_number_is_named():
-    with pytest.raises(ConfigurationError, match="STATSD_BN_MAX_MEMBERS: expected 1 to 16384, got 'many'"):
-        from_arguments([], {"STATSD_BN_MAX_MEMBERS": "many"})
-
-
 # What is refused, in the pure dispatcher. What is just within a limit is taken.
 
 

@@ -38,13 +38,6 @@ def test_what_one_writes_the_other_reads(offer):
     assert taken[-1:] == b"!"
 
 
-def test_it_outlives_the_offer():
-    with closing(Offer(SIZE)) as offer:
-        taken = take(offer.name, SIZE)
-    offer.memory[:1] = b"x"
-    assert taken[:1] == b"x"
-
-
 def test_nothing_is_left_open_or_lying_about():
     before = open_files()
     with closing(Offer(SIZE)) as offer:

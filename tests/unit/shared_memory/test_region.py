@@ -47,14 +47,6 @@ def test_rows_of_one_turn_leave_nothing_for_those_of_another(regions, monkeypatc
         assert {one.values.tobytes() for one in found} == {np.concatenate(brought).tobytes()}
 
 
-def test_a_turn_waits_for_the_last_member(regions):
-    for one in regions[:2]:
-        one.bring(1, 7, rows(0.5))
-        assert not any(each.have_all_come(1) for each in regions)
-    regions[2].bring(1, 7, rows(0.5))
-    assert all(each.have_all_come(1) for each in regions)
-
-
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (3, 3, 3), (1, 2, 5)])
 def test_each_member_reads_what_all_have_brought_in_their_order(regions, replicas):
     brought = [rows(first, replicas=number) for first, number in zip((0.1, -3e300, np.inf), replicas, strict=True)]

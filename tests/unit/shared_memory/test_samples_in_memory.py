@@ -88,18 +88,6 @@ def test_a_member_whose_data_are_scaled_is_named_with_the_earliest_layer(members
     )
 
 
-def test_of_two_nobody_can_be_named():
-    assert "findings" not in train(2, MemoryMaster(), scales={1: 6.0})
-
-
-@pytest.mark.parametrize("members", [2, 3, 4])
-def test_nobody_is_named_where_all_are_alike(members):
-    master = MemoryMaster()
-    frames = frames_of(master)
-    assert "findings" not in train(members, master)
-    assert len(digests(frames)) == STEPS
-
-
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_figures_are_those_of_the_rows_of_each_step(replicas):
     master = MemoryMaster()
