@@ -252,7 +252,7 @@ def test_join_shows_one_frame_of_ours(monkeypatch):
     def fail(*_):
         raise RoundMismatch("the ranks differ")
 
-    monkeypatch.setattr(connection.Sessions, "change_stand", fail)
+    monkeypatch.setattr(connection.Sessions, "change_participation", fail)
     with pytest.raises(RoundMismatch) as caught, client.join(layer):
         pass
     assert ours(caught.value) == ["join"]
