@@ -10,6 +10,7 @@ import torch
 
 import client
 from client.autograd import non_finite
+from client.lanes.in_process import LocalPipe
 from client.lanes.zeromq import SlavePipe
 from programs import non_finite_programs
 from programs.non_finite_programs import three_steps
@@ -137,6 +138,14 @@ def test_the_metrics_have_it(policy, told):
         for value, expected in ((1.0, 0), (math.nan, told), (1.0, told)):
             bring(connection, value)
             assert connection.metrics()["statsd_bn/non_finite"] == expected
+
+
+@pytest.mark.parametrize(("policy", "raises"), [("warn", False), ("raise", True)])
+def test_only_a_forward_round_is_refused_before_anything_is_made_of_it(monkeypatch, policy, raises):
+    """On devices nothing else waits for the host."""
+    monkeypatch.setenv("STATSD_BN_ON_NONFINITE", policy)
+    lane = LocalPipe("bn")
+    assert [non_finite.raises(lane, lane.key(0, 0, phase)) for phase in ("forward", "backward")] == [raises, False]
 
 
 def test_of_several_replicas_of_a_process_the_one_is_named(caplog):
