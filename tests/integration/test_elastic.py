@@ -1,7 +1,6 @@
 """An elastic job goes on when members are lost, takes in newcomers, and says what each aggregate covers."""
 
 import threading
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -10,12 +9,11 @@ import client
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
 from client.lanes.zeromq import SlavePipe
-from programs import elastic_programs
 from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import NO_SERVER
 from support.memory_members import MemoryMaster, in_threads
-from support.pure_members import PureWorld
+from support.pure_members import PureWorld, backward, forward
 
 
 @pytest.fixture
@@ -52,8 +50,7 @@ def test_the_others_go_on_without_a_lost_member(world):
 
 def test_a_round_that_waits_for_a_lost_member_is_completed_at_once(world):
     survivors = world.members[:3]
-    for member in survivors:
-        member.forward(1.0)
+    forward(survivors, 1.0)
     assert not any(member.is_told for member in survivors)
     world.kill(world.members[3])
     assert [member.total for member in survivors] == [([0, 1, 2], 3.0)] * 3
@@ -63,11 +60,9 @@ def test_what_a_lost_member_has_contributed_stays(world):
     world.members[3].forward(8.0)
     world.kill(world.members[3])
     survivors = world.members[:3]
-    for member in survivors:
-        member.forward(1.0)
+    forward(survivors, 1.0)
     assert [member.total for member in survivors] == [([0, 1, 2, 3], 11.0)] * 3
-    for member in survivors:
-        member.backward(1.0)
+    backward(survivors, 1.0)
     assert [member.total for member in survivors] == [([0, 1, 2], 3.0)] * 3
 
 
@@ -81,13 +76,11 @@ def test_a_newcomer_takes_part_from_a_step_that_nobody_has_begun(world):
     step(world.members)
     world.kill(world.members[2])
     old = [world.members[n] for n in (0, 1, 3)]
-    for member in old:
-        member.forward(1.0)
+    forward(old, 1.0)
     newcomer = world.come(2)
     assert newcomer.registered.first_step == 2
     assert (newcomer.session.first_step, list(newcomer.registered.present)) == (2, [0, 1, 2, 3])
-    for member in old:
-        member.backward(1.0)
+    backward(old, 1.0)
     assert [member.total for member in old] == [([0, 1, 3], 3.0)] * 3
     assert step([*old, newcomer]) == ([0, 1, 2, 3], 10.0)
     assert newcomer.key.step == 2
@@ -151,8 +144,7 @@ def test_a_member_that_was_taken_for_lost_is_told_so_and_may_join_as_a_new_one(w
 
 def test_a_round_that_ended_without_a_member_is_no_answer_to_it(world):
     """Whatever the master thinks: nobody normalises with statistics that leave its own slice out."""
-    for member in world.members[:3]:
-        member.forward(1.0)
+    forward(world.members[:3], 1.0)
     world.kill(world.members[3])
     late = world.members[3]
     frame = world.dispatcher.receive(
@@ -193,8 +185,7 @@ def test_the_survivors_go_on_with_a_restarted_master(world):
     old = [world.members[n] for n in (0, 1, 3)]
     step(old)
     world.restart()
-    for member in old:
-        member.forward(1.0)
+    forward(old, 1.0)
     world.pass_time(1.0)
     assert [member.total for member in old] == [([0, 1, 3], 3.0)] * 3
     assert world.come(2).registered.first_step == 3
@@ -205,8 +196,7 @@ def test_a_member_that_died_with_the_master_is_missed_for_a_moment_only(world):
     dead, old = world.members[3], world.members[:3]
     world.silent.add(dead)
     world.restart()
-    for member in old:
-        member.forward(1.0)
+    forward(old, 1.0)
     world.pass_time(3.0)
     assert not any(member.is_told for member in old)
     old[0].ask_again()
@@ -232,8 +222,7 @@ def test_a_round_whose_answer_only_one_member_got_has_the_same_answer_again(worl
         member.ask_again()
     world.pass_time(4.0)
     assert [member.total for member in behind] == [([0, 1, 2, 3], 6.0)] * 2
-    for member in behind:
-        member.backward(1.0)
+    backward(behind, 1.0)
     assert [member.total for member in (ahead, *behind)] == [([0, 1, 2], 3.0)] * 3
 
 
@@ -242,8 +231,7 @@ def test_a_newcomer_that_has_not_begun_keeps_its_first_step(world):
     old, newcomer = world.members[:4], world.come(4)
     assert newcomer.session.first_step == 1
     world.restart()
-    for member in old:
-        member.forward(1.0)
+    forward(old, 1.0)
     world.pass_time(1.0)
     assert not any(member.is_told for member in old)
     newcomer.forward(1.0)
@@ -253,8 +241,7 @@ def test_a_newcomer_that_has_not_begun_keeps_its_first_step(world):
 def test_one_that_dies_while_the_others_come_back_is_not_waited_for(world):
     world.restart()
     dying, *others = world.members
-    for member in world.members:
-        member.forward(1.0)
+    forward(world.members, 1.0)
     world.send(dying, dying.session.leave("MemoryError: full"))
     world.silent.add(dying)
     world.pass_time(1.0)
@@ -282,8 +269,7 @@ def test_one_that_comes_back_when_all_others_have_finished_does_not_train_on_alo
     frozen, others = world.members[3], world.members[:3]
     world.silent.add(frozen)
     world.restart()
-    for member in others:
-        member.forward(1.0)
+    forward(others, 1.0)
     world.pass_time(4.0)
     assert [member.total for member in others] == [([0, 1, 2], 3.0)] * 3
     for member in others:
@@ -305,8 +291,7 @@ def test_one_whose_results_get_lost_again_and_again_is_lost_too(world):
     mute, others = world.members[3], world.members[:3]
     world.restart()
     world.silent.add(mute)
-    for member in others:
-        member.forward(1.0)
+    forward(others, 1.0)
     for _ in range(8):
         for frame in (mute.session.register(), mute.session.heartbeat()):
             world.dispatcher.receive(world.now, mute.session.token, frame)
@@ -407,31 +392,10 @@ def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors
     assert expected[1].abs().max() > 0.01, "the lost member's slice had a gradient too, which nobody needs any more"
 
 
-# Real processes.
-
-
-def test_survivors_of_a_killed_process_train_on_and_a_new_one_joins(server, job):
-    with ExitStack() as stack:
-        pipes = [stack.enter_context(elastic_programs.started(server.endpoint, job, n, 3)) for n in range(3)]
-        elastic_programs.connected(*pipes)
-        for _ in range(2):
-            assert elastic_programs.step(pipes) == [([0, 1, 2], 0)] * 3
-        elastic_programs.kill(pipes[1])
-        survivors = [pipes[0], pipes[2]]
-        assert elastic_programs.step(survivors) == [([0, 2], 0)] * 2
-        newcomer = stack.enter_context(elastic_programs.started(server.endpoint, job, 1, 3))
-        elastic_programs.connected(newcomer)
-        pipes = [pipes[0], newcomer, pipes[2]]
-        assert elastic_programs.step(pipes) == [([0, 1, 2], 0), ([0, 1, 2], 3), ([0, 1, 2], 0)]
-        weights = elastic_programs.weights(pipes)
-        assert weights[0] == weights[2]
-
-
 def test_a_newcomer_that_has_waited_for_two_masters_begins_after_the_others():
     """It knows the master before this one, and was in no group of it."""
     world = PureWorld(2, 1)
-    for member in world.members:
-        member.forward(1.0)
+    forward(world.members, 1.0)
     world.restart()
     newcomer = world.come(2)
     assert newcomer.registered.missing == 1
@@ -458,8 +422,7 @@ def test_one_whose_place_was_taken_before_the_group_opened_comes_in_as_a_newcome
 def test_a_newcomer_begins_after_a_result_that_was_told_by_one_that_has_left_since():
     """Else it would be given that result, which has the rows of an earlier process of its number."""
     world = PureWorld(2, 1)
-    for member in world.members:
-        member.forward(1.0)
+    forward(world.members, 1.0)
     world.kill(world.members[1])
     world.restart()
     newcomer = world.come(1)

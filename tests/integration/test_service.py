@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -409,7 +410,14 @@ def test_answers_to_a_peer_that_has_gone_are_dropped_and_nobody_waits(start, dia
 @pytest.fixture
 def service() -> Iterator[Service]:
     """A server in a thread."""
-    with Service(Config((ANY_PORT,), insecure=True)) as service:
+    with running() as service:
+        yield service
+
+
+@contextmanager
+def running(endpoint: str = ANY_PORT) -> Iterator[Service]:
+    """A server in a thread, which has ended at the end; it is not closed within."""
+    with Service(Config((endpoint,), insecure=True)) as service:
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
         yield service
@@ -438,14 +446,9 @@ def test_a_service_that_is_stopped_answers_what_is_complete(dial):
 
 def test_stopping_wakes_a_server_that_sleeps(monkeypatch):
     monkeypatch.setattr("server.network.service.TICK_SECONDS", 3600.0)
-    with Service(Config((ANY_PORT,), insecure=True)) as service:
-        thread = threading.Thread(target=service.run, daemon=True)
-        thread.start()
+    with running() as service:
         # It has answered, so it is in its loop and has nothing to do for an hour.
         assert ask(service.endpoints[0])["groups"] == []
-        service.stop()
-        thread.join(WAIT_SECONDS)
-        assert not thread.is_alive()
 
 
 def test_stopping_twice_is_fine(service):
@@ -494,12 +497,8 @@ def test_a_service_that_cannot_listen_everywhere_says_so_though_somebody_knocks_
 def test_ipv6_loopback_works():
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    with Service(Config(("tcp://[::1]:*",), insecure=True)) as service:
-        thread = threading.Thread(target=service.run, daemon=True)
-        thread.start()
+    with running("tcp://[::1]:*") as service:
         assert ask(service.endpoints[0])["groups"] == []
-        service.stop()
-        thread.join(WAIT_SECONDS)
 
 
 def test_importing_the_server_loads_nothing_besides_its_libraries():

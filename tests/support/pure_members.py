@@ -1,5 +1,6 @@
 """Members and a master without a socket, a thread or a clock: the frames of real sessions and a real dispatcher."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -92,6 +93,18 @@ class PureMember:
     @property
     def pending(self) -> Pending:
         return self.latest(Pending)
+
+
+def forward(members: Iterable[PureMember], *values: float) -> None:
+    """Each contributes the same to its next forward round."""
+    for member in members:
+        member.forward(*values)
+
+
+def backward(members: Iterable[PureMember], *values: float) -> None:
+    """Likewise to the backward round of its latest forward round."""
+    for member in members:
+        member.backward(*values)
 
 
 class PureWorld:
