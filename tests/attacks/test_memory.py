@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from attacks.crowds import ask_all, crowd, registrations
+from attacks.honest import SLOWDOWN_OF_A_FULL_CORE
 from attacks.peers import Peers, job_of
 from attacks.servers import accounting
 from statsd_bn.messages import Contribution, Failure, StatusRequest
@@ -80,8 +81,9 @@ def test_members_of_groups_that_never_open_are_counted(server, honest_job_beside
 
 
 def test_a_reason_that_is_sent_again_and_again_is_kept_once(server, honest_job_beside):
-    """The same large contribution to a broken group is refused each time."""
-    with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
+    """The same large contribution to a broken group is refused, and decrypted, each time."""
+    beside_it = honest_job_beside(server, slowdown=SLOWDOWN_OF_A_FULL_CORE)
+    with beside_it as beside, Peers(server) as peers, beside.attacked():
         job, peer = job_of("bob"), peers.open()
         world = registrations(job, 0, 2)
         ask_all(peer, [*world, replace(world[0], epoch=1, session=b"newcomer")])
