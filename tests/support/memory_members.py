@@ -1,6 +1,6 @@
 """Several members in one process, over the in-memory transport and the real, pure dispatcher."""
 
-import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -82,9 +82,9 @@ def outcome(program: Callable[[], Any]) -> Any:
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Waits for something another thread does; fails if it does not happen."""
-    pause = threading.Event()
-    for _ in range(int(seconds * 1000)):
+    expiry = time.monotonic() + seconds
+    while time.monotonic() < expiry:
         if condition():
             return
-        pause.wait(0.001)
+        time.sleep(0.001)
     raise AssertionError("the condition did not come true")
