@@ -15,19 +15,8 @@ from attacks.crowds import ROW
 from attacks.peers import Peers, job_of
 from attacks.servers import ROOT, environment
 from attacks.variants import long
+from statsd_bn import messages
 from statsd_bn.members import Members
-from statsd_bn.messages import (
-    Contribution,
-    Failure,
-    Heartbeat,
-    Leave,
-    Message,
-    Pending,
-    Register,
-    Registered,
-    StackReport,
-    StackRequest,
-)
 from statsd_bn.round_key import RoundKey
 from statsd_bn.wire import encode
 
@@ -39,13 +28,13 @@ PLACEHOLDER = "P" * len(ESCAPES.encode())
 CONTROLS = ("\x1b", "\r", "\x9b")
 
 
-def forged(message: Message) -> bytes:
+def forged(message: messages.Message) -> bytes:
     """The frame of a message with escapes in the place of the placeholder."""
     return encode(message).replace(PLACEHOLDER.encode(), ESCAPES.encode())
 
 
 def said_of(message: object) -> str:
-    return f"{message.message} {message.fields}" if isinstance(message, Failure) else ""
+    return f"{message.message} {message.fields}" if isinstance(message, messages.Failure) else ""
 
 
 def raw(text: str) -> list[str]:
@@ -64,10 +53,10 @@ def test_what_a_stranger_says_of_itself_is_told_to_nobody_as_it_is(server, where
         honest, hostile = peers.open(), peers.open()
         named = {"job": given["job"], "group": given["group"]}
         numbers = {"epoch": 0, "world_size": 2, "min_members": 0, "deadline": 9.0}
-        honest.ask(forged(Register(b"honest--", **named, member=0, place="x", **numbers)))
-        hostile.ask(forged(Register(b"hostile-", **given, member=1, **numbers)))
-        duplicate = peers.open().ask(forged(Register(b"another-", **named, member=1, place="x", **numbers)))
-        hostile.say(forged(Leave(b"hostile-", f"failed{PLACEHOLDER}" if where == "cause" else "failed")))
+        honest.ask(forged(messages.Register(b"honest--", **named, member=0, place="x", **numbers)))
+        hostile.ask(forged(messages.Register(b"hostile-", **given, member=1, **numbers)))
+        duplicate = peers.open().ask(forged(messages.Register(b"another-", **named, member=1, place="x", **numbers)))
+        hostile.say(forged(messages.Leave(b"hostile-", f"failed{PLACEHOLDER}" if where == "cause" else "failed")))
         told = [duplicate]
         while (message := honest.hear(0.5)) is not None:
             told.append(message)
@@ -81,16 +70,16 @@ def test_where_a_late_member_says_it_is_is_told_on_one_line(server, stack):
     with Peers(server, "alice") as peers:
         honest, hostile = peers.open(), peers.open()
         for number, peer in enumerate((honest, hostile)):
-            peer.ask(Register(b"member-%d" % number, job, "world", 0, number, 2, 0, 9.0, "here"))
-        hostile.say(Heartbeat(b"member-1"))
+            peer.ask(messages.Register(b"member-%d" % number, job, "world", 0, number, 2, 0, 9.0, "here"))
+        hostile.say(messages.Heartbeat(b"member-1"))
         key = RoundKey(job, "world", 0, 0, "bn", 0, "forward")
-        honest.say(Contribution(b"member-0", key, 0, ROW))
-        question = hostile.hear_kind(StackRequest)
+        honest.say(messages.Contribution(b"member-0", key, 0, ROW))
+        question = hostile.hear_kind(messages.StackRequest)
         members = Members.of(range(2))
-        hostile.say(forged(StackReport(b"member-1", question.number, stack, 1, "0", members, 1)))
+        hostile.say(forged(messages.StackReport(b"member-1", question.number, stack, 1, "0", members, 1)))
         hostile.hear(0.5)
-        honest.say(Contribution(b"member-0", key, 1, ROW))
-        pending = honest.hear_kind(Pending)
+        honest.say(messages.Contribution(b"member-0", key, 1, ROW))
+        pending = honest.hear_kind(messages.Pending)
         report = str(server.report())
     is_sound = PLACEHOLDER not in stack
     assert ("rank 0 has failed" in pending.stacks) is is_sound
@@ -104,7 +93,7 @@ def test_a_hostile_servers_text_reaches_no_terminal(command):
     with zmq.Context() as context, context.socket(zmq.ROUTER) as hostile:
         hostile.setsockopt(zmq.LINGER, 0)
         port = hostile.bind_to_random_port("tcp://127.0.0.1")
-        answer = forged(Failure("limit", f"no{PLACEHOLDER}", {"reason": PLACEHOLDER}))
+        answer = forged(messages.Failure("limit", f"no{PLACEHOLDER}", {"reason": PLACEHOLDER}))
 
         def serve() -> None:
             if hostile.poll(20_000):
@@ -133,7 +122,7 @@ def test_a_registration_with_controls_is_no_member(server):
     with Peers(server) as peers:
         for text in ("\x1b[0m", "a\rb", "a\nb", "\x7f", "\x85", "a\0b"):
             peer = peers.open()
-            sound = Register(
+            sound = messages.Register(
                 session=b"hostile-",
                 job=job_of("bob"),
                 group="world",
@@ -146,5 +135,5 @@ def test_a_registration_with_controls_is_no_member(server):
             )
             frame = encode(sound).replace(b"\xacplaceholder!", bytes([0xA0 + 12]) + text.encode().ljust(12, b"x")[:12])
             answer = peer.ask(frame)
-            assert not isinstance(answer, Registered), repr(text)
+            assert not isinstance(answer, messages.Registered), repr(text)
             assert not raw(said_of(answer))

@@ -23,26 +23,9 @@ from server.membership import sighting
 from server.network import disconnect_probe, listener, service
 from server.rounds import results
 from server.rounds.rounds import TRANSITIONS
-from statsd_bn import PROTOCOL_VERSION, errors, limits
+from statsd_bn import PROTOCOL_VERSION, errors, limits, messages
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members
-from statsd_bn.messages import (
-    BY_TYPE,
-    Aggregate,
-    Contribution,
-    Failure,
-    Figures,
-    Heartbeat,
-    Leave,
-    Message,
-    Pending,
-    Request,
-    Result,
-    RoundTrips,
-    SkewStats,
-    Status,
-    StatusRequest,
-)
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.wire import decode, decode_request, encode
 from support import sample_messages
@@ -59,11 +42,11 @@ REPORT = (ROOT / "docs" / "seeing.md").read_text(encoding="utf-8")
 LOCAL = {"error", "configuration", "bind", "connection_closed", "unreachable", "group_incomplete", "non_finite"}
 
 # One sound message of each type, of which some are as small as they may be.
-SAMPLES: dict[type[Message], Message] = {
+SAMPLES: dict[type[messages.Message], messages.Message] = {
     **sample_messages.SAMPLES,
-    Failure: Failure("mismatch", "", {}, key()),
-    Status: Status({}),
-    Figures: Figures("job", "world", 0, 0, "", np.zeros((0, 2, 4))),
+    messages.Failure: messages.Failure("mismatch", "", {}, key()),
+    messages.Status: messages.Status({}),
+    messages.Figures: messages.Figures("job", "world", 0, 0, "", np.zeros((0, 2, 4))),
 }
 
 
@@ -93,7 +76,7 @@ class Field:
     limits: str
 
 
-def title_of(message: type[Message]) -> str:
+def title_of(message: type[messages.Message]) -> str:
     return f"{message.type}. {message.__name__}"
 
 
@@ -123,12 +106,16 @@ RUN_BYTES = 4
 
 def header_of(frame: bytes) -> list[Any]:
     header = frame[8 : 8 + int.from_bytes(frame[4:8], "little")]
-    return fixed_header_of(header) if header[0] in {Contribution.type, Aggregate.type} else msgpack.unpackb(header)
+    return (
+        fixed_header_of(header)
+        if header[0] in {messages.Contribution.type, messages.Aggregate.type}
+        else msgpack.unpackb(header)
+    )
 
 
 def fixed_header_of(header: bytes) -> list[Any]:
     found: dict[str, Any] = {}
-    at, fields = 1, documented(title_of(BY_TYPE[header[0]]))
+    at, fields = 1, documented(title_of(messages.BY_TYPE[header[0]]))
     for field in fields:
         if field.type == "name":
             continue
@@ -146,10 +133,10 @@ def fixed_header_of(header: bytes) -> list[Any]:
 
 
 def packed_header(header: list[Any]) -> bytes:
-    if header[0] not in {Contribution.type, Aggregate.type}:
+    if header[0] not in {messages.Contribution.type, messages.Aggregate.type}:
         return msgpack.packb(header)
     packed, names = bytes([header[0]]), []
-    for field in documented(title_of(BY_TYPE[header[0]])):
+    for field in documented(title_of(messages.BY_TYPE[header[0]])):
         value = header[field.number]
         if field.type == "name":
             names.append(value.encode())
@@ -164,30 +151,30 @@ def frame_of(header: list[Any]) -> bytes:
     packed = packed_header(header)
     frame = b"SBN" + bytes([PROTOCOL_VERSION]) + len(packed).to_bytes(4, "little") + packed
     padding = bytes(-len(packed) % 8)
-    if header[0] in {SkewStats.type, Figures.type}:
+    if header[0] in {messages.SkewStats.type, messages.Figures.type}:
         *_, layers, members = header
-        is_empty = header[0] == Figures.type and not layers
+        is_empty = header[0] == messages.Figures.type and not layers
         number = layers.count("\n") + 1 if isinstance(layers, str) and not is_empty else int(not is_empty)
         return frame + padding + bytes(8 * 4 * max(0, number * members))
-    if header[0] == Result.type:
+    if header[0] == messages.Result.type:
         return frame + padding + encode(AGGREGATE)
-    if header[0] in {Contribution.type, Aggregate.type}:
-        of = {field.name: header[field.number] for field in documented(title_of(BY_TYPE[header[0]]))}
-        rows = of["replicas"] if header[0] == Contribution.type else 1
+    if header[0] in {messages.Contribution.type, messages.Aggregate.type}:
+        of = {field.name: header[field.number] for field in documented(title_of(messages.BY_TYPE[header[0]]))}
+        rows = of["replicas"] if header[0] == messages.Contribution.type else 1
         return frame + padding + bytes(8 * rows * of["vectors"] * of["channels"])
     return frame
 
 
-def changed(message: type[Message], field: Field, value: Any) -> bytes:
+def changed(message: type[messages.Message], field: Field, value: Any) -> bytes:
     """A sound frame but for one field, and for what counts it or is counted by it."""
     header = header_of(encode(SAMPLES[message]))
     numbers = {one.name: one.number for one in documented(title_of(message))}
     header[field.number] = value
-    if message is Contribution and field.name == "counts":
+    if message is messages.Contribution and field.name == "counts":
         header[numbers["replicas"]] = len(value)
-    elif message is Contribution and field.name == "replicas":
+    elif message is messages.Contribution and field.name == "replicas":
         header[numbers["counts"]] = [0] * value
-    elif message is Aggregate and field.type == "members":
+    elif message is messages.Aggregate and field.type == "members":
         runs = {"members": "member_runs", "non_finite": "non_finite_runs"}[field.name]
         header[numbers[runs]] = len(value) // RUN_BYTES
     return frame_of(header)
@@ -195,7 +182,7 @@ def changed(message: type[Message], field: Field, value: Any) -> bytes:
 
 def changed_key(field: Field, value: Any) -> bytes:
     """A sound frame but for one field of its round key."""
-    header = header_of(encode(SAMPLES[Pending]))
+    header = header_of(encode(SAMPLES[messages.Pending]))
     fields = msgpack.unpackb(header[1])
     fields[field.number - 1] = value
     return frame_of([header[0], msgpack.packb(fields), *header[2:]])
@@ -204,12 +191,14 @@ def changed_key(field: Field, value: Any) -> bytes:
 def is_refused(frame: bytes) -> bool:
     """Whether a member refuses a frame; a server refuses the same, and what is no request."""
     refused = _is_refused(frame, decode)
-    is_request = isinstance(header_of(frame)[0], int) and BY_TYPE[header_of(frame)[0]] in get_args(Request)
+    is_request = isinstance(header_of(frame)[0], int) and messages.BY_TYPE[header_of(frame)[0]] in get_args(
+        messages.Request
+    )
     assert _is_refused(frame, decode_request) == (refused or not is_request)
     return refused
 
 
-def _is_refused(frame: bytes, read: Callable[[bytes], Message]) -> bool:
+def _is_refused(frame: bytes, read: Callable[[bytes], messages.Message]) -> bool:
     try:
         read(frame)
     except ProtocolError:
@@ -219,7 +208,7 @@ def _is_refused(frame: bytes, read: Callable[[bytes], Message]) -> bool:
 
 # The version, the messages and their fields.
 
-EVERY_MESSAGE = pytest.mark.parametrize("message", BY_TYPE.values(), ids=lambda message: message.__name__)
+EVERY_MESSAGE = pytest.mark.parametrize("message", messages.BY_TYPE.values(), ids=lambda message: message.__name__)
 
 
 def test_the_version_is_the_codes():
@@ -228,7 +217,7 @@ def test_the_version_is_the_codes():
 
 def test_every_message_is_documented_and_no_other():
     titles = re.findall(r"^### (\d+\. .*)$", DOCUMENT, re.MULTILINE)
-    assert titles == [title_of(message) for message in BY_TYPE.values()]
+    assert titles == [title_of(message) for message in messages.BY_TYPE.values()]
 
 
 def test_the_round_key_has_its_fields_in_order():
@@ -241,14 +230,14 @@ COUNTERS, NAMES = ["epoch", "step", "call"], ["job", "group", "layer", "phase"]
 @EVERY_MESSAGE
 def test_every_message_has_its_fields_in_order(message):
     expected = {
-        Contribution: ["vectors", "replicas", "session", "channels", *COUNTERS, "attempt", "counts", *NAMES],
-        Aggregate: [
+        messages.Contribution: ["vectors", "replicas", "session", "channels", *COUNTERS, "attempt", "counts", *NAMES],
+        messages.Aggregate: [
             *("vectors", "member_runs", "non_finite_runs", "channels", "replicas", "count"),
             *(*COUNTERS, "members", "non_finite", *NAMES),
         ],
-        Result: ["session"],
-        SkewStats: ["session", "step", "layers", "members"],
-        Figures: ["job", "group", "first", "total", "layers", "members"],
+        messages.Result: ["session"],
+        messages.SkewStats: ["session", "step", "layers", "members"],
+        messages.Figures: ["job", "group", "first", "total", "layers", "members"],
     }.get(message, [field.name for field in dataclasses.fields(message)])
     assert [field.name for field in documented(title_of(message))] == expected
 
@@ -264,7 +253,7 @@ def test_a_real_frame_has_the_fields_that_are_documented(message):
 def test_the_server_takes_what_is_directed_to_it_and_nothing_else(message):
     direction = re.search(r"^Direction: (.*?) to (.*?)\.", section(title_of(message)), re.MULTILINE)
     (*_, answer) = play(SAMPLES[message]) or [None]
-    refused = isinstance(answer, Failure) and "expected a request" in answer.message
+    refused = isinstance(answer, messages.Failure) and "expected a request" in answer.message
     assert refused == (direction[2] != "server")
 
 
@@ -311,7 +300,7 @@ def test_every_field_is_of_its_type_and_no_other_is_taken(message):
     for field in documented(title_of(message)):
         assert type(header[field.number]) is TYPES[field.type], field
         # Bytes at a fixed place are of no other type.
-        if message not in {Contribution, Aggregate}:
+        if message not in {messages.Contribution, messages.Aggregate}:
             assert is_refused(changed(message, field, FOREIGN[field.type])), field
 
 
@@ -403,7 +392,7 @@ FRESH = b"a fresh1"
 PAST: dict[str, Any] = {"server": b"server-9", "known": Members.of([0, 1]), "results": 1}
 
 
-def play(*said: Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: None) -> list[Message]:
+def play(*said: messages.Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: None) -> list[messages.Message]:
     """Says all this to a new server, and returns what the last of it, or what comes then, is answered with."""
     dispatcher = Dispatcher(b"server-0", 0.0)
     replies: Any = []
@@ -419,17 +408,20 @@ def after_a_while(dispatcher: Dispatcher) -> Any:
 
 TWO_RESULTS = (
     *(register(member, **PAST) for member in (0, 1)),
-    Result(session_of(0), AGGREGATE),
-    Result(session_of(1), dataclasses.replace(AGGREGATE, count=2)),
+    messages.Result(session_of(0), AGGREGATE),
+    messages.Result(session_of(1), dataclasses.replace(AGGREGATE, count=2)),
 )
-LEFT = Leave(session_of(1), "boom")
+LEFT = messages.Leave(session_of(1), "boom")
 EVE = Tenant("eve", "key of eve", ("eve-*",))
 MOST = rows(1.0, count=limits.MAX_COUNT)
 
 # The ways to a failure that the document names.
-WAYS: dict[str, Callable[[], list[Message]]] = {
+WAYS: dict[str, Callable[[], list[messages.Message]]] = {
     "a foreign session": lambda: play(
-        *OPEN, then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(Heartbeat(session_of(0))), EVE).replies
+        *OPEN,
+        then=lambda dispatcher: (
+            dispatcher.receive(0.0, b"peer", encode(messages.Heartbeat(session_of(0))), EVE).replies
+        ),
     ),
     "a foreign job": lambda: play(
         register(0), then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(register(1)), EVE).replies
@@ -440,16 +432,16 @@ WAYS: dict[str, Callable[[], list[Message]]] = {
     "another version": lambda: play(b"SBN" + bytes([PROTOCOL_VERSION + 1]) + bytes(4)),
     "other results": lambda: play(*TWO_RESULTS, contribution(0, key=key(step=1))),
     "other results, and registering": lambda: play(*TWO_RESULTS, register(0)),
-    "results that have not come": lambda: play(register(0, **PAST), Heartbeat(session_of(0))),
+    "results that have not come": lambda: play(register(0, **PAST), messages.Heartbeat(session_of(0))),
     "another policy": lambda: play(register(0), register(1, min_members=1)),
-    "a session that has left": lambda: play(*OPEN, Leave(session_of(0), ""), contribution(0)),
+    "a session that has left": lambda: play(*OPEN, messages.Leave(session_of(0), ""), contribution(0)),
     "the end before the beginning": lambda: play(register(0), then=Dispatcher.stop),
     "a round that is over for long": lambda: play(
         register(0, 1), *(contribution(0, key=key(step=step)) for step in (*range(limits.KEPT_ROUNDS + 1), 0))
     ),
     "a member that does not come back": lambda: play(
         register(0, **PAST, deadline=5.0),
-        Result(session_of(0), AGGREGATE),
+        messages.Result(session_of(0), AGGREGATE),
         contribution(0, key=key(step=1)),
         then=after_a_while,
     ),
@@ -460,7 +452,7 @@ WAYS: dict[str, Callable[[], list[Message]]] = {
     "one member more": lambda: play(*(register(member, 2, group="pair") for member in (3, 5, 4))),
     "an earlier epoch": lambda: play(register(0, epoch=1), register(1)),
     "an unknown session": lambda: play(contribution(0)),
-    "an unknown session's heartbeat": lambda: play(Heartbeat(FRESH)),
+    "an unknown session's heartbeat": lambda: play(messages.Heartbeat(FRESH)),
     "the end": lambda: play(*OPEN, contribution(0), then=Dispatcher.stop),
     "too many groups": lambda: play(*(register(job=str(number)) for number in range(limits.MAX_GROUPS + 1))),
     "too many rounds": lambda: play(
@@ -484,9 +476,9 @@ WAYS: dict[str, Callable[[], list[Message]]] = {
 
 
 @functools.cache
-def failure(way: str) -> Failure:
+def failure(way: str) -> messages.Failure:
     """The failure at the end of a way."""
-    return next(answer for answer in WAYS[way]() if isinstance(answer, Failure))
+    return next(answer for answer in WAYS[way]() if isinstance(answer, messages.Failure))
 
 
 def test_every_error_that_can_travel_is_documented():
@@ -557,16 +549,18 @@ def test_the_times_of_questions_are_the_codes():
 
 
 def test_the_status_report_has_the_documented_entries(monkeypatch):
-    lanes = [Heartbeat(session_of(number), 0, 0, "zeromq", "rank 0: on purpose") for number in range(2)]
-    lanes += [RoundTrips(session_of(number), 500, (0, 3, *[0] * 22)) for number in range(2)]
+    lanes = [messages.Heartbeat(session_of(number), 0, 0, "zeromq", "rank 0: on purpose") for number in range(2)]
+    lanes += [messages.RoundTrips(session_of(number), 500, (0, 3, *[0] * 22)) for number in range(2)]
     first = (contribution(0), contribution(1))
-    said = (*OPEN, *first, contribution(0, key=key(step=1)), *lanes, StatusRequest())
+    said = (*OPEN, *first, contribution(0, key=key(step=1)), *lanes, messages.StatusRequest())
     (whole,) = play(*said)
     (group,) = whole.report["groups"]
     monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 300)
     (cut,) = play(*said)
     monkeypatch.undo()
-    (after,) = play(*OPEN, Leave(session_of(0), ""), Leave(session_of(1), ""), StatusRequest())
+    (after,) = play(
+        *OPEN, messages.Leave(session_of(0), ""), messages.Leave(session_of(1), ""), messages.StatusRequest()
+    )
     kinds = {"text": str, "integer": int, "float": float, "array": list, "map": dict}
     for title, real in (
         ("Report", cut.report),
@@ -592,7 +586,7 @@ def test_the_example_is_the_frame_it_says():
     (block,) = re.findall(r"```\n(.*?)```", section("Example"), re.DOTALL)
     frame = bytes.fromhex("".join(re.match(r"((?:[0-9a-f]{2} ?)+)", line)[1] for line in block.splitlines()))
     message = decode(frame)
-    assert isinstance(message, Contribution)
+    assert isinstance(message, messages.Contribution)
     assert message.session == bytes(range(1, 9))
     assert message.key == RoundKey("digits", "world", 0, 7, "bn1", 0, FORWARD)
     assert (message.attempt, message.rows.counts) == (0, (18,))

@@ -13,18 +13,8 @@ from client.conversation.session import Session
 from client.whereabouts.place import Place, TorchGroup
 from server.core.dispatcher import Dispatcher
 from server.rounds.rounds import Reply
+from statsd_bn import messages
 from statsd_bn.members import Members
-from statsd_bn.messages import (
-    Aggregate,
-    FiguresRequest,
-    LatenessReport,
-    NonFiniteRound,
-    Registered,
-    Result,
-    RoundTrips,
-    StackRequest,
-    StatusRequest,
-)
 from statsd_bn.round_key import BACKWARD, GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import Sample
@@ -145,12 +135,12 @@ def _sessions() -> list[Session]:
 def _sound_frames() -> Iterator[bytes]:
     """What the members would say, in this life of the server and after an earlier one."""
     rows = Rows((2,), np.arange(6.0).reshape(1, 2, 3))
-    yield encode(StatusRequest())
-    yield from (encode(FiguresRequest(job, GROUP)) for job in JOBS)
+    yield encode(messages.StatusRequest())
+    yield from (encode(messages.FiguresRequest(job, GROUP)) for job in JOBS)
     for session in _sessions():
         yield session.register()
         key = session.forward_key("bn")
-        aggregate = Aggregate(key, 2, 4, Members.of(range(WORLD)), rows.values[0])
+        aggregate = messages.Aggregate(key, 2, 4, Members.of(range(WORLD)), rows.values[0])
         for attempt in (0, 1):
             yield session.contribution(key, rows, attempt)
         session.begins(key.of_phase(BACKWARD))
@@ -160,17 +150,17 @@ def _sound_frames() -> Iterator[bytes]:
         yield session.heartbeat()
         group = TorchGroup("0", (0, 1), 7)
         for number in (1, 2):
-            question = StackRequest(digest(session.token), number)
+            question = messages.StackRequest(digest(session.token), number)
             yield session.stack_report(question, Place("train.py:1 main", held=number == 1, group=group))
         yield session.leave("")
         yield session.leave("it failed")
         yield _figures(session, key)
-        yield encode(RoundTrips(session.token, 500, (0, 3, *[0] * 22)))
-        yield encode(LatenessReport(session.token, 500, (0, 3, *[0] * 22)))
-        yield encode(NonFiniteRound(session.token, key, Members.of([0]), "1 of 3 channels (inf)"))
+        yield encode(messages.RoundTrips(session.token, 500, (0, 3, *[0] * 22)))
+        yield encode(messages.LatenessReport(session.token, 500, (0, 3, *[0] * 22)))
+        yield encode(messages.NonFiniteRound(session.token, key, Members.of([0]), "1 of 3 channels (inf)"))
         if session.member.rank == 0:  # all of them would leave few rounds to end otherwise
             yield session.settled(key)
-        yield encode(Result(session.token, aggregate))
+        yield encode(messages.Result(session.token, aggregate))
         session.overhear(_registered(session))
         yield from session.introduction()
 
@@ -180,8 +170,8 @@ def _gather(session: Session) -> Iterator[bytes]:
     key = session.forward_key("bytes", GATHER)
     channels = 2 + session.member.rank
     yield session.contribution(key, Rows((0,), np.arange(float(channels)).reshape(1, 1, channels)))
-    joined = Aggregate(key, WORLD, 0, Members.of(range(WORLD)), np.arange(5.0).reshape(1, 5))
-    yield encode(Result(session.token, joined))
+    joined = messages.Aggregate(key, WORLD, 0, Members.of(range(WORLD)), np.arange(5.0).reshape(1, 5))
+    yield encode(messages.Result(session.token, joined))
 
 
 def _figures(session: Session, key: RoundKey) -> bytes:
@@ -194,7 +184,7 @@ def _figures(session: Session, key: RoundKey) -> bytes:
 
 def _registered(session: Session) -> bytes:
     """What an earlier life of the server has told a member."""
-    return encode(Registered(digest(session.token), EARLIER, 0, 0, 0, Members.of(range(WORLD))))
+    return encode(messages.Registered(digest(session.token), EARLIER, 0, 0, 0, Members.of(range(WORLD))))
 
 
 TOKENS = [session.token for session in _sessions()]

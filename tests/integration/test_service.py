@@ -20,19 +20,8 @@ from zmq.utils.monitor import recv_monitor_message
 from server import Config, Service
 from server.cli.status import ask
 from server.limits.access import ANYBODY
-from statsd_bn import limits
+from statsd_bn import limits, messages
 from statsd_bn.errors import BindError
-from statsd_bn.messages import (
-    NO_SERVER,
-    Aggregate,
-    Failure,
-    Heartbeat,
-    Leave,
-    Message,
-    Registered,
-    Status,
-    StatusRequest,
-)
 from statsd_bn.rows import Rows
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, encode
 from support.memory_members import wait_until
@@ -100,9 +89,9 @@ def start(tmp_path) -> Iterator[Callable[..., Command]]:
         command.process.stdout.close()
 
 
-def is_probe(answer: Message) -> bool:
+def is_probe(answer: messages.Message) -> bool:
     """Whether a server only tries whether it reaches a member."""
-    return isinstance(answer, Registered) and answer.digest == NO_SERVER
+    return isinstance(answer, messages.Registered) and answer.digest == messages.NO_SERVER
 
 
 class Dealer:
@@ -113,7 +102,7 @@ class Dealer:
         self.socket.linger = 0
         self.socket.connect(endpoint)
 
-    def send(self, *parts: Message | bytes) -> None:
+    def send(self, *parts: messages.Message | bytes) -> None:
         self.socket.send_multipart([part if isinstance(part, bytes) else encode(part) for part in parts])
 
     def receive(self) -> Any:
@@ -123,13 +112,13 @@ class Dealer:
             if not is_probe(answer):
                 return answer
 
-    def ask(self, *parts: Message | bytes) -> Any:
+    def ask(self, *parts: messages.Message | bytes) -> Any:
         self.send(*parts)
         return self.receive()
 
     def report(self) -> dict[str, Any]:
-        answer = self.ask(StatusRequest())
-        assert isinstance(answer, Status)
+        answer = self.ask(messages.StatusRequest())
+        assert isinstance(answer, messages.Status)
         return answer.report
 
 
@@ -238,7 +227,7 @@ def test_a_signal_ends_a_server_whose_members_have_gone(start, dial):
     dealers = [dial(endpoint) for _ in range(3)]
     join_all(dealers[:2])
     dealers[0].send(contribution(0))
-    dealers[0].send(Leave(session_of(0), ""))
+    dealers[0].send(messages.Leave(session_of(0), ""))
     assert dealers[0].receive().code == "replica_lost"
     for dealer in dealers:
         dealer.socket.close()
@@ -300,7 +289,7 @@ def test_the_status_command_says_what_the_server_is_doing(start, dial):
     # The command may take longer to start than a member may be silent.
     endpoint = start("--insecure", "--bind", ANY_PORT, "--silence-seconds", "60").endpoint()
     dealer = dial(endpoint)
-    assert isinstance(dealer.ask(register(0, 2, place="host 7")), Registered)
+    assert isinstance(dealer.ask(register(0, 2, place="host 7")), messages.Registered)
     command = start("status", endpoint, STATSD_BN_INSECURE="1")
     assert command.end() == 0
     head, *groups = command.rest.splitlines()
@@ -325,9 +314,9 @@ def test_garbage_is_counted_and_the_server_goes_on_serving(start, dial):
         [b""],
         [b"hello"],
         [MAGIC + bytes([PROTOCOL_VERSION]) + b"\xff\xff\xff\xff"],
-        [b"", encode(StatusRequest())],
+        [b"", encode(messages.StatusRequest())],
         [b"one", b"two", b"three"],
-        [encode(StatusRequest()), b""],
+        [encode(messages.StatusRequest()), b""],
         [b""] * 200,
     ]
     for parts in garbage:
@@ -356,14 +345,14 @@ def test_of_sums_beyond_float64_the_server_writes_one_line(start, dial, tmp_path
 def test_another_protocol_version_is_answered_with_the_code_version(server, dial):
     frame = encode(register())
     answer = dial(server.endpoint).ask(frame[:3] + bytes([PROTOCOL_VERSION + 1]) + frame[4:])
-    assert isinstance(answer, Failure)
+    assert isinstance(answer, messages.Failure)
     assert (answer.code, answer.fields) == ("version", {"expected": PROTOCOL_VERSION, "got": PROTOCOL_VERSION + 1})
 
 
 def test_a_frame_beyond_the_limit_costs_its_sender_the_connection_and_nobody_else_anything(start, dial):
     endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
     stranger, member = dial(endpoint), dial(endpoint)
-    assert isinstance(stranger.ask(StatusRequest()), Status)
+    assert isinstance(stranger.ask(messages.StatusRequest()), messages.Status)
     with stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
         stranger.send(bytes(limits.MAX_FRAME_BYTES + 1))
         assert monitor.poll(WAIT_SECONDS * 1000), "the connection was not dropped"
@@ -380,7 +369,7 @@ def test_the_widest_frame_of_the_limit_is_taken(server, dial, job):
     answer = dealer.ask(contribution(0, widest, key(job=job)))
     assert answer.values.shape == (2, 16_384)
     assert (answer.values == limits.MAX_REPLICAS).all()
-    dealer.send(Leave(session_of(0, job), ""))
+    dealer.send(messages.Leave(session_of(0, job), ""))
 
 
 def test_a_round_past_its_deadline_is_ended_while_nothing_else_happens(server, dial, job):
@@ -389,7 +378,7 @@ def test_a_round_past_its_deadline_is_ended_while_nothing_else_happens(server, d
     failure = dealers[1].ask(contribution(1, 1.0, key(job=job)))
     assert (failure.code, failure.fields["missing"], failure.fields["waiting"]) == ("timeout", [0], [1])
     for member, dealer in enumerate(dealers):
-        dealer.send(Leave(session_of(member, job), ""))
+        dealer.send(messages.Leave(session_of(member, job), ""))
 
 
 def test_answers_to_a_peer_that_has_gone_are_dropped_and_nobody_waits(start, dial):
@@ -552,7 +541,7 @@ async def take_part(context: zmq.asyncio.Context, endpoint: str, job: str, membe
             brought = Rows((3,), a_row(member, step)[None])
             await dealer.send(encode(contribution(member, brought, key(job=job, step=step))))
             frames.append(await next_frame(dealer))
-        await dealer.send(encode(Leave(session_of(member, job), "")))
+        await dealer.send(encode(messages.Leave(session_of(member, job), "")))
         return frames
 
 
@@ -560,7 +549,7 @@ def assert_all_got_the_sums(by_member: list[list[bytes]], members: int, job: str
     for step, frames in enumerate(zip(*by_member, strict=True)):
         (frame,) = set(frames)
         found = decode(frame)
-        assert isinstance(found, Aggregate)
+        assert isinstance(found, messages.Aggregate)
         assert (found.key, found.replicas, found.count) == (key(job=job, step=step), members, 3 * members)
         assert found.values.tobytes() == expected_sum(members, step).tobytes()
 
@@ -607,7 +596,7 @@ def test_a_chain_of_addresses_that_is_as_long_as_there_are_sessions_is_followed_
             introduction = register(number, limits.MAX_MEMBERS, session=number.to_bytes(limits.TOKEN_BYTES))
             dispatcher.receive(0.0, str(number).encode(), encode(introduction), ANYBODY)
         for number in range(sessions):
-            beat = Heartbeat(number.to_bytes(limits.TOKEN_BYTES))
+            beat = messages.Heartbeat(number.to_bytes(limits.TOKEN_BYTES))
             dispatcher.receive(0.0, str(number + 1).encode(), encode(beat), ANYBODY)
         with monkeypatch.context() as patch:
             patch.setattr(service._sender, "_socket", Unreachable())
@@ -619,7 +608,7 @@ def test_whoever_is_named_in_the_log_cannot_forge_a_line_of_it(start, dial):
     command = start("--insecure", "--bind", ANY_PORT)
     member = dial(command.endpoint())
     member.ask(register(0, 1))
-    member.send(Leave(session_of(0), "x\n2026-11-22 04:00:00,000 INFO lets in 1 keys from now on: mallory"))
+    member.send(messages.Leave(session_of(0), "x\n2026-11-22 04:00:00,000 INFO lets in 1 keys from now on: mallory"))
     member.report()
     command.process.terminate()
     command.end()

@@ -23,7 +23,7 @@ from statsd_bn.rows import Rows
 from statsd_bn.wire import encode
 from support import oracle
 from support.paths import ROOT
-from support.strategies import messages
+from support.strategies import any_message
 
 QUICK_SEEDS, LONG_SEEDS = 500, 4500
 
@@ -126,7 +126,7 @@ def test_a_run_that_is_interrupted_tells_what_it_has_found(monkeypatch, capsys):
     assert last == "interrupted"
 
 
-@given(messages)
+@given(any_message)
 def test_the_rules_know_the_type_of_each_frame(message):
     assert kind_of(encode(message)) == message.type
 

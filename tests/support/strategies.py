@@ -6,32 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from statsd_bn import limits
+from statsd_bn import limits, messages
 from statsd_bn.members import Members
-from statsd_bn.messages import (
-    Aggregate,
-    Contribution,
-    Failure,
-    Figures,
-    FiguresRequest,
-    Heartbeat,
-    LatenessReport,
-    Leave,
-    Message,
-    NonFiniteRound,
-    Participation,
-    Pending,
-    Register,
-    Registered,
-    Result,
-    RoundDone,
-    RoundTrips,
-    SkewStats,
-    StackReport,
-    StackRequest,
-    Status,
-    StatusRequest,
-)
 from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew import FIGURES
@@ -42,7 +18,7 @@ def session_of(member: int, job: str = "job") -> bytes:
     return f"{job[-5:]:>5}{member:03d}".encode()
 
 
-def register(member: int = 0, world_size: int = 2, **given: Any) -> Register:
+def register(member: int = 0, world_size: int = 2, **given: Any) -> messages.Register:
     """A member that registers."""
     job = given.setdefault("job", "job")
     sound = {
@@ -53,7 +29,7 @@ def register(member: int = 0, world_size: int = 2, **given: Any) -> Register:
         "deadline": 600.0,
         "place": f"place {member}",
     }
-    return Register(member=member, world_size=world_size, **{**sound, **given})
+    return messages.Register(member=member, world_size=world_size, **{**sound, **given})
 
 
 def key(layer: str = "bn", **given: Any) -> RoundKey:
@@ -74,11 +50,11 @@ KEY = key()
 
 def contribution(
     member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, session: bytes | None = None
-) -> Contribution:
+) -> messages.Contribution:
     """What a member brings to a round: `Rows`, or one row of one number."""
     if not isinstance(brought, Rows):
         brought = rows(brought)
-    return Contribution(session or session_of(member, key.job), key, 0, brought)
+    return messages.Contribution(session or session_of(member, key.job), key, 0, brought)
 
 
 counters = st.integers(0, limits.MAX_COUNTER)
@@ -117,9 +93,9 @@ def any_rows(draw: st.DrawFn) -> Rows:
 
 
 @st.composite
-def registers(draw: st.DrawFn) -> Register:
+def registers(draw: st.DrawFn) -> messages.Register:
     """Any registration."""
-    return Register(
+    return messages.Register(
         session=draw(tokens),
         job=draw(names),
         group=draw(names),
@@ -129,7 +105,7 @@ def registers(draw: st.DrawFn) -> Register:
         min_members=draw(st.integers(0, world_size)),
         deadline=draw(st.floats(0.0, limits.MAX_DEADLINE, exclude_min=True)),
         place=draw(names),
-        participation=draw(st.sampled_from([participation.value for participation in Participation])),
+        participation=draw(st.sampled_from([participation.value for participation in messages.Participation])),
         server=draw(tokens),
         step=draw(counters),
         first_step=draw(counters),
@@ -142,48 +118,48 @@ members = st.lists(member_numbers, max_size=20).map(Members.of)
 
 
 @st.composite
-def aggregates(draw: st.DrawFn) -> Aggregate:
+def aggregates(draw: st.DrawFn) -> messages.Aggregate:
     """Any aggregate."""
     replicas = draw(st.integers(1, limits.MAX_REPLICAS * limits.MAX_MEMBERS))
     brought, sums = draw(members), draw(values(*vectors_and_channels))
-    return Aggregate(draw(keys), replicas, draw(counts), brought, sums, non_finite=draw(members))
+    return messages.Aggregate(draw(keys), replicas, draw(counts), brought, sums, non_finite=draw(members))
 
 
 @st.composite
-def digests(draw: st.DrawFn) -> SkewStats:
+def digests(draw: st.DrawFn) -> messages.SkewStats:
     """Any digest of few layers and members."""
     layers = draw(st.lists(names, min_size=1, max_size=3))
     shape = len(layers), draw(st.integers(1, 4)), FIGURES
     figures = draw(hnp.arrays(np.float64, shape, elements=st.floats(0, 1)))
-    return SkewStats(draw(tokens), draw(counters), "\n".join(layers), figures)
+    return messages.SkewStats(draw(tokens), draw(counters), "\n".join(layers), figures)
 
 
 @st.composite
-def figures(draw: st.DrawFn) -> Figures:
+def figures(draw: st.DrawFn) -> messages.Figures:
     """Any figures of few layers and members, or of none."""
     layers = draw(st.lists(names, max_size=3))
     shape = len(layers), draw(st.integers(min(1, len(layers)), 4)), FIGURES
     values = draw(hnp.arrays(np.float64, shape, elements=st.floats(0, 1)))
-    return Figures(draw(names), draw(names), draw(counters), draw(counters), "\n".join(layers), values)
+    return messages.Figures(draw(names), draw(names), draw(counters), draw(counters), "\n".join(layers), values)
 
 
-MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
-    Register: registers(),
-    Registered: st.builds(Registered, tokens, tokens, counters, counters, member_numbers, members),
-    Contribution: st.builds(Contribution, tokens, keys, counters, any_rows()),
-    Aggregate: aggregates(),
-    Leave: st.builds(Leave, tokens, texts),
-    Failure: st.builds(Failure, names, texts, facts, st.none() | keys),
-    StatusRequest: st.builds(StatusRequest),
-    Status: st.builds(Status, facts),
-    Heartbeat: st.builds(
-        Heartbeat, tokens, counters, counters, st.just("") | st.text("abc", max_size=9), st.just("") | names
+MESSAGES: dict[type[messages.Message], st.SearchStrategy[messages.Message]] = {
+    messages.Register: registers(),
+    messages.Registered: st.builds(messages.Registered, tokens, tokens, counters, counters, member_numbers, members),
+    messages.Contribution: st.builds(messages.Contribution, tokens, keys, counters, any_rows()),
+    messages.Aggregate: aggregates(),
+    messages.Leave: st.builds(messages.Leave, tokens, texts),
+    messages.Failure: st.builds(messages.Failure, names, texts, facts, st.none() | keys),
+    messages.StatusRequest: st.builds(messages.StatusRequest),
+    messages.Status: st.builds(messages.Status, facts),
+    messages.Heartbeat: st.builds(
+        messages.Heartbeat, tokens, counters, counters, st.just("") | st.text("abc", max_size=9), st.just("") | names
     ),
-    Pending: st.builds(Pending, keys, counters, texts.filter(bool), texts),
-    Result: st.builds(Result, tokens, aggregates()),
-    StackRequest: st.builds(StackRequest, tokens, counters, st.just("") | names),
-    StackReport: st.builds(
-        StackReport,
+    messages.Pending: st.builds(messages.Pending, keys, counters, texts.filter(bool), texts),
+    messages.Result: st.builds(messages.Result, tokens, aggregates()),
+    messages.StackRequest: st.builds(messages.StackRequest, tokens, counters, st.just("") | names),
+    messages.StackReport: st.builds(
+        messages.StackReport,
         tokens,
         counters,
         texts,
@@ -193,13 +169,15 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
         counters,
         st.just("") | names,
     ),
-    RoundDone: st.builds(RoundDone, tokens, keys),
-    SkewStats: digests(),
-    RoundTrips: st.builds(RoundTrips, tokens, counters, st.tuples(*[counters] * limits.BUCKETS)),
-    LatenessReport: st.builds(LatenessReport, tokens, counters, st.tuples(*[counters] * limits.BUCKETS)),
-    NonFiniteRound: st.builds(NonFiniteRound, tokens, keys, members.filter(bool), names),
-    FiguresRequest: st.builds(FiguresRequest, names, names, counters),
-    Figures: figures(),
+    messages.RoundDone: st.builds(messages.RoundDone, tokens, keys),
+    messages.SkewStats: digests(),
+    messages.RoundTrips: st.builds(messages.RoundTrips, tokens, counters, st.tuples(*[counters] * limits.BUCKETS)),
+    messages.LatenessReport: st.builds(
+        messages.LatenessReport, tokens, counters, st.tuples(*[counters] * limits.BUCKETS)
+    ),
+    messages.NonFiniteRound: st.builds(messages.NonFiniteRound, tokens, keys, members.filter(bool), names),
+    messages.FiguresRequest: st.builds(messages.FiguresRequest, names, names, counters),
+    messages.Figures: figures(),
 }
 
-messages = st.one_of(*MESSAGES.values())
+any_message = st.one_of(*MESSAGES.values())

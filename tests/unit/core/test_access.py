@@ -7,18 +7,9 @@ import pytest
 from server.core.dispatcher import Dispatcher
 from server.limits.access import ANYBODY, REVOKED, Access, Tenant
 from server.limits.quota import Quota
+from statsd_bn import messages
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.keys import PublicKey
-from statsd_bn.messages import (
-    Aggregate,
-    Failure,
-    Heartbeat,
-    Leave,
-    Message,
-    Registered,
-    Result,
-    StatusRequest,
-)
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
 
@@ -37,7 +28,7 @@ class World:
             self.say(register(member, **MINE), ALICE, b"alice %d" % member)
         self.say(contribution(0, 1.0, key(**MINE)), ALICE, b"alice 0")
 
-    def say(self, message: Message, tenant: Tenant, peer: bytes = b"bob") -> dict[bytes, Any]:
+    def say(self, message: messages.Message, tenant: Tenant, peer: bytes = b"bob") -> dict[bytes, Any]:
         replies = self.dispatcher.receive(0.0, peer, encode(message), tenant).replies
         return {whom: decode(frame) for whom, frame in replies}
 
@@ -72,12 +63,12 @@ def test_a_later_epoch_of_a_foreign_job_replaces_nothing(world):
     assert world.group["epoch"] == 0
 
 
-AGGREGATE = Aggregate(key(**MINE), 1, 1, register().known, rows(1.0).values[0])
+AGGREGATE = messages.Aggregate(key(**MINE), 1, 1, register().known, rows(1.0).values[0])
 SAID = [
-    Heartbeat(session_of(1, "a-1")),
-    Leave(session_of(1, "a-1"), "boom"),
+    messages.Heartbeat(session_of(1, "a-1")),
+    messages.Leave(session_of(1, "a-1"), "boom"),
     contribution(1, 5.0, key(**MINE)),
-    Result(session_of(1, "a-1"), AGGREGATE),
+    messages.Result(session_of(1, "a-1"), AGGREGATE),
     register(1, job="b-1", session=session_of(1, "a-1")),
 ]
 
@@ -86,7 +77,7 @@ SAID = [
 def test_a_session_answers_to_the_key_that_it_came_with(world, message):
     answers = world.say(message, BOB)
     assert set(answers) == {b"bob"}
-    assert isinstance(answers[b"bob"], Failure)
+    assert isinstance(answers[b"bob"], messages.Failure)
     assert (answers[b"bob"].code, answers[b"bob"].fields) == ("authentication", {"reason": "foreign session"})
     # Nothing has changed: alice's round goes on, and its answers go to her.
     answers = world.say(contribution(1, 2.0, key(**MINE)), ALICE, b"alice 1")
@@ -98,7 +89,7 @@ def test_a_foreign_heartbeat_keeps_nobody_alive():
     world = World()
     for now in (1.0, 2.0, 3.0):
         for session in (session_of(0, "a-1"), session_of(1, "a-1")):
-            world.dispatcher.receive(now, b"bob", encode(Heartbeat(session)), BOB)
+            world.dispatcher.receive(now, b"bob", encode(messages.Heartbeat(session)), BOB)
         world.dispatcher.tick(now)
     assert len(world.group["members"]) == 2
     world.dispatcher.tick(3.6)
@@ -109,7 +100,7 @@ def test_the_status_shows_a_tenant_its_jobs_only(world):
     world.say(register(0, job="shared"), ALICE, b"alice")
     world.say(register(0, job="b-1"), BOB)
     seen = {
-        tenant.name: [group["job"] for group in world.say(StatusRequest(), tenant)[b"bob"].report["groups"]]
+        tenant.name: [group["job"] for group in world.say(messages.StatusRequest(), tenant)[b"bob"].report["groups"]]
         for tenant in (ALICE, BOB, ANYBODY)
     }
     assert seen == {"alice": ["a-1", "shared"], "bob": ["shared", "b-1"], "anybody": ["a-1", "shared", "b-1"]}
@@ -148,7 +139,7 @@ def test_only_the_revoked_member_of_a_job_is_lost(world):
 def test_a_tenant_leaves_room_for_others():
     dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_tenant_groups=2))
 
-    def begin(tenant: Tenant, group: int) -> Message:
+    def begin(tenant: Tenant, group: int) -> messages.Message:
         message = register(
             0, job="shared", group=f"{tenant.name} {group}", session=b"%s %02d" % (tenant.key[-5:].encode(), group)
         )
@@ -157,25 +148,25 @@ def test_a_tenant_leaves_room_for_others():
 
     assert [type(begin(ALICE, group)).__name__ for group in range(3)] == ["Registered", "Registered", "Failure"]
     refused = begin(ALICE, 3)
-    assert isinstance(refused, Failure)
+    assert isinstance(refused, messages.Failure)
     assert (refused.code, refused.fields) == ("limit", {"limit": 2, "what": "groups of a tenant"})
-    assert isinstance(begin(BOB, 0), Registered)
-    dispatcher.receive(0.0, b"peer", encode(Leave(b"alice 00", "")), ALICE)
-    assert isinstance(begin(ALICE, 4), Registered)
+    assert isinstance(begin(BOB, 0), messages.Registered)
+    dispatcher.receive(0.0, b"peer", encode(messages.Leave(b"alice 00", "")), ALICE)
+    assert isinstance(begin(ALICE, 4), messages.Registered)
 
 
 def test_the_keys_of_a_tenant_leave_as_many_groups_as_they_have():
     keys = [Tenant(f"key {number}", f"secret {number}", ("*",), "team") for number in range(4)]
     dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_groups=16))
 
-    def begin(number: int, tenant: Tenant) -> Message:
+    def begin(number: int, tenant: Tenant) -> messages.Message:
         message = register(0, job=f"{number:05d}", session=b"%08d" % number)
         (reply,) = dispatcher.receive(0.0, b"peer", encode(message), tenant).replies
         return decode(reply[1])
 
     answers = [begin(number, keys[number % 4]) for number in range(32)]
     assert [type(answer).__name__ for answer in answers] == ["Registered"] * 8 + ["Failure"] * 24
-    assert isinstance(begin(99, Tenant("another", "its key", ("*",))), Registered)
+    assert isinstance(begin(99, Tenant("another", "its key", ("*",))), messages.Registered)
 
 
 def test_two_clients_with_one_key_are_refused_by_name():

@@ -11,22 +11,8 @@ from server.core.registry import OTHERS_END_SECONDS
 from server.limits.quota import Quota
 from server.membership.recovery import RECONNECT_SECONDS
 from server.network import service
-from statsd_bn import limits
+from statsd_bn import limits, messages
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import (
-    NO_SERVER,
-    Aggregate,
-    Failure,
-    Heartbeat,
-    LatenessReport,
-    Leave,
-    Message,
-    Registered,
-    Result,
-    RoundTrips,
-    SkewStats,
-    StackReport,
-)
 from statsd_bn.skew import FIGURES
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
@@ -34,14 +20,14 @@ from support.strategies import KEY, contribution, key, register, session_of
 
 STRANGER = b"stranger"
 SILENCE = limits.SILENCE_SECONDS
-RESULT = Result(session_of(2), Aggregate(KEY, 1, 1, Members.of([2]), np.ones((1, 1))))
+RESULT = messages.Result(session_of(2), messages.Aggregate(KEY, 1, 1, Members.of([2]), np.ones((1, 1))))
 
 # What goes over the socket of the heartbeats besides.
-ROUND_TRIPS = RoundTrips(session_of(0), 5, (1, *[0] * (limits.BUCKETS - 1)))
-LATENESS = LatenessReport(session_of(0), 5, ROUND_TRIPS.counts)
-DIGEST = SkewStats(session_of(0), 0, "bn", np.full((1, 2, FIGURES), 0.5))
+ROUND_TRIPS = messages.RoundTrips(session_of(0), 5, (1, *[0] * (limits.BUCKETS - 1)))
+LATENESS = messages.LatenessReport(session_of(0), 5, ROUND_TRIPS.counts)
+DIGEST = messages.SkewStats(session_of(0), 0, "bn", np.full((1, 2, FIGURES), 0.5))
 
-Answers = list[tuple[bytes, Message]]
+Answers = list[tuple[bytes, messages.Message]]
 
 
 class Clock:
@@ -51,7 +37,7 @@ class Clock:
         self.now = 100.0
         self.dispatcher = Dispatcher(b"server-0", self.now)
 
-    def say(self, message: Message, at: bytes) -> Answers:
+    def say(self, message: messages.Message, at: bytes) -> Answers:
         return read(self.dispatcher.receive(self.now, at, encode(message)).replies)
 
     def open(self, world_size: int = 3, **given: Any) -> None:
@@ -63,7 +49,7 @@ class Clock:
 
     def beat(self, *members: int) -> None:
         for member in members:
-            assert self.say(Heartbeat(session_of(member)), beacon(member)) == []
+            assert self.say(messages.Heartbeat(session_of(member)), beacon(member)) == []
 
     def pass_time(self, seconds: float, alive: tuple[int, ...] = ()) -> Answers:
         """Ticks on; whoever is alive says so before each tick."""
@@ -111,7 +97,7 @@ def test_an_answer_to_a_question_gives_a_silent_member_no_more_time(clock):
     clock.beat(0, 1, 2)
     clock.bring(0)
     clock.pass_time(1.25, alive=(0, 1))
-    clock.say(StackReport(session_of(2), 1, "", 0, "", Members.of(()), 0), beacon(2))
+    clock.say(messages.StackReport(session_of(2), 1, "", 0, "", Members.of(()), 0), beacon(2))
     ((whom, told),) = clock.pass_time(SILENCE - 1.25, alive=(0, 1))
     assert (whom, told.code) == (peer(0), "replica_lost")
 
@@ -138,7 +124,7 @@ def test_a_lost_member_was_in_the_step_that_it_told_of_or_in_the_one_before_that
     clock.open()
     for member in (0, 1, 2):
         clock.bring(member, key(step=4))
-    clock.say(Heartbeat(session_of(2), 7, 90, "shared_memory"), beacon(2))
+    clock.say(messages.Heartbeat(session_of(2), 7, 90, "shared_memory"), beacon(2))
     clock.bring(0, key(step=others_wait_in))
     ((_, told),) = clock.pass_time(SILENCE, alive=(0, 1))
     assert told.fields["step"] == step
@@ -175,7 +161,7 @@ def test_whatever_a_member_says_is_a_sign_of_life(clock, sign):
 
 def test_one_that_asks_a_broken_group_to_take_it_back_is_alive(clock):
     clock.open()
-    clock.say(Leave(session_of(0), "ZeroDivisionError: augmentation"), peer(0))
+    clock.say(messages.Leave(session_of(0), "ZeroDivisionError: augmentation"), peer(0))
     for _ in range(2):
         clock.pass_time(SILENCE - 0.5, alive=(1,))
         ((_, told),) = clock.say(register(2, 3), peer(2))
@@ -187,7 +173,7 @@ def test_what_others_say_is_no_sign_of_life(clock):
     clock.open()
     clock.pass_time(SILENCE - 0.5, alive=(0, 1))
     clock.say(register(2, 3, session=STRANGER), peer(2))
-    assert clock.say(Heartbeat(STRANGER), peer(2))[0][1].code == "unknown_session"
+    assert clock.say(messages.Heartbeat(STRANGER), peer(2))[0][1].code == "unknown_session"
     clock.pass_time(0.5, alive=(0, 1))
     assert clock.present == [0, 1]
 
@@ -233,7 +219,7 @@ def test_a_process_is_lost_in_each_of_its_groups(clock):
     told: Answers = []
     for _ in range(4):
         told += clock.pass_time(SILENCE / 4, alive=(0, 1))
-        clock.say(Heartbeat(b"in-pair0"), beacon(0))
+        clock.say(messages.Heartbeat(b"in-pair0"), beacon(0))
     assert {(whom, answer.fields["group"], answer.fields["member"]) for whom, answer in told} == {
         (peer(0), "world", 2),
         (peer(0), "pair", 2),
@@ -244,7 +230,11 @@ def test_a_member_that_was_lost_is_told_so_when_it_comes_back_and_ends_nothing(c
     """Frozen and thawed: its session is not taken for that of a new run, which would end the survivors' group."""
     clock.open()
     clock.pass_time(SILENCE, alive=(0, 1))
-    for answers in (clock.bring(2), clock.say(register(2, 3), peer(2)), clock.say(Heartbeat(session_of(2)), peer(2))):
+    for answers in (
+        clock.bring(2),
+        clock.say(register(2, 3), peer(2)),
+        clock.say(messages.Heartbeat(session_of(2)), peer(2)),
+    ):
         ((whom, told),) = answers
         assert (whom, told.code, told.fields["member"]) == (peer(2), "replica_lost", 2)
     assert clock.present == [0, 1]
@@ -273,7 +263,7 @@ def test_a_server_that_was_held_up_takes_nobody_for_lost(clock):
 def test_who_has_left_is_not_lost_afterwards(clock):
     clock.open()
     clock.bring(0)
-    clock.say(Leave(session_of(2), "boom"), peer(2))
+    clock.say(messages.Leave(session_of(2), "boom"), peer(2))
     assert clock.pass_time(2 * SILENCE, alive=(0, 1)) == []
 
 
@@ -284,7 +274,7 @@ def test_probes_go_to_each_member_once_and_are_no_answer_to_anybody(clock):
     clock.open(2)
     clock.say(register(0, 1, group="alone", session=STRANGER), peer(0))
     assert read(clock.dispatcher.probes(clock.now)) == [
-        (whom, Registered(NO_SERVER, b"server-0", 0, 0, 0, NOBODY))
+        (whom, messages.Registered(messages.NO_SERVER, b"server-0", 0, 0, 0, NOBODY))
         for whom in dict.fromkeys(whom for whom, _ in clock.dispatcher.probes(clock.now))
     ]
     assert {whom for whom, _ in clock.dispatcher.probes(clock.now)} == {peer(0), peer(1)}
@@ -354,12 +344,12 @@ def test_a_place_is_free_once_its_holder_is_lost(clock):
 
 
 def test_an_unknown_heartbeat_is_answered_and_a_known_one_is_not(clock):
-    ((whom, told),) = clock.say(Heartbeat(STRANGER), b"who")
-    assert isinstance(told, Failure)
+    ((whom, told),) = clock.say(messages.Heartbeat(STRANGER), b"who")
+    assert isinstance(told, messages.Failure)
     assert (whom, told.code, told.key) == (b"who", "unknown_session", None)
     assert digest(STRANGER).hex() in told.message
     clock.open(1)
-    assert clock.say(Heartbeat(session_of(0)), b"who") == []
+    assert clock.say(messages.Heartbeat(session_of(0)), b"who") == []
 
 
 def test_a_server_may_be_told_to_bear_more_silence(clock):

@@ -4,32 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statsd_bn import limits
+from statsd_bn import limits, messages
 from statsd_bn.errors import ProtocolError
-from statsd_bn.messages import (
-    BY_TYPE,
-    NO_SERVER,
-    Aggregate,
-    Contribution,
-    Failure,
-    Figures,
-    FiguresRequest,
-    Heartbeat,
-    LatenessReport,
-    Leave,
-    NonFiniteRound,
-    Pending,
-    Register,
-    Registered,
-    Result,
-    RoundDone,
-    RoundTrips,
-    SkewStats,
-    StackReport,
-    StackRequest,
-    Status,
-    values_of,
-)
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
 from support.sample_messages import SAMPLES
@@ -85,34 +61,44 @@ HISTOGRAM = (
     [(0,) * 23, (0,) * 25, [0] * 24, (-1, *[0] * 23), (limits.MAX_COUNTER + 1, *[0] * 23), (1.0, *[0] * 23), None],
 )
 GROUPS_OF_TORCH = (["", "0"], ["g" * (limits.MAX_NAME_BYTES + 1), *CONTROLS])
-OF_MEMBERS = (Heartbeat, Register, Contribution, Result, RoundDone, SkewStats, RoundTrips, LatenessReport, StackReport)
+OF_MEMBERS = (
+    messages.Heartbeat,
+    messages.Register,
+    messages.Contribution,
+    messages.Result,
+    messages.RoundDone,
+    messages.SkewStats,
+    messages.RoundTrips,
+    messages.LatenessReport,
+    messages.StackReport,
+)
 
 # Fields whose values are limited alike, and the messages that have them.
 ALIKE = [
-    (TOKENS, "session", (*OF_MEMBERS, NonFiniteRound, Leave)),
-    (TOKENS, "digest", (Registered, StackRequest)),
-    (NAMES, "job group", (RoundKey, Register, FiguresRequest, Figures)),
+    (TOKENS, "session", (*OF_MEMBERS, messages.NonFiniteRound, messages.Leave)),
+    (TOKENS, "digest", (messages.Registered, messages.StackRequest)),
+    (NAMES, "job group", (RoundKey, messages.Register, messages.FiguresRequest, messages.Figures)),
     (NAMES, "layer", (RoundKey,)),
-    (NAMES, "place", (Register,)),
-    (NAMES, "what", (NonFiniteRound,)),
-    (NAMES, "code", (Failure,)),
-    (COUNTERS, "epoch", (RoundKey, Register, Registered)),
-    (COUNTERS, "step", (RoundKey, Register, Heartbeat, SkewStats)),
-    (COUNTERS, "first_step", (Register, Registered)),
-    (COUNTERS, "number", (StackRequest, StackReport)),
-    (COUNTERS, "microseconds", (RoundTrips, LatenessReport)),
-    (COUNTERS, "first", (FiguresRequest, Figures)),
+    (NAMES, "place", (messages.Register,)),
+    (NAMES, "what", (messages.NonFiniteRound,)),
+    (NAMES, "code", (messages.Failure,)),
+    (COUNTERS, "epoch", (RoundKey, messages.Register, messages.Registered)),
+    (COUNTERS, "step", (RoundKey, messages.Register, messages.Heartbeat, messages.SkewStats)),
+    (COUNTERS, "first_step", (messages.Register, messages.Registered)),
+    (COUNTERS, "number", (messages.StackRequest, messages.StackReport)),
+    (COUNTERS, "microseconds", (messages.RoundTrips, messages.LatenessReport)),
+    (COUNTERS, "first", (messages.FiguresRequest, messages.Figures)),
     (COUNTERS, "call", (RoundKey,)),
-    (COUNTERS, "rounds", (Heartbeat,)),
-    (COUNTERS, "total", (Figures,)),
-    (COUNTERS, "attempt", (Contribution,)),
-    (COUNTERS, "launched", (StackReport,)),
-    (COUNTERS, "seconds", (Pending,)),
-    (HISTOGRAM, "counts", (RoundTrips, LatenessReport)),
-    (FIGURES, "values", (SkewStats, Figures)),
-    (GROUPS_OF_TORCH, "torch_group", (StackRequest, StackReport)),
-    (TEXTS, "cause", (Leave,)),
-    (TEXTS, "message", (Failure,)),
+    (COUNTERS, "rounds", (messages.Heartbeat,)),
+    (COUNTERS, "total", (messages.Figures,)),
+    (COUNTERS, "attempt", (messages.Contribution,)),
+    (COUNTERS, "launched", (messages.StackReport,)),
+    (COUNTERS, "seconds", (messages.Pending,)),
+    (HISTOGRAM, "counts", (messages.RoundTrips, messages.LatenessReport)),
+    (FIGURES, "values", (messages.SkewStats, messages.Figures)),
+    (GROUPS_OF_TORCH, "torch_group", (messages.StackRequest, messages.StackReport)),
+    (TEXTS, "cause", (messages.Leave,)),
+    (TEXTS, "message", (messages.Failure,)),
 ]
 FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     *((kind, field, *values) for values, fields, kinds in ALIKE for kind in kinds for field in fields.split()),
@@ -134,47 +120,47 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
         [FLOATS_3, np.full((2, limits.MAX_VECTORS, 1), np.nan), np.full((2, 1, limits.MAX_CHANNELS), np.inf)],
         [*NOT_VALUES, np.zeros((1, 2, 3)), np.zeros((3, 2, 3)), np.zeros((0, 2, 3))],
     ),
-    (Heartbeat, "lane", ["", "l" * limits.MAX_PHASE_BYTES], ["l" * (limits.MAX_PHASE_BYTES + 1), *CONTROLS]),
-    (Heartbeat, "why", ["", "w" * limits.MAX_NAME_BYTES], ["w" * (limits.MAX_NAME_BYTES + 1), *CONTROLS]),
-    (Register, "member", *MEMBERS),
-    (Register, "world_size", [1, 2, limits.MAX_MEMBERS], [-1, 0, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
+    (messages.Heartbeat, "lane", ["", "l" * limits.MAX_PHASE_BYTES], ["l" * (limits.MAX_PHASE_BYTES + 1), *CONTROLS]),
+    (messages.Heartbeat, "why", ["", "w" * limits.MAX_NAME_BYTES], ["w" * (limits.MAX_NAME_BYTES + 1), *CONTROLS]),
+    (messages.Register, "member", *MEMBERS),
+    (messages.Register, "world_size", [1, 2, limits.MAX_MEMBERS], [-1, 0, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
     (
-        Register,
+        messages.Register,
         "deadline",
         [5e-324, 0.5, limits.MAX_DEADLINE],
         [0.0, -1.0, limits.MAX_DEADLINE + 1, float("nan"), float("inf"), 600, True, "600", None, np.float64(1)],
     ),
-    (Register, "min_members", [0, 1, 2], [-1, 3, *NOT_INTEGERS]),
-    (Register, "participation", [0, 1, 2], [-1, 3, *NOT_INTEGERS]),
-    (Register, "results", [0, limits.KEPT_ROUNDS], [-1, limits.KEPT_ROUNDS + 1, *NOT_INTEGERS]),
-    (Registered, "missing", [0, limits.MAX_MEMBERS], [-1, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
-    (Pending, "message", ["two\nlines"], ["", *CONTROLS]),
-    (Pending, "stacks", ["", "two\nlines"], CONTROLS),
+    (messages.Register, "min_members", [0, 1, 2], [-1, 3, *NOT_INTEGERS]),
+    (messages.Register, "participation", [0, 1, 2], [-1, 3, *NOT_INTEGERS]),
+    (messages.Register, "results", [0, limits.KEPT_ROUNDS], [-1, limits.KEPT_ROUNDS + 1, *NOT_INTEGERS]),
+    (messages.Registered, "missing", [0, limits.MAX_MEMBERS], [-1, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
+    (messages.Pending, "message", ["two\nlines"], ["", *CONTROLS]),
+    (messages.Pending, "stacks", ["", "two\nlines"], CONTROLS),
     (
-        SkewStats,
+        messages.SkewStats,
         "layers",
         ["a\nb", "λ\n" + "n" * limits.MAX_NAME_BYTES],
         ["", "a", "a\n", "a\nb\nc", "a\n" + "n" * (limits.MAX_NAME_BYTES + 1), "a\tb\nc", b"a\nb", None],
     ),
-    (Figures, "layers", ["a\nb"], ["", "a", "a\n", "a\nb\nc", "a\tb\nc", b"a\nb", None]),
-    (StackReport, "stack", ["", "two\nlines"], ["s" * (limits.MAX_STACK_BYTES + 1), *CONTROLS]),
-    (StackReport, "held", [0, 1], [-1, 2, True]),
-    (StackReport, "collective", ["", "barrier"], ["c" * (limits.MAX_NAME_BYTES + 1), *CONTROLS]),
+    (messages.Figures, "layers", ["a\nb"], ["", "a", "a\n", "a\nb\nc", "a\tb\nc", b"a\nb", None]),
+    (messages.StackReport, "stack", ["", "two\nlines"], ["s" * (limits.MAX_STACK_BYTES + 1), *CONTROLS]),
+    (messages.StackReport, "held", [0, 1], [-1, 2, True]),
+    (messages.StackReport, "collective", ["", "barrier"], ["c" * (limits.MAX_NAME_BYTES + 1), *CONTROLS]),
     (
-        Aggregate,
+        messages.Aggregate,
         "replicas",
         [1, limits.MAX_REPLICAS * limits.MAX_MEMBERS],
         [0, -1, limits.MAX_REPLICAS * limits.MAX_MEMBERS + 1, *NOT_INTEGERS],
     ),
-    (Aggregate, "count", [0, limits.MAX_COUNT], [-1, limits.MAX_COUNT + 1, *NOT_INTEGERS]),
+    (messages.Aggregate, "count", [0, limits.MAX_COUNT], [-1, limits.MAX_COUNT + 1, *NOT_INTEGERS]),
     (
-        Aggregate,
+        messages.Aggregate,
         "values",
         [np.zeros((1, 1)), np.zeros((limits.MAX_VECTORS, 1)), np.zeros((1, limits.MAX_CHANNELS))],
         [*NOT_VALUES, FLOATS_3],
     ),
-    (Failure, "fields", [{}, {"a": [1]}], [[], None, "a", 1, {1: 2}, {b"a": 1}, {None: 1}]),
-    (Status, "report", [{}, {"a": [1]}], [[], None, "a", 1]),
+    (messages.Failure, "fields", [{}, {"a": [1]}], [[], None, "a", 1, {1: 2}, {b"a": 1}, {None: 1}]),
+    (messages.Status, "report", [{}, {"a": [1]}], [[], None, "a", 1]),
 ]
 
 
@@ -197,7 +183,7 @@ def test_a_field_takes_what_is_within_its_limits_and_nothing_else(kind, field, g
             build(kind, **{field: value})
 
 
-@pytest.mark.parametrize("kind", [Register, Registered], ids=name_of)
+@pytest.mark.parametrize("kind", [messages.Register, messages.Registered], ids=name_of)
 def test_a_server_is_a_token(kind):
     for bad in TOKENS[1]:
         with pytest.raises(ProtocolError, match="server: expected 8 bytes"):
@@ -205,7 +191,7 @@ def test_a_server_is_a_token(kind):
 
 
 def test_a_member_that_has_met_no_server_says_so():
-    assert (build(Register).server, build(Register).step) == (NO_SERVER, 0)
+    assert (build(messages.Register).server, build(messages.Register).step) == (messages.NO_SERVER, 0)
 
 
 @pytest.mark.parametrize(
@@ -213,17 +199,21 @@ def test_a_member_that_has_met_no_server_says_so():
     [
         (RoundKey, {"step": True}, "step: expected an integer in [0, 281474976710655], got True"),
         (RoundKey, {"layer": "x" * 257}, "layer: expected printable text of 1 to 256 bytes, got 'xxxx"),
-        (Register, {"session": b"123"}, "session: expected 8 bytes, got b'123'"),
-        (Register, {"member": -1}, "member: expected an integer in [0, 16383], got -1"),
-        (Register, {"deadline": 0.0}, "deadline: expected seconds in (0, 86400], got 0.0"),
+        (messages.Register, {"session": b"123"}, "session: expected 8 bytes, got b'123'"),
+        (messages.Register, {"member": -1}, "member: expected an integer in [0, 16383], got -1"),
+        (messages.Register, {"deadline": 0.0}, "deadline: expected seconds in (0, 86400], got 0.0"),
         (Rows, {"counts": (1, -5)}, "count: expected an integer in [0, 9007199254740992], got -5"),
         (Rows, {"counts": (1,)}, "values: expected 1 rows, one per count, got 2"),
         (Rows, {"values": np.zeros((2, 3), np.float32)}, "expected float64 of 3 dimensions, got float32 (2, 3)"),
         (Rows, {"values": [1.0]}, "expected float64 of 3 dimensions, got list"),
         (Rows, {"values": np.zeros((2, 9, 3))}, "vectors: expected an integer in [1, 8], got 9"),
-        (Aggregate, {"values": np.zeros((2, 65_537))}, "channels: expected an integer in [1, 65536], got 65537"),
-        (Failure, {"fields": [1]}, "fields: expected a map"),
-        (Status, {"report": "x"}, "report: expected a map, got str"),
+        (
+            messages.Aggregate,
+            {"values": np.zeros((2, 65_537))},
+            "channels: expected an integer in [1, 65536], got 65537",
+        ),
+        (messages.Failure, {"fields": [1]}, "fields: expected a map"),
+        (messages.Status, {"report": "x"}, "report: expected a map, got str"),
     ],
     ids=name_of,
 )
@@ -235,7 +225,7 @@ def test_the_error_says_what_was_expected_and_what_came(kind, changed, message):
 
 def test_an_error_shows_only_the_beginning_of_a_long_value():
     with pytest.raises(ProtocolError) as caught:
-        build(Leave, cause="x" * 100_000)
+        build(messages.Leave, cause="x" * 100_000)
     assert len(str(caught.value)) < 200
 
 
@@ -249,12 +239,12 @@ def test_messages_are_frozen(kind):
 
 def test_every_message_has_a_type_of_its_own():
     kinds = [kind for kind in SOUND if kind not in {RoundKey, Rows}]
-    assert len(BY_TYPE) == len(kinds)
-    assert {BY_TYPE[kind.type] for kind in kinds} == set(kinds)
+    assert len(messages.BY_TYPE) == len(kinds)
+    assert {messages.BY_TYPE[kind.type] for kind in kinds} == set(kinds)
 
 
 def test_values_of_gives_the_fields_in_their_order():
-    assert values_of(Pending(KEY, 3, "waiting", "there")) == [KEY, 3, "waiting", "there"]
+    assert messages.values_of(messages.Pending(KEY, 3, "waiting", "there")) == [KEY, 3, "waiting", "there"]
     assert list(KEY) == ["job", "world", 0, 1, "layer1.bn", 2, FORWARD]
 
 

@@ -10,45 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statsd_bn import limits
+from statsd_bn import limits, messages
 from statsd_bn.errors import ProtocolError, VersionMismatch
 from statsd_bn.members import Members
-from statsd_bn.messages import (
-    Aggregate,
-    Contribution,
-    Failure,
-    LatenessReport,
-    Leave,
-    NonFiniteRound,
-    Pending,
-    Register,
-    Registered,
-    Result,
-    RoundDone,
-    RoundTrips,
-    SkewStats,
-    StackReport,
-    StackRequest,
-    Status,
-    StatusRequest,
-)
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, decode_request, encode
 from support.sample_messages import SAMPLES
-from support.strategies import MESSAGES, key, messages, register
+from support.strategies import MESSAGES, any_message, key, register
 
 relaxed = settings(deadline=None)
 
 KEY = RoundKey("job", "world", 1, 2, "bn1", 3, "forward")
 KEY_FIELDS = ["job", "world", 1, 2, "bn1", 3, "forward"]
 PACKED_KEY = msgpack.packb(KEY_FIELDS)
-CONTRIBUTION = Contribution(b"session0", KEY, 0, Rows((3, 0), np.array([[[1.5, -2.0]], [[0.0, 1e300]]])))
-AGGREGATE = Aggregate(KEY, 2, 3, Members.of([0, 2]), np.array([[1.5, 1e300]]), Members.of([2]))
+CONTRIBUTION = messages.Contribution(b"session0", KEY, 0, Rows((3, 0), np.array([[[1.5, -2.0]], [[0.0, 1e300]]])))
+AGGREGATE = messages.Aggregate(KEY, 2, 3, Members.of([0, 2]), np.array([[1.5, 1e300]]), Members.of([2]))
 
 # One small frame of each type.
 FRAMES = {
-    kind: encode(message) for kind, message in (SAMPLES | {Contribution: CONTRIBUTION, Aggregate: AGGREGATE}).items()
+    kind: encode(message)
+    for kind, message in (SAMPLES | {messages.Contribution: CONTRIBUTION, messages.Aggregate: AGGREGATE}).items()
 }
 every_frame = pytest.mark.parametrize("frame", FRAMES.values(), ids=[kind.__name__ for kind in FRAMES])
 
@@ -83,7 +65,7 @@ def test_a_message_comes_back_from_its_frame_and_gives_the_same_frame_again(kind
 
 
 @relaxed
-@given(MESSAGES[Contribution])
+@given(MESSAGES[messages.Contribution])
 def test_a_contribution_loses_nothing_on_the_way(sent):
     found = decode(encode(sent))
     assert (found.session, found.key, found.attempt, found.rows.counts) == (
@@ -97,7 +79,7 @@ def test_a_contribution_loses_nothing_on_the_way(sent):
 
 
 @relaxed
-@given(MESSAGES[Register] | MESSAGES[Registered] | MESSAGES[Leave])
+@given(MESSAGES[messages.Register] | MESSAGES[messages.Registered] | MESSAGES[messages.Leave])
 def test_a_message_without_values_comes_back_equal(sent):
     assert decode(encode(sent)) == sent
 
@@ -157,12 +139,12 @@ def test_the_golden_frame_of_a_contribution():
 def test_the_golden_frame_of_a_digest():
     values = np.arange(16.0).reshape(2, 2, 4) / 16
     frame = hand_built([15, b"session0", 7, "bn1\nbn2", 2], values.tobytes())
-    assert encode(SkewStats(b"session0", 7, "bn1\nbn2", values)) == frame
+    assert encode(messages.SkewStats(b"session0", 7, "bn1\nbn2", values)) == frame
     assert decode(frame).names == ["bn1", "bn2"]
     assert decode(frame).values.tolist() == values.tolist()
 
 
-@pytest.mark.parametrize(("kind", "number"), [(RoundTrips, 18), (LatenessReport, 20)])
+@pytest.mark.parametrize(("kind", "number"), [(messages.RoundTrips, 18), (messages.LatenessReport, 20)])
 def test_the_golden_frame_of_times(kind, number):
     counts = (0, 3, *[0] * 21, 1)
     frame = hand_built([number, b"session0", 500, list(counts)])
@@ -171,7 +153,7 @@ def test_the_golden_frame_of_times(kind, number):
 
 
 def test_the_golden_frame_of_a_round_that_was_not_finite():
-    told = NonFiniteRound(b"session0", KEY, Members.of([0, 1, 3]), "1 of 3 channels (inf)")
+    told = messages.NonFiniteRound(b"session0", KEY, Members.of([0, 1, 3]), "1 of 3 channels (inf)")
     frame = hand_built([19, b"session0", PACKED_KEY, packed_runs(0, 2, 3, 1), "1 of 3 channels (inf)"])
     assert encode(told) == frame
     assert decode(frame) == told
@@ -197,12 +179,14 @@ def test_the_golden_frame_of_an_aggregate():
 
 
 def test_the_golden_frame_of_a_result_has_that_of_its_aggregate_behind_its_header():
-    frame = encode(Result(b"session0", AGGREGATE))
+    frame = encode(messages.Result(b"session0", AGGREGATE))
     assert frame == hand_built([11, b"session0"], encode(AGGREGATE))
     assert encode(decode(frame).aggregate) == encode(AGGREGATE)
 
 
-@pytest.mark.parametrize("inner", [b"", b"SBN", encode(StatusRequest()), encode(CONTRIBUTION), encode(AGGREGATE)[:-8]])
+@pytest.mark.parametrize(
+    "inner", [b"", b"SBN", encode(messages.StatusRequest()), encode(CONTRIBUTION), encode(AGGREGATE)[:-8]]
+)
 def test_a_result_of_anything_but_an_aggregate_is_refused(inner):
     with pytest.raises(ProtocolError):
         decode(hand_built([11, b"session0"], inner))
@@ -229,34 +213,34 @@ def test_members_that_are_no_runs_are_refused(flat):
 
 def test_the_golden_frames_of_messages_without_values():
     golden = {
-        Register(b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, Members.of([0, 1, 4])): (
-            [1, b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, packed_runs(0, 2, 4, 1)]
-        ),
-        Registered(b"session0", b"server00", 1, 2, 5, Members.of([3, 4])): (
+        messages.Register(
+            b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, Members.of([0, 1, 4])
+        ): ([1, b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, packed_runs(0, 2, 4, 1)]),
+        messages.Registered(b"session0", b"server00", 1, 2, 5, Members.of([3, 4])): (
             [2, b"session0", b"server00", 1, 2, 5, packed_runs(3, 2)]
         ),
-        Leave(b"session0", "boom"): [5, b"session0", "boom"],
-        StatusRequest(): [7],
-        Pending(KEY, 3, "late", "there"): [10, PACKED_KEY, 3, "late", "there"],
-        StackRequest(b"digest00", 3, "0"): [12, b"digest00", 3, "0"],
-        StackReport(b"session0", 3, "here", 1, "0", Members.of([0, 1, 4]), 7, "barrier"): (
+        messages.Leave(b"session0", "boom"): [5, b"session0", "boom"],
+        messages.StatusRequest(): [7],
+        messages.Pending(KEY, 3, "late", "there"): [10, PACKED_KEY, 3, "late", "there"],
+        messages.StackRequest(b"digest00", 3, "0"): [12, b"digest00", 3, "0"],
+        messages.StackReport(b"session0", 3, "here", 1, "0", Members.of([0, 1, 4]), 7, "barrier"): (
             [13, b"session0", 3, "here", 1, "0", packed_runs(0, 2, 4, 1), 7, "barrier"]
         ),
-        RoundDone(b"session0", KEY): [14, b"session0", PACKED_KEY],
+        messages.RoundDone(b"session0", KEY): [14, b"session0", PACKED_KEY],
     }
     for message, header in golden.items():
         assert encode(message) == hand_built(header)
         assert decode(hand_built(header)) == message
-    assert encode(Failure("c", "m", {"a": 1}, KEY)) == hand_built([6, "c", "m", {"a": 1}, PACKED_KEY])
-    assert encode(Failure("c", "m", {})) == hand_built([6, "c", "m", {}, None])
-    assert encode(Status({"a": [1]})) == hand_built([8, {"a": [1]}])
+    assert encode(messages.Failure("c", "m", {"a": 1}, KEY)) == hand_built([6, "c", "m", {"a": 1}, PACKED_KEY])
+    assert encode(messages.Failure("c", "m", {})) == hand_built([6, "c", "m", {}, None])
+    assert encode(messages.Status({"a": [1]})) == hand_built([8, {"a": [1]}])
 
 
-@pytest.mark.parametrize("kind", [Contribution, Aggregate], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [messages.Contribution, messages.Aggregate], ids=lambda kind: kind.__name__)
 def test_values_are_a_view_into_the_frame(kind):
     frame = FRAMES[kind]
     message = decode(frame)
-    values = message.rows.values if kind is Contribution else message.values
+    values = message.rows.values if kind is messages.Contribution else message.values
     assert np.shares_memory(values, np.frombuffer(frame, np.uint8))
     assert not values.flags.writeable
     assert values.flags.aligned
@@ -269,8 +253,8 @@ def test_values_in_any_memory_order_travel_in_c_order():
         straight[:, ::-1, ::-1][:, ::-1, ::-1],
         np.repeat(straight, 2, 2)[..., ::2],
     ):
-        assert encode(Contribution(b"session0", KEY, 0, Rows((1,), values))) == encode(
-            Contribution(b"session0", KEY, 0, Rows((1,), straight))
+        assert encode(messages.Contribution(b"session0", KEY, 0, Rows((1,), values))) == encode(
+            messages.Contribution(b"session0", KEY, 0, Rows((1,), straight))
         )
 
 
@@ -296,7 +280,7 @@ def test_a_frame_with_any_one_bit_flipped_is_refused_or_a_message(frame):
 
 
 @settings(deadline=None, max_examples=300)
-@given(messages, st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=5))
+@given(any_message, st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=5))
 def test_a_frame_with_some_bytes_changed_is_refused_or_a_message(message, changes):
     frame = bytearray(encode(message))
     for place, value in changes:
@@ -341,21 +325,23 @@ def test_a_frame_beyond_the_limit_is_refused():
 def test_a_frame_beyond_the_limit_is_not_sent():
     values = np.zeros((limits.MAX_REPLICAS, 1, limits.MAX_CHANNELS))
     with pytest.raises(ProtocolError, match=f"expected at most {limits.MAX_FRAME_BYTES} bytes") as caught:
-        encode(Contribution(b"session0", KEY, 0, Rows((1,) * limits.MAX_REPLICAS, values)))
+        encode(messages.Contribution(b"session0", KEY, 0, Rows((1,) * limits.MAX_REPLICAS, values)))
     assert str(values.shape) in caught.value.message
 
 
 def test_a_member_with_every_replica_at_16384_channels_fits():
     values = np.zeros((limits.MAX_REPLICAS, 2, 16_384))
     long_key = key("l" * 256, job="j" * 256, group="g" * 256)
-    frame = encode(Contribution(b"session0", long_key, 0, Rows((limits.MAX_COUNT,) * limits.MAX_REPLICAS, values)))
+    frame = encode(
+        messages.Contribution(b"session0", long_key, 0, Rows((limits.MAX_COUNT,) * limits.MAX_REPLICAS, values))
+    )
     assert decode(frame).rows.values.shape == values.shape
 
 
 def test_a_header_beyond_the_limit_is_neither_sent_nor_read():
     large = {"x": "a" * limits.MAX_HEADER_BYTES}
     with pytest.raises(ProtocolError, match=f"expected at most {limits.MAX_HEADER_BYTES} bytes"):
-        encode(Status(large))
+        encode(messages.Status(large))
     with pytest.raises(ProtocolError, match="announced"):
         decode(hand_built([8, large]))
 
@@ -514,7 +500,7 @@ def test_text_that_is_not_utf8_is_refused():
 
 
 def test_the_magic_comes_first():
-    frame = FRAMES[StatusRequest]
+    frame = FRAMES[messages.StatusRequest]
     for magic in itertools.chain((b"sbn", b"SBM", b"\0\0\0"), (b"GET", b"\xff\0\0")):
         with pytest.raises(ProtocolError, match="expected to begin with b'SBN'"):
             decode(magic + frame[3:])
@@ -529,7 +515,7 @@ def test_a_request_that_names_all_members_there_can_be_still_fits():
     name, most = "é" * 128, limits.MAX_COUNTER
     longest = register(session=b"session0", job=name, group=name, place=name, epoch=most, step=most, known=known)
     assert decode_request(encode(longest)) == longest
-    result = Result(b"session0", dataclasses.replace(AGGREGATE, members=known))
+    result = messages.Result(b"session0", dataclasses.replace(AGGREGATE, members=known))
     assert decode_request(encode(result)).aggregate.members == known
 
 
@@ -537,7 +523,7 @@ def test_a_contribution_with_the_longest_header_still_fits():
     name, most = "é" * 128, dict.fromkeys(("epoch", "step", "call"), limits.MAX_COUNTER)
     longest = key(name, job=name, group=name, phase="é" * 16, **most)
     rows = Rows((limits.MAX_COUNT // limits.MAX_REPLICAS,) * limits.MAX_REPLICAS, np.ones((limits.MAX_REPLICAS, 1, 1)))
-    sent = Contribution(b"session0", longest, limits.MAX_COUNTER, rows)
+    sent = messages.Contribution(b"session0", longest, limits.MAX_COUNTER, rows)
     assert decode_request(encode(sent)).key == longest
 
 

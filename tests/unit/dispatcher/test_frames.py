@@ -10,7 +10,7 @@ from statsd_bn.members import NOBODY
 from statsd_bn.messages import Aggregate, Failure, Figures, Heartbeat, Leave, Pending, Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from support.dispatcher_play import SERVER, Play, codes, peer, read
-from support.strategies import KEY, contribution, key, messages, register, rows, session_of
+from support.strategies import KEY, any_message, contribution, key, register, rows, session_of
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return bytes(frame if draw(st.booleans()) else (frame + frame)[:end])
 
 
-frames = st.one_of(mutated(), st.binary(max_size=100), st.sampled_from(SOUND), messages.map(encode))
+frames = st.one_of(mutated(), st.binary(max_size=100), st.sampled_from(SOUND), any_message.map(encode))
 
 
 @settings(deadline=None, max_examples=300)
