@@ -53,6 +53,12 @@ WORD_BYTES = 8
 # What a rank says of where it runs, and of the round that it has come for, where they differ; in bytes.
 NAME_BYTES = 1024
 
+# What the log adds where this process is not connected either.
+WITHOUT_SERVER = (
+    ": a rank that hangs or is lost is not reported, and the others wait until torch's timeout; "
+    "client.connect() before training reports it"
+)
+
 ADVICE = "Run the same layers in the same order on every rank, equally often."
 
 
@@ -191,14 +197,16 @@ def rounds_of(group: Any) -> Rounds:
         rounds = _rounds.setdefault(group, Rounds(group))
         # Whoever was connected to others may mean to be alone now, and the others may still be connected.
         has_had_others = has_been_connected() and not has_been_alone()
-        is_after_connection = has_had_others and current_connection() is None
+        connection = current_connection()
+        is_after_connection = has_had_others and connection is None
         logger.log(
             logging.WARNING if is_after_connection else logging.INFO,
-            "%sthis process synchronises over torch's process group %r of %d ranks (%s), without a server",
+            "%sthis process synchronises over torch's process group %r of %d ranks (%s), without a server%s",
             "the connection is closed: " if is_after_connection else "",
             group.group_name,
             group.size(),
             distributed.get_backend(group),
+            WITHOUT_SERVER if connection is None or connection.is_in_process else "",
         )
     return rounds
 
