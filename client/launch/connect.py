@@ -80,7 +80,8 @@ def connect(
         rank: this process's number in the job; else RANK, else SLURM's number of the task, else the rank in torch's
             process group, else 0.
         world_size: how many processes the job begins with; else WORLD_SIZE, else the number of SLURM's tasks, else the
-            size of torch's process group, else 1.
+            size of torch's process group, else 1. More than these say if others are started elsewhere; fewer only with
+            `rank`, or in an elastic job.
         round_timeout: how long a round may take, in seconds.
         join_timeout: how long the processes may take to connect, in seconds; else as long as a round.
         policy: what happens when a member is lost. "strict": all others raise `ReplicaLost`. "elastic": they go on
@@ -140,6 +141,14 @@ def connect(
         lane=lane,
         on_nonfinite=on_nonfinite,
     )
+    if settings.launched:
+        logger.warning(
+            "%s, but %s says %d: connect() waits up to %g s for the others, which must be started elsewhere",
+            settings.world_size,
+            settings.launched.source,
+            settings.launched.value,
+            settings.join_timeout.value,
+        )
     logger.info("connecting with %s", settings)
     if settings.world_size.value > 1:
         _load_compiler()

@@ -9,6 +9,7 @@ own; only `Settings.member` and `Settings.keys` ask the machine for something.
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ class Settings:
         is_one_node: whether all processes are on this host, as far as the launcher says.
         is_process_group: whether the processes are those of torch's process group, and no launcher says where a store
             is; then they meet in the group's store.
+        launched: how many processes the launcher or the process group counts, where `world_size` says more; else None.
         abort_after: how long a collective of torch may hold a process of a broken job, in seconds; None: for ever.
         stacks: whether this process tells where it is when others wait for it.
         lane: how rows are to reach the other processes.
@@ -99,6 +101,7 @@ class Settings:
     lane: Setting[str]
     on_nonfinite: Setting[str]
     is_process_group: bool = False
+    launched: Setting[int] | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -189,6 +192,9 @@ def resolve(
     size, number = size or Setting("world_size", 1, DEFAULT), number or Setting("rank", 0, DEFAULT)
     _check_world_size(size)
     least = _min_members(policy, min_members, size)
+    launched = _launched(environ, group)
+    if launched and not least.value:  # newcomers may join an elastic job
+        _check_is_whole(size, number, launched)
     _check_rank(number, size, is_elastic=least.value > 0)
     in_round, to_join = _timeouts(round_timeout, join_timeout)
     store = None if at.value else _store(environ, size)
@@ -215,6 +221,7 @@ def resolve(
         store=store,
         is_one_node=store is not None and launchers.is_one_node(environ, store.value, size.value),
         is_process_group=meets_in_group,
+        launched=launched if launched and launched.value < size.value else None,
         abort_after=_abort_after(abort_after),
         stacks=_flag(environ, "STATSD_BN_STACKS", "stacks", default=True),
         lane=_one_of(LANE_CHOICES, "lane", lane, "STATSD_BN_LANE", environ.get("STATSD_BN_LANE")),
@@ -271,6 +278,23 @@ def _check_world_size(size: Setting[int]) -> None:
     if not 1 <= size.value <= limits.MAX_MEMBERS:
         raise ConfigurationError(
             f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {shown(size.value)} ({size.source})"
+        )
+
+
+def _launched(environ: Mapping[str, str], group: ProcessGroup | None) -> Setting[int] | None:
+    """Returns the number of processes of a launcher of several, or of torch's process group; None if unknown."""
+    with suppress(ConfigurationError):  # an argument may stand for a variable that is wrong
+        if (launched := launchers.world_size(environ)) and launched.value > 1:
+            return launched
+    return Setting("world_size", group.size, process_group.SOURCE) if group and group.size > 1 else None
+
+
+def _check_is_whole(size: Setting[int], rank: Setting[int], launched: Setting[int]) -> None:
+    """Raises ConfigurationError for a job of some of the launched processes, unless they have ranks of their own."""
+    if size.value < launched.value and rank.source != ARGUMENT:
+        raise ConfigurationError(
+            f"world_size: expected at least {launched.value}, as {launched.source} says, got {size.value} "
+            f"({size.source}); leave it out, or pass rank too for a job of some of these processes"
         )
 
 

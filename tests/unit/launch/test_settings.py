@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 import client
+from client.launch import process_group
+from client.launch.process_group import ProcessGroup
 from client.launch.settings import resolve
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
@@ -160,7 +162,8 @@ def test_the_store_is_looked_for_only_under_a_launcher_and_without_an_endpoint()
     [
         ({"WORLD_SIZE": "0", "RANK": "0"}, {}, r"world_size: expected 1 to \d+, got 0 \(WORLD_SIZE\)$"),
         (TORCHRUN, {"rank": 4}, r"got 4 \(argument\); world_size 4 \(WORLD_SIZE\)$"),
-        (TORCHRUN, {"world_size": 1}, r"got 1 \(RANK\); world_size 1 \(argument\)$"),
+        (TORCHRUN, {"world_size": 2}, r"^world_size: expected at least 4, as WORLD_SIZE says, got 2 \(argument\); "),
+        (SLURM, {"world_size": 1}, r"^world_size: expected at least 8, as SLURM_STEP_NUM_TASKS says, got 1 "),
         ({"STATSD_BN_JOB": "a\nb"}, {}, r"^job: expected printable text .* \(STATSD_BN_JOB\)$"),
         ({"TORCHELASTIC_RUN_ID": "a\nb"}, {}, r"\(TORCHELASTIC_RUN_ID\)$"),
         (TORCHRUN, {"policy": "elastic", "min_members": 5}, r"1 to world_size 4 \(WORLD_SIZE\), got 5 \(argument\)$"),
@@ -179,6 +182,23 @@ def test_the_log_says_where_each_value_came_from(monkeypatch, caplog, tmp_path):
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("connecting with endpoint 'tcp://a:1' (argument), job 'run-7' (TORCHELASTIC_RUN_ID), ")
     assert "rank 1 (RANK), world_size 4 (WORLD_SIZE), round_timeout 600.0 (default), " in line
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "0", "WORLD_SIZE": "2"}, {}], ids=["launcher", "process group"])
+def test_the_first_line_says_that_more_ranks_are_awaited_than_were_launched(environ, monkeypatch, caplog, tmp_path):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process_group, "find", lambda: None if environ else ProcessGroup(0, 2))
+    with caplog.at_level("INFO", "statsd_bn.client"), pytest.raises(ConfigurationError):
+        client.connect("tcp://a:1", world_size=3, curve=tmp_path / "missing")
+    who = "WORLD_SIZE" if environ else "process group"
+    assert caplog.records[0].getMessage() == (
+        f"world_size 3 (argument), but {who} says 2: connect() waits up to 600 s for the others, "
+        "which must be started elsewhere"
+    )
+    assert resolve({"RANK": "0", "WORLD_SIZE": "1"}, world_size=3).launched is None, "it started the others itself"
+    assert resolve(TORCHRUN, rank=0, world_size=2).world_size.value == 2
+    assert resolve(TORCHRUN, policy="elastic", world_size=2).world_size.value == 2
 
 
 @pytest.mark.parametrize(("said", "tells"), [("0", False), ("no", False), ("1", True), (" ", True)])
