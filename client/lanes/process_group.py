@@ -6,6 +6,7 @@ wrong is told by the group: its errors and its deadline are torch's.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from client.lanes.key_digest import digest_of
 from client.lanes.named_process_group import NamedProcessGroup
 from statsd_bn import limits
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
-from statsd_bn.errors import ConfigurationError, ProtocolError, RoundMismatch, StatsdBNError
+from statsd_bn.errors import ConfigurationError, ConnectionClosed, ProtocolError, RoundMismatch, StatsdBNError
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import bearers, is_finite, sum_in_order
@@ -85,6 +86,7 @@ class ProcessGroupPipe:
             RoundMismatch: on all ranks: they have come for different rounds.
             ProtocolError: on all ranks: one has told numbers that none can have.
             ConfigurationError: the process group is gone.
+            ConnectionClosed: it is that of the process which this one was forked from.
             RuntimeError: torch's, for whatever goes wrong in the process group.
         """
         try:
@@ -190,8 +192,44 @@ class Rounds:
 _rounds: "WeakKeyDictionary[Any, Rounds]" = WeakKeyDictionary()
 
 
+class _Inherited:
+    """The default process group that a forked child has of its parent; its threads and sockets stay with the parent.
+
+    Attributes:
+        world: the group; None in a process that has inherited none.
+        process: which process joined it.
+    """
+
+    world: Any = None
+    process = os.getpid()
+
+    def note(self) -> None:
+        """Notes what this process, a child that was just forked, has inherited."""
+        world = distributed.group.WORLD if distributed.is_available() else None
+        if world is None or world is not self.world:
+            self.world, self.process = world, os.getppid()
+
+    def check(self) -> None:
+        """Raises ConnectionClosed while this process has no other default process group than that of its parent."""
+        if self.world is not None and self.world is distributed.group.WORLD:
+            raise ConnectionClosed(
+                f"torch's process group of {distributed.get_world_size()} ranks was joined by process {self.process} "
+                f"and cannot be used by its forked child {os.getpid()}; evaluate there, or call "
+                "client.connect(rank=0, world_size=1) to train alone there"
+            )
+
+
+_inherited = _Inherited()
+os.register_at_fork(after_in_child=_inherited.note)
+
+
 def rounds_of(group: Any) -> Rounds:
-    """Returns the rounds of this process in a group; the first time they are counted, the log says so."""
+    """Returns the rounds of this process in a group; the first time they are counted, the log says so.
+
+    Raises:
+        ConnectionClosed: the group is that of the process which this one was forked from.
+    """
+    _inherited.check()
     rounds = _rounds.get(group)
     if rounds is None:
         rounds = _rounds.setdefault(group, Rounds(group))

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 import client
-from client import SlavePipe
+from client.lanes.choose import lane_for
 from programs import member_programs
 from programs.member_programs import Buffers
 from statsd_bn import Rows, StatsdBNError
@@ -58,12 +58,12 @@ def take_step(
 ) -> int:
     """One step of gradient descent, gradients summed over the members; returns how many rounds its layers took."""
     x, factors = batch
-    before = 0 if connection is None else connection.rounds
+    before = getattr(connection, "rounds", 0)
     model.zero_grad()
     loss = (model(x) * factors).sum()
     meanwhile()
     loss.backward()
-    rounds = 0 if connection is None else connection.rounds - before
+    rounds = getattr(connection, "rounds", 0) - before
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.sub_(_summed(connection, name, parameter.grad), alpha=0.01)
@@ -74,7 +74,7 @@ def _summed(connection: client.Connection | None, name: str, gradient: Tensor) -
     if connection is None:
         return gradient
     rows = Rows((1,), gradient.reshape(1, 1, -1).numpy())
-    total = SlavePipe(connection, f"gradient of {name}").run_slave(rows).values
+    total = lane_for(f"gradient of {name}", None).run_slave(rows).values
     return torch.from_numpy(total.copy()).view_as(gradient)
 
 
