@@ -125,8 +125,9 @@ def _fill(head: dict[str, Any], master: SyncMaster, now: float, room: int) -> in
     if left_out := len(master.open_rounds) - len(head["waiting"]):
         head["waiting_left_out"] = left_out
     contributors = master.membership.contributors
-    for member in sorted(contributors):
-        told = {**contributors[member].report(now), **master.insight.pace.told(member)}
+    for member, contributor in sorted(contributors.items()):
+        step = master.membership.step_of(contributor)
+        told = {**contributor.report(now, step), **master.insight.pace.told(member)}
         size = MEMBER_BYTES + _size(told["place"]) + _size(told.get("lane", "")) + _size(told.get("where", ""))
         if used + size > room:
             break

@@ -87,7 +87,8 @@ class Insight:
         waited = {one.member: longest - one.late + one.waited for one in contributors.values()}
         if pace.end_window(now, rounds, waited):
             slowest = contributors[pace.minute.slowest or 0]
-            self.findings.add("straggler", slowest.member, slowest.known_step, _held_up(slowest, pace.minute.held))
+            step = self._membership.step_of(slowest)
+            self.findings.add("straggler", slowest.member, step, _held_up(slowest, pace.minute.held))
 
     def file(self, now: float, told: SkewStats) -> None:
         """Take the figures of rounds that the members have had among themselves.

@@ -150,6 +150,7 @@ class SyncMaster:
         if said.rounds > self._rounds_without or said.step != contributor.told_step:
             self._moved = now
         contributor.told_step, contributor.lane = said.step, said.lane
+        self.membership.hear_of(said.step)
         self.why_not_faster = said.why
         # A round that one of them has told the server of is not counted by all.
         self._rounds_without = max(self._rounds_without, said.rounds)
@@ -208,24 +209,13 @@ class SyncMaster:
             The error that it gets if it comes back, and the answers to the others: the rounds of a strict group fail
             with the cause, those of an elastic group go on.
         """
-        self._catch_up(contributor)
         return self._without(now, contributor, self.membership.remove(contributor, cause))
 
     def lose_contributor(
         self, now: float, contributor: Contributor, cause: str
     ) -> tuple[ReplicaLost | None, list[Reply]]:
         """Remove a member that is lost; else as `remove_contributor`."""
-        self._catch_up(contributor)
         return self._without(now, contributor, self.membership.lose(contributor, cause))
-
-    def _catch_up(self, contributor: Contributor) -> None:
-        """Note that whom others wait for in a step was in the one before: a member tells its step once a second only.
-
-        In an elastic group nobody waits for a certain member.
-        """
-        if not self.membership.is_elastic:
-            awaited = (round_.key.step for round_ in self.open_rounds if contributor.member in round_.missing)
-            contributor.told_step = max(contributor.told_step, min(awaited, default=1) - 1)
 
     def expire(self, now: float) -> list[Reply]:
         """End what is over its time: rounds, and the wait for members after a restart of the server."""

@@ -100,14 +100,14 @@ class Contributor:
         last = self.behind.total
         return {"last": last, "late": _in_brief(self.behind)} if last else {}
 
-    def report(self, now: float) -> dict[str, Any]:
-        """Entry of the status report."""
+    def report(self, now: float, step: int) -> dict[str, Any]:
+        """Entry of the status report; `step` is the one that the member is in."""
         where = self.where(now)
         return {
             "member": self.member,
             "place": self.place,
             "participation": self.state.name.lower(),
-            "step": self.known_step,
+            "step": step,
             "replicas": self.replicas,
             **self._late(),
             **({"round_trip": _in_brief(self.trips)} if self.trips.total else {}),

@@ -30,6 +30,7 @@ class Membership(Standing):
         contributors: by member number.
         present: the numbers of the members; kept beside them, since each newcomer to a large group is told them.
         latest_step: the highest step that any member has begun.
+        told_step: the same, or one that a member says it has begun: of some rounds the server sees nothing.
         recovery: who is still to come back to a recovering group; None in any other state.
     """
 
@@ -42,7 +43,7 @@ class Membership(Standing):
         self.min_members = register.min_members
         self.contributors: dict[int, Contributor] = {}
         self.present = NOBODY
-        self.latest_step = 0
+        self.latest_step = self.told_step = 0
         self.recovery: Recovery | None = None
         self._may_some_be_back = False
 
@@ -59,10 +60,10 @@ class Membership(Standing):
         # Nobody may begin before a recovery is over, though all who are known to be missing may be there before.
         return max(1, len(self.absent)) if self.state is GroupState.RECOVERING else 0
 
-    @property
-    def told_step(self) -> int:
-        """The highest step that any member has begun, or says it has: of some rounds the server sees nothing."""
-        return max(self.latest_step, *(contributor.told_step for contributor in self.contributors.values()), 0)
+    def step_of(self, contributor: Contributor) -> int:
+        """The step that a member is in: the members of a strict group that take part are all in the latest one."""
+        is_in_lockstep = contributor.state is MemberState.TAKES_PART and not self.is_elastic
+        return self.told_step if is_in_lockstep else contributor.known_step
 
     @property
     def absent(self) -> list[int]:
@@ -112,6 +113,11 @@ class Membership(Standing):
     def reach(self, step: int) -> None:
         """Record that a member has begun a step."""
         self.latest_step = max(self.latest_step, step)
+        self.hear_of(step)
+
+    def hear_of(self, step: int) -> None:
+        """Record that a member says that it has begun a step."""
+        self.told_step = max(self.told_step, step)
 
     def recall(self, step: int, covered: Members) -> None:
         """Record which members a result covers; an earlier life of the server gave it to a member."""
@@ -139,6 +145,7 @@ class Membership(Standing):
         elif self.recovery and register.has_past and not contributor.has_past:
             # It came before it had heard that the group had been open, and has been asked what it knows.
             contributor.learn_past(register)
+            self.hear_of(register.step)
         contributor.peer = peer
         self._change_state(now, contributor, register)
         if self.recovery:
@@ -285,6 +292,7 @@ class Membership(Standing):
         return move.told is Told.GO_ON
 
     def _take_out(self, contributor: Contributor, event: Event, reason: str, cause: str) -> ReplicaLost | None:
+        step = self.step_of(contributor)
         del self.contributors[contributor.member]
         self.present = self.present.minus(contributor.member)
         was_missed = self.state is not GroupState.FILLING
@@ -294,7 +302,7 @@ class Membership(Standing):
             return None
         if self.recovery and self.is_elastic:
             self.recovery.forget(contributor.member)
-        loss = self._loss(contributor.member, contributor.known_step, f"{contributor} {reason}", cause)
+        loss = self._loss(contributor.member, step, f"{contributor} {reason}", cause)
         self._break_if_told(move, loss)
         # Whoever was back when the first one left has been told then, and nobody can be back since.
         if move.told is Told.DEPARTED and self.departed is None:

@@ -66,7 +66,7 @@ def test_another_process_cannot_take_a_members_place(group):
 )
 def test_leaving_an_open_group_breaks_it_with_the_cause(group, cause, reason):
     admit_all(group)
-    group.contributors[1].step = 7
+    group.hear_of(7)
     assert group.remove(group.contributors[1], cause) is group.lost
     assert isinstance(group.lost, ReplicaLost)
     assert reason in in_log(group.lost)

@@ -8,8 +8,9 @@ import pytest
 from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Registered, Result, Status, StatusRequest
+from statsd_bn.messages import Aggregate, Heartbeat, Registered, Result, Status, StatusRequest
 from statsd_bn.tokens import digest
+from statsd_bn.wire import encode
 from support.dispatcher_play import SERVER, Play, codes, peer, read
 from support.strategies import KEY, contribution, key, rows, session_of
 
@@ -111,12 +112,22 @@ def test_a_status_report_says_what_the_server_is_doing(play):
     }
 
 
-def test_the_step_of_a_member_is_the_one_it_last_spoke_of(play):
-    play.join(0, step=7)
-    play.join(1, step=8)
-    assert [member["step"] for member in play.report["groups"][0]["members"]] == [7, 8]
-    play.bring(1, key=key(step=12))
-    assert [member["step"] for member in play.report["groups"][0]["members"]] == [7, 12]
+@pytest.mark.parametrize(
+    ("min_members", "latest"), [(0, [255, 255]), (1, [255, 151])], ids=["strict, in lockstep", "elastic"]
+)
+@pytest.mark.parametrize("transport", ["server", "shared_memory"])
+def test_the_step_of_a_member_is_the_latest_one_that_is_known_of_it(play, transport, min_members, latest):
+    """Shared memory: a rank tells its step with each heartbeat, and the frozen one of two sends none any more."""
+    play.open(min_members=min_members)
+    for member, step in ((1, 151), (0, 255)):
+        if transport == "server":
+            play.bring(member, key=key(step=step))
+        else:
+            said = Heartbeat(session_of(member), step, 2 * step, transport, "", 0)
+            play.dispatcher.receive(play.now, b"beacon", encode(said))
+    assert [member["step"] for member in play.report["groups"][0]["members"]] == latest
+    play.leave(1, cause="OutOfMemoryError: 2 GiB")
+    assert play.report["groups"][0]["lost"].endswith("" if min_members else "step 255")
 
 
 # After a restart, while a member is still to come.
