@@ -21,7 +21,7 @@ SCRIPT = ROOT / "tests" / "programs" / "compiled_ddp_program.py"
 def test_a_network_of_several_buckets_trains_as_on_the_whole_batch(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]
     with Launched([*command, tmp_path / "saved.npz", "inductor"], PATIENT, tmp_path / "errors") as run:
-        assert run.end() == 0, run.errors
+        assert run.end(250.0) == 0, run.errors  # inductor's compilers take most of it
     saved = np.load(tmp_path / "saved.npz")
     expected = program.train_on_the_whole_batch()
     for wrapped in program.WRAPPED:

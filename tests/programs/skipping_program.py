@@ -1,4 +1,4 @@
-"""Two ranks train a small network, and in the last step one of them skips a layer; run by torchrun."""
+"""Two ranks train a small network, and in the last step one of them skips a layer."""
 
 import torch
 from torch import nn

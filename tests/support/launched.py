@@ -73,9 +73,9 @@ class Launched:
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
-    def end(self) -> int:
+    def end(self, seconds: float = WAIT_SECONDS) -> int:
         """Its exit code, once it has ended by itself."""
-        return self.process.wait(WAIT_SECONDS)
+        return self.process.wait(seconds)
 
     def processes(self, **environ: str) -> list[int]:
         """The ids of its processes with these variables."""
