@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from client.autograd.functional import Slice
 from client.border import make_readable
 from client.data_parallel import any_device
 from client.lanes.choose import Company, With, company_in, lane_over, meant
 from client.lanes.lane import Lane
 from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import custom_op, input_checks, unconnected, unsynchronized
-from client.layers.call import Call
+from client.layers.call import Call, synchronized_batch_norm
 from client.layers.compiled import device_op
 from client.layers.conversion.convert import convert
 from client.layers.micro_batches import Deferred, check_chunks
@@ -156,12 +155,10 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             return forward(of, input, mask, self._deferred_now())
         assert lane is not None  # noqa: S101 - the other ways exchange
         input_checks.check_local(self, input, of.weight)
-        mine = Slice(input, of.weight, of.bias, mask)
-        call = Call(of, lane, self._tally, self._deferred_now())
+        replica = self._replica if way is Way.AS_REPLICA else None
+        call = Call(of, lane, self._tally, self._deferred_now(), replica)
         try:
-            if way is Way.BY_ITSELF or self._replica is None:
-                return call.by_itself(mine)
-            return call.as_replica(mine, *self._replica)
+            return synchronized_batch_norm(input, of.weight, of.bias, mask, call)
         except StatsdBNError as error:
             make_readable(error, for_caller=True)
             raise

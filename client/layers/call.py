@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from client.autograd import saved_tensor_hooks
 from client.autograd.checkpointing import exchanges, is_inside_backward
@@ -26,6 +27,40 @@ from client.layers.micro_batches import Deferred
 from client.layers.recalibration_moments import Tally
 from client.whereabouts import collectives
 
+_PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
+
+
+def synchronized_batch_norm(
+    input: Tensor,  # noqa: A002 - torch's name
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    call: "Call",
+) -> Tensor:
+    """Normalises one slice. A subclass of Tensor gets this function in its `__torch_function__`, as `F.batch_norm`.
+
+    Args:
+        input: shape (N, C, *).
+        weight: shape (C,) or None.
+        bias: shape (C,) or None.
+        mask: shape (N, *), bool, or None.
+        call: the layer's.
+    """
+    tensors = input, weight, bias, mask
+    if not _PLAIN.issuperset(map(type, tensors)):
+        if has_torch_function(tensors):
+            output: Tensor = handle_torch_function(synchronized_batch_norm, tensors, *tensors, call)
+            return output
+        input, weight, bias, mask = map(_plain, tensors)  # noqa: A001 - torch's name
+    return call.normalise(Slice(input, weight, bias, mask))
+
+
+def _plain(tensor: Any) -> Any:
+    """Takes a tensor's class off: threads of replicas and of backward passes would dispatch to it once more."""
+    if type(tensor) in _PLAIN or type(tensor).__torch_function__ is nn.Parameter.__torch_function__:
+        return tensor
+    return tensor.as_subclass(Tensor)
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -36,21 +71,27 @@ class Call:
         lane: of its rounds.
         tally: counts the batch while `recalibrate` runs; then nothing moves.
         deferred: says when the running statistics move; None after each call.
+        replica: where the replicas of its process meet, and its number among them; None for a layer without any.
     """
 
     layer: Any
     lane: Lane
     tally: Tally | None
     deferred: Deferred | None
+    replica: tuple[Barrier, int] | None
 
-    def by_itself(self, mine: Slice) -> Tensor:
+    def normalise(self, mine: Slice) -> Tensor:
+        """Normalises the slice of the layer, or of one of its replicas."""
+        return self._by_itself(mine) if self.replica is None else self._as_replica(mine, *self.replica)
+
+    def _by_itself(self, mine: Slice) -> Tensor:
         """Normalises the slice of a layer that has no replicas in its process."""
         if earlier := self._earlier(mine, 0):
             return batch_norm([mine], earlier)[0]
         output, due = self._normalise([mine])[0]
         return self._moved(output, due)
 
-    def as_replica(self, mine: Slice, barrier: Barrier, replica: int) -> Tensor:
+    def _as_replica(self, mine: Slice, barrier: Barrier, replica: int) -> Tensor:
         """Normalises the slice of replica number `replica` of a process, together with its siblings at the barrier."""
         mine = held(mine)
         if stream := streams.current(mine.input):

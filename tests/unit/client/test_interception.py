@@ -1,6 +1,7 @@
 """Interceptions: what a subclass's `forward` hands to `batch_norm` is found wherever it does so."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -83,6 +84,10 @@ class Computed(LikeTimms):
         return normalised(self, x) * factor
 
 
+class Annotated(torch.Tensor):
+    """As a tensor of MONAI's."""
+
+
 def batch(seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(7, CHANNELS, 3, 2, generator=generator, dtype=torch.float64)
@@ -98,16 +103,17 @@ def pair(kind):
     return whole, converted
 
 
-def check_synchronised(whole, converted):
+def check_synchronised(whole, converted, given=torch.clone):
     """Two ranks with other batches, in one process, compute what the whole batch does."""
     factors = batch(7)
     for seed in range(2):
         found = []
         for run in (whole, client.DataParallelWithCallback(converted, ["cpu"] * 4)):  # 2, 2, 2 and 1 samples
             x = batch(seed).requires_grad_()
-            output = run(x)
+            output = run(given(x))
             (output * factors).sum().backward()
             found.append((output, x.grad))
+        assert type(found[0][0]) is type(found[1][0])
         torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close([*converted.buffers()], [*whole.buffers()], rtol=1e-10, atol=1e-12)
     grads = [[parameter.grad for parameter in layer.parameters()] for layer in (converted, whole)]
@@ -129,6 +135,11 @@ def handed(monkeypatch):
 @pytest.mark.parametrize("kind", [LikeTimms, Below, Twice, Nested, Computed])
 def test_replicas_equal_the_whole_batch(kind):
     check_synchronised(*pair(kind))
+
+
+@pytest.mark.parametrize("kind", [Plain, LikeTimms, partial(nn.BatchNorm2d, CHANNELS, dtype=torch.float64)])
+def test_subclasses_of_tensor_equal_the_whole_batch(kind):
+    check_synchronised(*pair(kind), given=lambda x: x.as_subclass(Annotated))
 
 
 def test_a_layer_that_comes_to_no_batch_norm_is_noted_in_training_only():
