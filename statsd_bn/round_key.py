@@ -1,5 +1,6 @@
 """Round keys: what identifies one exchange, on every member alike."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
 from statsd_bn import limits
@@ -7,6 +8,11 @@ from statsd_bn.checks import check_integer, check_name
 from statsd_bn.error_text import layer_in_words
 
 FORWARD = "forward"
+
+# In training, where the layer's input needs no gradient: so no backward round follows.
+FORWARD_WITHOUT_GRADIENT = "forward without gradient"
+FORWARD_PHASES = (FORWARD, FORWARD_WITHOUT_GRADIENT)
+
 BACKWARD = "backward"
 SECOND_BACKWARD = "second backward"
 
@@ -16,6 +22,12 @@ GATHER = "gather"
 # The gathers in which the members of a group agree to meet in shared memory are called so.
 MEMORY = "statsd_bn memory"
 
+
+ADVICE = "Run the same layers in the same order on every rank, equally often."
+ADVICE_FOR_GRADIENTS = (
+    "requires_grad of the layer's input differs between these ranks: call requires_grad_() on it on all ranks, or "
+    "detach it on all."
+)
 
 _NAME, _PHASE, _COUNTER = limits.MAX_NAME_BYTES, limits.MAX_PHASE_BYTES, limits.MAX_COUNTER
 
@@ -40,7 +52,8 @@ class RoundKey(_KeyFields):
         step: counts the training steps of an epoch from 0.
         layer: the layer's name, its place in the model.
         call: counts the layer's forward calls within the step from 0.
-        phase: `FORWARD`, `BACKWARD`, or a longer name for a further exchange of the same call; or `GATHER`.
+        phase: one of `FORWARD_PHASES`, `BACKWARD`, or a longer name for a further exchange of the same call; or
+            `GATHER`.
     """
 
     __slots__ = ()
@@ -105,9 +118,22 @@ class RoundKey(_KeyFields):
         return tuple.__new__(type(self), (job, group, epoch, step, layer, call, phase))
 
     @property
+    def is_forward(self) -> bool:
+        """Whether the round is a layer's forward round."""
+        return self.phase in FORWARD_PHASES
+
+    @property
     def fields(self) -> dict[str, Any]:
         """The parts by name, for an error's fields."""
         return self._asdict()
+
+
+def advice_for(places: Iterable[str]) -> str:
+    """Returns what to do about ranks that wait in different rounds, each as `RoundKey.in_words` writes it."""
+    found = set(places)
+    if len({place.replace(FORWARD_WITHOUT_GRADIENT, FORWARD, 1) for place in found}) < len(found):
+        return ADVICE_FOR_GRADIENTS
+    return ADVICE
 
 
 def first_non_finite(key: RoundKey, who: str, what: str, *, has_steps: bool = True) -> str:
@@ -120,4 +146,5 @@ def first_non_finite(key: RoundKey, who: str, what: str, *, has_steps: bool = Tr
         has_steps: whether the key counts steps.
     """
     step = f", step {key.step}" if has_steps else ""
-    return f"first non-finite: layer {key.layer}, {key.phase}{step}, {who}, {what}"
+    phase = FORWARD if key.is_forward else key.phase
+    return f"first non-finite: layer {key.layer}, {phase}{step}, {who}, {what}"

@@ -21,7 +21,7 @@ import numpy as np
 
 from statsd_bn import limits
 from statsd_bn.reduction import FloatArray, is_finite, quietly
-from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.round_key import RoundKey
 from statsd_bn.skew import figures_of
 
 # Sums and squares.
@@ -120,7 +120,7 @@ class Samples:
 
     def is_due(self, now: float, key: RoundKey) -> bool:
         """Whether to look at a round."""
-        is_time = now >= self._due.get(key.layer, 0.0) and key.phase == FORWARD
+        is_time = now >= self._due.get(key.layer, 0.0) and key.is_forward
         return is_time and self._taken >= self._turn.get(key.layer, 0)
 
     def stride(self, size: int) -> int:

@@ -39,7 +39,7 @@ class DeviceExchange(Exchange):
         self.local = local
         self.rows = rows = DeviceRows.of([moments.count for moments in local], [moments.vectors for moments in local])
         verdicts.look(rows.counts.device)
-        aggregate = device_rows.run(self.lane, rows, self.capacity)
+        aggregate = device_rows.run(self.lane, rows, self.capacity, phase=self.phase)
         findings = Findings(self.lane, rows, aggregate, self._few(aggregate.count))
         findings.hand_in()
         self.key = aggregate.key

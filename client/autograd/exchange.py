@@ -18,7 +18,7 @@ from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.moments import Moments
-from statsd_bn.round_key import RoundKey
+from statsd_bn.round_key import FORWARD, FORWARD_WITHOUT_GRADIENT, RoundKey
 from statsd_bn.rows import Rows, sound_rows
 
 _numbers = itertools.count()
@@ -50,6 +50,17 @@ class Turn:
         return distance if distance > 0 else None
 
 
+def phase_of_forward(*, needs_gradient: bool) -> str:
+    """Returns the phase of a forward round: by it ranks see at once whether all of them have a backward round to come.
+
+    A pass without gradients has none, whatever its input needs, so nothing is compared then.
+
+    Args:
+        needs_gradient: whether the input of any local replica does.
+    """
+    return FORWARD if needs_gradient or not torch.is_grad_enabled() else FORWARD_WITHOUT_GRADIENT
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Exchange:
     """One layer's call: how it reaches the other replicas, and what they know together.
@@ -60,6 +71,7 @@ class Exchange:
         layer: the layer's name, for errors.
         eps: the layer's.
         eps_mode: the layer's.
+        phase: of its forward round, see `phase_of_forward`.
         rows: what the local replicas contributed to the forward round.
         key: of the forward round; None before it.
         members: who took part in the forward round.
@@ -77,6 +89,7 @@ class Exchange:
     layer: str
     eps: float
     eps_mode: str
+    phase: str = FORWARD
     rows: Any = field(init=False)
     key: RoundKey | None = None
     members: Members = field(init=False)
@@ -97,7 +110,7 @@ class Exchange:
         """Exchanges the local replicas' moments for those of the whole batch."""
         values = np.array([(moments.sums, moments.squares) for moments in local])
         rows = Rows(tuple([moments.count for moments in local]), values)
-        aggregate = self.lane.run_slave(rows)
+        aggregate = self.lane.run_slave(rows, phase=self.phase)
         non_finite.check(self.lane, rows, aggregate)
         self.take(rows, aggregate)
 

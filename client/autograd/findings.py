@@ -17,11 +17,12 @@ from client.autograd.verdicts import Flags, Verdicts
 from client.lanes import process_group
 from client.lanes.device_rows import DeviceAggregate, DeviceRows
 from client.lanes.lane import Lane
-from client.lanes.process_group import ADVICE, ProcessGroupPipe
+from client.lanes.process_group import ProcessGroupPipe
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
+from statsd_bn.round_key import ADVICE
 
 verdicts = Verdicts()
 

@@ -24,7 +24,7 @@ from statsd_bn.errors import ConfigurationError, NonFinite
 from statsd_bn.messages import Aggregate
 from statsd_bn.ranks_in_words import rank_in_words, ranks_in_words
 from statsd_bn.reduction import is_finite, not_finite
-from statsd_bn.round_key import FORWARD, RoundKey, first_non_finite
+from statsd_bn.round_key import RoundKey, first_non_finite
 from statsd_bn.rows import Rows
 
 logger = logging.getLogger("statsd_bn.client")
@@ -62,7 +62,7 @@ def is_awaited(lane: Lane) -> bool:
 
 def raises(lane: Lane, key: RoundKey) -> bool:
     """Whether an aggregate of a round of this lane is refused if it is not finite, before anything is made of it."""
-    return key.phase == FORWARD and _policy(_connection_of(lane)) == RAISE
+    return key.is_forward and _policy(_connection_of(lane)) == RAISE
 
 
 def _connection_of(lane: Lane) -> Connection | None:
@@ -80,7 +80,7 @@ def _meet(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
     if policy == IGNORE or (policy == WARN and NON_FINITE in told):
         return
     step, gradients = told.get(_GRADIENTS, (-1, ""))
-    if aggregate.key.phase != FORWARD:
+    if not aggregate.key.is_forward:
         if aggregate.key.step > step:  # the first round of a backward pass is where they come from
             # Trainings with a GradScaler begin with some, so no other rank is asked where it runs.
             text = _text(lane, brought, aggregate, _own_place(lane))

@@ -277,6 +277,7 @@ class Connection:
         key: RoundKey | None = None,
         group: Group | str | None = None,
         way: Way | None = None,
+        phase: str = FORWARD,
     ) -> Aggregate:
         """Takes part in one round and returns its aggregate; `SlavePipe.run_slave` is the way to it.
 
@@ -286,6 +287,7 @@ class Connection:
             key: of this round; None for the layer's next forward round.
             group: who takes part; as `Connection.group` takes it. Its first use waits until all its members use it.
             way: how the rows reach the other members; None: over the server.
+            phase: of a forward round, see `Lane.run_slave`.
 
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
@@ -295,7 +297,7 @@ class Connection:
             ConnectionClosed: the connection was closed, or belongs to the parent process.
         """
         try:
-            aggregate = self._round(layer, rows, key, self.group(group), way=way)
+            aggregate = self._round(layer, rows, key, self.group(group), phase, way)
         except StatsdBNError as error:
             make_readable(error)
             raise

@@ -105,7 +105,7 @@ class Session:
     @property
     def has_layers(self) -> bool:
         """Whether a layer has begun a forward round."""
-        return any(phase == FORWARD for _, phase in tuple(self._keys))
+        return any(key.is_forward for key in tuple(self._keys.values()))
 
     def register(self) -> bytes:
         """Returns the frame that asks to belong to the group, and how the group stands."""

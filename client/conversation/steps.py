@@ -7,10 +7,10 @@ keeps the key of its forward round, whatever step has come.
 
 from collections import Counter
 
-from statsd_bn.round_key import FORWARD, GATHER
+from statsd_bn.round_key import FORWARD_PHASES, GATHER
 
 # The phases that may begin a step.
-BEGINNINGS = (FORWARD, GATHER)
+BEGINNINGS = (*FORWARD_PHASES, GATHER)
 
 
 class Steps:

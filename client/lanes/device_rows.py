@@ -35,8 +35,8 @@ OVER_THE_HOST = frozenset({"gloo", "mpi"})
 # Since torch 2.13 it has another name.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
-# The phase of the round in which the ranks agree.
-FIRST_FORWARD = "first forward"
+# The phase of the round in which the ranks agree is that of the forward round behind it, and this before it.
+FIRST = "first "
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ def may_stay(lane: Lane, x: Tensor) -> bool:
     return x.device.type in TYPES or isinstance(lane, ProcessGroupPipe)
 
 
-def capacity_of(lane: Lane, inputs: Sequence[Tensor], *, over_the_host: bool = False) -> int:
+def capacity_of(lane: Lane, inputs: Sequence[Tensor], phase: str = FORWARD, *, over_the_host: bool = False) -> int:
     """Returns how many rows each rank brings to a layer's rounds on its device; 0 where rows go over the host.
 
     Ranks of a process group agree on it in the first call of each layer.
@@ -99,6 +99,7 @@ def capacity_of(lane: Lane, inputs: Sequence[Tensor], *, over_the_host: bool = F
     Args:
         lane: of the layer.
         inputs: of the replicas of this process.
+        phase: of the layer's forward round.
         over_the_host: whether the rows of this call go over the host in any case, on all ranks.
 
     Raises:
@@ -117,7 +118,7 @@ def capacity_of(lane: Lane, inputs: Sequence[Tensor], *, over_the_host: bool = F
     with rounds.lock:
         if lane.layer not in rounds.on_device:
             able = len(inputs) if are_on_devices(inputs) else 0
-            key = lane.key(rounds.steps.step, 0, FIRST_FORWARD)
+            key = lane.key(rounds.steps.step, 0, f"{FIRST}{phase}")
             first = np.array([able], np.int64)
             told = met(group, key, (2, inputs[0].shape[1]), 1, first)[:, FIRST_ROW]
             rounds.on_device[lane.layer] = int(told.max()) if 0 < told.min() <= told.max() <= limits.MAX_REPLICAS else 0
@@ -149,7 +150,9 @@ def _gathers_on_devices(group: object) -> bool:
     return any(group._get_backend(kind).name() not in OVER_THE_HOST for kind in kinds)  # type: ignore[attr-defined]  # noqa: SLF001 - as above
 
 
-def run(lane: Lane, brought: DeviceRows, capacity: int, key: RoundKey | None = None) -> DeviceAggregate:
+def run(
+    lane: Lane, brought: DeviceRows, capacity: int, key: RoundKey | None = None, phase: str = FORWARD
+) -> DeviceAggregate:
     """Takes part in a round and returns its aggregate; see `Lane.run_slave`.
 
     Args:
@@ -157,16 +160,17 @@ def run(lane: Lane, brought: DeviceRows, capacity: int, key: RoundKey | None = N
         brought: this process's rows.
         capacity: as `capacity_of` has returned it.
         key: of the round; None for the layer's next forward round.
+        phase: of that forward round.
     """
     shape = brought.values.shape[1:]
     rows = torch.cat((brought.counts.unsqueeze(1), brought.values.flatten(1)), 1)
     if not isinstance(lane, ProcessGroupPipe):
-        key = key or lane.key(0, 0, FORWARD)
+        key = key or lane.key(0, 0, phase)
         return DeviceAggregate(key, *_sum(rows, shape), rows, [lane.rank])
     group = group_of(lane)
     rounds = rounds_of(group)
     with rounds.lock:
-        key = key or lane.key(*rounds.steps.next(lane.layer), FORWARD)
+        key = key or lane.key(*rounds.steps.next(lane.layer), phase)
         rounds.steps.begins(key.phase)
         rows, others = _gathered(group, rows, capacity, key)
     return DeviceAggregate(key, *_sum(rows, shape), rows, distributed.get_process_group_ranks(group), others)

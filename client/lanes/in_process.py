@@ -26,14 +26,14 @@ class LocalPipe:
 
     layer: str
 
-    def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Adds the rows in replica order."""
         counts, values = contribution.counts, contribution.values
         total = sum_in_order(values)
         rank = self.rank
         whose = NOBODY if is_finite(total) else bearers([(rank, values)])
         return sound_aggregate(
-            key or _key(self.layer, 0, 0, FORWARD), len(counts), sum(counts), _alone(rank), total, whose
+            key or _key(self.layer, 0, 0, phase), len(counts), sum(counts), _alone(rank), total, whose
         )
 
     @property

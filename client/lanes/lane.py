@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from statsd_bn.messages import Aggregate
-from statsd_bn.round_key import RoundKey
+from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
 
 
@@ -24,12 +24,13 @@ class Lane(Protocol):
         backward = lane.run_slave(gradient_rows, forward.key.of_phase(BACKWARD))
     """
 
-    def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Exchanges a contribution for the aggregate of its round.
 
         Args:
             contribution: this process's rows, one for each of its replicas.
             key: of the round; None for the layer's next forward round.
+            phase: of that forward round, one of `FORWARD_PHASES`; all members say the same.
         """
 
     @property

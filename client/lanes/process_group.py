@@ -34,7 +34,7 @@ from statsd_bn.errors import ConfigurationError, ConnectionClosed, ProtocolError
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import bearers, is_finite, sum_in_order
-from statsd_bn.round_key import FORWARD, GATHER, RoundKey
+from statsd_bn.round_key import FORWARD, GATHER, RoundKey, advice_for
 from statsd_bn.rows import Rows
 from statsd_bn.text import readable
 
@@ -60,8 +60,6 @@ WITHOUT_SERVER = (
     "client.connect() before training reports it"
 )
 
-ADVICE = "Run the same layers in the same order on every rank, equally often."
-
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupPipe:
@@ -75,12 +73,13 @@ class ProcessGroupPipe:
     process_group: NamedProcessGroup
     layer: str
 
-    def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Gathers the rows of all ranks and adds them.
 
         Args:
             contribution: as `SlavePipe.run_slave` takes it.
             key: likewise.
+            phase: likewise.
 
         Raises:
             RoundMismatch: on all ranks: they have come for different rounds.
@@ -93,7 +92,7 @@ class ProcessGroupPipe:
             group = group_of(self)
             rounds = rounds_of(group)
             with rounds.lock:
-                key = key or self.key(*rounds.steps.next(self.layer), FORWARD)
+                key = key or self.key(*rounds.steps.next(self.layer), phase)
                 rounds.steps.begins(key.phase)
                 return _sum(group, contribution, key)
         except StatsdBNError as error:
@@ -336,7 +335,8 @@ def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatc
         places.append(Place([Row((f"rank {rank}", place)) for rank in there[:MOST_ROWS]], len(there), place))
     places.sort(key=lambda place: -place.size)
     what = "the ranks have come to different rounds, so nobody can go on"
-    return RoundMismatch(error_text(what, table=places, where="torch's process group", advice=ADVICE), **key.fields)
+    text = error_text(what, table=places, where="torch's process group", advice=advice_for(names))
+    return RoundMismatch(text, **key.fields)
 
 
 def _texts(group: Any, text: str) -> list[str]:

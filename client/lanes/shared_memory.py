@@ -22,7 +22,7 @@ from client.lanes.round_in_memory import AtServer, RoundInMemory
 from client.lanes.zeromq import SlavePipe
 from client.shared_memory.group_memory import GroupMemory
 from statsd_bn.messages import Aggregate
-from statsd_bn.round_key import RoundKey
+from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
 
 # Of each connection, the memory of its groups, from the group's first round on; None where they do not share any.
@@ -37,9 +37,9 @@ class SharedMemoryPipe(SlavePipe):
     It is the lane of every strict group, since all members have to agree.
     """
 
-    def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Exchanges a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
-        return self._exchange(contribution, key, self._take_part)
+        return self._exchange(contribution, key, phase, self._take_part)
 
     def _take_part(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
         memory = session.lane.memory or self._agreed_memory(session)

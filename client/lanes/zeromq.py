@@ -9,7 +9,7 @@ from client.connection.groups import Group
 from client.lanes.places import places
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
-from statsd_bn.round_key import RoundKey
+from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
 
 
@@ -27,7 +27,7 @@ class SlavePipe:
     layer: str
     group: Group | str | None = None
 
-    def run_slave(self, contribution: Rows, key: RoundKey | None = None) -> Aggregate:
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Sends this process's rows and waits for the sum over all members of the group.
 
         Args:
@@ -35,6 +35,7 @@ class SlavePipe:
                 Σdy and Σdy·(x-mean) backward.
             key: None for the layer's next forward round; for a backward round the forward aggregate's `key` with
                 another phase, one that no earlier round of the same call had.
+            phase: of a forward round, see `Lane.run_slave`.
 
         Returns:
             The aggregate; its values have shape (vectors, channels).
@@ -42,11 +43,11 @@ class SlavePipe:
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
-        return self._exchange(contribution, key, None)
+        return self._exchange(contribution, key, phase, None)
 
-    def _exchange(self, contribution: Rows, key: RoundKey | None, way: Way | None) -> Aggregate:
+    def _exchange(self, contribution: Rows, key: RoundKey | None, phase: str, way: Way | None) -> Aggregate:
         try:
-            return self.connection.exchange(self.layer, contribution, key, self.group, way)
+            return self.connection.exchange(self.layer, contribution, key, self.group, way, phase)
         except StatsdBNError as error:
             make_readable(error)
             raise

@@ -15,8 +15,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from client.autograd import saved_tensor_hooks
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.device_exchange import DeviceExchange
-from client.autograd.exchange import Exchange
-from client.autograd.functional import Slice, batch_norm, held
+from client.autograd.exchange import Exchange, phase_of_forward
+from client.autograd.functional import NOBODY, Slice, batch_norm, held
 from client.data_parallel.barrier import Barrier
 from client.kernels import on_device, on_host, streams
 from client.kernels.device_statistics import DeviceMoments
@@ -137,12 +137,15 @@ class Call:
     def _exchange(self, slices: list[Slice]) -> Exchange:
         """Returns the call's exchange: over the host, or on the devices of its slices."""
         lane, layer = self.lane, self.layer
+        # Threads without gradients hold nothing for a backward pass.
+        needs = any(each.input.requires_grad or each.holder is NOBODY for each in slices)
+        phase = phase_of_forward(needs_gradient=needs)
         if device_rows.may_stay(lane, slices[0].input):
             inputs = [slice_.input for slice_ in slices]
-            capacity = device_rows.capacity_of(lane, inputs, over_the_host=self.tally is not None)
+            capacity = device_rows.capacity_of(lane, inputs, phase, over_the_host=self.tally is not None)
             if capacity:
-                return DeviceExchange(lane, layer.layer_name, layer.eps, layer.eps_mode, capacity=capacity)
-        return Exchange(lane, layer.layer_name, layer.eps, layer.eps_mode)
+                return DeviceExchange(lane, layer.layer_name, layer.eps, layer.eps_mode, phase, capacity=capacity)
+        return Exchange(lane, layer.layer_name, layer.eps, layer.eps_mode, phase)
 
     def _due(self, batch: Any) -> Any:
         """Counts a batch once for all replicas."""

@@ -15,7 +15,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from client.autograd import non_finite, program_order
 from client.autograd.backward_passes import BackwardPasses, phase_of
 from client.autograd.checkpointing import exchanges, is_inside_backward
-from client.autograd.exchange import Exchange
+from client.autograd.exchange import Exchange, phase_of_forward
 from client.border import make_readable
 from client.connection import groups
 from client.connection.groups import LOCAL, Group
@@ -31,7 +31,7 @@ from client.layers.micro_batches import Deferred, numbered
 from client.whereabouts import collectives
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.moments import Moments
-from statsd_bn.round_key import BACKWARD, RoundKey
+from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
 from statsd_bn.rows import Rows
 
 # Rows of the statistics: those of `Statistics`, and what the running statistics move towards.
@@ -87,7 +87,16 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | Non
     lane = named(layer.group) if layer.training else THIS_PROCESS
     number = NOT_DEFERRED if deferred is None else deferred.number
     output, statistics, ticket = batch_norm(
-        x, layer.weight, layer.bias, mask, layer.layer_name, *lane, layer.eps, layer.eps_mode, number
+        x,
+        layer.weight,
+        layer.bias,
+        mask,
+        layer.layer_name,
+        *lane,
+        layer.eps,
+        layer.eps_mode,
+        number,
+        phase_of_forward(needs_gradient=x.requires_grad),
     )
     if layer.training:
         statistics = statistics.detach()
@@ -113,6 +122,7 @@ def batch_norm(
     eps: float,
     eps_mode: str,
     deferred: int = NOT_DEFERRED,
+    phase: str = FORWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalises this process's slice with the statistics of the whole batch.
 
@@ -127,12 +137,13 @@ def batch_norm(
         eps: the layer's.
         eps_mode: the layer's.
         deferred: the number of the layer's `Deferred`.
+        phase: of the forward round.
 
     Returns:
         The output; the statistics, shape (5, C), float64; the ticket, shape (6,), int64; their rows and entries are
         named above.
     """
-    fresh = Exchange(lane_of(layer, group, size), layer, eps, eps_mode)
+    fresh = Exchange(lane_of(layer, group, size), layer, eps, eps_mode, phase)
     try:
         exchange = exchanged(x, mask, fresh)
     except StatsdBNError as error:
@@ -244,7 +255,7 @@ def keep_whole(forward: Any, backward: Any, fake: Callable[[Tensor], tuple[Tenso
     def differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:3]
         found = backward(grad, *ctx.saved_tensors, *ctx.lane, needs[0])
-        return *(each if need else None for each, need in zip(found, needs, strict=True)), *[None] * 7
+        return *(each if need else None for each, need in zip(found, needs, strict=True)), *[None] * 8
 
     forward.register_fake(fake_forward)
     backward.register_fake(fake_backward)
@@ -256,7 +267,7 @@ def keep_whole(forward: Any, backward: Any, fake: Callable[[Tensor], tuple[Tenso
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, _, mask, *ctx.lane, _, _, _ = inputs
+    x, weight, _, mask, *ctx.lane, _, _, _, _ = inputs
     _, statistics, ticket = output
     ctx.save_for_backward(x, weight, mask, statistics, ticket)
 

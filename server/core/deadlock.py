@@ -25,7 +25,7 @@ from server.membership.life import GroupState
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.messages import WORLD
-from statsd_bn.round_key import RoundKey
+from statsd_bn.round_key import RoundKey, advice_for
 
 # How long members must seem stuck without a change. A member may have further threads, which the server does not see
 # before they contribute: overlapping models reach their rounds some milliseconds apart, and in any order. Together with
@@ -46,7 +46,6 @@ MAX_TOLD_MEMBERS = 64
 ANYBODY = -1
 
 WHAT = "the ranks wait for one another in different places, so nobody can go on"
-ADVICE = "Run the same layers in the same order on every rank, equally often."
 ADVICE_FOR_PASSES = (
     "Run as many passes of client.join on every rank; a model under DistributedDataParallel needs torch's Join around "
     "ours too: `with Join([ddp]), client.join(ddp):`."
@@ -208,7 +207,8 @@ class Table:
         self._told = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_TOLD_PLACES]
         self._in_groups = len({wait.master.membership.group for wait in waits}) > 1
         self._in_calls = any(wait.key and wait.key.call for wait in waits)
-        self._advice = ADVICE_FOR_PASSES if any(map(_is_for_pass, waits)) else ADVICE
+        names = [self._name(wait) for wait in waits]
+        self._advice = ADVICE_FOR_PASSES if any(map(_is_for_pass, waits)) else advice_for(names)
         self._places = [self._place(wait) for wait in self._told]
         self._fields = [self._field(wait) for wait in self._told]
 

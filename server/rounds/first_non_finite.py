@@ -13,7 +13,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.ranks_in_words import TOLD_OF, ranks_in_words
 from statsd_bn.reduction import not_finite
-from statsd_bn.round_key import FORWARD, RoundKey, first_non_finite
+from statsd_bn.round_key import RoundKey, first_non_finite
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -57,7 +57,7 @@ class FirstNonFinite:
             what: how many channels were not, in words.
             contributors: of the group, by number.
         """
-        is_forward = key.phase == FORWARD
+        is_forward = key.is_forward
         if not is_forward:
             self._count(key.step)
         if is_forward in self._texts:

@@ -110,7 +110,7 @@ def part_ways(rank: Any) -> tuple[bool, bool, str]:
     Returns whether the output is NaN, whether the running statistics have stayed as they were, and the error.
     """
     layers = [_layer("stem.bn"), _layer("head.bn")]
-    x = torch.randn(4, CHANNELS, 4)
+    x = torch.randn(4, CHANNELS, 4, requires_grad=True)
     for layer in layers:
         layer(x)
     layer = layers[rank.rank == 1]
@@ -124,7 +124,8 @@ def part_ways(rank: Any) -> tuple[bool, bool, str]:
 
 def begin_in_different_layers(rank: Any) -> str:
     """The ranks come to different layers the first time; returns the error."""
-    return _error_of(_layer(["stem.bn", "head.bn", "stem.bn"][rank.rank]), torch.randn(4, CHANNELS, 4))
+    layer = _layer(["stem.bn", "head.bn", "stem.bn"][rank.rank])
+    return _error_of(layer, torch.randn(4, CHANNELS, 4, requires_grad=True))
 
 
 def have_too_few(rank: Any) -> tuple[bool, bool, str]:

@@ -58,7 +58,7 @@ def device_of(send, *given):
 
 
 def input_on(device):
-    return SimpleNamespace(device=torch.device(device), shape=(4, 3))
+    return SimpleNamespace(device=torch.device(device), shape=(4, 3), requires_grad=False)
 
 
 def gather(lane):

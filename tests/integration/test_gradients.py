@@ -1,11 +1,15 @@
 """Every way to use a layer's gradients gives what nn.BatchNorm gives on the whole batch."""
 
+import re
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from programs import gradient_programs
 from programs.gradient_programs import PROGRAMS
+from support.lanes import HOST_LANES, LANES
 from support.whole_batch import joined
 
 # Forward and backward rounds of each program, and one for the forward that gives the output.
@@ -53,3 +57,14 @@ def test_virtual_replicas_equal_the_whole_batch(name, expected, virtual):
 def test_torch_func_gives_the_gradients_of_backward(members):
     for found, expected in members(3, gradient_programs.with_torch_func):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("lane", "steps"), [*((lane, 0) for lane in LANES), *((lane, 2) for lane in HOST_LANES)])
+def test_an_input_that_requires_a_gradient_on_one_rank_only_is_an_error_at_once(over, lane, steps, is_compiled):
+    program = partial(gradient_programs.input_that_requires_a_gradient_on_rank_0, is_compiled=is_compiled)
+    for text in over(lane, 2, program, steps):
+        assert text.startswith(f"{steps}: RoundMismatch: ")
+        assert re.search(r"\n  rank 0 .*in (first )?forward of stem\.bn, ", text)
+        assert re.search(r"\n  rank 1 .*in (first )?forward without gradient of stem\.bn, ", text)
+        assert "\nrequires_grad of the layer's input differs between these ranks: call requires_grad_() on it" in text

@@ -44,13 +44,13 @@ class _Recorded:
         self.lane, self.rounds, self.calls = LocalPipe(layer), rounds, calls
         self.rank = self.lane.rank  # kernels that do nothing leave memory as it is, which may be of no finite numbers
 
-    def run_slave(self, rows, key=None):
+    def run_slave(self, rows, key=None, **named):
         if key is None:
             layer = self.lane.layer
             self.calls[layer] = self.calls.get(layer, -1) + 1
             key = self.lane.key(0, self.calls[layer], "forward")
         self.rounds.append((key.layer, key.call, key.phase))
-        return self.lane.run_slave(rows, key)
+        return self.lane.run_slave(rows, key, **named)
 
     def key(self, step, call, phase):
         return self.lane.key(step, call, phase)

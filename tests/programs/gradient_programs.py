@@ -1,11 +1,13 @@
 """Ways to use a layer's gradients, each written once and run on a whole batch, as a member, and by virtual replicas."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import client
+from statsd_bn.errors import StatsdBNError
 from support.whole_batch import Case, Result
 
 CASE = Case("2d", (3, 1, 2))
@@ -120,3 +122,17 @@ def _run(program: Callable[..., None], layer: nn.Module, run: Layer, x: Tensor, 
         **dict(layer.named_buffers()),
     }
     return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+
+
+def input_that_requires_a_gradient_on_rank_0(who: Any, steps: int, *, is_compiled: bool) -> str:
+    """After so many steps in which all ranks' inputs do; returns the error, behind the number of its step."""
+    layer = client.convert_model(nn.BatchNorm1d(3).double())
+    layer.layer_name = "stem.bn"
+    run = torch.compile(layer, backend="aot_eager") if is_compiled else layer
+    for step in range(steps + 1):
+        x = torch.randn(4, 3, dtype=torch.float64, requires_grad=step < steps or who.member.rank == 0)
+        try:
+            (run(x) ** 3).sum().backward()
+        except StatsdBNError as error:
+            return f"{step}: {type(error).__name__}: {error}"
+    return "nothing was raised"

@@ -151,7 +151,7 @@ def _error_of(name: str, channels: int) -> str:
     layer = client.SynchronizedBatchNorm1d(channels)
     layer.layer_name = name
     try:
-        layer(torch.randn(4, channels))
+        layer(torch.randn(4, channels, requires_grad=True))
     except StatsdBNError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

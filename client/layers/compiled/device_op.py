@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from client.autograd.device_exchange import DeviceExchange, backward_round
-from client.autograd.exchange import Exchange
+from client.autograd.exchange import Exchange, phase_of_forward
 from client.border import make_readable
 from client.kernels import on_device
 from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
@@ -35,6 +35,7 @@ from client.layers.custom_op import (
 from client.layers.micro_batches import Deferred
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.moments import Moments
+from statsd_bn.round_key import FORWARD
 
 # Rows of the statistics: those of `DeviceStatistics`, what the running statistics move towards, and if they do. A
 # single number fills its row.
@@ -59,7 +60,16 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | Non
     lane = named(layer.group) if layer.training else THIS_PROCESS
     number = NOT_DEFERRED if deferred is None else deferred.number
     output, statistics, _ = batch_norm_on_device(
-        x, layer.weight, layer.bias, mask, layer.layer_name, *lane, layer.eps, layer.eps_mode, number
+        x,
+        layer.weight,
+        layer.bias,
+        mask,
+        layer.layer_name,
+        *lane,
+        layer.eps,
+        layer.eps_mode,
+        number,
+        phase_of_forward(needs_gradient=x.requires_grad),
     )
     if layer.training:
         statistics = statistics.detach()
@@ -85,6 +95,7 @@ def batch_norm_on_device(
     eps: float,
     eps_mode: str,
     deferred: int = NOT_DEFERRED,
+    phase: str = FORWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalises this process's slice with the statistics of the whole batch; arguments as for `custom_op.batch_norm`.
 
@@ -93,10 +104,10 @@ def batch_norm_on_device(
         host; their rows and entries are named above.
     """
     lane = lane_of(layer, group, size)
-    capacity = device_rows.capacity_of(lane, [x])
-    fresh = Exchange(lane, layer, eps, eps_mode)
+    capacity = device_rows.capacity_of(lane, [x], phase)
+    fresh = Exchange(lane, layer, eps, eps_mode, phase)
     if capacity:
-        fresh = DeviceExchange(lane, layer, eps, eps_mode, capacity=capacity)
+        fresh = DeviceExchange(lane, layer, eps, eps_mode, phase, capacity=capacity)
     try:
         exchange = exchanged(x, mask, fresh)
     except StatsdBNError as error:

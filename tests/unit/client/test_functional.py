@@ -19,9 +19,9 @@ class CountingPipe:
         self.rounds = []
         self._pipe = LocalPipe("bn")
 
-    def run_slave(self, contribution, key=None):
+    def run_slave(self, contribution, key=None, **named):
         self.rounds.append("forward" if key is None else key.phase)
-        return self._pipe.run_slave(contribution, key)
+        return self._pipe.run_slave(contribution, key, **named)
 
 
 def exchange(lane=None, eps_mode="plus"):
@@ -67,6 +67,19 @@ def test_all_replicas_share_one_node_one_round_forward_and_one_backward():
     assert len({output.grad_fn for output in outputs}) == 1
     sum((output * output).sum() for output in outputs).backward()
     assert pipe.rounds == ["forward", "backward"]
+
+
+def test_the_gradient_of_one_replicas_input_takes_all_replicas():
+    (only, *_), (expected, *_) = (_input_gradients(nr_needed) for nr_needed in (1, len(SIZES)))
+    assert torch.equal(only, expected)
+
+
+def _input_gradients(nr_needed):
+    inputs, weights, biases = tensors()
+    for x in inputs[:nr_needed]:
+        x.requires_grad_()
+    outputs = batch_norm(slices(inputs, weights, biases), exchange())
+    return torch.autograd.grad(sum((output**3).sum() for output in outputs), inputs[:nr_needed])
 
 
 def test_backward_needs_nobody_when_no_input_needs_a_gradient():

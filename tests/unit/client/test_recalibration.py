@@ -91,9 +91,9 @@ def test_more_channels_than_a_message_carries_take_several(monkeypatch):
     sent = []
 
     class CountingPipe(LocalPipe):
-        def run_slave(self, contribution, key=None):
+        def run_slave(self, contribution, key=None, **named):
             sent.append(contribution.values.shape[2])
-            return super().run_slave(contribution, key)
+            return super().run_slave(contribution, key, **named)
 
     monkeypatch.setattr(recalibration, "lane_for", lambda layer, _: CountingPipe(layer))
     for channels, parts in ((7, [7]), (6, [6, 1]), (4, [4, 3])):

@@ -61,9 +61,9 @@ def test_where_no_input_needs_a_gradient_the_weights_second_gradient_takes_no_ro
     rounds = []
 
     class CountingPipe(LocalPipe):
-        def run_slave(self, contribution, key=None):
+        def run_slave(self, contribution, key=None, **named):
             rounds.append(key)
-            return super().run_slave(contribution, key)
+            return super().run_slave(contribution, key, **named)
 
     *inputs, weight, bias = leaves()
     factors = [torch.randn_like(x).requires_grad_() for x in inputs]
