@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Proxy
 
 from client.border import at_border
 from client.connection.current import current_connection
@@ -90,7 +91,18 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
         self.output_device: Any = devices[0] if output_device is None else _device(output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
-        """Splits the batch over the replicas."""
+        """Splits the batch over the replicas.
+
+        Raises:
+            TypeError: a tracer of torch runs, which would see nothing of the replicas' threads.
+        """
+        if _is_traced(inputs, kwargs):
+            raise TypeError(
+                broken(
+                    "DataParallelWithCallback: torch.jit.trace and torch.fx cannot record the threads of its replicas; "
+                    "trace its module"
+                )
+            )
         if self.has_virtual_replicas:
             return any_device.scatter(inputs, kwargs or {}, device_ids, self.dim)
         return super().scatter(inputs, kwargs, device_ids)
@@ -144,6 +156,13 @@ def _replicate(
     replicas = make_replicas(module, device_ids)
     execute_replication_callbacks(replicas)
     return replicas
+
+
+def _is_traced(inputs: Any, kwargs: dict[str, Any] | None) -> bool:
+    """Whether a tracer of torch runs; what torch.fx traces as a whole has one proxy for all of `inputs`."""
+    if torch.jit.is_tracing() or isinstance(inputs, Proxy):  # type: ignore[attr-defined, no-untyped-call]
+        return True
+    return any(isinstance(each, Proxy) for each in (*inputs, *(kwargs or {}).values()))
 
 
 def _check_is_not_compiled(module: nn.Module) -> None:

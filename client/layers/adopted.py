@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from client.autograd.checkpointing import is_inside_backward
-from client.layers import input_checks
+from client.layers import input_checks, tracing
 from client.layers.batchnorm import BONDS, SynchronizedBatchNorm, Way
 from client.layers.conversion.reasons import REFUSED, own, why_left, why_not
 from client.layers.interception import Handed, Interception, unseen
@@ -83,6 +83,8 @@ class Intercepted(Adopted):
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The original's; where it calls `batch_norm` in training, the statistics are those of the whole batch."""
+        if (traced := tracing.leaf(self, args, kwargs)) is not None:
+            return traced
         if not self.training and self._tally is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if is_compiling():

@@ -17,7 +17,7 @@ from client.data_parallel import any_device
 from client.lanes.choose import Company, With, company_in, lane_over, meant
 from client.lanes.lane import Lane
 from client.lanes.named_process_group import NamedProcessGroup
-from client.layers import custom_op, input_checks, unconnected, unsynchronized
+from client.layers import custom_op, input_checks, tracing, unconnected, unsynchronized
 from client.layers.call import Call, synchronized_batch_norm
 from client.layers.compiled import device_op
 from client.layers.conversion.convert import convert
@@ -139,6 +139,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             mask: shape (N, *), bool: which positions count for the statistics; None for all. Masked positions are
                 normalised like the rest.
         """
+        traced: Tensor | None = tracing.leaf(self, (input,) if mask is None else (input, mask), {})
+        if traced is not None:
+            return traced
         self._check_input_dim(input)
         input_checks.check(self, input)
         if mask is not None:
@@ -154,6 +157,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             forward = device_op.forward if device_op.suits(self, input) else custom_op.forward
             return forward(of, input, mask, self._deferred_now())
         assert lane is not None  # noqa: S101 - the other ways exchange
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise tracing.refusal(self.layer_name, "traced by torch.jit.trace in training mode")
         input_checks.check_local(self, input, of.weight)
         replica = self._replica if way is Way.AS_REPLICA else None
         call = Call(of, lane, self._tally, self._deferred_now(), replica)

@@ -8,10 +8,9 @@ from torch import nn
 from client.data_parallel.barrier import Barrier
 from client.lanes.choose import With
 from client.lanes.named_process_group import NamedProcessGroup
-from client.layers import running_stats
+from client.layers import running_stats, tracing
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.recalibration_moments import Tally
-from statsd_bn.error_text import broken
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 
@@ -100,12 +99,7 @@ class Synchronized:
         Raises:
             TypeError: always.
         """
-        raise TypeError(
-            broken(
-                f"layer {self.layer_name!r}: a synchronised layer cannot be scripted by torch.jit.script; give it "
-                "client.revert_model(model), which is torch's own again"
-            )
-        )
+        raise tracing.refusal(self.layer_name, "scripted by torch.jit.script")
 
     @property
     def chunks(self) -> int:

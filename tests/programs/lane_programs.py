@@ -1,9 +1,11 @@
 """What processes do in `test_lanes.py`: every kind of call of a layer, over whichever lane they have."""
 
+import warnings
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -12,6 +14,7 @@ import client
 from client.lanes import device_rows
 from client.training import recalibration
 from support.lanes import elementwise_kernels
+from support.sentences import says
 
 CHANNELS = 3
 
@@ -127,6 +130,19 @@ def _annotated(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return found
 
 
+def _traced_by_fx(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return _gradients(layer, x, torch.fx.symbolic_trace(nn.Sequential(nn.Tanh(), layer))(x))
+
+
+def _refused_by_jit(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
+        with pytest.raises(TypeError, check=says("layer 'layer': .* traced by torch.jit.trace in training mode")):
+            torch.jit.trace(layer, x.detach())
+    return {}
+
+
 def _recalibrated(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
     recalibration.recalibrate(layer, [batch for batch in x.detach().split(2) if len(batch)])
     return {}
@@ -141,5 +157,7 @@ CALLS = {
     "in micro-batches": _in_micro_batches,
     "compiled": _compiled,
     "of a subclass of Tensor": _annotated,
+    "traced by torch.fx": _traced_by_fx,
+    "refused to torch.jit": _refused_by_jit,
     "recalibrated": _recalibrated,
 }

@@ -21,6 +21,7 @@ from client.layers import synchronized
 from client.layers.conversion.reasons import NAMES
 from client.layers.interception import Handed
 from support import subclasses
+from support.sentences import says
 from support.subclasses import AlwaysEval, Foreign, Functional, Reduced, SkipsEmpty, SynchronisesItself
 
 SIZES = (3, 1, 2)
@@ -496,10 +497,15 @@ def test_every_name_of_ours_that_torchs_layers_do_not_have_is_kept_from_subclass
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, Functional, OfAGroup])
-def test_a_synchronised_layer_says_how_to_script_it(kind):
+def test_a_synchronised_layer_says_how_to_script_and_trace_it(kind):
     model = client.convert_model(nn.Sequential(nn.ReLU(), kind(3)))
     with pytest.raises(TypeError, match=r"layer '1': .* cannot be scripted (.|\n)* client.revert_model"):
         torch.jit.script(model)
+    with pytest.raises(TypeError, check=says(r"traced by torch.fx by itself; .* client.revert_model")):
+        torch.fx.symbolic_trace(model[1])
+    model[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, check=says("layer '1': .* torch.fx with its hooks; .* client.revert_model")):
+        torch.fx.symbolic_trace(model)
 
 
 def test_what_a_call_in_eval_leaves_behind_does_not_hide_an_empty_batch(monkeypatch):

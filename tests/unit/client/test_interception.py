@@ -138,8 +138,13 @@ def test_replicas_equal_the_whole_batch(kind):
 
 
 @pytest.mark.parametrize("kind", [Plain, LikeTimms, partial(nn.BatchNorm2d, CHANNELS, dtype=torch.float64)])
-def test_subclasses_of_tensor_equal_the_whole_batch(kind):
+def test_subclasses_of_tensor_and_graphs_of_torch_fx_equal_the_whole_batch(kind):
     check_synchronised(*pair(kind), given=lambda x: x.as_subclass(Annotated))
+    whole, converted = pair(kind)
+    traced = torch.fx.symbolic_trace(nn.Sequential(converted))
+    check_synchronised(whole, traced)
+    traced.eval()
+    torch.testing.assert_close(traced(batch(5)), whole.eval()(batch(5)))
 
 
 def test_a_layer_that_comes_to_no_batch_norm_is_noted_in_training_only():

@@ -11,6 +11,7 @@ import client
 from client import DataParallelWithCallback
 from client.data_parallel import any_device
 from statsd_bn.errors import ConfigurationError, RoundMismatch
+from support.sentences import says
 
 
 class Recorder(nn.Module):
@@ -64,6 +65,13 @@ def test_a_compiled_part_with_synchronised_layers_is_refused_in_training(compile
     network = compiled(nn.Sequential(nn.Linear(2, 4), client.SynchronizedBatchNorm1d(4)))
     with pytest.raises(ConfigurationError, match=f"got {named} compiled"):
         DataParallelWithCallback(network, ["cpu"] * 2)(torch.ones(4, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda model: torch.jit.trace(model, torch.ones(2, 3))])
+def test_replicas_cannot_be_traced_in_their_threads(trace):
+    with pytest.raises(TypeError, check=says("cannot record the threads of its replicas; trace its module")):
+        trace(DataParallelWithCallback(nn.Linear(3, 3), ["cpu"] * 2))
 
 
 def test_a_compiled_part_without_synchronised_layers_has_replicas():
