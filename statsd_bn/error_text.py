@@ -8,7 +8,7 @@ here, so that they look alike:
       rank 0 (host-a, pid 811)  waits 0.6 s  in forward of layer1.bn2, step 3
       rank 1 (host-b, pid 812)  waits 0.6 s  in backward of layer1.bn1, step 3
       in job 'digits', group 'world', epoch 0
-    Run the same layers in the same order on every rank, equally often.
+    Run the same layers in the same order on every rank, equally often; ...
 """
 
 import re

@@ -23,7 +23,10 @@ GATHER = "gather"
 MEMORY = "statsd_bn memory"
 
 
-ADVICE = "Run the same layers in the same order on every rank, equally often."
+ADVICE = (
+    "Run the same layers in the same order on every rank, equally often; "
+    "a rank without rows passes an empty (0, C) tensor."
+)
 ADVICE_FOR_GRADIENTS = (
     "requires_grad of the layer's input differs between these ranks: call requires_grad_() on it on all ranks, or "
     "detach it on all."

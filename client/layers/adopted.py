@@ -186,7 +186,10 @@ class Behind(SynchronizedBatchNorm):
 
 
 _WARNINGS = {
-    "unreached": "not synchronised: %s; the forward of %s did not call batch_norm with the layer's tensors",
+    "unreached": (
+        "not synchronised: %s; the forward of %s did not call batch_norm with the layer's tensors; "
+        "a rank without rows must call it too, with an empty tensor of shape (0, C)"
+    ),
     "passed by": "%s: the forward of %s calls batch_norm without its tensors too; that call is not synchronised",
     "ambiguous": "%s: the forward of %s calls batch_norm several times without tensors; all are synchronised",
 }

@@ -6,6 +6,7 @@ As a script, `torchrun subclass_programs.py FILE`, it trains under DistributedDa
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,27 @@ from torch.nn.parallel import DistributedDataParallel
 import client
 from programs import ddp_programs
 from programs.member_programs import Buffers
+from statsd_bn.errors import StatsdBNError
 from support.subclasses import SYNCHRONISED, Activated, Decorated, Functional, Helped, Reduced, SkipsEmpty, Slotted
 from zoo.libraries import library
 from zoo.specimen import prepare
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """A batch as libraries of sparse tensors have it."""
+
+    F: Tensor
+
+
+class PassesNoRows(nn.BatchNorm1d):
+    def forward(self, x: Sparse) -> Sparse:
+        return Sparse(super().forward(x.F)) if len(x.F) else x
+
+
+class TakesNoRows(nn.BatchNorm1d):
+    def forward(self, x: Sparse) -> Sparse:
+        return Sparse(super().forward(x.F))
 
 
 @dataclass(frozen=True)
@@ -92,6 +111,16 @@ def train(connection: client.Connection, training: Training) -> Buffers:
         client.average_gradients(model)
         optimizer.step()
     return state(model)
+
+
+def pass_a_layer_without_rows_on_rank_1(who: Any) -> str:
+    """The other ranks wait in that layer, and rank 1 in the next one; returns the error."""
+    model = client.convert_model(nn.Sequential(PassesNoRows(3), TakesNoRows(3)))
+    try:
+        model(Sparse(torch.randn(0 if who.member.rank == 1 else 4, 3)))
+    except StatsdBNError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 def train_under_ddp(connection: client.Connection, store: str, training: Training) -> Buffers:

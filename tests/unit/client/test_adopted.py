@@ -320,7 +320,8 @@ def test_what_computes_its_statistics_itself_is_told_of_and_named_after_its_firs
     for _ in range(2):
         model(batch()[0])
     told = "layer '0.1' (1 more of its class); the forward of Foreign did not call batch_norm with the layer's tensors"
-    assert caplog.messages == [f"not synchronised: {told}"]
+    advice = "a rank without rows must call it too, with an empty tensor of shape (0, C)"
+    assert caplog.messages == [f"not synchronised: {told}; {advice}"]
     reason = "its forward did not call batch_norm in training"
     report = client.conversion_report(model)
     assert report.synchronised == {"2.1": "Functional"}

@@ -109,7 +109,8 @@ def test_members_in_other_layer_orders_are_told_who_waits_where():
         "  rank 0 (host 0, process 00)  waits 0.5 s  in forward of layer1.bn, call 0, step 7\n"
         "  rank 1 (host 1, process 10)  waits 0.5 s  in forward of layer2.bn, call 3, step 7\n"
         "  in job 'job', group 'world', epoch 0\n"
-        "Run the same layers in the same order on every rank, equally often."
+        "Run the same layers in the same order on every rank, equally often; "
+        "a rank without rows passes an empty (0, C) tensor."
     )
     for answer, mine in ((told[b"0"], key("layer1.bn", step=7)), (told[b"1"], key("layer2.bn", step=7, call=3))):
         assert answer.key == mine
