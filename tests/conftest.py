@@ -145,12 +145,12 @@ def impatient_server() -> Iterator[Server]:
 
 
 @contextmanager
-def running_server(*options: str) -> Iterator[Server]:
-    """A server process, which has to end well."""
+def running_server(*options: str, bind: str = "") -> Iterator[Server]:
+    """A server process, which has to end well; without `bind` on a Unix socket."""
     with (
         tempfile.TemporaryDirectory(prefix="bn-") as folder,
         subprocess.Popen(
-            [sys.executable, "-m", "server", "--bind", f"ipc://{folder}/s", "--log-level", "error", *options],
+            [sys.executable, "-m", "server", "--bind", bind or f"ipc://{folder}/s", "--log-level", "error", *options],
             stdout=subprocess.PIPE,
             text=True,
         ) as process,

@@ -5,7 +5,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -51,9 +50,7 @@ class Peers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
     def open(self, routing_id: bytes = b"", kind: int = zmq.DEALER, **options: int) -> "Peer":
@@ -159,9 +156,7 @@ class Wire:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.socket.close()
 
     def send(self, data: bytes) -> bool:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 UP, DOWN = DIRECTIONS = ("up", "down")
@@ -68,9 +67,7 @@ class Proxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._order(self._stop)
         self._thread.join(ANSWER_SECONDS)
         for each in (self._listener, self._waker, self._woken):

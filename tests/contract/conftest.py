@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from programs.contract_training_programs import Job
-from support.private_server import private_server
+from support.contract_seed import server_on_a_socket
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    with private_server() as found:
-        yield found
+    with server_on_a_socket() as running:
+        yield running.endpoint
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import client
+from support.comparison import assert_close
 
 KINDS = {
     "1d of (N, C)": (nn.BatchNorm1d, ()),
@@ -45,14 +46,6 @@ def trained(forward, layer, x, factors):
     return {"output": output.detach(), "gradient of x": x.grad, **gradients, **dict(layer.named_buffers())}
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=1e-10, atol=1e-10, msg=lambda text, of=name: f"{of}: {text}"
-        )
-
-
 def assert_is_whole_batch(plain, replicated, synchronised, x, factors, sizes):
     """The same step by torch's layer on the whole batch, and by ours on slices of these sizes."""
     seen = []
@@ -60,7 +53,7 @@ def assert_is_whole_batch(plain, replicated, synchronised, x, factors, sizes):
     found = trained(replicated, synchronised, x, factors)
     hook.remove()
     assert sorted(seen) == sorted(sizes)
-    assert_equal(found, trained(plain, plain, x, factors))
+    assert_close(found, trained(plain, plain, x, factors))
 
 
 def both(kind, **options):
@@ -140,4 +133,4 @@ def test_several_layers_train_for_several_steps_as_one():
             (module(x) * factors).sum().backward()
             optimizer.step()
         states.append(getattr(module, "module", module).state_dict())
-    assert_equal(states[1], states[0])
+    assert_close(states[1], states[0])

@@ -42,10 +42,10 @@ def test_every_mode_moves_all_weights_and_statistics(mode):
             assert not torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("batches", [(2, 4), (3, 1)])
+@pytest.mark.parametrize("batches", [(2, 4), (3, 1), (2, 5, 3)])
 def test_with_uneven_inputs_the_others_go_on_and_all_ranks_end_with_one_state(ranks, batches, connected):
     """Under `client.join` within torch's `Join`, for two passes."""
-    results = ranks(2, programs.with_uneven_inputs, batches, connected)
+    results = ranks(len(batches), programs.with_uneven_inputs, batches, connected)
     expected = programs.with_uneven_inputs_together(batches)
     for found in results:
         assert_close(found, expected)

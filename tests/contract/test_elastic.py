@@ -16,7 +16,7 @@ import client
 from programs import contract_elastic_programs as programs
 from programs.contract_elastic_programs import LEAVER, NEWCOMER, SAMPLES, WORLD_SIZE
 from support.comparison import assert_close
-from support.private_server import private_server
+from support.contract_seed import server_on_a_socket
 
 WAIT_SECONDS = 100.0
 
@@ -26,9 +26,10 @@ def lives(pool, tmp_path):
     """Trains while one member leaves and another joins; returns what each of the four has seen."""
 
     def run(says_why: bool) -> list[programs.Life]:
-        with private_server() as endpoint:
+        with server_on_a_socket() as running:
             futures = [
-                pool.submit(programs.live, endpoint, str(tmp_path), rank, says_why) for rank in range(WORLD_SIZE + 1)
+                pool.submit(programs.live, running.endpoint, str(tmp_path), rank, says_why)
+                for rank in range(WORLD_SIZE + 1)
             ]
             return [future.result(WAIT_SECONDS) for future in futures]
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import client
 import client.batchnorm
@@ -20,9 +19,11 @@ from support.contract_seed import (
     BACKWARD,
     COUNTS,
     FORWARD,
+    REPLICAS,
     SILENCE_SECONDS,
     WAIT_SECONDS,
     Received,
+    Total,
     as_rank,
     exchange_by_hand,
     private_folder,
@@ -144,32 +145,6 @@ def test_run_master_serves_until_sigterm():
             assert running.endpoint == f"ipc://{folder}/server"
             assert (folder / "server").is_socket()
             assert running.terminate() == 0
-
-
-REPLICAS = ["cpu"] * 3
-
-
-def to_all(value, messages):
-    return [(who, value) for who, _ in messages]
-
-
-class Total(nn.Module):
-    """A module as people have written them for the seed: the master adds up what all replicas have."""
-
-    def __init__(self):
-        super().__init__()
-        self.master = client.comm.SyncMaster(lambda messages: to_all(sum(message for _, message in messages), messages))
-        self.pipe = None
-
-    def __data_parallel_replicate__(self, ctx, copy_id):
-        if copy_id == 0:
-            ctx.master = self.master
-        else:
-            self.pipe = ctx.master.register_slave(copy_id)
-
-    def forward(self, x):
-        total = self.master.run_master(x.sum()) if self.pipe is None else self.pipe.run_slave(x.sum())
-        return x * 0 + total
 
 
 def test_a_sync_master_answers_replicas_and_gradients_flow_through_it():

@@ -14,7 +14,6 @@ from support.contract_seed import (
     run,
     run_server_command,
     server_command,
-    server_on_a_socket,
     serving,
 )
 
@@ -22,12 +21,6 @@ from support.contract_seed import (
 SCRIPT = Path(sys.executable).with_name("statsd-bn")
 
 with_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
-
-
-@pytest.fixture(scope="module")
-def endpoint():
-    with server_on_a_socket() as server:
-        yield server.endpoint
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import zmq
@@ -30,6 +30,7 @@ from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import Failure, Heartbeat, Registered, StatusRequest
 from statsd_bn.text import unfolded
 from statsd_bn.wire import decode, encode
+from support.launched import Launched
 from support.memory_members import outcome, wait_until
 from support.strategies import register, rows
 
@@ -314,31 +315,20 @@ def test_the_doors_stay_shut_when_the_gatekeeper_is_away(keys, monkeypatch, serv
 # The process.
 
 
-class Command:
+class Command(Launched):
     """A `python -m server --curve` process."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self.log = folder / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "server", "--log-level", "debug", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "STATSD_BN_BIND": ANY_PORT},
-            )
-        self.endpoint = self.process.stdout.readline().split()[-1]
-
-    def __enter__(self) -> Self:
-        return self
+        command = (sys.executable, "-m", "server", "--log-level", "debug", *arguments)
+        super().__init__(command, {"STATSD_BN_BIND": ANY_PORT}, folder / "log")
+        self.endpoint = self.line("listening on ").split()[-1]
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
         try:
-            assert self.process.wait(WAIT_SECONDS) == 0
+            assert self.end() == 0
         finally:
-            self.process.kill()
-            self.process.stdout.close()
+            super().__exit__()
 
 
 def test_a_hangup_lets_a_new_key_in_and_nothing_secret_is_logged(keys, tmp_path):
@@ -348,18 +338,18 @@ def test_a_hangup_lets_a_new_key_in_and_nothing_secret_is_logged(keys, tmp_path)
         with pytest.raises(AuthenticationRefused):
             ask(command.endpoint, keys=carol)
         command.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "lets in 3 keys from now on: alice, bob, carol" in command.log.read_text())
+        wait_until(lambda: "lets in 3 keys from now on: alice, bob, carol" in command.errors)
         with join(command.endpoint, carol):
             pass
         (keys / "clients" / "carol.key").unlink()
         command.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "lets in 2 keys" in command.log.read_text())
+        wait_until(lambda: "lets in 2 keys" in command.errors)
     secrets = [
         key for path in keys.rglob("*.key_secret") for key in re.findall(r'secret-key = "(.{40})"', path.read_text())
     ]
     assert len(secrets) == 4
-    assert "unknown key" in command.log.read_text()
-    assert not [key for key in secrets if key in command.log.read_text()]
+    assert "unknown key" in command.errors
+    assert not [key for key in secrets if key in command.errors]
 
 
 def test_other_machines_may_reach_a_server_with_keys_without_a_warning(keys, tmp_path):
@@ -367,7 +357,7 @@ def test_other_machines_may_reach_a_server_with_keys_without_a_warning(keys, tmp
         port = command.endpoint.removeprefix("tcp://0.0.0.0:")
         alice = load_client(secret(keys, "alice"))
         assert ask(f"tcp://127.0.0.1:{port}", keys=alice)["groups"] == []
-    assert "WARNING" not in command.log.read_text()
+    assert "WARNING" not in command.errors
 
 
 def test_a_hangup_while_the_folder_of_public_keys_is_away_revokes_none(keys, tmp_path):
@@ -376,8 +366,8 @@ def test_a_hangup_while_the_folder_of_public_keys_is_away_revokes_none(keys, tmp
     with Command(tmp_path, "--curve", str(keys)) as command, join(command.endpoint, alice) as connection:
         (keys / "clients").rename(keys / "away")
         command.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "ERROR" in command.log.read_text())
-        (line,) = (line for line in command.log.read_text().splitlines() if "ERROR" in line)
+        wait_until(lambda: "ERROR" in command.errors)
+        (line,) = (line for line in command.errors.splitlines() if "ERROR" in line)
         assert f"the keys stay as they were: curve: cannot list {keys}/clients: No such file or directory" in line
         assert connection.exchange("bn", rows(1.0)).values.item() == 1.0
         assert ask(command.endpoint, keys=load_client(secret(keys, "bob")))["groups"]

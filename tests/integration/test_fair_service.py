@@ -13,11 +13,12 @@ import pytest
 import zmq
 from bench.quiet import Others
 
-from statsd_bn.messages import NO_SERVER, Aggregate, Message, Registered
+from conftest import Server, running_server
+from statsd_bn.messages import Aggregate, Message
 from statsd_bn.wire import decode, encode
 from support.busy_machine import skip_if_busy
 from support.paths import ROOT, TESTS
-from support.strategies import contribution, key, register
+from support.strategies import contribution, is_probe, key, register
 
 pytestmark = pytest.mark.alone
 
@@ -26,23 +27,11 @@ ROUNDS = 150
 TURNS = 3
 
 
-class Server:
-    """A server process; it waits for members that are silent, since those of a `Pair` send no heartbeats."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "server", "--insecure", "--bind", "tcp://127.0.0.1:*", "--log-level", "error"]
-        command += ["--silence-seconds", "3600", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert self.process.stdout
-        self.endpoint = self.process.stdout.readline().split()[-1]
-
-
 def answer(dealer: zmq.Socket) -> Message:
     while True:
         assert dealer.poll(WAIT_SECONDS * 1000), "no answer"
         found = decode(dealer.recv())
-        # A member that says nothing for a while is probed, which means nothing to it.
-        if not isinstance(found, Registered) or found.digest != NO_SERVER:
+        if not is_probe(found):
             return found
 
 
@@ -84,12 +73,11 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def start(stack: ExitStack) -> Callable[..., Server]:
+    """Servers wait for members that are silent, since those of a `Pair` send no heartbeats."""
+
     def run(*arguments: str) -> Server:
-        server = Server(*arguments)
-        stack.callback(server.process.stdout.close)
-        stack.callback(server.process.wait, WAIT_SECONDS)
-        stack.callback(server.process.kill)
-        return server
+        options = "--insecure", "--silence-seconds", "3600", *arguments
+        return stack.enter_context(running_server(*options, bind="tcp://127.0.0.1:*"))
 
     return run
 

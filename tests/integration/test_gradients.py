@@ -3,14 +3,13 @@
 import re
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 from programs import gradient_programs
 from programs.gradient_programs import PROGRAMS
 from support.lanes import HOST_LANES, LANES
-from support.whole_batch import joined
+from support.whole_batch import assert_equal, joined
 
 # Forward and backward rounds of each program, and one for the forward that gives the output.
 ROUNDS = {
@@ -35,23 +34,16 @@ def virtual():
     return dict(zip(NAMES, gradient_programs.as_virtual_replicas(), strict=True))
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        size = np.abs(value).max(initial=1e-300)
-        np.testing.assert_allclose(found[name], value, rtol=1e-10, atol=1e-10 * size, err_msg=name)
-
-
 def test_members_equal_the_whole_batch_and_take_no_round_too_many(members, expected):
     programs = zip(*members(3, gradient_programs.as_member), strict=True)
     for name, results in zip(NAMES, programs, strict=True):
-        assert_equal(joined([result for result, _ in results]), expected[name])
+        assert_equal(joined([result for result, _ in results]), expected[name], 1e-10)
         assert [rounds for _, rounds in results] == [ROUNDS[name]] * 3, name
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_virtual_replicas_equal_the_whole_batch(name, expected, virtual):
-    assert_equal(virtual[name], expected[name])
+    assert_equal(virtual[name], expected[name], 1e-10)
 
 
 def test_torch_func_gives_the_gradients_of_backward(members):

@@ -14,15 +14,14 @@ from client.lanes import process_group
 from client.lanes.named_process_group import NamedProcessGroup
 from programs import ddp_programs, process_group_programs
 from statsd_bn.text import unfolded
-from support.whole_batch import Case, assert_equal_to_whole_batch, joined
+from support.whole_batch import Case, assert_equal, assert_equal_to_whole_batch, joined
 
 
 def test_a_compiled_model_trains_as_on_the_whole_batch(ranks):
     training = ddp_programs.Training(sizes=(1, 5))
     expected = ddp_programs.train_on_the_whole_batch(training)
     for found in ranks(2, process_group_programs.train_under_ddp, training, "aot_eager"):
-        for key, value in expected.items():
-            np.testing.assert_allclose(found[key], value, rtol=1e-9, atol=1e-9, err_msg=key)
+        assert_equal(found, expected, 1e-9)
 
 
 @pytest.mark.parametrize("how", ["convert_model", "convert_sync_batchnorm", "nn.SyncBatchNorm", "copy", "pickle"])

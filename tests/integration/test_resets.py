@@ -4,29 +4,27 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import pytest
 
 from client.conversation.member import ZEROMQ
-from integration.test_death import WAIT_SECONDS, Company
+from conftest import running_server
+from integration.test_death import Company
 from programs import death_programs
-from server import Config, Service
+from server import Service
 from server.cli.status import ask
-from server.limits.quota import Quota
 from server.network.reset_filter import ANSWER_SECONDS, Answers, Resets, answers, dropped, let_no_reset_through
 from statsd_bn.errors import ReplicaLost
-from statsd_bn.messages import NO_SERVER, Registered, Status, StatusRequest
+from statsd_bn.messages import Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from support.memory_members import wait_until
 from support.raw_zmtp import PING, RawPeer, message
-from support.strategies import register
+from support.strategies import is_probe, register
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="resets reach ZeroMQ, so nothing counts them")
 
@@ -175,14 +173,9 @@ def test_nothing_is_told_of_what_is_no_connection(tmp_path):
 @pytest.fixture
 def patient() -> Iterator[str]:
     """Where a server listens that waits long for a member that is silent."""
-    command = [sys.executable, "-m", "server", "--insecure", "--bind", "tcp://127.0.0.1:*", "--log-level", "error"]
-    command += ["--silence-seconds", str(SILENCE_SECONDS), *MANY]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            yield server.stdout.readline().split()[-1]
-        finally:
-            server.terminate()
-            assert server.wait(WAIT_SECONDS) == 0
+    options = "--insecure", "--silence-seconds", str(SILENCE_SECONDS), *MANY
+    with running_server(*options, bind="tcp://127.0.0.1:*") as server:
+        yield server.endpoint
 
 
 @pytest.fixture
@@ -216,20 +209,8 @@ def test_one_that_is_killed_with_an_answer_unread_is_known_by_its_connection(com
 
 
 @pytest.fixture
-def service() -> Iterator[Service]:
-    quota = Quota(silence_seconds=SILENCE_SECONDS)
-    with ExitStack() as stack:
-        found = stack.enter_context(Service(Config(("tcp://127.0.0.1:*",), insecure=True, quota=quota)))
-        thread = threading.Thread(target=found.run, daemon=True)
-        thread.start()
-        stack.callback(thread.join, WAIT_SECONDS)
-        stack.callback(found.stop)
-        yield found
-
-
-def is_probe(said: object) -> bool:
-    """Whether the server only tries whether a member is there."""
-    return isinstance(said, Registered) and said.digest == NO_SERVER
+def service(serve: Callable[..., Service]) -> Service:
+    return serve(silence_seconds=SILENCE_SECONDS)
 
 
 def probes_until(peer: RawPeer, wanted: Callable[[object], bool]) -> int:

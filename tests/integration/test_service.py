@@ -1,13 +1,13 @@
 import asyncio
+import itertools
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,74 +24,39 @@ from statsd_bn import limits, messages
 from statsd_bn.errors import BindError
 from statsd_bn.rows import Rows
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, encode
+from support.launched import Launched
 from support.memory_members import wait_until
 from support.ports import free_port
-from support.strategies import contribution, key, register, rows, session_of
+from support.strategies import contribution, is_probe, key, register, rows, session_of
 
 WAIT_SECONDS = 30.0
 ANY_PORT = "tcp://127.0.0.1:*"
 
 
-class Command:
-    """A `python -m server` process; what it prints is read with a deadline."""
-
-    def __init__(self, arguments: list[str], errors: Path, environment: dict[str, str]) -> None:
-        self._errors = errors
-        self._read = ""
-        with errors.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "server", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env={**os.environ, "PYTHONUNBUFFERED": "", **environment},
-            )
-
-    def lines(self, n: int) -> list[str]:
-        """The first n lines of stdout."""
-        while self._read.count("\n") < n:
-            ready, _, _ = select.select([self.process.stdout], [], [], WAIT_SECONDS)
-            chunk = os.read(self.process.stdout.fileno(), 4096).decode() if ready else ""
-            assert chunk, f"expected {n} lines, got {self._read!r}; errors: {self.errors}"
-            self._read += chunk
-        return self._read.splitlines()[:n]
+class Command(Launched):
+    """A `python -m server` process."""
 
     def endpoint(self) -> str:
-        (line,) = self.lines(1)
-        return line.removeprefix("listening on ")
-
-    def end(self) -> int:
-        """Its exit code, once it has ended by itself."""
-        return self.process.wait(WAIT_SECONDS)
+        return self.line("").removeprefix("listening on ")
 
     @property
     def rest(self) -> str:
-        """What an ended process still had to print."""
-        return self.process.stdout.read().decode()
-
-    @property
-    def errors(self) -> str:
-        return self._errors.read_text()
+        """What it prints until it ends."""
+        return "".join(f"{line}\n" for line in iter(lambda: self._lines.get(timeout=WAIT_SECONDS), None))
 
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., Command]]:
     """Starts server processes; none outlives the test."""
-    commands: list[Command] = []
+    numbers = itertools.count()
+    with ExitStack() as commands:
 
-    def run(*arguments: str, **environment: str) -> Command:
-        commands.append(Command([*arguments], tmp_path / f"errors-{len(commands)}", environment))
-        return commands[-1]
+        def run(*arguments: str, **environment: str) -> Command:
+            command = (sys.executable, "-m", "server", *arguments)
+            buffered = {"PYTHONUNBUFFERED": "", **environment}
+            return commands.enter_context(Command(command, buffered, tmp_path / f"errors-{next(numbers)}"))
 
-    yield run
-    for command in commands:
-        command.process.kill()
-        command.process.wait()
-        command.process.stdout.close()
-
-
-def is_probe(answer: messages.Message) -> bool:
-    """Whether a server only tries whether it reaches a member."""
-    return isinstance(answer, messages.Registered) and answer.digest == messages.NO_SERVER
+        yield run
 
 
 class Dealer:
@@ -160,9 +125,8 @@ def test_it_says_where_it_listens_on_a_port_that_it_picked(start, dial):
 def test_several_endpoints_lead_to_one_server(start, dial, tmp_path):
     path = f"ipc://{tmp_path}/s"
     command = start("--insecure", "--bind", ANY_PORT, "--bind", path, "--bind", ANY_PORT)
-    lines = command.lines(3)
-    assert [line.removeprefix("listening on ").split(":")[0] for line in lines] == ["tcp", "ipc", "tcp"]
-    endpoints = [line.removeprefix("listening on ") for line in lines]
+    endpoints = [command.endpoint() for _ in range(3)]
+    assert [endpoint.split(":")[0] for endpoint in endpoints] == ["tcp", "ipc", "tcp"]
     assert endpoints[1] == path
     assert len(set(endpoints)) == 3
     assert len({dial(endpoint).report()["server"] for endpoint in endpoints}) == 1
@@ -270,7 +234,7 @@ def test_a_port_in_use_is_exit_code_3_and_one_line(start):
 def test_tcp_without_keys_is_warned_of_once(start, tmp_path, address):
     binds = (f"tcp://{address}:*", f"ipc://{tmp_path}/s", ANY_PORT)
     command = start("--insecure", *(word for bind in binds for word in ("--bind", bind)))
-    first, _, last = (line.removeprefix("listening on ") for line in command.lines(3))
+    first, _, last = (command.endpoint() for _ in range(3))
     command.process.terminate()
     assert command.end() == 0
     (warning,) = (line for line in command.errors.splitlines() if "WARNING" in line)
@@ -571,7 +535,7 @@ def test_another_order_of_those_rows_has_another_sum():
 def test_the_file_of_an_ipc_endpoint_goes_with_the_server(start, tmp_path):
     path = tmp_path / "s"
     command = start("--bind", f"ipc://{path}")
-    command.process.stdout.readline()
+    command.endpoint()
     assert path.is_socket()
     command.process.terminate()
     assert command.process.wait(timeout=20) == 0

@@ -4,7 +4,6 @@ Each model is tried with DistributedDataParallel's broadcast of buffers, with wh
 """
 
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from conftest import running_server
 from support import newer_torch
 from support.launched import PROC, WAIT_SECONDS, Launched
 from support.paths import TESTS
@@ -85,12 +85,10 @@ class Faulty(Launched):
 
 
 @pytest.fixture
-def server_that_waits(tmp_path):
+def server_that_waits():
     """A server that bears a silence of 60 s."""
-    command = (sys.executable, "-m", "server", "--bind", f"ipc://{tmp_path}/server", "--silence-seconds", "60")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        yield process.stdout.readline().split()[-1]
-        process.terminate()
+    with running_server("--silence-seconds", "60") as server:
+        yield server.endpoint
 
 
 # Of `asked_program.py`.

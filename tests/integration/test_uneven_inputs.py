@@ -250,11 +250,6 @@ def test_a_pass_that_ends_within_a_mini_batch_ends_it(members):
     assert members(2, uneven_programs.mini_batches_that_moved) == [[1, 2], [1, 2]]
 
 
-def test_with_torchs_join_gradients_are_averaged_as_well(members, tmp_path):
-    results = members(3, uneven_programs.train_under_ddp, BATCHES, str(tmp_path / "rendezvous"))
-    assert results[0] == results[1] == results[2]
-
-
 @pytest.mark.parametrize(("torchs", "least"), [(True, 1), (False, 1), (False, 2)], ids=["torch's", "ours", "later"])
 def test_ranks_under_one_of_both_joins_are_told_at_once_and_where(members, tmp_path, torchs, least):
     """Under torch's the one with more data waits in a layer, under ours in a second forward or a later backward."""

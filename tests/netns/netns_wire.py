@@ -10,7 +10,6 @@ import selectors
 import struct
 import threading
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Self
 
 TUNSETIFF = 0x400454CA
@@ -49,9 +48,7 @@ class Wire:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping = True
         self._thread.join()
         self._selector.close()

@@ -11,6 +11,7 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import client
+from programs.member_programs import state
 
 STEPS = 3
 SIZES = (5, 3)
@@ -60,7 +61,7 @@ def train_on_the_whole_batch() -> dict[str, np.ndarray]:
     """What the ranks' training should come to."""
     whole = model()
     _train(whole, whole, slice(None), 1.0)
-    return _state(whole)
+    return state(whole)
 
 
 def _train(run: nn.Module, learns: nn.Module, mine: slice, factor: float) -> None:
@@ -92,11 +93,7 @@ def _train_compiled(wrapped: str, backend: str) -> dict[str, np.ndarray]:
 
     with mock.patch.object(DDPOptimizer, "compile_fn", counted):
         _train(run, converted, slice(start, start + SIZES[rank]), len(SIZES))
-    return {"parts": np.array(max(parts)), **_state(converted)}
-
-
-def _state(trained: nn.Module) -> dict[str, np.ndarray]:
-    return {name: value.detach().numpy().copy() for name, value in trained.state_dict().items()}
+    return {"parts": np.array(max(parts)), **state(converted)}
 
 
 def main() -> None:

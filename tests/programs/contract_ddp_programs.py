@@ -146,7 +146,7 @@ def state(model: nn.Module) -> Seen:
 
 # Uneven inputs.
 
-SHARES = (2, 3)
+SHARES = (2, 3, 1)
 
 
 def with_uneven_inputs(rank: Any, batches: Sequence[int], job: Job) -> Seen:

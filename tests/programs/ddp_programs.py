@@ -13,7 +13,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from programs.member_programs import Buffers
+from programs.member_programs import Buffers, state
 
 STEPS = 20
 SECONDS = 30.0
@@ -76,7 +76,7 @@ def train_on_the_whole_batch(training: Training) -> Buffers:
         x, factors = _batch(training, step)
         _loss(model(x, branch=_uses_branch(training, step)), factors, training).backward()
         optimizer.step()
-    return _state(model)
+    return state(model)
 
 
 def train_shard(
@@ -135,7 +135,3 @@ def _uses_branch(training: Training, step: int) -> bool:
 def _loss(output: torch.Tensor, factors: torch.Tensor, training: Training) -> torch.Tensor:
     """This shard's part of the mean over the whole batch."""
     return (output * factors).sum() / sum(training.sizes)
-
-
-def _state(model: nn.Module) -> Buffers:
-    return {name: value.detach().numpy() for name, value in model.state_dict().items()}

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import client
 from client.lanes.choose import lane_for
 from programs import member_programs
-from programs.member_programs import Buffers
+from programs.member_programs import Buffers, state
 from statsd_bn import Rows, StatsdBNError
 
 STEPS = 4
@@ -66,20 +66,16 @@ def take_step(
     rounds = getattr(connection, "rounds", 0) - before
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.sub_(_summed(connection, name, parameter.grad), alpha=0.01)
+            parameter.sub_(summed(connection, name, parameter.grad), alpha=0.01)
     return rounds
 
 
-def _summed(connection: client.Connection | None, name: str, gradient: Tensor) -> Tensor:
+def summed(connection: client.Connection | None, name: str, gradient: Tensor) -> Tensor:
     if connection is None:
         return gradient
     rows = Rows((1,), gradient.reshape(1, 1, -1).numpy())
     total = lane_for(f"gradient of {name}", None).run_slave(rows).values
     return torch.from_numpy(total.copy()).view_as(gradient)
-
-
-def state(model: nn.Module) -> Buffers:
-    return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 
 def train(connection: client.Connection | None, renew: Callable[[nn.Module], nn.Module]) -> Buffers:

@@ -20,6 +20,11 @@ from support.lanes import elementwise_kernels
 Buffers = dict[str, np.ndarray]
 
 
+def state(model: nn.Module) -> Buffers:
+    """Copies of weights and buffers."""
+    return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
+
+
 def train(connection: client.Connection, steps: int) -> Buffers:
     """Different images on every member, `steps` times forward and backward; returns the buffers."""
     model = nn.Module()

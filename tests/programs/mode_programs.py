@@ -7,12 +7,9 @@ import torch
 from torch import nn
 
 import client
-from client import SlavePipe
 from programs import member_programs
-from programs.member_programs import Buffers
-from statsd_bn import Rows
-
-BN = 1  # the place of a batch norm in `model`
+from programs.life_programs import BN, network, summed
+from programs.member_programs import Buffers, state
 
 
 def _nothing(_model: nn.Module, _step: int) -> None:
@@ -35,21 +32,14 @@ class Run:
     after: Callable[[nn.Module, int], None] = _nothing
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3), nn.Tanh()
-    ).double()
-
-
 def on_the_whole_batch(run: Run) -> Buffers:
     """Without the events on member 0: they must not show."""
-    plain = model()
+    plain = network()
     return _train_in_one_process(run, plain, plain)
 
 
 def on_virtual_replicas(run: Run, replicas: int) -> Buffers:
-    ours = client.convert_model(model())
+    ours = client.convert_model(network())
     return _train_in_one_process(run, ours, client.DataParallelWithCallback(ours, ["cpu"] * replicas))
 
 
@@ -61,13 +51,13 @@ def _train_in_one_process(run: Run, model: nn.Module, forward: nn.Module) -> Buf
         optimizer.zero_grad()
         (forward(x) * factors).sum().backward()
         optimizer.step()
-    return _state(model)
+    return state(model)
 
 
 def on_shards(connection: client.Connection, run: Run) -> tuple[Buffers, int]:
     """Trains on this member's shard; returns the state, and how many rounds the layers took part in."""
     who = connection.member
-    ours = client.convert_model(model())
+    ours = client.convert_model(network())
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
     rounds = 0
     for step in range(run.steps):
@@ -86,7 +76,7 @@ def on_shards(connection: client.Connection, run: Run) -> tuple[Buffers, int]:
             before = connection.rounds
             run.after(ours, step)
             rounds += connection.rounds - before
-    return _state(ours), rounds
+    return state(ours), rounds
 
 
 def validate(model: nn.Module, step: int) -> None:
@@ -143,10 +133,4 @@ def eval_on_its_own(connection: client.Connection, options: dict[str, object]) -
 def _sum_gradients(connection: client.Connection, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is not None:
-            rows = Rows((1,), parameter.grad.reshape(1, 1, -1).numpy())
-            total = SlavePipe(connection, f"gradient of {name}").run_slave(rows).values
-            parameter.grad.copy_(torch.from_numpy(total.copy()).view_as(parameter))
-
-
-def _state(model: nn.Module) -> Buffers:
-    return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+            parameter.grad.copy_(summed(connection, name, parameter.grad))

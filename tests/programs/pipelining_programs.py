@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import client
 from programs.ddp_programs import keep, process_group
-from programs.member_programs import Buffers
+from programs.member_programs import Buffers, state
 
 STEPS = 3
 CHUNKS = 4
@@ -50,7 +50,7 @@ def train(connection: client.Connection, store: str, schedule: str) -> tuple[int
             for parameter in part.parameters():
                 parameter.grad.mul_(SHARES)  # the sum, of which DistributedDataParallel gives the mean
             optimizer.step()
-    return number, _state(part)
+    return number, state(part)
 
 
 def train_micro_batch_by_micro_batch() -> list[Buffers]:
@@ -63,7 +63,7 @@ def train_micro_batch_by_micro_batch() -> list[Buffers]:
         for x, factors in zip(*(_micro_batches(whole) for whole in _batch(step)), strict=True):
             _loss(model(x), factors).backward()
         optimizer.step()
-    return [_state(part) for part in stages]
+    return [state(part) for part in stages]
 
 
 def stage(number: int) -> nn.Module:
@@ -99,7 +99,3 @@ def _loss(output: Tensor, factors: Tensor) -> Tensor:
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def _state(model: nn.Module) -> Buffers:
-    return {name: value.detach().numpy() for name, value in model.state_dict().items()}

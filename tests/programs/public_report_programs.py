@@ -16,7 +16,6 @@ from programs.ddp_programs import keep
 STEPS = 3
 SHARES = (4, 3)
 FEATURES = 3
-WORKER_SECONDS = 60
 
 Seen = dict[str, Tensor]
 
@@ -166,7 +165,7 @@ def spawned_workers(part: Part) -> Seen:
     """Started while connected, they evaluate a synchronised layer."""
     model, batches = network(), part.batches(FEATURES)
     layer = client.convert_model(nn.BatchNorm1d(FEATURES, affine=False).double().eval())
-    options = {"num_workers": 1, "multiprocessing_context": "spawn", "timeout": WORKER_SECONDS}
+    options = {"num_workers": 1, "multiprocessing_context": "spawn", "timeout": 60}
     loaded = (
         DataLoader(batches, batch_size=None, collate_fn=layer, **options) if part.ranks > 1 else map(layer, batches)
     )

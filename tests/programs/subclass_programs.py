@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import client
 from programs import ddp_programs
-from programs.member_programs import Buffers
+from programs.member_programs import Buffers, state
 from statsd_bn.errors import StatsdBNError
 from support.subclasses import SYNCHRONISED, Activated, Decorated, Functional, Helped, Reduced, SkipsEmpty, Slotted
 from zoo.libraries import library
@@ -176,11 +176,6 @@ def _train_whole(run: nn.Module, training: Training) -> None:
         optimizer.zero_grad()
         (run(x) * factors).sum().backward()
         optimizer.step()
-
-
-def state(model: nn.Module) -> Buffers:
-    """Weights and buffers."""
-    return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
 
 
 def main() -> None:

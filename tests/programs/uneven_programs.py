@@ -148,28 +148,6 @@ def whole_batches(batches: tuple[int, ...]) -> Expected:
     return expected
 
 
-def train_under_ddp(connection: Connection, batches: tuple[int, ...], rendezvous: str) -> bytes:
-    """The weights at the end, under both joins."""
-    member, size = connection.rank, connection.member.world_size
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=member, world_size=size)
-    torch.manual_seed(0)
-    model = client.convert_model(nn.Sequential(nn.Conv1d(3, 3, 1), model_().float()))
-    ddp = DistributedDataParallel(model, broadcast_buffers=False)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for number_of_pass in range(PASSES):
-        with Join([ddp]), client.join(ddp):
-            for number in range(batches[member]):
-                optimizer.zero_grad()
-                (ddp(batch(member, number + 10 * number_of_pass).float()) ** 3).mean().backward()
-                optimizer.step()
-    client.recalibrate(ddp, [batch(member, number).float() for number in range(batches[member])])
-    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in ddp.parameters())
-    dist.barrier()
-    del ddp, optimizer
-    dist.destroy_process_group()
-    return weights
-
-
 def train_under_one_join(connection: Connection, torchs: bool, least: int, rendezvous: str) -> tuple[str, str]:
     """What comes of passes of different lengths under one of the two joins, as class and text of an exception."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=connection.rank, world_size=2)

@@ -57,6 +57,11 @@ def contribution(
     return messages.Contribution(session or session_of(member, key.job), key, 0, brought)
 
 
+def is_probe(answer: object) -> bool:
+    """Whether the server only tries whether it reaches a member."""
+    return isinstance(answer, messages.Registered) and answer.digest == messages.NO_SERVER
+
+
 counters = st.integers(0, limits.MAX_COUNTER)
 counts = st.integers(0, limits.MAX_COUNT)
 member_numbers = st.integers(0, limits.MAX_MEMBERS - 1)

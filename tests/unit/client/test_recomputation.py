@@ -15,18 +15,12 @@ from client.autograd.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
 from client.autograd.exchange import Exchange
 from client.lanes.in_process import LocalPipe
 from programs import member_programs
+from programs.life_programs import network as model
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.moments import Moments
 from support.sentences import says
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3), nn.Tanh()
-    ).double()
 
 
 def train(model, steps, forward):
@@ -44,9 +38,8 @@ def train(model, steps, forward):
 
 
 def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(torch.as_tensor(found[name]), value, rtol=1e-9, atol=1e-9, msg=name)
+    found = {name: torch.as_tensor(value) for name, value in found.items()}
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def assert_near(found, expected):

@@ -32,12 +32,6 @@ def calls():
     return Recorder.calls
 
 
-def test_only_as_many_replicas_as_the_batch_feeds(calls):
-    wrapped = DataParallelWithCallback(nn.Sequential(Recorder()), ["cpu"] * 4)
-    assert wrapped(torch.ones(2, 2)).shape == (2, 2)
-    assert [copy_id for _, copy_id in calls] == [0, 1]
-
-
 def of_layer(network):
     network[1].compile(backend="eager")
     return network

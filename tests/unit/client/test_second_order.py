@@ -7,8 +7,6 @@ from torch.autograd import gradcheck, gradgradcheck
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
 from client.lanes.in_process import LocalPipe
-from client.lanes.zeromq import SlavePipe
-from support.memory_members import run_members
 
 SIZES = (3, 1, 2)
 CHANNELS = 2
@@ -79,30 +77,6 @@ def test_where_no_input_needs_a_gradient_the_weights_second_gradient_takes_no_ro
     expected = ((joined * normal).sum((0, 2)) ** 2).sum() + (joined.sum((0, 2)) ** 3).sum()
     expected.backward()
     torch.testing.assert_close(torch.cat([factor.grad for factor in factors]), joined.grad)
-
-
-def test_a_gradient_penalty_through_members_equals_the_whole_batchs():
-    """WGAN-GP: the critic's input gradient per sample, its norm driven to 1, differentiated by weights and input."""
-    *inputs, weight, bias = (leaf.detach() for leaf in leaves())
-
-    def member(connection):
-        x, w, b = (part.clone().requires_grad_() for part in (inputs[connection.rank], weight, bias))
-        exchange = Exchange(SlavePipe(connection, "bn"), "bn", 1e-5, "plus")
-        (output,) = batch_norm([Slice(x, w, b)], exchange)
-        penalty(output, x).backward()
-        return x.grad, w.grad, b.grad
-
-    found = run_members(3, member)
-    whole, w, b = (part.clone().requires_grad_() for part in (torch.cat(inputs), weight, bias))
-    penalty(torch.nn.functional.batch_norm(whole, None, None, w, b, training=True), whole).backward()
-    torch.testing.assert_close(torch.cat([x for x, _, _ in found]), whole.grad)
-    torch.testing.assert_close(sum(by_weight for _, by_weight, _ in found), w.grad)
-    torch.testing.assert_close(sum(by_bias for _, _, by_bias in found), b.grad)
-
-
-def penalty(output, x):
-    (gradient,) = torch.autograd.grad(output.tanh().sum(), x, create_graph=True)
-    return ((gradient.flatten(1).square().sum(1) + 1e-3).sqrt() - 1).square().sum() + output.sigmoid().sum()
 
 
 def test_torch_func_takes_first_and_second_gradients():

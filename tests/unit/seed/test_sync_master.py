@@ -6,42 +6,12 @@ from queue import Full
 
 import pytest
 import torch
-from torch import nn
 
 import client
-from client.comm import FutureResult, SyncMaster
+from client.comm import FutureResult
 from statsd_bn.errors import ReplicaLost, RoundMismatch, RoundTimeout
+from support.contract_seed import REPLICAS, Total, to_all
 from support.interruption import WAIT_SECONDS, interrupted
-
-REPLICAS = ["cpu"] * 3
-
-
-def to_all(value, messages):
-    return [(who, value) for who, _ in messages]
-
-
-class Total(nn.Module):
-    """Adds the sums of all replicas, as layers of Synchronized-BatchNorm-PyTorch do."""
-
-    def __init__(self):
-        super().__init__()
-        self.master = SyncMaster(self.answer)
-        self.pipe = None
-
-    def answer(self, messages):
-        return to_all(sum(message for _, message in messages), messages)
-
-    def __data_parallel_replicate__(self, ctx, copy_id):
-        if copy_id == 0:
-            ctx.master = self.master
-        else:
-            self.pipe = ctx.master.register_slave(copy_id)
-
-    def total(self, x):
-        return self.master.run_master(x.sum()) if self.pipe is None else self.pipe.run_slave(x.sum())
-
-    def forward(self, x):
-        return x * 0 + self.total(x)
 
 
 def test_each_replica_gets_its_answer_in_each_pass():
