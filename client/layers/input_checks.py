@@ -23,7 +23,8 @@ def check(layer: Any, x: Tensor, expected: int | None = None) -> None:
         expected: its channels; None for the layer's.
     """
     if not x.is_floating_point():
-        raise TypeError(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}")
+        remedy = "; quantise client.revert_model(model)" if x.is_quantized else ""
+        raise TypeError(broken(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}{remedy}"))
     if layer.num_features == 0:
         layer.num_features = channels_of(layer, x.shape[1])
     channels = x.shape[1]

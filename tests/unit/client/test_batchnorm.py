@@ -12,6 +12,7 @@ from client.kernels import dispatch
 from client.kernels.vectors import to_device
 from client.layers import running_stats
 from programs import member_programs
+from support.sentences import says
 from support.whole_batch import SYNCHRONISED
 
 LAYERS = list(SYNCHRONISED.items())
@@ -58,11 +59,15 @@ def test_input_of_the_wrong_shape_is_named(layer, shape, message, training):
         layer.train(training)(torch.ones(shape))
 
 
-def test_integer_input_is_named():
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_integer_and_quantised_inputs_are_named():
     layer = client.SynchronizedBatchNorm1d(4)
     layer.layer_name = "stem.bn"
-    with pytest.raises(TypeError, match=r"'stem.bn': expected a floating-point input, got torch.int64"):
+    expected = "'stem.bn': expected a floating-point input, got torch"
+    with pytest.raises(TypeError, match=f"{expected}.int64$"):
         layer(torch.ones(2, 4, dtype=torch.int64))
+    with pytest.raises(TypeError, check=says(rf"{expected}.quint8; quantise client.revert_model\(model\)")):
+        layer(torch.quantize_per_tensor(torch.ones(2, 4), 1.0, 0, torch.quint8))
 
 
 def test_one_value_per_channel_is_refused_on_every_member(members):
