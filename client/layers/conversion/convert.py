@@ -14,6 +14,7 @@ from unittest import mock
 
 from torch import nn
 from torch.nn import SyncBatchNorm  # torch's own, also while `patch_sync_batchnorm` replaces it in `torch.nn`
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from client.border import at_border
 from client.connection.groups import Group
@@ -298,6 +299,28 @@ def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
     for hook in hooks.values():
         if getattr(hook, "with_module", False) and hook.module() is old:
             hook.module = weakref.ref(new)
+
+
+def _keep_from_torchs_converter(parent: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
+    """Keeps a synchronised layer where `nn.SyncBatchNorm.convert_sync_batchnorm` would put one of torch's.
+
+    Torch calls it for each module that becomes part of another. The converter makes a layer with the same tensors.
+    """
+    if type(module) is not SyncBatchNorm:
+        return None
+    old = parent._modules.get(name)
+    if not isinstance(old, Synchronized) or any(getattr(old, each) is not getattr(module, each) for each in _TENSORS):
+        return None
+    warnings.warn(
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm leaves synchronised layers as they are. Leave it out (in "
+        "Lightning sync_batchnorm=True), or give it client.revert_model(model)",
+        stacklevel=3,
+    )
+    return old
+
+
+_TENSORS = ("weight", "bias", "running_mean", "running_var")
+register_module_module_registration_hook(_keep_from_torchs_converter)  # type: ignore[arg-type]  # it may return one
 
 
 def _described(module: nn.Module) -> str:
