@@ -8,9 +8,9 @@ would reach other threads. A copy of the `forward` with other globals saved 15 t
 bytecode, and worked in full on one version of Python only.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -33,16 +33,12 @@ _BATCH_NORM, _OPERATOR = F.batch_norm, torch.batch_norm
 _innermost: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
 
 # What computes a call of `batch_norm` again in the backward pass, where no mode is active any more, so that it would be
-# normalised by this replica's statistics alone. A checkpoint that is a function of autograd itself is found first: it
-# calls what is inside it.
-_CHECKPOINT = checkpoint.__name__
-_AROUND = {
-    _CHECKPOINT: "checkpoints its call of batch_norm; checkpoint the layer where it is called",
-    torch.autograd.function.__name__: (
-        "calls batch_norm in an autograd.Function, whose backward pass would be that of this replica's batch alone; "
-        "register a conversion for its class, see help(client.register_conversion)"
-    ),
-}
+# normalised by this replica's statistics alone.
+_IN_CHECKPOINT = "checkpoints its call of batch_norm; checkpoint the layer where it is called"
+_IN_FUNCTION = (
+    "calls batch_norm in an autograd.Function, whose backward pass would be that of this replica's batch alone; "
+    "register a conversion for its class, see help(client.register_conversion)"
+)
 
 
 @dataclass(slots=True)
@@ -215,20 +211,23 @@ def _check_not_computed_again(layer: Any, caller: CodeType, *, recorded: bool) -
     if is_compiling() or not (records or recorded):
         return
     # A function that records inside leaves the backward pass to us.
-    sought = {_CHECKPOINT} if records == recorded else _AROUND.keys()
-    if around := _around(sought, caller):
-        raise ConfigurationError(broken(f"layer {layer.layer_name!r}: its forward {_AROUND[around]}"))
-
-
-def _around(modules: AbstractSet[str], caller: CodeType) -> str | None:
-    """Returns which of these modules has called what runs now, if one has since the `forward` was called."""
+    functions = set() if records == recorded else _forwards_of_functions()
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack has no public name
     while frame is not None and frame.f_code is not caller:
-        module: str = frame.f_globals.get("__name__", "")
-        if module in modules:
-            return module
+        # A checkpoint may be an autograd.Function itself.
+        is_checkpoint = frame.f_globals.get("__name__") == checkpoint.__name__
+        if is_checkpoint or frame.f_code in functions:
+            problem = _IN_CHECKPOINT if is_checkpoint else _IN_FUNCTION
+            raise ConfigurationError(broken(f"layer {layer.layer_name!r}: its forward {problem}"))
         frame = frame.f_back
-    return None
+
+
+def _forwards_of_functions() -> set[CodeType]:
+    """Code of the `forward` of each `autograd.Function`; since torch 2.14 its `apply` has no frame to be found by."""
+    classes: list[type[torch.autograd.Function]] = [torch.autograd.Function]
+    for one in classes:
+        classes += one.__subclasses__()
+    return {inspect.unwrap(one.forward).__code__ for one in classes}
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -80,13 +80,10 @@ def environ(monkeypatch):
     monkeypatch.setattr(store, "_stores", {})
     # Threads that play processes would count their entries together.
     monkeypatch.setattr(store, "_entries", _Zeros())
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    yield {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(kept.port),
-    }
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port)}
+    for name, value in ({"TORCHELASTIC_USE_AGENT_STORE": "True"} | address).items():
+        monkeypatch.setenv(name, value)
+    yield {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **address}
     for master in list(server_process._started):
         master.stop()
     store._stores.clear()

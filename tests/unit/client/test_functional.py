@@ -42,7 +42,6 @@ def slices(inputs, weights, biases):
     return [Slice(*parts) for parts in zip(inputs, weights, biases, strict=True)]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
 @pytest.mark.parametrize(
     ("transform", "words"),
     [

@@ -398,8 +398,24 @@ class Recomputing(torch.autograd.Function):
             return None, torch.autograd.grad(ctx.function(x), x, grad)[0]
 
 
-def test_a_call_in_a_function_with_a_backward_pass_of_its_own_is_an_error_when_it_runs():
-    model = client.convert_model(nn.Sequential(Unseen(CHANNELS, Recomputing.apply)))
+class RecomputingApart(torch.autograd.Function):
+    """The same without a context in its forward."""
+
+    @staticmethod
+    def forward(function, x):
+        return function(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # noqa: ARG004 - as torch calls it
+        ctx.function, x = inputs
+        ctx.save_for_backward(x)
+
+    backward = staticmethod(Recomputing.backward)
+
+
+@pytest.mark.parametrize("function", [Recomputing, RecomputingApart])
+def test_a_call_in_a_function_with_a_backward_pass_of_its_own_is_an_error_when_it_runs(function):
+    model = client.convert_model(nn.Sequential(Unseen(CHANNELS, function.apply)))
     with pytest.raises(ConfigurationError, match=r"layer '0': its forward calls batch_norm in an autograd\.Function"):
         model(batch().requires_grad_())
     with torch.no_grad():

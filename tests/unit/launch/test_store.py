@@ -26,7 +26,10 @@ def store(monkeypatch):
     """The store of a launcher: for its processes there is one already."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(launch_store, "_stores", {})
-    yield distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(kept.port))
+    yield kept
     launch_store._stores.clear()
 
 
