@@ -78,7 +78,7 @@ def test_the_rounds_of_a_layer_that_recalibrates_do_so_as_well(lane):
     """They go over the host, and the ranks need not agree on it."""
     layer = client.SynchronizedBatchNorm1d(3)
     layer.layer_name = "bn"
-    Call(layer, lane, Tally(), None)._exchange([Slice(input_on(SECOND), None, None)])
+    Call(layer, lane, Tally(), None, None)._exchange([Slice(input_on(SECOND), None, None)])
     row = Rows((4,), np.zeros((1, 2, 3)))
     assert device_of(lane.run_slave, row) == SECOND
 
